@@ -1,7 +1,7 @@
 """``train``: train a model on a data set, and write it as an ONNX file."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -22,6 +22,7 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
+from kfac_engine.cli.refresh_options import chosen_refreshes, refresh_options
 from kfac_engine.cli.train_callbacks import OPTIONS, Choices
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
@@ -162,7 +163,7 @@ _COURSE = (
 )  # fmt: skip
 
 
-@click.command(cls=EngineCommand, without=SET_HERE)
+@click.command(cls=EngineCommand, without=SET_HERE, params=refresh_options())
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
 @gathered("update", Update, _UPDATE)
@@ -185,12 +186,13 @@ def train(
     from kfac_engine.cli.files import read_inputs
 
     _check(files, model, resume=course.resume)
+    refreshes = chosen_refreshes(options, update.optimizer)
     with working("preparing the model"):
         sample = None if files.inputs is None else read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
-        optimizer = _optimizer(engine, update)
+        optimizer = _optimizer(engine, update, refreshes)
     for note in engine.inference_notes:
         click.echo(f"note: {printable(spelled(note))}.", err=True)
     interruption = click.get_current_context().ensure_object(Invocation).interruption
@@ -235,7 +237,7 @@ def _check(files: Files, model: Path, *, resume: bool) -> None:
         )
 
 
-def _optimizer(engine: "ke.Engine", update: Update) -> "Optimizer":
+def _optimizer(engine: "ke.Engine", update: Update, refreshes: Mapping[str, Any]) -> "Optimizer":
     from kfac_engine.training.fit import OPTIMIZERS
 
     choices = {
@@ -246,7 +248,7 @@ def _optimizer(engine: "ke.Engine", update: Update) -> "Optimizer":
     if update.optimizer != "kfac" and update.optimizer_damping is not None:
         raise InputError(f"--damping belongs to kfac; {update.optimizer} has no curvature.")
     options = {name: value for name, value in choices.items() if value is not None}
-    return OPTIMIZERS[update.optimizer](engine, **options)
+    return OPTIMIZERS[update.optimizer](engine, **options, **refreshes)
 
 
 def _fit(

@@ -94,34 +94,55 @@ class Refreshes:
             factor.wait()
         self._latest = (), perf_counter() - start
 
-    def run(self, counter: int) -> None:
+    def run(
+        self,
+        counter: int,
+        planner: Planner | None = None,
+        *,
+        bound: int | None = None,
+        moved: bool = True,
+    ) -> None:
         """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
 
         Args:
             counter: Number of the call, from 0.
+            planner: Plans the refreshes in place of the attribute.
+            bound: Largest period of any factor in this call; see ``Planner.refreshes``.
+            moved: Whether averages have changed since the last call.
 
         Raises:
             KfacError: As for ``begin``.
         """
-        planner, start = self.planner, perf_counter()
-        drifts = self.drifts() if planner.reads_drifts and counter else None
-        due = planner.refreshes(counter, drifts)
+        planner, start = planner or self.planner, perf_counter()
+        due = planner.refreshes(counter, self._drifts_for(planner, counter, moved=moved), bound)
         finish = self.begin(due)
         if not planner.schedule.overlap or counter == 0:
             finish()
         self._latest = due, self._latest[1] + perf_counter() - start
 
-    def advance(self, counter: int, seconds: float) -> None:
+    def may_run(self, counter: int, planner: Planner, bound: int | None) -> bool:
+        """Return whether ``run`` refreshes a factor in a call without new statistics."""
+        drifts = self._drifts_for(planner, counter, moved=False)
+        return bool(planner.refreshes(counter, drifts, bound))
+
+    def advance(
+        self, counter: int, seconds: float, planner: Planner | None = None
+    ) -> tuple[str, ...]:
         """Record that a call has succeeded.
 
         Args:
             counter: Number of the call.
             seconds: Its time.
+            planner: The planner of its ``run``.
+
+        Returns:
+            Keys of the factors that the call refreshed.
         """
-        due, spent = self._latest
-        self.planner.advance(counter, due, seconds, spent)
-        if self.planner.reads_drifts:
+        (due, spent), planner = self._latest, planner or self.planner
+        planner.advance(counter, due, seconds, spent)
+        if planner.reads_drifts:
             self._samples |= {key: self._sampled(key) for key in due}
+        return due
 
     def drifts(self) -> dict[str, float]:
         """Return the drift of each factor since the latest ``run`` that refreshed it, by key."""
@@ -163,6 +184,15 @@ class Refreshes:
                 samples = tuple(backend.asarray(arrays[name]).copy() for name in names)
                 if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
                     self._samples[key] = samples
+
+    def _drifts_for(
+        self, planner: Planner, counter: int, *, moved: bool
+    ) -> dict[str, float] | None:
+        """Return the drifts that a planner reads."""
+        if not planner.reads_drifts or not counter:
+            return None
+        # A factor that had moved enough was refreshed in the call that moved its average.
+        return self.drifts() if moved else dict.fromkeys(self._samples, 0.0)
 
     def _sampled(self, key: str) -> tuple[Array, ...]:
         return tuple(_rows(average.lower()) for average in self._factors[key].averages)

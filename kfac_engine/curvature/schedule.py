@@ -99,6 +99,25 @@ class Work:
     owner: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call whose refreshes are planned.
+
+    Attributes:
+        counter: Number of the call, from 0.
+        drifts: Key of a work to the relative change of its averages since its latest refresh.
+        bound: Largest period of any work in this call; None for the periods of the schedule.
+    """
+
+    counter: int
+    drifts: Mapping[str, float]
+    bound: int | None
+
+    def bounded(self, period: int) -> int:
+        """Return a period, or the bound if that is smaller."""
+        return period if self.bound is None else min(period, self.bound)
+
+
 @dataclass(slots=True)
 class PlannerState:
     """What a planner learned from earlier calls; a checkpoint stores it.
@@ -164,17 +183,25 @@ class Planner:
         """
         return counter % self.schedule.covariance_every == 0
 
-    def refreshes(self, counter: int, drifts: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    def refreshes(
+        self,
+        counter: int,
+        drifts: Mapping[str, float] | None = None,
+        bound: int | None = None,
+    ) -> tuple[str, ...]:
         """Return the keys of the refreshes of a call, in the order of the works.
 
         Args:
             counter: Number of the call, from 0; call 0 refreshes everything.
             drifts: Key of a work to the relative change of its averages since its latest refresh;
                 infinite where it is absent.
+            bound: Largest period in this call, for periods that grow. Each work is then due as soon
+                as its period has passed since its latest refresh, and everything is refreshed while
+                no work was. None for the periods of the schedule.
         """
-        if counter == 0:
+        if counter == 0 or (bound is not None and not self.state.refreshed):
             return tuple(work.key for work in self.works)
-        chosen = frozenset(self._choose(self, counter, drifts or {}))
+        chosen = frozenset(self._choose(self, Call(counter, drifts or {}, bound)))
         return tuple(work.key for work in self.works if work.key in chosen)
 
     def advance(self, counter: int, refreshed: Sequence[str], elapsed: float, spent: float) -> None:
@@ -212,7 +239,7 @@ class Planner:
 # Returns the slot of each work by key: the phase of the period in which it is refreshed.
 Policy: TypeAlias = Callable[[Sequence[Work], int], Mapping[str, int]]
 # Yields the keys of the refreshes of a call.
-Choice: TypeAlias = Callable[[Planner, int, Mapping[str, float]], Iterator[str]]
+Choice: TypeAlias = Callable[[Planner, Call], Iterator[str]]
 
 POLICIES: Registry[Policy] = Registry("refresh policy")
 
@@ -248,30 +275,39 @@ def _in_slots(planner: Planner) -> Choice:
     for period in dict.fromkeys(planner.periods.values()):
         slots |= policy([w for w in planner.works if planner.periods[w.key] == period], period)
 
-    def choose(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
-        del drifts
-        periods = planner.periods
-        return (key for key, slot in slots.items() if counter % periods[key] == slot)
+    spreads = any(slots.values())
 
-    return choose
+    def is_due(planner: Planner, call: Call, key: str, slot: int) -> bool:
+        period = planner.periods[key]
+        if call.bound is None:
+            return call.counter % period == slot
+        # Works have equal ages when the bound reaches their period. Their slots then spread them.
+        reached = spreads and call.bound >= period and call.counter % period == slot
+        return reached or planner.age(key, call.counter) >= call.bounded(period)
+
+    return lambda planner, call: (
+        key for key, slot in slots.items() if is_due(planner, call, key, slot)
+    )
 
 
-def _by_drift(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
+def _by_drift(planner: Planner, call: Call) -> Iterator[str]:
     """Yield the works whose averages have moved, and those whose period has passed."""
     for work in planner.works:
-        moved = drifts.get(work.key, inf) >= planner.schedule.drift
-        if moved or planner.age(work.key, counter) >= planner.periods[work.key]:
+        moved = call.drifts.get(work.key, inf) >= planner.schedule.drift
+        period = call.bounded(planner.periods[work.key])
+        if moved or planner.age(work.key, call.counter) >= period:
             yield work.key
 
 
-def _by_budget(planner: Planner, counter: int, drifts: Mapping[str, float]) -> Iterator[str]:
+def _by_budget(planner: Planner, call: Call) -> Iterator[str]:
     """Yield the works that wait longest, relative to their periods, until the budget is spent."""
-    del drifts
     state, schedule = planner.state, planner.schedule
     known = state.cost > 0 and state.seconds > 0
     left = schedule.budget * state.elapsed - state.spent
-    waiting = [w for w in planner.works if planner.age(w.key, counter) >= schedule.covariance_every]
-    waiting.sort(key=lambda work: -planner.age(work.key, counter) / planner.periods[work.key])
+    ages = {work.key: planner.age(work.key, call.counter) for work in planner.works}
+    least = call.bounded(schedule.covariance_every)
+    waiting = [work for work in planner.works if ages[work.key] >= least]
+    waiting.sort(key=lambda work: -ages[work.key] / planner.periods[work.key])
     for work in waiting:
         if left <= 0:
             return

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import positive, whole
+from kfac_engine.arguments import positive
+from kfac_engine.curvature.schedule import Planner, PlannerState, Schedule
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.trace import Trace
@@ -14,34 +19,8 @@ from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.report import StageClock
 
 _NEVER = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Periods:
-    """How often statistics and inverses are updated.
-
-    Both periods grow: an update is due as soon as ``min(period, max(1, step // 2))`` steps have
-    passed, because the curvature changes quickly at the beginning of a run.
-
-    Attributes:
-        statistics_every: Largest number of steps between two updates of the statistics.
-        statistics_part: Part of the batch whose statistics are computed, in (0, 1].
-        refresh_every: Largest number of steps between two refreshes of the inverses.
-    """
-
-    statistics_every: int
-    statistics_part: float
-    refresh_every: int
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: A value lies outside its range.
-        """
-        whole("statistics_every", self.statistics_every, least=1)
-        whole("refresh_every", self.refresh_every, least=1)
-        check_part("statistics_part", self.statistics_part)
+# Fields of the planner's state that are numbers.
+_TIMES = ("elapsed", "spent", "cost", "seconds")
 
 
 def check_part(name: str, value: float) -> None:
@@ -57,13 +36,11 @@ class LastUpdates:
 
     Attributes:
         statistics: Step of the latest statistics.
-        inverses: Step of the latest refresh.
         start: Step from which the periods grow, and whose statistics replace the averages; −1 for
             the beginning of the run.
     """
 
     statistics: int = _NEVER
-    inverses: int = _NEVER
     start: int = _NEVER
 
 
@@ -105,19 +82,30 @@ class PartialTrace:
 class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
+    The periods grow: an update is due as soon as ``min(period, max(1, steps // 2))`` steps have
+    passed, because the curvature changes quickly at the beginning of a run.
+
     Args:
         engine: The engine.
-        periods: How often.
+        schedule: The policy of the refreshes and the largest periods; ``covariance_every`` is that
+            of the statistics.
+        part: Part of the batch whose statistics are computed, in (0, 1].
     """
 
-    def __init__(self, engine: Engine, periods: Periods) -> None:
+    def __init__(self, engine: Engine, schedule: Schedule, part: float) -> None:
+        check_part("statistics_part", part)
         self._engine = engine
-        self._periods = periods
-        self._evaluate = PartialTrace(engine, periods.statistics_part)
+        self._every = schedule.covariance_every
+        self._refreshes = engine.estimator.refreshes
+        self._planner = Planner(self._refreshes.works, schedule)
+        self._names = factor_names(engine)
+        self._evaluate = PartialTrace(engine, part)
 
     def is_due(self, step: int, last: LastUpdates) -> bool:
-        """Return whether a step updates statistics or inverses."""
-        return any(self._due(step, last))
+        """Return whether a step may update statistics or inverses."""
+        return self._observes(step, last) or self._refreshes.may_run(
+            step, self._planner, _bound(step, last)
+        )
 
     def update(
         self,
@@ -137,18 +125,53 @@ class CurvatureUpdates:
         Returns:
             The latest updates after this step.
         """
-        statistics, inverses = last.statistics, last.inverses
-        observes, refreshes = self._due(step, last)
-        if observes:
-            replaces = statistics == _NEVER and last.start != _NEVER
+        refreshes, planner, bound = self._refreshes, self._planner, _bound(step, last)
+        refreshes.wait()
+        if observes := self._observes(step, last):
+            replaces = last.statistics == _NEVER and last.start != _NEVER
             with clock("statistics"), self._decay(0.0 if replaces else None):
                 self.observe(step, *batch)
-            statistics = step
-        if refreshes:
+            last = replace(last, statistics=step)
+        reads_drifts = observes and planner.reads_drifts
+        if reads_drifts or refreshes.may_run(step, planner, bound):
             with clock("inverses"):
-                self._engine.estimator.update_inverses()
-            inverses = step
-        return LastUpdates(statistics, inverses, last.start)
+                refreshes.run(step, planner, bound=bound, moved=observes)
+        return last
+
+    def advance(self, step: int, seconds: float) -> tuple[str, ...]:
+        """Record that a step has succeeded.
+
+        Args:
+            step: Number of the step, from 0.
+            seconds: Its time.
+
+        Returns:
+            Names of the factors that the step refreshed.
+        """
+        refreshed = self._refreshes.advance(step, seconds, self._planner)
+        return tuple(self._names[key] for key in refreshed)
+
+    def restart(self) -> None:
+        """Refresh all factors in the next step."""
+        self._planner.state.refreshed.clear()
+
+    def saved(self) -> dict[str, Array]:
+        """Return the steps of the latest refreshes, and the learned times if the plans use them."""
+        state = self._planner.state
+        steps = [state.refreshed.get(work.key, _NEVER) for work in self._planner.works]
+        saved = {"steps": np.array(steps, np.float64)}
+        if self._planner.schedule.policy == "budget":
+            saved["times"] = np.array([getattr(state, name) for name in _TIMES], np.float64)
+        return saved
+
+    def restore(self, saved: Mapping[str, Array]) -> None:
+        """Restore a state that ``saved`` returned."""
+        to_numpy = self._engine.collection.backend.to_numpy
+        values = {name: to_numpy(array).tolist() for name, array in saved.items()}
+        pairs = zip(self._planner.works, values["steps"], strict=True)
+        refreshed = {work.key: int(step) for work, step in pairs if 0 <= step < inf}
+        times = zip(_TIMES, values.get("times", ()), strict=False)
+        self._planner.state = PlannerState(refreshed, **dict(times))
 
     @contextmanager
     def _decay(self, decay: float | None) -> Iterator[None]:
@@ -161,11 +184,9 @@ class CurvatureUpdates:
         finally:
             estimator.cov_ema_decay = present
 
-    def _due(self, step: int, last: LastUpdates) -> tuple[bool, bool]:
-        """Return whether a step updates the statistics, and whether it updates the inverses."""
-        periods, age = self._periods, step - max(last.start, 0)
-        observes = is_due(step, last.statistics, periods.statistics_every, age)
-        return observes, is_due(step, last.inverses, periods.refresh_every, age)
+    def _observes(self, step: int, last: LastUpdates) -> bool:
+        """Return whether a step updates the statistics."""
+        return is_due(step, last.statistics, self._every, step - max(last.start, 0))
 
     def observe(
         self, step: int, inputs: Mapping[str, Array], targets: Targets, *, decays: bool = True
@@ -182,6 +203,11 @@ class CurvatureUpdates:
         # The reduction "sum" multiplies the Fisher matrix by the number of examples of the batch.
         scales = self._engine.objective.fisher_scales(trace, examples=examples)
         self._engine.estimator.update_covariances(trace, scales=scales, should_decay=decays)
+
+
+def _bound(step: int, last: LastUpdates) -> int:
+    """Return the largest period of a step."""
+    return max(1, (step - max(last.start, 0)) // 2)
 
 
 def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.engine.spectra import FactorSpectrum, factor_spectra
 from kfac_engine.training.optimizer import Optimizer
 
@@ -28,7 +30,8 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
         settings: Settings of the run by name.
 
     Returns:
-        ``model``, ``settings``, ``versions`` and ``layers``: numbers, texts, None and lists.
+        ``model``, ``settings``, ``versions``, ``layers`` and the shapes of the ``factors`` that
+        are refreshed, by name: numbers, texts, None and lists.
     """
     engine = optimizer.engine
     choices = {"optimizer": type(optimizer).__name__, **optimizer.options, **settings}
@@ -52,7 +55,14 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
             }
             for layer in engine.layers
         ],
+        "factors": _factor_shapes(engine),
     }
+
+
+def _factor_shapes(engine: Engine) -> dict[str, list[int]]:
+    names, shapes = factor_names(engine), factor_shapes(engine.collection)
+    factors = enumerate(engine.collection.get_factors())
+    return {names[str(i)]: list(shapes[id(f)]) for i, f in factors if f.has_inverses}
 
 
 def described_spectra(engine: Engine) -> list[Description]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -25,8 +25,8 @@ STEP_ENTRIES = frozenset(
     }
 )  # fmt: skip
 
-# Name to number; see ``History.records``.
-Record: TypeAlias = dict[str, float]
+# Name to number, but ``refreshed`` to a list of names; see ``History.records``.
+Record: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class Log:
             raise InputError(f"cannot write the log '{self._path}': {failure.strerror}.") from None
 
 
-def _valid(record: Mapping[str, float]) -> dict[str, float | None]:
+def _valid(record: Record) -> Record:
     """Return a record with null in place of NaN, which JSON cannot represent."""
-    return {name: value if isfinite(value) else None for name, value in record.items()}
+    return {
+        name: value if isinstance(value, list) or isfinite(value) else None
+        for name, value in record.items()
+    }

@@ -234,7 +234,7 @@ class Hooks(Callback):
 
 
 # Called after each step with its record and the optimizer; True ends the run.
-StepFunction: TypeAlias = Callable[[Mapping[str, float], Optimizer], object]
+StepFunction: TypeAlias = Callable[[Record, Optimizer], object]
 
 
 class _EachStep(Callback):

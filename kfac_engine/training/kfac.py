@@ -9,16 +9,17 @@ from typing import Literal, TypeAlias, cast
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, root_outputs
+from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
     LastUpdates,
     PartialTrace,
-    Periods,
     check_part,
 )
 from kfac_engine.training.damping_adaptation import DampingAdaptation
@@ -45,6 +46,8 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 
 # Learning rates that the optimizer chooses itself.
 AUTO, QUADRATIC = "auto", "quadratic"
+# Group of the planner's state in checkpoints.
+_REFRESHES = "refreshes"
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
 
@@ -103,6 +106,13 @@ class KfacOptimizer(Optimizer):
         statistics_part: Part of the batch whose statistics are computed, in (0, 1]; another part
             in each step. A model that runs with one batch size only takes the whole batch.
         refresh_every: Largest number of steps between two refreshes of the inverses.
+        policy: Which inverses a step refreshes: ``Schedule.policy``. ``"drift"`` refreshes factors
+            whose averages have moved. ``"budget"`` refreshes factors as the time allows, so that
+            two runs differ.
+        drift: ``Schedule.drift``.
+        budget: ``Schedule.budget``: largest share of the refreshes in the time of the steps.
+        periods: ``Schedule.periods``: periods of the factors of single parameters, in place of
+            ``refresh_every``.
         curvature_part: Part of the batch on which ``"quadratic"`` multiplies by the Fisher matrix,
             in (0, 1].
         burn_in: Number of batches before the first step, of which only statistics are averaged.
@@ -130,6 +140,10 @@ class KfacOptimizer(Optimizer):
         statistics_every: int = 5,
         statistics_part: float = 0.25,
         refresh_every: int = 25,
+        policy: str = "all_at_once",
+        drift: float = 0.1,
+        budget: float = 0.2,
+        periods: Mapping[str, int] | None = None,
         curvature_part: float = 0.25,
         burn_in: int = 0,
         non_finite: NonFinitePolicy = "raise",
@@ -161,8 +175,10 @@ class KfacOptimizer(Optimizer):
             ),
         }
         self._update = updates[rule]()
-        periods = Periods(statistics_every, statistics_part, refresh_every)
-        self._curvature = CurvatureUpdates(engine, periods)
+        whole("statistics_every", statistics_every, least=1)
+        every, periods = (statistics_every, refresh_every), {} if periods is None else periods
+        schedule = Schedule(*every, policy, drift=drift, budget=budget, periods=periods)
+        self._curvature = CurvatureUpdates(engine, schedule, statistics_part)
         self._last = LastUpdates()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
@@ -233,7 +249,6 @@ class KfacOptimizer(Optimizer):
         with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
             move = self._update(step)
-        refreshed = last.inverses != self._last.inverses
         self._last = last
         report = StepReport(
             loss + penalty,
@@ -242,7 +257,6 @@ class KfacOptimizer(Optimizer):
             damping,
             predicted_change=move.predicted,
             penalty=penalty,
-            refreshed=refreshed,
         )
         return Proposal(move.values, step.new_slots, report)
 
@@ -258,7 +272,19 @@ class KfacOptimizer(Optimizer):
         targets: Targets,
         clock: StageClock,
     ) -> StepReport:
-        report, predicted = proposal.report, proposal.report.predicted_change
+        report = self._with_ratio(proposal.report, inputs, targets, clock)
+        seconds = sum(clock.seconds.values())
+        return replace(report, refreshed=self._curvature.advance(self.steps - 1, seconds))
+
+    def _with_ratio(
+        self,
+        report: StepReport,
+        inputs: Mapping[str, Array],
+        targets: Targets,
+        clock: StageClock,
+    ) -> StepReport:
+        """Adapt the damping where that is due; return the report with the reduction ratio."""
+        predicted = report.predicted_change
         # The step of the report is over: steps is its number from 1.
         due = self._adaptation is not None and self._adaptation.is_due(self.steps - 1)
         if self._adaptation is None or predicted is None or not due:
@@ -281,12 +307,23 @@ class KfacOptimizer(Optimizer):
         self.damping *= _MORE_DAMPING
         self._restraint *= _SHORTER
         self._last = LastUpdates(start=self.steps)
+        self._curvature.restart()
+
+    def state(self) -> SavedState:
+        """Return the state of the optimizer without the engine; its arrays are no copies."""
+        state = super().state()
+        return replace(state, arrays={**state.arrays, _REFRESHES: self._curvature.saved()})
+
+    def restore(self, part: SavedState) -> None:
+        """Restore a ``state`` of this optimizer; the arrays are copied."""
+        arrays = dict(part.arrays)
+        self._curvature.restore(arrays.pop(_REFRESHES))
+        super().restore(replace(part, arrays=arrays))
 
     def _numbers(self) -> dict[str, float]:
         return {
             **super()._numbers(),
             "statistics": self._last.statistics,
-            "inverses": self._last.inverses,
             "start": self._last.start,
             "damping": self._damping,
             "burned_in": self._burned_in,
@@ -294,7 +331,7 @@ class KfacOptimizer(Optimizer):
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)
-        self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "inverses", "start")))
+        self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "start")))
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
 

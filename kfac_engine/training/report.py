@@ -20,7 +20,8 @@ class StepReport:
         predicted_change: Change of the loss that the quadratic model predicts; None in steps
             without a quadratic model.
         penalty: The part ``½ l2 ‖θ‖²`` of the loss.
-        refreshed: Whether the step recomputed the inverses of the factors.
+        refreshed: Names of the factors whose inverses the step recomputed, such as
+            ``"fc0.weight: A"``; ``seconds["inverses"]`` is the time of the refresh.
         skipped: Whether the batch had no effect, because it yields NaN or infinity.
         burn_in: Whether the batch updated statistics only.
         rolled_back: Whether ``fit`` restored earlier parameters after the step.
@@ -36,7 +37,7 @@ class StepReport:
     reduction_ratio: float | None = None
     predicted_change: float | None = None
     penalty: float = 0.0
-    refreshed: bool = False
+    refreshed: tuple[str, ...] = ()
     skipped: bool = False
     burn_in: bool = False
     rolled_back: bool = False

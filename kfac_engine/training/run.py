@@ -20,7 +20,7 @@ from kfac_engine.training.schedules import ScheduleFunction
 # Numbers of a step report that records have where they are defined.
 _NUMBERS = ("momentum", "damping", "reduction_ratio")
 # Answers of a step report: yes or no.
-_EVENTS = ("refreshed", "skipped", "rolled_back")
+_EVENTS = ("skipped", "rolled_back")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,7 @@ def _record(position: Position, epoch: int, report: StepReport) -> Record:
     }
     numbers = {name: getattr(report, name) for name in _NUMBERS}
     record |= {name: value for name, value in numbers.items() if value is not None}
+    record["refreshed"] = list(report.refreshed)
     record |= {name: getattr(report, name) for name in _EVENTS}
     return record | {f"seconds/{stage}": value for stage, value in report.seconds.items()}
 

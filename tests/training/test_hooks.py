@@ -109,7 +109,7 @@ def test_a_record_has_the_numbers_of_the_step_report():
     for record, report in zip(history.records, reports, strict=True):
         assert (record["damping"], record["momentum"]) == (0.5, 0.75)
         assert record["learning_rate"] == report.learning_rate
-        assert record["refreshed"] == report.refreshed
+        assert record["refreshed"] == list(report.refreshed)
         assert "reduction_ratio" not in record
         stages = {name: value for name, value in record.items() if name.startswith("seconds/")}
         assert stages == {f"seconds/{name}": value for name, value in report.seconds.items()}

@@ -40,7 +40,7 @@ class _BestValidation(Callback):
     def _improves(self, record: Record) -> bool:
         """Return whether a validation is better than the best one so far, and remember it if so."""
         score = self._sign * record[self.metric]
-        improves = score < self._score - self._least_change
+        improves: bool = score < self._score - self._least_change
         if improves:
             self._score, self.best_step = score, int(record["step"])
         return improves

@@ -1,0 +1,41 @@
+"""The options of ``train`` for the refreshes of ``KfacOptimizer``."""
+
+from typing import Any
+
+import click
+
+from kfac_engine.cli.engine_options import options_of
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.errors import InputError
+
+_NAMES = ("refresh_every", "policy", "drift", "budget", "periods")
+
+
+def refresh_options() -> list[click.Option]:
+    """Return the options of a schedule, with the defaults of the optimizer in place of its own."""
+    options = options_of(Schedule, _NAMES)
+    for option in options:
+        option.default, option.show_default = None, False
+        option.help = f"For kfac, a call is a step: {option.help}"
+    return options
+
+
+def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
+    """Remove the values of ``refresh_options`` from options, and return those that are given.
+
+    Args:
+        options: Values by name; changed.
+        optimizer: Name of the optimizer.
+
+    Returns:
+        Argument of ``KfacOptimizer`` to value.
+
+    Raises:
+        InputError: A value is given, and the optimizer has no curvature.
+    """
+    values = {name: options.pop(name) for name in _NAMES}
+    given = {name: value for name, value in values.items() if value is not None}
+    if given and optimizer != "kfac":
+        flag = next(o.opts[0] for o in refresh_options() if o.name in given)
+        raise InputError(f"{flag} belongs to kfac; {optimizer} has no curvature.")
+    return given

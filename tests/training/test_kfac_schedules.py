@@ -1,0 +1,294 @@
+"""Refreshes of the K-FAC optimizer by drift, by a budget and with periods of layers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kfac_engine as ke
+from kfac_engine.curvature import refreshes
+from kfac_engine.curvature.refreshes import Refreshes
+from kfac_engine.curvature.schedule import POLICIES, Planner, Work
+from kfac_engine.training import report
+from tests.training import softmax_net as net
+
+FACTORS = ("w1: A", "w1: G", "w2: A", "w2: G")
+FIRST, SECOND = FACTORS[:2], FACTORS[2:]
+STEPS = 40
+ROUNDING = 1e-9  # of sums of some hundred simulated seconds
+
+
+def optimizer_of(**options):
+    return ke.KfacOptimizer(net.engine(), **options)
+
+
+def step(optimizer, seed):
+    x, y = net.batch(seed)
+    return optimizer.step({"x": x}, y)
+
+
+def run(optimizer, seeds):
+    return [step(optimizer, seed) for seed in seeds]
+
+
+def stored(optimizer):
+    return [factor.arrays()["power/0"].copy() for factor in optimizer.engine.estimator.factors]
+
+
+def assert_same(one, other):
+    for name, value in one.engine.parameters.items():
+        np.testing.assert_array_equal(value, other.engine.parameters[name])
+
+
+def growing(period, steps=STEPS, start=0):
+    """The steps of updates whose period grows to its largest value."""
+    due, last = [], None
+    for t in range(start, steps):
+        if last is None or t - last >= min(period, max(1, (t - start) // 2)):
+            due.append(t)
+            last = t
+    return due
+
+
+def steps_of(reports, name):
+    return [t for t, report in enumerate(reports) if name in report.refreshed]
+
+
+# -- the names of a report -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "drift", "drift": 0.05, "refresh_every": 20, "statistics_every": 1},
+        {"policy": "round_robin", "refresh_every": 4},
+        {"periods": {"w1": 2, "w2": 7}, "statistics_every": 1},
+    ],
+    ids=["drift", "round robin", "periods"],
+)
+def test_a_report_names_the_factors_whose_inverses_a_step_replaces(options):
+    # Statistics of each step, and a damping that changes, so that each refresh has new bits.
+    optimizer, partial = optimizer_of(**options), 0
+    step(optimizer, 0)
+    for seed in range(1, STEPS):
+        before = stored(optimizer)
+        optimizer.damping *= 1.001
+        refreshed = step(optimizer, seed).refreshed
+        pairs = zip(FACTORS, before, stored(optimizer), strict=True)
+        assert refreshed == tuple(n for n, old, new in pairs if not np.array_equal(old, new))
+        partial += 0 < len(refreshed) < len(FACTORS)
+    assert partial
+
+
+def test_periods_of_layers_grow_from_the_first_step():
+    reports = run(optimizer_of(refresh_every=9, periods={"w1": 3}), range(STEPS))
+    for name in FIRST:
+        assert steps_of(reports, name) == growing(3)
+    for name in SECOND:
+        assert steps_of(reports, name) == growing(9)
+    assert reports[1].refreshed == FACTORS
+    assert all(("inverses" in report.seconds) == bool(report.refreshed) for report in reports)
+    assert sum(not report.refreshed for report in reports) > 1
+
+
+# -- drift -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drift", "every", "fixed"),
+    [(1e-9, 1000, 5), (1e9, 9, 9)],
+    ids=["each update of the statistics", "period only"],
+)
+def test_extreme_drifts_give_the_bits_of_a_fixed_period(drift, every, fixed):
+    by_drift = optimizer_of(policy="drift", drift=drift, refresh_every=every)
+    periodic = optimizer_of(refresh_every=fixed)
+    for seed in range(STEPS):
+        assert step(by_drift, seed).refreshed == step(periodic, seed).refreshed
+    assert_same(by_drift, periodic)
+
+
+def test_drift_refreshes_between_the_periods_where_an_average_has_moved():
+    optimizer = optimizer_of(policy="drift", drift=0.2, refresh_every=30)
+    reports = run(optimizer, range(STEPS))
+    moved = [t for t, r in enumerate(reports) if r.refreshed and t not in growing(30)]
+    assert moved
+    observed = growing(5)
+    assert set(moved) <= set(observed)
+    # The drifts that remain are below the bound: factors above it were refreshed.
+    assert max(optimizer.engine.estimator.refreshes.drifts().values()) < 0.2
+
+
+# -- budget ----------------------------------------------------------------------------------------
+
+
+# Simulated seconds of a gradient, and of refreshes: the cubes of the sizes of the factors.
+GRADIENT = 1.0
+REFRESH = {name: size**3 / 2000 for name, size in zip(FACTORS, (6, 4, 5, 3), strict=True)}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Gradients and the refresh of each factor take simulated seconds, and nothing else does."""
+    now, begin, gradients = [0.0], Refreshes.begin, ke.Engine.gradients
+
+    def timed_begin(self, keys):
+        now[0] += sum(REFRESH[FACTORS[int(key)]] for key in keys)
+        return begin(self, keys)
+
+    def timed_gradients(self, *arguments, **options):
+        now[0] += GRADIENT
+        return gradients(self, *arguments, **options)
+
+    monkeypatch.setattr(Refreshes, "begin", timed_begin)
+    monkeypatch.setattr(ke.Engine, "gradients", timed_gradients)
+    for module in (refreshes, report):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("budget", [0.02, 0.1, 0.6])
+def test_refreshes_take_the_budget_of_the_time_of_the_steps(budget):
+    optimizer = optimizer_of(policy="budget", budget=budget, statistics_every=1)
+    spent = elapsed = 0.0
+    assert step(optimizer, 0).refreshed == FACTORS  # the first step does not count
+    for seed in range(1, 3 * STEPS):
+        result = step(optimizer, seed)
+        cost = sum(REFRESH[name] for name in result.refreshed)
+        assert result.seconds.get("inverses", 0.0) == pytest.approx(cost)
+        spent, elapsed = spent + cost, elapsed + GRADIENT + cost
+        before = elapsed - GRADIENT - cost
+        assert spent <= budget * before + max(REFRESH.values()) + ROUNDING
+        # With fresh inverses of all factors there is nothing to spend on.
+        assert spent >= budget * before - ROUNDING or len(result.refreshed) == len(FACTORS)
+    assert spent > 0
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("periods", [{}, {"w1": 5}], ids=["equal periods", "periods of layers"])
+def test_a_budget_refreshes_the_factors_that_wait_longest(periods):
+    optimizer = optimizer_of(
+        policy="budget", budget=0.05, statistics_every=1, refresh_every=10, periods=periods
+    )
+    latest, partial = dict.fromkeys(step(optimizer, 0).refreshed, 0), 0
+    for seed in range(1, 3 * STEPS):
+        waits = {n: (seed - t) / (periods.get(n[:2], 10)) for n, t in latest.items()}
+        refreshed = step(optimizer, seed).refreshed
+        others = [waits[name] for name in FACTORS if name not in refreshed]
+        if refreshed and others:
+            assert min(waits[name] for name in refreshed) >= max(others)
+            partial += 1
+        latest |= dict.fromkeys(refreshed, seed)
+    assert partial
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_budget_waits_for_new_statistics():
+    optimizer = optimizer_of(policy="budget", budget=0.9, statistics_every=7)
+    reports = run(optimizer, range(STEPS))
+    for name in FACTORS:
+        gaps = np.diff(steps_of(reports, name))
+        assert (gaps[-2:] >= 7).all()
+        assert (gaps[:3] < 7).all()  # the period of the statistics grows
+
+
+# -- resumption ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("policy", ["drift", "budget", "balanced"])
+def test_a_run_resumes_with_the_plans_of_its_file(policy, tmp_path):
+    options = {"policy": policy, "drift": 0.1, "budget": 0.07, "refresh_every": 6}
+    whole, first, second = (optimizer_of(**options) for _ in range(3))
+    expected = run(whole, range(STEPS))
+    run(first, range(17))
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    reports = run(second, range(17, STEPS))
+    assert [r.refreshed for r in reports] == [r.refreshed for r in expected[17:]]
+    assert any(0 < len(r.refreshed) < len(FACTORS) for r in reports)
+    assert_same(whole, second)
+
+
+def test_a_state_without_the_times_of_a_budget_is_refused(tmp_path):
+    run(first := optimizer_of(), range(3))
+    first.save(tmp_path / "state")
+    second = optimizer_of(policy="budget")
+    before = second.engine.parameters
+    with pytest.raises(ke.InputError, match="refreshes of 'times'"):
+        second.load(tmp_path / "state")
+    assert second.steps == 0
+    assert all(np.array_equal(before[n], v) for n, v in second.engine.parameters.items())
+
+
+@pytest.mark.parametrize("policy", ["all_at_once", "drift", "budget"])
+def test_restrain_refreshes_all_factors_in_the_next_step(policy):
+    optimizer = optimizer_of(policy=policy, budget=1e-6, drift=1e9)
+    reports = run(optimizer, range(STEPS))
+    assert not reports[-1].refreshed
+    optimizer.restrain()
+    assert step(optimizer, STEPS).refreshed == FACTORS
+
+
+# -- refused options -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "often"}, ke.InputError, "policy must be one of"),
+        ({"policy": "budget", "budget": 1.0}, ke.InputError, r"budget must lie in \(0, 1\)"),
+        ({"policy": "drift", "drift": 0.0}, ke.InputError, "drift must be"),
+        ({"periods": {"w1": 0}}, ke.InputError, "periods"),
+        ({"periods": {"conv*": 2}}, ke.UnknownNameError, "'conv\\*' of periods matches no"),
+        ({"refresh_every": 0}, ke.InputError, "refresh_every"),
+        ({"statistics_every": 0}, ke.InputError, "statistics_every"),
+    ],
+)
+def test_wrong_schedules_are_refused(options, error, message):
+    engine = net.engine()
+    with pytest.raises(error, match=message):
+        ke.KfacOptimizer(engine, **options)
+    ke.KfacOptimizer(engine, policy="budget", budget=0.5, periods={"w1": 2})
+
+
+def test_the_schedule_of_the_engine_is_left_alone():
+    engine = net.engine(schedule=ke.Schedule(refresh_every=3))
+    run(ke.KfacOptimizer(engine, policy="budget"), range(3))
+    assert engine.schedule == ke.Schedule(refresh_every=3)
+    assert engine.estimator.refreshes.planner.state.refreshed == {}
+
+
+# -- the planner with growing periods --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(periods=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_no_factor_waits_longer_than_its_period_or_the_bound(policy, periods):
+    works = [Work(f"f{i}", float(i + 1), (f"p{i}",)) for i in range(len(periods))]
+    patterns = {f"p{i}": period for i, period in enumerate(periods)}
+    planner = Planner(works, ke.Schedule(policy=policy, periods=patterns))
+    for t in range(60):
+        bound = max(1, t // 2)
+        due = planner.refreshes(t, bound=bound)
+        for work, period in zip(works, periods, strict=True):
+            age = planner.age(work.key, t)
+            assert work.key in due or age < min(period, bound)
+            # Nothing is refreshed early but by the slots that spread the works of a period.
+            if work.key in due and policy == "all_at_once" and t:
+                assert age >= min(period, bound)
+        planner.advance(t, due, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "balanced"])
+@given(period=st.integers(2, 8), number=st.integers(2, 9))
+def test_refreshes_are_spread_once_the_period_has_grown(policy, period, number):
+    works = [Work(f"f{i}", 1.0, (f"p{i}",)) for i in range(number)]
+    planner = Planner(works, ke.Schedule(refresh_every=period, policy=policy))
+    sizes = []
+    for t in range(6 * period):
+        due = planner.refreshes(t, bound=max(1, t // 2))
+        planner.advance(t, due, 0.0, 0.0)
+        sizes.append(len(due))
+    last = sizes[-period:]
+    assert sum(last) == number
+    assert max(last) - min(last) <= 1
