@@ -189,21 +189,6 @@ def test_kfac_begins_with_the_damping_that_is_given(folder):
     assert logged(Path("run.jsonl"))[0]["damping"] == 0.5
 
 
-def test_the_refreshes_of_kfac_follow_the_options(folder):
-    options = ("--refresh-policy=balanced", "--refresh-every=3", "--refresh-period=dense1.*=2")
-    assert run("--log=run.jsonl", "--steps=8", *options, *FAST) == 0
-    engine = ke.Engine.from_onnx("mlp.onnx", loss="categorical")
-    optimizer = ke.KfacOptimizer(
-        engine, policy="balanced", refresh_every=3, periods={"dense1.*": 2}
-    )
-    history = ke.fit(
-        engine, (IMAGES[:N], LABELS[:N]), optimizer=optimizer, batch_size=64, epochs=2, steps=8
-    )
-    lines = logged(Path("run.jsonl"))
-    assert [line["refreshed"] for line in lines] == [r["refreshed"] for r in history.records]
-    assert len({len(line["refreshed"]) for line in lines}) > 1
-
-
 def test_progress_and_notes_are_on_stderr(folder, capsys):
     net_ = models.Net()
     net_.op(
@@ -242,13 +227,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--validation=missing.npz"], "there is no such file"),
         (["--metrics=f1"], "unknown metric 'f1'; choose one of: accuracy"),
         (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac; adam has no curvat"),
-        (
-            ["--optimizer=sgd", "--refresh-period=dense1.*=2"],
-            "--refresh-period belongs to kfac; sgd",
-        ),
-        (["--refresh-policy=often"], "policy must be one of"),
-        (["--refresh-policy=budget", "--refresh-budget=2"], "budget must lie in (0, 1), got 2"),
-        (["--refresh-period=conv=2"], "'conv' of periods matches no parameter"),
+        (),
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "learning_rate must be at least 0"),
         (["--seconds=0"], "seconds must be a positive number"),
