@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.cli.app import main
+from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model, digits
 
 IMAGES, LABELS = (array[:320] for array in digits())
