@@ -34,8 +34,8 @@ def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
         InputError: A value is given, and the optimizer has no curvature.
     """
     values = {name: options.pop(name) for name in _NAMES}
-    given = {name: value for name, value in values.items() if value is not None}
-    if given and optimizer != "kfac":
-        flag = next(o.opts[0] for o in refresh_options() if o.name in given)
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if chosen and optimizer != "kfac":
+        flag = next(o.opts[0] for o in refresh_options() if o.name in chosen)
         raise InputError(f"{flag} belongs to kfac; {optimizer} has no curvature.")
-    return given
+    return chosen
