@@ -227,7 +227,6 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--validation=missing.npz"], "there is no such file"),
         (["--metrics=f1"], "unknown metric 'f1'; choose one of: accuracy"),
         (["--optimizer=adam", "--damping=0.1"], "--damping belongs to kfac; adam has no curvat"),
-        (),
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "learning_rate must be at least 0"),
         (["--seconds=0"], "seconds must be a positive number"),
