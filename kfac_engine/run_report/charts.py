@@ -9,10 +9,11 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.printable import printable
 from kfac_engine.run_report.downsampling import extremes, means, ranges
+from kfac_engine.run_report.refreshes import refreshes
 from kfac_engine.run_report.run_log import RunLog, finite
 from kfac_engine.training.history import STEP_ENTRIES
 
-Style: TypeAlias = Literal["line", "faint", "marks", "stems"]
+Style: TypeAlias = Literal["line", "faint", "marks", "stems", "ticks"]
 
 MOST_POINTS = 1000
 MOST_RANGES = 120
@@ -33,7 +34,8 @@ class Series:
 
     Attributes:
         name: Name in the legend.
-        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"`` or ``"stems"``.
+        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``,
+            ``"stems"`` or ``"ticks"`` (short vertical lines).
         step: Steps, ascending.
         seconds: Seconds of these steps; None where they are unknown.
         value: Values; None where they are undefined.
@@ -92,7 +94,7 @@ class Stages:
 
 def charts(log: RunLog) -> list[Chart]:
     """Return the charts of a run; numbers that no record has are left out."""
-    drawn = (_loss(log), *_metrics(log), *_numbers(log), _costs(log))
+    drawn = (_loss(log), *_metrics(log), *_numbers(log), _costs(log), _refreshes(log))
     return [chart for chart in drawn if chart is not None]
 
 
@@ -191,7 +193,7 @@ def _numbers(log: RunLog) -> Iterator[Chart]:
 def _costs(log: RunLog) -> Chart | None:
     """Return the chart of the steps that updated statistics or inverses, with their times."""
     lines = []
-    for stage, name in (("statistics", "statistics"), ("inverses", "inverses of all factors")):
+    for stage, name in (("statistics", "statistics"), ("inverses", "inverses")):
         column = log.columns.get(f"{STAGE}{stage}")
         if column is not None:
             events = _MILLISECONDS * np.where(column > 0, column, np.nan)
@@ -200,6 +202,28 @@ def _costs(log: RunLog) -> Chart | None:
         return None
     note = "Each stem is a step that updated the statistics or refreshed the inverses."
     return _chart("costs", "Updates of the curvature", note, "ms", lines)
+
+
+def _refreshes(log: RunLog) -> Chart | None:
+    """Return the chart of the refreshes: the number of a factor against the steps."""
+    factors = refreshes(log)
+    if not factors:
+        return None
+    # A point for each factor and range of steps, where all refreshes are too many.
+    total = sum(len(factor.records) for factor in factors)
+    most = log.steps if total <= MOST_POINTS else max(1, MOST_POINTS // len(factors))
+    points = sorted(
+        (record, row)
+        for row, factor in enumerate(factors, start=1)
+        for record in {r * most // log.steps: r for r in reversed(factor.records)}.values()
+    )[:MOST_POINTS]
+    chosen = np.array([record for record, _ in points])
+    line = Series(
+        "factor", "ticks", [int(step) for step in log.columns["step"][chosen]],
+        _finites(log.columns["seconds"][chosen]), [row for _, row in points],
+    )  # fmt: skip
+    note = "Each mark is the refresh of a factor. The table has the names of the factors."
+    return Chart("refreshes", "Refreshes by factor", note, "", False, [line])
 
 
 def _metrics(log: RunLog) -> Iterator[Chart]:

@@ -150,11 +150,12 @@ class Chart {
       if (value === null || (this.log && value <= 0)) { open = false; return; }
       const at = `${this.px(x[i]).toFixed(1)} ${this.py(value).toFixed(1)}`;
       if (line.style === "stems") { path += `M${this.px(x[i]).toFixed(1)} ${bottom}V${this.py(value).toFixed(1)}`; return; }
+      if (line.style === "ticks") { path += `M${at}m0 -3v6`; return; }
       path += (open ? "L" : "M") + at;
       open = true;
       if (line.style === "marks" && line.value.length <= MARKS) shape(svg, "circle", { cx: at.split(" ")[0], cy: at.split(" ")[1], r: 3, class: `f${line.colour}` });
     });
-    shape(svg, "path", { d: path, class: `${line.style === "stems" ? "stem" : kind} s${line.colour}` });
+    shape(svg, "path", { d: path, class: `${line.style === "stems" || line.style === "ticks" ? "stem" : kind} s${line.colour}` });
   }
   stack(svg) {
     this.bars[axis].forEach(([from, to], i) => {

@@ -17,10 +17,13 @@ from kfac_engine.run_report.entries import (
     named_texts,
     spectrum_entries,
 )
+from kfac_engine.run_report.refreshes import FactorRefreshes, refreshes
 from kfac_engine.run_report.run_log import Json, RunLog
 from kfac_engine.run_report.tables import (
+    MOST_FACTORS,
     layer_table,
     pair_table,
+    refresh_table,
     spectrum_table,
     stage_table,
     summary,
@@ -34,10 +37,11 @@ def page(log: RunLog) -> str:
 
     The page loads nothing: its security policy forbids requests, and scripts other than its own.
     """
-    lines, times = charts(log), stages(log)
+    lines, times, factors = charts(log), stages(log), refreshes(log)
     layers, more_layers = layer_entries(log.run)
     spectra, more_spectra = spectrum_entries(log.spectra)
     notes = [*log.notes, *_left_out(more_layers, "layers"), *_left_out(more_spectra, "factors")]
+    notes += _left_out(max(0, len(factors) - MOST_FACTORS), "rows of refreshes")
     if log.steps > MOST_POINTS:
         notes.append(
             f"The charts have at most {MOST_POINTS:,} points a line. Each shortened line has the "
@@ -46,6 +50,7 @@ def page(log: RunLog) -> str:
     sections = [
         _section("Course of the run", _figures(lines)),
         _section("Time", _stage_figure(times, log.steps)) if times else "",
+        _section("Refreshes", _refreshes(factors, log)) if factors else "",
         _section("Spectra of the factors", _spectra(spectra)) if spectra else "",
         _section("Layers", layer_table(layers)) if layers else "",
         _section("Settings", _settings(log)) if log.run else "",
@@ -151,6 +156,14 @@ def _stage_figure(times: Stages, steps: int) -> str:
     )
     figure = _figure("chart-stages", "Time of a step by stage", note, wide=True)
     return f'<div class="charts">{figure}</div>{stage_table(times, steps)}'
+
+
+def _refreshes(factors: Sequence[FactorRefreshes], log: RunLog) -> str:
+    note = (
+        "The factors of a step are refreshed together. The seconds of each are its part of that "
+        "time, in proportion to the cube of its size."
+    )
+    return f"<p>{note}</p>{refresh_table(factors, log.columns['step'])}"
 
 
 def _spectra(spectra: Sequence[SpectrumEntry]) -> str:

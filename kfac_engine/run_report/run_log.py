@@ -18,6 +18,9 @@ Json: TypeAlias = Mapping[str, Any]
 
 _MOST_BYTES_IN_LINE = 1 << 26
 _MOST_COLUMNS = 64
+_MOST_NAMES = 4096
+# Entry of a record with the names of factors.
+REFRESHED = "refreshed"
 
 
 @dataclass(slots=True)
@@ -28,12 +31,14 @@ class RunLog:
         run: Settings, versions and layers; empty if the log has no description.
         spectra: An entry for each factor; empty if the log has none.
         columns: Name of a number to its values, ``(steps,)``, NaN where a record lacks it.
+        refreshed: Names of the factors that each step refreshed.
         notes: Sentences about parts of the log that are missing.
     """
 
     run: Json = field(default_factory=dict)
     spectra: list[Json] = field(default_factory=list)
     columns: dict[str, Array] = field(default_factory=dict)
+    refreshed: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,13 +67,15 @@ def gathered(lines: Iterable[Json]) -> RunLog:
         elif isinstance(line.get(SPECTRA), list):
             log.spectra = [entry for entry in line[SPECTRA] if isinstance(entry, Mapping)]
         elif "step" in line:
-            for name, value in line.items():
+            numbers = {name: value for name, value in line.items() if name != REFRESHED}
+            for name, value in numbers.items():
                 if name not in values and len(values) == _MOST_COLUMNS:
                     omitted.add(name)
                     continue
                 column = values.setdefault(name, [])
                 column.extend([nan] * (steps - len(column)))
                 column.append(_number(value))
+            log.refreshed.append(_texts(line.get(REFRESHED)))
             steps += 1
     if not steps:
         raise InputError("the run has no record of a step.")
@@ -123,6 +130,12 @@ def _lines(path: Path, notes: list[str]) -> Iterable[Json]:
             if not isinstance(value, dict):
                 raise InputError(f"line {number} is not an object of JSON, but {value!r:.40}.")
             yield value
+
+
+def _texts(values: object) -> list[str]:
+    """Return the different texts of a list, at most 4096; empty for anything else."""
+    entries = values[:_MOST_NAMES] if isinstance(values, list) else []
+    return list(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
 
 
 def _number(value: object) -> float:

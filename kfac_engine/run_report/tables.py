@@ -7,14 +7,18 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kfac_engine._types import Array
 from kfac_engine.run_report.charts import CURVATURE_STAGES, VALIDATION, Stages, constants
 from kfac_engine.run_report.entries import LayerEntry, SpectrumEntry
+from kfac_engine.run_report.refreshes import FactorRefreshes
 from kfac_engine.run_report.run_log import RunLog
 
 # A head; heads that start with a blank belong to numbers.
 Cells: TypeAlias = Sequence[str]
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _NONE = "–"
+# Rows of the table of refreshes.
+MOST_FACTORS = 400
 
 
 def summary(log: RunLog, stages: Stages | None) -> str:
@@ -56,6 +60,30 @@ def stage_table(stages: Stages, steps: int) -> str:
     ]
     heads = ("stage", " seconds", " mean of a step, ms", " share, %")
     return table("Time of the run by stage", heads, rows)
+
+
+def refresh_table(factors: Sequence[FactorRefreshes], steps: Array) -> str:
+    """Return the number and the cost of the refreshes of each factor.
+
+    Args:
+        factors: The refreshes.
+        steps: Step of each record.
+    """
+    total = sum(factor.seconds for factor in factors) or 1.0
+    rows = [
+        (
+            f"{row}", factor.name, f"{len(factor.records)}",
+            f"{np.diff(steps[factor.records]).mean():.1f}" if len(factor.records) > 1 else _NONE,
+            f"{steps[factor.records[-1]]:.0f}", f"{factor.seconds:.4f}",
+            f"{100 * factor.seconds / total:.1f}",
+        )
+        for row, factor in enumerate(factors[:MOST_FACTORS], start=1)
+    ]  # fmt: skip
+    heads = (
+        " number", "factor", " refreshes", " mean interval, steps", " last step", " seconds",
+        " share, %",
+    )  # fmt: skip
+    return table("Refreshes of the factors", heads, rows)
 
 
 def layer_table(layers: Sequence[LayerEntry]) -> str:

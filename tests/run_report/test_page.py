@@ -68,7 +68,7 @@ def test_a_line_has_the_points_of_the_records(read, history, line, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("statistics", "statistics"), ("inverses of all factors", "inverses")]
+    ("name", "stage"), [("statistics", "statistics"), ("inverses", "inverses")]
 )
 def test_updates_of_the_curvature_have_the_times_of_the_records(read, history, name, stage):
     drawn = lines(read)["Updates of the curvature", name]
