@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.trace import Trace as Trace
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
+    from kfac_engine.training.callbacks.tensorboard import TensorBoard as TensorBoard
     from kfac_engine.training.callbacks.weight_average import WeightAverage as WeightAverage
     from kfac_engine.training.checkpoint import SavedState as SavedState
     from kfac_engine.training.damping_adaptation import DampingAdaptation as DampingAdaptation
@@ -237,6 +238,7 @@ _HOMES = {
     "EarlyStop": "training.callbacks.best",
     "BestWeights": "training.callbacks.best",
     "WeightAverage": "training.callbacks.weight_average",
+    "TensorBoard": "training.callbacks.tensorboard",
     "find_rate": "training.rate_finder",
     "RateSearch": "training.rate_finder",
     "SavedState": "training.checkpoint",

@@ -105,6 +105,7 @@ PUBLIC = (
     "EarlyStop",
     "BestWeights",
     "WeightAverage",
+    "TensorBoard",
     "find_rate",
     "RateSearch",
     "SavedState",

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from kfac_engine.cli.options import file_path
 
 if TYPE_CHECKING:
     from kfac_engine.training.hooks import Callback
@@ -18,6 +21,7 @@ class Choices:
     best: bool
     best_metric: str
     average: float | str | None
+    tensorboard: Path | None
 
     def callbacks(self) -> "Iterator[Callback]":
         """Yield the callbacks."""
@@ -29,6 +33,8 @@ class Choices:
             yield ke.WeightAverage(self.average)
         if self.best:
             yield ke.BestWeights(self.best_metric)
+        if self.tensorboard is not None:
+            yield ke.TensorBoard(self.tensorboard)
 
 
 def _number_or_text(_: click.Context, __: click.Parameter, value: str | None) -> float | str | None:
@@ -55,5 +61,9 @@ OPTIONS = (
         "--average", metavar="DECAY|tail", callback=_number_or_text,
         help="Evaluate and write an average of the weights: an exponential one with a decay such "
         "as 0.99, or the mean over the last 40 % of the run.",
+    ),
+    click.option(
+        "--tensorboard", type=file_path, metavar="DIR",
+        help="Folder for event files of TensorBoard; needs the extra tensorboard.",
     ),
 )  # fmt: skip

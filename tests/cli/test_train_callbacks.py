@@ -1,0 +1,89 @@
+"""The options of ``train`` that choose callbacks."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.data import demo_model, digits
+
+IMAGES, LABELS = digits()
+N = 320  # examples for training
+FAST = ["--batch-size=64", "--epochs=2"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mlp.onnx").write_bytes(demo_model("mlp"))
+    np.savez("d.npz", image=IMAGES[:N], targets=LABELS[:N])
+    np.savez("v.npz", image=IMAGES[N : N + 90], targets=LABELS[N : N + 90])
+    return tmp_path
+
+
+def run(*arguments):
+    return main(["train", "mlp.onnx", "--data=d.npz", "-o", "out.onnx", *arguments])
+
+
+def parameters():
+    return ke.Engine.from_onnx("out.onnx", loss="categorical").parameters
+
+
+def logged(path):
+    """The records of a log, without the description of the run and the spectra."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return [entry for entry in entries if "step" in entry]
+
+
+def test_the_result_has_the_weights_of_the_best_validation(folder, capsys):
+    # A rate at which the loss rises and falls.
+    options = ["--optimizer=sgd", "--learning-rate=0.3", "--schedule=constant", "--batch-size=64"]
+    arguments = [*options, "--validation=v.npz", "--best-metric=accuracy", "--seed=1"]
+    assert run(*arguments, "--epochs=12", "--best", "--early-stop=4", "--log=run.jsonl") == 0
+    out = capsys.readouterr().out
+    records = logged(Path("run.jsonl"))
+    accuracies = [record["accuracy"] for record in records if "accuracy" in record]
+    best = accuracies.index(max(accuracies)) + 1
+    assert len(accuracies) == min(12, best + 4)
+    assert f"weights of step {5 * best} of {len(records)}\n" in out
+    assert f"accuracy {max(accuracies):.6g}\n" in out
+    evaluated = ke.Engine.from_onnx("out.onnx", loss="categorical").evaluate(
+        ({"image": IMAGES[N : N + 90]}, LABELS[N : N + 90])
+    )
+    assert evaluated["accuracy"] == max(accuracies)
+    assert best < len(accuracies)
+
+
+@pytest.mark.parametrize(("text", "decay"), [("0.9", 0.9), ("tail", "tail")])
+def test_the_result_has_the_average_of_the_weights(text, decay, folder):
+    assert run(f"--average={text}", *FAST) == 0
+    plain, average = [], ke.WeightAverage(decay)
+    ke.fit(
+        "mlp.onnx", (IMAGES[:N], LABELS[:N]), batch_size=64, epochs=2,
+        callbacks=[average, lambda _, o: plain.append(o.engine.parameters)],
+    )  # fmt: skip
+    factors = [0.9 ** (10 - t) if text == "0.9" else t > 6 for t in range(1, 11)]
+    for name, value in parameters().items():
+        expected = sum(f * p[name].astype(float) for f, p in zip(factors, plain, strict=True))
+        # Ten steps in float32.
+        np.testing.assert_allclose(value, expected / sum(factors), rtol=1e-4, atol=1e-6)
+
+
+def test_event_files_of_tensorboard_are_written(folder):
+    pytest.importorskip("tensorboardX")
+    assert run("--tensorboard=runs", *FAST) == 0
+    (events,) = Path("runs").iterdir()
+    assert b"learning_rate" in events.read_bytes()
+
+
+def test_a_missing_tensorboardx_is_one_line_and_nothing_is_written(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert run("--tensorboard=runs", *FAST) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "pip install 'kfac-engine[tensorboard]'" in err
+    assert not Path("runs").exists()
