@@ -80,7 +80,7 @@ def measure_build(network: str, make: Callable[[], bytes], rounds: int = _ROUNDS
     for _ in range(rounds):
         for stage, seconds in _stages(data).items():
             times.setdefault(stage, []).append(seconds)
-    return [Stage(network, stage, spread(found)) for stage, found in times.items()]
+    return [Stage(network, stage, spread(seconds)) for stage, seconds in times.items()]
 
 
 def _stages(data: bytes) -> dict[str, float]:

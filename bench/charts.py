@@ -77,20 +77,20 @@ def _draw_comparison(axes: Any, name: str, rows: Sequence[Row]) -> None:
     """Draw a group of bars for each case, a colour for each contender, quartiles as whiskers."""
     cases = _by_case(rows)
     places, ticks, top = {}, [], 0.0
-    for found in cases.values():
-        for row in found:
+    for group in cases.values():
+        for row in group:
             places[row.case, row.contender] = top
             top += 1
-        ticks.append(top - (len(found) + 1) / 2)
+        ticks.append(top - (len(group) + 1) / 2)
         top += _INCHES_A_CASE / _INCHES_A_BAR
     for who in (who for who in CONTENDERS if any(row.contender == who for row in rows)):
-        own = [row for row in rows if row.contender == who]
-        middle = [1e3 * row.seconds.median for row in own]
+        ours = [row for row in rows if row.contender == who]
+        middle = [1e3 * row.seconds.median for row in ours]
         # Equal times may differ by rounding once they are weighted.
-        below = [max(0.0, m - 1e3 * r.seconds.low) for m, r in zip(middle, own, strict=True)]
-        above = [max(0.0, 1e3 * r.seconds.high - m) for m, r in zip(middle, own, strict=True)]
+        below = [max(0.0, m - 1e3 * r.seconds.low) for m, r in zip(middle, ours, strict=True)]
+        above = [max(0.0, 1e3 * r.seconds.high - m) for m, r in zip(middle, ours, strict=True)]
         axes.barh(
-            [places[row.case, who] for row in own], middle, height=0.9, label=who,
+            [places[row.case, who] for row in ours], middle, height=0.9, label=who,
             xerr=(below, above), error_kw={"elinewidth": 0.8}, color=_COLOURS[who],
             # Hatched bars of this package can be recognized in print.
             hatch="//" if who == OURS else "",
@@ -110,12 +110,14 @@ def _draw_comparison(axes: Any, name: str, rows: Sequence[Row]) -> None:
 def _draw_growth(times: Any, memory: Any, points: Sequence[Point]) -> None:
     """Draw time and memory along each axis, relative to its smallest size."""
     for axis in dict.fromkeys(point.axis for point in points):
-        own = [point for point in points if point.axis == axis]
-        sizes = [point.size / own[0].size for point in own]
-        medians = [point.seconds.median / own[0].seconds.median for point in own]
-        peaks = [point.peak_bytes / max(1, own[0].peak_bytes) for point in own]
-        times.plot(sizes, medians, marker="o", label=f"{axis}: size^{own[0].exponent:.2f}")
-        memory.plot(sizes, peaks, marker="o", label=f"{axis}: size^{own[0].memory_exponent:.2f}")
+        axis_points = [point for point in points if point.axis == axis]
+        sizes = [point.size / axis_points[0].size for point in axis_points]
+        medians = [point.seconds.median / axis_points[0].seconds.median for point in axis_points]
+        peaks = [point.peak_bytes / max(1, axis_points[0].peak_bytes) for point in axis_points]
+        times.plot(sizes, medians, marker="o", label=f"{axis}: size^{axis_points[0].exponent:.2f}")
+        memory.plot(
+            sizes, peaks, marker="o", label=f"{axis}: size^{axis_points[0].memory_exponent:.2f}"
+        )
     for panel, title in ((times, "Time of a step"), (memory, "Peak memory")):
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)

@@ -37,10 +37,10 @@ def checked_threads(threads: int | None) -> int:
 
 def environment(threads: int) -> Mapping[str, str]:
     """Return the environment of this process with a number of threads for every library."""
-    found = {**os.environ, **dict.fromkeys(_VARIABLES, str(threads))}
+    variables = {**os.environ, **dict.fromkeys(_VARIABLES, str(threads))}
     if threads == 1:
-        found[_XLA] = f"{found.get(_XLA, '')} {_XLA_ALONE}".strip()
-    return found
+        variables[_XLA] = f"{variables.get(_XLA, '')} {_XLA_ALONE}".strip()
+    return variables
 
 
 def keep_to_cores(threads: int, first: int = 0) -> None:

@@ -99,20 +99,20 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
     """Return the cost of each kernel by name."""
     n, channels, side, matrix, *_ = sizes
     rows, d, square = n * side**2, 9 * channels, matrix**2
-    x, told = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
+    x, size = _FLOAT * rows * channels, f"{n}×{channels}×{side}², 3×3"
     half = _FLOAT * square // 2  # one triangle
     return {
-        "moment": Counted(f"A with its border, {told}", 13.0 * rows * channels**2,
+        "moment": Counted(f"A with its border, {size}", 13.0 * rows * channels**2,
                           x + 2 * _FLOAT * (d + 1) ** 2),
-        "groups": Counted(f"A of each channel, {told}", 45.0 * rows * channels,
+        "groups": Counted(f"A of each channel, {size}", 45.0 * rows * channels,
                           x + 2 * _FLOAT * 81 * channels),
-        "squares": Counted(f"squared gradients, {told}", float(rows * d * channels),
+        "squares": Counted(f"squared gradients, {size}", float(rows * d * channels),
                            2 * x + 2 * _FLOAT * d * channels),
-        "channels": Counted(f"squared gradients of each channel, {told}", 9.0 * rows * channels,
+        "channels": Counted(f"squared gradients of each channel, {size}", 9.0 * rows * channels,
                             2 * x + 2 * _FLOAT * d),
-        "diagonal": Counted(f"squares of patches, {told}", 0.0, x + 2 * _FLOAT * d),
-        "patches": Counted(f"patches written out, {told}", 0.0, 10 * x),
-        "sums": Counted(f"sums of examples, {told}", 0.0, 2 * x + 2 * _FLOAT * n * channels),
+        "diagonal": Counted(f"squares of patches, {size}", 0.0, x + 2 * _FLOAT * d),
+        "patches": Counted(f"patches written out, {size}", 0.0, 10 * x),
+        "sums": Counted(f"sums of examples, {size}", 0.0, 2 * x + 2 * _FLOAT * n * channels),
         "classes": Counted(f"{sizes.draws} classes of {sizes.classes}", 0.0,
                            sizes.draws * (_FLOAT * sizes.classes + 2 * _DOUBLE)),
         "ids": Counted(f"{sizes.ids} identifiers of {sizes.words}", 0.0,

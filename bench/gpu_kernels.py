@@ -60,11 +60,11 @@ def _compared(backend: CupyBackend, case: _Case, counted: Counted) -> Work:
     arrays = [backend.asarray(array) for array in case.arrays]
 
     def check() -> float:
-        given = [backend.asarray(array.copy()) for array in case.arrays]
-        found = backend.to_numpy(case.run(backend, *given))
+        arrays = [backend.asarray(array.copy()) for array in case.arrays]
+        result = backend.to_numpy(case.run(backend, *arrays))
         wide = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in case.arrays]
         wanted = case.run(NumpyBackend(), *wide)
-        pair = map(np.tril, (found, wanted)) if case.symmetric else (found, wanted)
+        pair = map(np.tril, (result, wanted)) if case.symmetric else (result, wanted)
         return float(difference(*pair))
 
     run = lambda: case.run(backend, *arrays)  # noqa: E731 (the work)
@@ -123,7 +123,7 @@ def _of_matrices(
     host = factor(side)
     whole = np.tril(host) + np.tril(host, -1).T
     damped = whole.astype(np.float64) + np.eye(side)
-    stack, asked = backend.asarray(host[None]), backend.asarray(np.ones(1))
+    stack, dampings = backend.asarray(host[None]), backend.asarray(np.ones(1))
     wide = backend.asarray(damped[None])
 
     def mirrored() -> Array:
@@ -132,8 +132,8 @@ def _of_matrices(
         return first
 
     def widened() -> Array:
-        found: Array = widen(backend.device, stack, asked, Floor(0.0, 0.0))[0][0]
-        return found
+        wide: Array = widen(backend.device, stack, dampings, Floor(0.0, 0.0))[0][0]
+        return wide
 
     def narrowed() -> Array:
         single: Array = narrow(backend.device, wide, np.float32)[0]

@@ -145,15 +145,15 @@ class Meter:
                 f"{work.counted.case}: the GPU's result is off by {error:.1e}, "
                 f"not {work.tolerance:.0e}."
             )
-        floor, own = self.rates.floor(work.counted, work.kind), self.timed(work.run)
+        floor, ours = self.rates.floor(work.counted, work.kind), self.timed(work.run)
         pool = int(self.backend.xp.get_default_memory_pool().total_bytes())
-        timed = [(contender, own, error)]
+        timed = [(contender, ours, error)]
         timed += [(name, self.timed(run), None) for name, run in work.usual.items()]
-        case, median = work.counted.case, own.median
+        case, median = work.counted.case, ours.median
         return [
-            GpuRow(case, name, times, floor, floor / times.median, median / times.median, told,
+            GpuRow(case, name, times, floor, floor / times.median, median / times.median, deviation,
                    pool, self.device)
-            for name, times, told in timed
+            for name, times, deviation in timed
         ]  # fmt: skip
 
     def timed(self, work: Callable[[], object]) -> Spread:
@@ -200,14 +200,16 @@ def describe(backend: CupyBackend) -> str:
         "driver for CUDA": runtime.driverGetVersion(),
         "CUDA": runtime.runtimeGetVersion(),
     }
-    told = [f"{name} {number // 1000}.{number % 1000 // 10}" for name, number in versions.items()]
-    return ", ".join([backend.device.name, *told, f"CuPy {backend.xp.__version__}"])
+    packages = [
+        f"{name} {number // 1000}.{number % 1000 // 10}" for name, number in versions.items()
+    ]
+    return ", ".join([backend.device.name, *packages, f"CuPy {backend.xp.__version__}"])
 
 
-def difference(found: Array, wanted: Array) -> float:
+def difference(result: Array, wanted: Array) -> float:
     """Return the largest difference of two host arrays relative to the largest entry."""
     largest = float(np.abs(wanted).max())
-    return float(np.abs(found.astype(np.float64) - wanted).max()) / largest if largest else 0.0
+    return float(np.abs(result.astype(np.float64) - wanted).max()) / largest if largest else 0.0
 
 
 def kind_of(backend: CupyBackend, name: str) -> str:

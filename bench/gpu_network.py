@@ -50,8 +50,8 @@ class GpuPeer(Protocol):
 
 def window(layer: Layer) -> Window:
     """Return the window of a layer."""
-    found: Window = square_window(layer.kernel, layer.stride, layer.pad)
-    return found
+    window: Window = square_window(layer.kernel, layer.stride, layer.pad)
+    return window
 
 
 def factor_works(
@@ -75,14 +75,14 @@ def factor_works(
     }
     kind, tolerance = kind_of(backend, name), _TOLERANCES[name]
 
-    def of_inputs(some: Sequence[Layer]) -> Work:
-        runs = [_input_factor(backend, layer, inputs[layer]) for layer in some]
-        others = [peer.input_factor(inputs[layer], layer) for layer in some] if peer else []
+    def of_inputs(group: Sequence[Layer]) -> Work:
+        runs = [_input_factor(backend, layer, inputs[layer]) for layer in group]
+        others = [peer.input_factor(inputs[layer], layer) for layer in group] if peer else []
         return Work(
-            gpu_counts.input_factors(some, batch),
+            gpu_counts.input_factors(group, batch),
             lambda: [run() for run in runs],
             kind,
-            lambda: max(_input_error(backend, x, inputs[x][:1]) for x in dict.fromkeys(some)),
+            lambda: max(_input_error(backend, x, inputs[x][:1]) for x in dict.fromkeys(group)),
             tolerance,
             _named("torch", others),
         )
@@ -164,9 +164,9 @@ def _output_error(backend: CupyBackend, ds: Array) -> float:
 
 
 def _inverse_error(backend: CupyBackend, host: Array) -> float:
-    found = backend.linalg.begin_damped_inverses([backend.asarray(host)], [DAMPING])()[0]
+    inverse = backend.linalg.begin_damped_inverses([backend.asarray(host)], [DAMPING])()[0]
     wanted = np.linalg.inv(host.astype(np.float64) + DAMPING * np.eye(len(host)))
-    return float(difference(backend.to_numpy(found), wanted))
+    return float(difference(backend.to_numpy(inverse), wanted))
 
 
 def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None) -> Work:
@@ -178,10 +178,10 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPee
     triples = [tuple(map(backend.asarray, distinct[layer])) for layer in layers]
 
     def error() -> float:
-        found = {layer: A @ V @ G for layer, (A, V, G) in zip(layers, triples, strict=True)}
+        products = {layer: A @ V @ G for layer, (A, V, G) in zip(layers, triples, strict=True)}
         wide = {layer: [a.astype(np.float64) for a in three] for layer, three in distinct.items()}
         return max(
-            float(difference(backend.to_numpy(found[layer]), A @ V @ G))
+            float(difference(backend.to_numpy(products[layer]), A @ V @ G))
             for layer, (A, V, G) in wide.items()
         )
 
@@ -198,7 +198,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
     """Yield eigenvectors, and inverse fourth roots by products if the device supports them."""
     hosts = [factor(side) for side in sides]
     matrices = [backend.asarray(host) for host in hosts]
-    told = f"{len(sides)} matrices, sides to {max(sides)}"
+    sizes = f"{len(sides)} matrices, sides to {max(sides)}"
     others = {"torch": peer.eigenvectors(hosts)} if peer else {}
 
     def rebuilt() -> float:
@@ -213,7 +213,7 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
 
     # The number of multiplications for eigenvectors is undefined: only bytes count.
     moved = float(sum(3 * 4 * side * side for side in sides))
-    counted = gpu_counts.Counted(f"eigenvectors of {told}", 0.0, moved)
+    counted = gpu_counts.Counted(f"eigenvectors of {sizes}", 0.0, moved)
     yield Work(counted, lambda: backend.linalg.eighs(matrices), check=rebuilt, usual=others)
     dampings, degrees = [DAMPING] * len(sides), [4] * len(sides)
 
@@ -221,12 +221,12 @@ def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -
         return backend.linalg.inverse_roots(matrices, dampings, degrees)
 
     def error() -> float:
-        found = [backend.to_numpy(root) for root in roots() if root is not None]
-        pairs = zip(found, hosts, strict=True)
+        results = [backend.to_numpy(root) for root in roots() if root is not None]
+        pairs = zip(results, hosts, strict=True)
         return max(float(difference(a, _fourth_root(b))) for a, b in pairs)
 
     if all(root is not None for root in roots()):
-        counted = gpu_counts.Counted(f"inverse fourth roots of {told}, by products", 0.0, moved)
+        counted = gpu_counts.Counted(f"inverse fourth roots of {sizes}, by products", 0.0, moved)
         yield Work(counted, roots, check=error, tolerance=_INVERSE_TOLERANCE)
 
 

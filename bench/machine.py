@@ -48,20 +48,20 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "blas": blas,
         "warnings": _warnings([str(library["kernel"]) for library in blas]),
     }
 
 
-def print_machine(console: Console, found: Mapping[str, object]) -> None:
+def print_machine(console: Console, facts: Mapping[str, object]) -> None:
     """Print the facts of ``machine``, one a line, and the use of threads."""
-    for name, value in found.items():
+    for name, value in facts.items():
         for item in value if isinstance(value, list) else [value]:
             pairs = item.items() if isinstance(item, dict) else ()
-            text = ", ".join(f"{key} {found}" for key, found in pairs) or item
+            text = ", ".join(f"{key} {entry}" for key, entry in pairs) or item
             console.print(f"{name}: {text}")
-    threads = "a single thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    threads = "a single thread" if facts["threads"] == 1 else f"{facts['threads']} threads"
     console.print(
         f"every contender works in a process with {threads}: peers and the "
         "definition in their BLAS, ours in workers whose BLAS has one each, and in ONNX Runtime"

@@ -96,7 +96,7 @@ def measure(
     errors = _errors(job, {name: result for name, (result, _) in first.items()})
     timed = {n: p for n, p in known.items() if CONTENDERS[n].can_do(job)}
     usages = _in_turn(job, timed, repeats)
-    times = {name: _times(job, found) for name, found in usages.items()}
+    times = {name: _times(job, usage) for name, usage in usages.items()}
     peaks = {n: max(u.peak_bytes for u in (first[n][1], *usages[n])) for n in timed}
     return [
         _row(job, name, times, errors[name], usages[name], ceiling, peaks[name]) for name in timed
@@ -111,7 +111,7 @@ def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, d
     """
     truth = results[DEFINITION]
     errors = {
-        name: {part: _error(found, truth[part]) for part, found in result.items()}
+        name: {part: _error(value, truth[part]) for part, value in result.items()}
         for name, result in results.items()
     }
     for part, error in errors.get(OURS, {}).items():
@@ -123,8 +123,8 @@ def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, d
     return errors
 
 
-def _error(found: Array, truth: Array) -> float:
-    return float(np.abs(found - truth).max() / np.abs(truth).max())
+def _error(result: Array, truth: Array) -> float:
+    return float(np.abs(result - truth).max() / np.abs(truth).max())
 
 
 def _in_turn(
@@ -162,19 +162,19 @@ def _times(job: Job, usages: Sequence[Usage]) -> Spread:
     """Return the times of a run, averaged over the kinds of runs by their frequency."""
     spreads = {s: spread(times) for s, times in _sorted(job, [u.times for u in usages]).items()}
     return Spread(
-        median=sum(job.shares[sort] * found.median for sort, found in spreads.items()),
-        low=sum(job.shares[sort] * found.low for sort, found in spreads.items()),
-        high=sum(job.shares[sort] * found.high for sort, found in spreads.items()),
+        median=sum(job.shares[sort] * spread.median for sort, spread in spreads.items()),
+        low=sum(job.shares[sort] * spread.low for sort, spread in spreads.items()),
+        high=sum(job.shares[sort] * spread.high for sort, spread in spreads.items()),
     )
 
 
 def _sorted(job: Job, turns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
     """Return the times of runs by the kind of the run."""
-    found: dict[str, list[float]] = {}
+    by_sort: dict[str, list[float]] = {}
     for times in turns:
         for number, time in enumerate(times):
-            found.setdefault(job.turn[number % len(job.turn)], []).append(time)
-    return found
+            by_sort.setdefault(job.turn[number % len(job.turn)], []).append(time)
+    return by_sort
 
 
 def _row(
@@ -192,7 +192,7 @@ def _row(
         case=job.name,
         contender=name,
         seconds=seconds,
-        cpu_seconds=sum(job.shares[sort] * mean(found) for sort, found in cpu.items()),
+        cpu_seconds=sum(job.shares[sort] * mean(seconds) for sort, seconds in cpu.items()),
         ratio=times[OURS].median / seconds.median,
         errors=errors,
         rate=job.multiplications / seconds.median,

@@ -141,8 +141,8 @@ def bert_base() -> bytes:
     weight, bias = net.weight("head.weight", 2, _WIDTH), net.weight("head.bias", 2)
     net.op("Gemm", x, weight, bias, to="output", transB=1)
     i64, f32 = np.dtype(np.int64), np.dtype(np.float32)
-    given = [Input(name, i64, ("batch", "length")) for name in ("ids", "mask")]
-    return net.model(given, Input("output", f32, ("batch", 2)))
+    inputs = [Input(name, i64, ("batch", "length")) for name in ("ids", "mask")]
+    return net.model(inputs, Input("output", f32, ("batch", 2)))
 
 
 def _encoder(net: _Net, name: str, x: str, mask: str) -> str:

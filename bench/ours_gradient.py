@@ -26,8 +26,8 @@ def step(network: str, batch: int, kind: str) -> Run:
     engine = Engine.from_onnx(net.data, loss="categorical")
 
     def run() -> dict[str, list[Array]]:
-        found = engine.gradients(inputs, targets).gradients
-        return {GRADIENT: [found[name] for name in net.compared]}
+        gradients = engine.gradients(inputs, targets).gradients
+        return {GRADIENT: [gradients[name] for name in net.compared]}
 
     return run
 

@@ -130,9 +130,9 @@ def _gather(attributes: Attributes, table: Array, indices: Array) -> tuple[Array
     del attributes
 
     def back(g: Array) -> tuple[Array, ...]:
-        found = np.zeros_like(table)
-        np.add.at(found, indices, g)
-        return (found,)
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, indices, g)
+        return (gradient,)
 
     return table[indices], back
 

@@ -143,7 +143,7 @@ def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, A
         report = json.loads(path.read_text(encoding="utf-8"))
         before = report["machine"]
         whole = [name for name, course in report["course"].items() if not course["missing"]]
-        kept = {part: {n: report[part][n] for n in whole} for part in ("course", "suites")}
+        entries = {part: {n: report[part][n] for n in whole} for part in ("course", "suites")}
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{path} is no report of bench --json: name another file, or leave out --resume."
@@ -155,7 +155,7 @@ def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, A
                 f"{path} was measured with {fact} {_told(before.get(fact))}, here it is "
                 f"{_told(now.get(fact))}: name another file, or leave out --resume."
             )
-    return kept
+    return entries
 
 
 def _told(fact: Any) -> str:

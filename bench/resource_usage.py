@@ -55,8 +55,8 @@ def used(run: Callable[[], object], runs: int = 1) -> Usage:
         run()
         times.append(perf_counter() - start)
         cpu.append(process_time() - cpu_before)
-    own = process_time() - cpu_start
-    others = _busy_seconds() - busy - own if _STAT.is_file() else 0.0
+    cpu_seconds = process_time() - cpu_start
+    others = _busy_seconds() - busy - cpu_seconds if _STAT.is_file() else 0.0
     return Usage(
         times=tuple(times),
         cpu_times=tuple(cpu),

@@ -118,12 +118,12 @@ class _Net:
         return self.op("Transpose", y, to=f"{name}/heads", perm=perm)
 
     def network(
-        self, result: str, given: Input, shape: tuple[int | str, ...], **facts: int
+        self, result: str, source: Input, shape: tuple[int | str, ...], **facts: int
     ) -> Network:
         known = {**self.weights, **self.constants}
         output = Input(result, _F32, shape)
-        data = serialize(build_model(self.nodes, [given], [output], known, OPSET))
-        sides = tuple(side for side in (given.shape or ())[1:] if isinstance(side, int))
+        data = serialize(build_model(self.nodes, [source], [output], known, OPSET))
+        sides = tuple(side for side in (source.shape or ())[1:] if isinstance(side, int))
         return Network(data, self.nodes, result, self.constants, self.weights, sides, **facts)
 
 
@@ -169,8 +169,8 @@ def filters(channels: int, layers: int, side: int, classes: int) -> Network:
         x = net.op("Relu", net.conv(f"{i}", x, channels, channels, 3, 1), to=f"a{i}")
     x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat", axis=1)
     x = net.dense("head", x, channels, classes)
-    given = Input("x", _F32, ("batch", channels, side, side))
-    return net.network(x, given, ("batch", classes), classes=classes)
+    source = Input("x", _F32, ("batch", channels, side, side))
+    return net.network(x, source, ("batch", classes), classes=classes)
 
 
 def resnet20() -> Network:

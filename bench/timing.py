@@ -28,5 +28,5 @@ def spread(times: Sequence[float]) -> Spread:
 
 def milliseconds(seconds: float) -> str:
     """Return milliseconds as text with three digits, or all digits before the point."""
-    found = 1e3 * seconds
-    return f"{found:.{0 if found >= 100 else 1 if found >= 10 else 2}f}"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"

@@ -131,18 +131,20 @@ def measured(suites: Suites) -> Iterator[Finding]:
                 yield Finding(f"{goal.suite}: {case}", goal.other, goal.bound, ratio)
     for suite, findings in _OTHERS.items():
         # The points of one axis have the same exponents.
-        yield from dict.fromkeys(found for row in suites.get(suite, ()) for found in findings(row))
+        yield from dict.fromkeys(
+            finding for row in suites.get(suite, ()) for finding in findings(row)
+        )
 
 
 def _scratch(row: Mapping[str, Any]) -> Iterator[Finding]:
     if row["contender"] == OURS and any(case in row["case"] for case in _SHORTEST):
-        bound, found = SCRATCH_BOUND / _MEGABYTE, row["peak_bytes"] / _MEGABYTE
-        yield Finding(f"conv: {row['case']}", "temporary memory, MB", bound, found)
+        bound, value = SCRATCH_BOUND / _MEGABYTE, row["peak_bytes"] / _MEGABYTE
+        yield Finding(f"conv: {row['case']}", "temporary memory, MB", bound, value)
 
 
 def _peak(row: Mapping[str, Any]) -> Iterator[Finding]:
-    found = row["measured"] / row["announced"]
-    yield Finding(f"memory: {row['case']}", "announced memory", 1.0, found)
+    value = row["measured"] / row["announced"]
+    yield Finding(f"memory: {row['case']}", "announced memory", 1.0, value)
 
 
 def _growth(row: Mapping[str, Any]) -> Iterator[Finding]:

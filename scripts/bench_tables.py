@@ -138,9 +138,9 @@ def training(text: str) -> str:
 
 def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the times of libraries divided by the time of the package."""
-    own = times[OURS]["seconds"]["median"]
+    ours = times[OURS]["seconds"]["median"]
     rows = (times.get(name) for name in ("torch", "kfac-jax", "curvlinops"))
-    return [f"{row['seconds']['median'] / own:.1f} ×" if row else "" for row in rows]
+    return [f"{row['seconds']['median'] / ours:.1f} ×" if row else "" for row in rows]
 
 
 def goals() -> str:
@@ -190,11 +190,11 @@ def page(report: Mapping[str, Any]) -> str:
 def _course(course: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a sentence about the run of a suite."""
     if course is not None:
-        found = _restored(course)
-        gaps = f" Not measured: {'; '.join(found.missing)}." if found.missing else ""
+        run = _restored(course)
+        gaps = f" Not measured: {'; '.join(run.missing)}." if run.missing else ""
         yield (
-            f"Took {found.seconds:.0f} s. Ceiling before it {found.before}, after it "
-            f"{found.after}, at best {found.best}.{gaps}\n"
+            f"Took {run.seconds:.0f} s. Ceiling before it {run.before}, after it "
+            f"{run.after}, at best {run.best}.{gaps}\n"
         )
 
 
@@ -207,29 +207,29 @@ def _beside_columns(times: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield the time of the package, and the ratio of the fastest contender of each column."""
     disturbed = any(row["others"] > DISTURBING_SHARE for row in times.values())
     seconds = {who: row["seconds"]["median"] for who, row in times.items()}
-    own = seconds[OURS]
-    yield f"{milliseconds(own)}{' !' if disturbed else ''}"
+    ours = seconds[OURS]
+    yield f"{milliseconds(ours)}{' !' if disturbed else ''}"
     for group in COLUMNS.values():
-        found = [seconds[who] for who in group if who in seconds]
-        yield f"{min(found) / own:.1f} ×" if found else ""
+        others = [seconds[who] for who in group if who in seconds]
+        yield f"{min(others) / ours:.1f} ×" if others else ""
 
 
 def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]]]) -> str:
     """Return a sentence about the best and the worst ratio over all cases."""
-    found = []
+    quotients = []
     for suite, cases in suites.items():
         for case, times in cases:
             seconds = {
                 who: row["seconds"]["median"] for who, row in times.items() if who != OURS_PLAIN
             }
-            own = seconds.pop(OURS, None)
-            if own is not None and seconds:
+            ours = seconds.pop(OURS, None)
+            if ours is not None and seconds:
                 other = min(seconds, key=lambda who: seconds[who])
-                found.append((seconds[other] / own, f"{suite}, {case}: *{other}*"))
-    (worst, where), (best, there) = min(found), max(found)
-    ahead = sum(quotient > 1 for quotient, _ in found)
+                quotients.append((seconds[other] / ours, f"{suite}, {case}: *{other}*"))
+    (worst, where), (best, there) = min(quotients), max(quotients)
+    ahead = sum(quotient > 1 for quotient, _ in quotients)
     return (
-        f"Faster than all others: {ahead} of {len(found)} cases; the ratios range from "
+        f"Faster than all others: {ahead} of {len(quotients)} cases; the ratios range from "
         f"{worst:.2f} × ({where}) to {best:.1f} × ({there})."
     )
 
@@ -349,8 +349,8 @@ def _cases(
 ) -> Iterator[tuple[str, dict[str, Mapping[str, Any]]]]:
     """Yield each case with its rows by contender."""
     compared = [row for row in rows if "contender" in row]
-    for case, found in groupby(compared, key=lambda row: row["case"]):
-        yield case, {row["contender"]: row for row in found}
+    for case, group in groupby(compared, key=lambda row: row["case"]):
+        yield case, {row["contender"]: row for row in group}
 
 
 def _machine_line(report: Mapping[str, Any]) -> str:

@@ -32,8 +32,10 @@ def main() -> None:
         known = old[name]["compiled"] if same else {}
         missing = [variant for variant in _all_variants(name) if entry(*variant) not in known]
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda variant, name=name: nvrtc.resources(name, *variant), missing)
-            known |= zip((entry(*variant) for variant in missing), found, strict=True)
+            resources = pool.map(
+                lambda variant, name=name: nvrtc.resources(name, *variant), missing
+            )
+            known |= zip((entry(*variant) for variant in missing), resources, strict=True)
         compiled = {entry(*variant): known[entry(*variant)] for variant in _all_variants(name)}
         table[name] = {"source": digest, "compiled": compiled}
         print(f"{name}: {len(missing)} of {len(compiled)} compiled")
@@ -48,7 +50,7 @@ def fingerprint(name: str) -> str:
 
 def fingerprints() -> dict[str, str]:
     """Return the fingerprint of each source at its last compilation."""
-    return {name: found["source"] for name, found in _stored().items()}
+    return {name: stored["source"] for name, stored in _stored().items()}
 
 
 def compiled(name: str) -> Compiled:
@@ -81,10 +83,10 @@ def _stored() -> dict[str, Any]:
 def _lines(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines of JSON, with one line for each entry, so that diffs show changes."""
     yield "{"
-    for name, found in table.items():
+    for name, stored in table.items():
         comma = "," if name != list(table)[-1] else ""
-        rows = [f'  "{key}": {json.dumps(value)}' for key, value in found["compiled"].items()]
-        yield f'"{name}": {{"source": "{found["source"]}", "compiled": {{'
+        rows = [f'  "{key}": {json.dumps(value)}' for key, value in stored["compiled"].items()]
+        yield f'"{name}": {{"source": "{stored["source"]}", "compiled": {{'
         yield ",\n".join(rows)
         yield f"}}}}{comma}"
     yield "}"

@@ -67,8 +67,8 @@ def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
 
 def environment(kernel: str) -> Mapping[str, str]:
     """Return the environment of this process with the kernel, or without a forced kernel."""
-    found = {name: value for name, value in os.environ.items() if name != _KERNEL}
-    return {**found, _KERNEL: kernel} if kernel else found
+    variables = {name: value for name, value in os.environ.items() if name != _KERNEL}
+    return {**variables, _KERNEL: kernel} if kernel else variables
 
 
 if __name__ == "__main__":

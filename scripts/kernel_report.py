@@ -146,8 +146,8 @@ def _data(case: str) -> tuple[np.ndarray, Window, np.ndarray]:
     return x, window, patches(x, w.kernel, w.strides, w.dilations, w.begins, w.ends)
 
 
-def _worst(found: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+def _worst(result: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(result - wanted).max() / np.abs(wanted).max())
 
 
 def _moment_error(case: str, split: int, order: str) -> float:

@@ -37,9 +37,9 @@ Formulas use these symbols:
 def page() -> str:
     """Return the page for the current table."""
     rows = []
-    for kind, found in KINDS.items():
-        for name, row in found.approximations.items():
-            default = " (default)" if name == found.default else ""
+    for kind, family in KINDS.items():
+        for name, row in family.approximations.items():
+            default = " (default)" if name == family.default else ""
             symbols = row.formula.replace("|", "\\|")
             rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {row.source} |")
     return HEAD + "\n".join(rows) + "\n"

@@ -60,15 +60,15 @@ def standard_rows(outcomes: Sequence[node_tests.Outcome]) -> Iterator[Row]:
         if not schema.domain:
             versions.setdefault(schema.name, []).append(schema.since_version)
     for name in sorted(versions):
-        found = ", ".join(str(version) for version in sorted(versions[name]))
-        yield Row(name, found, handling(name), counted(name, outcomes))
+        listed = ", ".join(str(version) for version in sorted(versions[name]))
+        yield Row(name, listed, handling(name), counted(name, outcomes))
 
 
 def handling(name: str) -> str:
     """Return the method of differentiation of a standard operator."""
     schema = defs.get_schema(name)
     defined = schema.has_function or schema.has_context_dependent_function
-    found = [
+    handlings = [
         ("unrolled", name in UNROLLED),
         ("rewritten", name in load_lowerings()),
         ("rule", name in load_rules()),
@@ -79,7 +79,7 @@ def handling(name: str) -> str:
         (f"loaded as {REPLACED.get(name)}", name in REPLACED),
         ("by its definition", defined),
     ]
-    return next((how for how, holds in found if holds), "unknown")
+    return next((how for how, holds in handlings if holds), "unknown")
 
 
 def counted(name: str, outcomes: Sequence[node_tests.Outcome]) -> str:
@@ -97,8 +97,8 @@ def other_rows() -> Iterator[str]:
         **dict.fromkeys(ZERO_DERIVATIVE, "derivative is zero"),
         **dict.fromkeys(DECOMPOSITIONS, "read as standard operators"),
     }
-    own = {name: how for name, how in table.items() if not defs.has(name)}
-    return (f"| `{name}` | {own[name]} |" for name in sorted(own))
+    by_name = {name: how for name, how in table.items() if not defs.has(name)}
+    return (f"| `{name}` | {by_name[name]} |" for name in sorted(by_name))
 
 
 def page(outcomes: Sequence[node_tests.Outcome]) -> str:

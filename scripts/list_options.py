@@ -45,7 +45,7 @@ def page(text: str) -> str:
     for heading, options in _sections():
         pattern = rf"(^## {re.escape(heading)}\n(?:(?!## ).*\n)*?)\| option \|.*\n(?:\|.*\n)+"
         text, count = re.subn(
-            pattern, lambda found, rows=options: found[1] + table(rows), text, flags=re.M
+            pattern, lambda match, rows=options: match[1] + table(rows), text, flags=re.M
         )
         assert count == 1, f"the section '{heading}' needs one table of options"
     return text

@@ -151,11 +151,11 @@ def check(
     outputs = [name for name in graph.outputs if truth.is_float(name)]
     if not outputs:
         raise NotApplicableError(NO_RESULT)
-    found = truth(feeds)
+    result = truth(feeds)
     if expected is not None:
-        _same(found, expected, "ONNX Runtime itself", NotApplicableError)
+        _same(result, expected, "ONNX Runtime itself", NotApplicableError)
     rewritten, facts = lowered(graph, wrt, feeds if sample is None else sample)
-    _same(_Evaluator(rewritten, graph.outputs)(feeds), expected or found, "a result", WrongError)
+    _same(_Evaluator(rewritten, graph.outputs)(feeds), expected or result, "a result", WrongError)
     backward = differentiate(rewritten, facts, outputs, wrt)
     _compare(rewritten, backward, truth, _moved(feeds, truth, outputs), outputs)
 
@@ -177,9 +177,9 @@ def _prepared(case: object) -> tuple[onnx.ModelProto, Arrays, Arrays]:
         raise NotApplicableError(NO_OPERAND)
     if not any(array.dtype.name in FLOATS for array in results):
         raise NotApplicableError(NO_RESULT)
-    kept = [entry for entry in model.graph.input if entry.name not in fixed]
+    inputs = [entry for entry in model.graph.input if entry.name not in fixed]
     del model.graph.input[:]
-    model.graph.input.extend(kept)
+    model.graph.input.extend(inputs)
     model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in fixed.items())
     return (
         model,
@@ -251,8 +251,8 @@ class _Evaluator:
             raise NotApplicableError(str(error)) from error
 
 
-def _same(found: Arrays, expected: Arrays, what: str, error: type[Exception]) -> None:
-    for name, array in found.items():
+def _same(result: Arrays, expected: Arrays, what: str, error: type[Exception]) -> None:
+    for name, array in result.items():
         wanted = expected[name]
         if array.shape != wanted.shape:
             raise error(f"{what} has shape {array.shape}, the case {wanted.shape}")
@@ -293,12 +293,12 @@ def _compare(
     cotangents = {n: rng.normal(size=values[n].shape).astype(values[n].dtype) for n in outputs}
     fed = {**feeds, **{backward.cotangents[n]: g for n, g in cotangents.items()}}
     joint = joint_graph(graph, backward)
-    found = _Evaluator(joint, joint.outputs)(fed) | fed if joint.outputs else fed
+    gradients = _Evaluator(joint, joint.outputs)(fed) | fed if joint.outputs else fed
     for name, array in feeds.items():
         if array.dtype.kind != "f":
             continue
         # A value without a gradient depends on the operand by jumps only.
-        gradient = found.get(backward.gradients.get(name, ""), np.zeros_like(array))
+        gradient = gradients.get(backward.gradients.get(name, ""), np.zeros_like(array))
         if gradient.shape != array.shape:
             raise WrongError(f"the gradient of '{name}' has shape {gradient.shape}")
         if not np.isfinite(gradient).all():

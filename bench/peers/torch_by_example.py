@@ -26,8 +26,8 @@ def _patches(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Run:
         z = x.flatten(2) if whole else unfold(x, kernel, padding=pad, stride=stride)
         alpha = (1 - DECAY) / (len(z) * z.shape[2])
         average.addbmm_(z, z.transpose(1, 2), beta=DECAY, alpha=alpha)
-        found: Array = average.numpy()
-        return found
+        result: Array = average.numpy()
+        return result
 
     return with_taps_first(run, channels, taps)
 

@@ -48,8 +48,8 @@ def _depthwise(shape: tuple[int, ...], kernel: int, stride: int, pad: int) -> Ru
         # Products of each example and channel, then their sum: faster than collecting the patches
         # of a channel.
         z = unfold(x, kernel, padding=pad, stride=stride).reshape(len(x) * channels, taps, -1)
-        found = torch.bmm(z, z.transpose(1, 2)).reshape(len(x), channels, taps, taps).sum(0)
-        average.mul_(DECAY).add_(found, alpha=(1 - DECAY) / (len(x) * z.shape[2]))
+        products = torch.bmm(z, z.transpose(1, 2)).reshape(len(x), channels, taps, taps).sum(0)
+        average.mul_(DECAY).add_(products, alpha=(1 - DECAY) / (len(x) * z.shape[2]))
         return _array(average)
 
     return run

@@ -145,11 +145,11 @@ class Layer:
         A, G = self._inverse
         return G @ torch.cat([weight, bias[:, None]], 1) @ A
 
-    def _save_input(self, module: nn.Module, given: Any, result: Any) -> None:
+    def _save_input(self, module: nn.Module, inputs: Any, result: Any) -> None:
         if self.listening:
-            self._seen["a"] = given[0].detach()
+            self._seen["a"] = inputs[0].detach()
 
-    def _save_gradient(self, module: nn.Module, given: Any, gradients: Any) -> None:
+    def _save_gradient(self, module: nn.Module, inputs: Any, gradients: Any) -> None:
         if self.listening:
             self._seen["ds"] = gradients[0] * len(gradients[0])
 

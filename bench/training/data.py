@@ -143,8 +143,8 @@ def classified(images: Images, shape: tuple[int, ...], held_out: int | None = No
 def reconstructed(images: Images, held_out: int) -> Data:
     """Return flat images as inputs and targets."""
     x, n = images.pixels.reshape(len(images.pixels), -1), images.training
-    held = x[n : n + held_out]
-    return Data(x[:n], x[:n], held, held)
+    validation = x[n : n + held_out]
+    return Data(x[:n], x[:n], validation, validation)
 
 
 def blurred(images: Images, training: int, held_out: int) -> Data:

@@ -165,7 +165,7 @@ class ModelBuilder:
         Returns:
             The model.
         """
-        given, output = Input(INPUT, dtype, ("N", *shape)), Input(OUTPUT, F32, ("N", *result))
+        source, output = Input(INPUT, dtype, ("N", *shape)), Input(OUTPUT, F32, ("N", *result))
         constants = {**self.weights, **self.constants}
-        data = serialize(build_model(self.nodes, [given], [output], constants, OPSET))
+        data = serialize(build_model(self.nodes, [source], [output], constants, OPSET))
         return Model(data, self.weights)

@@ -107,8 +107,8 @@ def groups(
         budgets = BUDGETS.get(task) or BUDGETS[task.partition("@")[0]]
         for method in methods:
             parse_method(method)
-            own = seconds or budgets.get(method.partition(":")[0], ())
-            chosen += [Group(task, method, budget) for budget in own]
+            chosen_budgets = seconds or budgets.get(method.partition(":")[0], ())
+            chosen += [Group(task, method, budget) for budget in chosen_budgets]
     return chosen
 
 

@@ -124,14 +124,14 @@ def _require_peers(chosen: Sequence[Group]) -> None:
             )
 
 
-def _image_folder(console: Console, given: Path | None) -> Path | None:
+def _image_folder(console: Console, choice: Path | None) -> Path | None:
     """Return the folder of Fashion-MNIST, or None for the digits; print which data are used."""
-    folder = given or DATA_FOLDER
+    folder = choice or DATA_FOLDER
     if has_images(folder):
         console.print(f"images: Fashion-MNIST of {folder}")
         return folder
-    if given is not None:
-        raise InputError(f"--data-folder: '{given}' does not contain the images of Fashion-MNIST.")
+    if choice is not None:
+        raise InputError(f"--data-folder: '{choice}' does not contain the images of Fashion-MNIST.")
     console.print(
         f"images: the bundled digits, because {folder} has no images; install Debian's package "
         "dataset-fashion-mnist or use --data-folder."

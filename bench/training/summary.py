@@ -217,11 +217,11 @@ def _at_equal_budgets(
     equal = next((group for group in ours if group.seconds == rival.seconds), None)
     if equal is None:
         return None, None
-    own, other = (group_row(group, results[group]) for group in (equal, rival))
+    kfac, other = (group_row(group, results[group]) for group in (equal, rival))
     gain = None
-    if own.accuracy is not None and other.accuracy is not None:
-        gain = 100 * (own.accuracy - other.accuracy)
-    return own.loss / other.loss, gain
+    if kfac.accuracy is not None and other.accuracy is not None:
+        gain = 100 * (kfac.accuracy - other.accuracy)
+    return kfac.loss / other.loss, gain
 
 
 def _finite(value: float) -> float | None:
