@@ -1,6 +1,7 @@
 """An engine on the GPU gives what an engine on the CPU gives, on a stand-in and on a device."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -241,3 +242,65 @@ def test_reserved_gpu_memory_equals_report(gpu: str) -> None:
         with pytest.raises(ke.MemoryLimitError, match=r"0\.00 GB and scratch 0\.27 GB on the GPU"):
             engine.observe(models.random_inputs(model, batch=4))
         assert engine.counter == 0
+
+
+OPTIMIZERS = {
+    "auto": ke.KfacOptimizer,
+    "rate": lambda engine: ke.KfacOptimizer(engine, 0.02),
+    "sgd": lambda engine: ke.SGD(engine, 0.02),
+    "adam": ke.Adam,
+    "muon": ke.Muon,
+}
+
+
+def stepped(optimizer: ke.KfacOptimizer, first: int, last: int) -> dict[str, np.ndarray]:
+    model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
+    for seed in range(first, last):
+        inputs = models.random_inputs(model, batch=8, seed=seed)
+        optimizer.step(inputs, random_targets(model, inputs, loss, seed))
+    return {name: host(value) for name, value in optimizer.engine.parameters.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_train_and_resume_on_the_gpu(name: str, gpu: str, tmp_path: Path) -> None:
+    def optimizer(backend: str) -> ke.KfacOptimizer:
+        options = {"backend": backend, "estimation_mode": "exact"}
+        model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
+        return OPTIMIZERS[name](ke.Engine.from_onnx(model, loss=loss, **options))
+
+    on_gpu, resumed = optimizer("cupy"), optimizer("cupy")
+    expected = stepped(optimizer("numpy"), 0, 6)
+    stepped(on_gpu, 0, 3)
+    on_gpu.save(tmp_path / "state")
+    resumed.load(tmp_path / "state")
+    for one in (on_gpu, resumed):
+        for parameter, value in stepped(one, 3, 6).items():
+            # Float32 sums in another order, through inverses.
+            np.testing.assert_allclose(value, expected[parameter], rtol=TOLERANCE, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "muon"])
+def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: Path) -> None:
+    model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
+    inputs = models.random_inputs(model, batch=40)
+    data = inputs, random_targets(model, inputs, loss)
+
+    def run(backend: str, others: list, **options: object) -> dict[str, np.ndarray]:
+        engine = ke.Engine.from_onnx(model, loss=loss, backend=backend, estimation_mode="exact")
+        callbacks = [ke.WeightAverage(0.5), ke.BestWeights(), ke.EarlyStop(), *others]
+        ke.fit(
+            engine, data, optimizer=optimizer, epochs=3, batch_size=8, validation=0.2,
+            callbacks=callbacks, **options,
+        )  # fmt: skip
+        return {name: host(value) for name, value in engine.parameters.items()}
+
+    def stop(record: dict[str, object], _: object) -> bool:
+        return record["step"] == 6
+
+    expected, whole = run("numpy", []), run("cupy", [])
+    run("cupy", [stop], checkpoint=tmp_path)
+    resumed = run("cupy", [], checkpoint=tmp_path, resume=True)
+    for name, value in whole.items():
+        # Float32 sums in another order, through inverses.
+        np.testing.assert_allclose(value, expected[name], rtol=TOLERANCE, atol=1e-4)
+        assert np.array_equal(resumed[name], value)

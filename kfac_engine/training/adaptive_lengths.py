@@ -107,7 +107,7 @@ class AdaptiveLengthUpdate:
             array, gradient = natural[name], step.gradients[name]
             length = step.rate * root * self._multiple(name, step)
             step.new_slots["natural_gradient"][name] = array
-            step.new_slots["slope"][name][...] = np.vdot(gradient, array)
+            step.new_slots["slope"][name][...] = float(np.vdot(gradient, array))
             factor = length * debiased / (debiased * _norm(array) + _TINY)
             # The memory of a gradient that is not needed any more receives the new value.
             values[name] = np.empty_like(gradient) if step.predicts else gradient

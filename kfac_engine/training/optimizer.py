@@ -216,9 +216,12 @@ class Optimizer(Sealed, ABC):
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
+        to_numpy = self.engine.collection.backend.to_numpy
         for slot, arrays in part.arrays.items():
             for name, array in arrays.items():
-                self._slots[slot][name][...] = array
+                target = self._slots[slot][name]
+                # Numbers of a parameter are arrays of the host on every device.
+                target[...] = to_numpy(array) if isinstance(target, np.ndarray) else array
         self._set_numbers(part.numbers)
 
     def restrain(self) -> None:
