@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import DivergenceError as DivergenceError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
+    from kfac_engine.errors import ExportWarning as ExportWarning
     from kfac_engine.errors import InferenceFormWarning as InferenceFormWarning
     from kfac_engine.errors import InputError as InputError
     from kfac_engine.errors import KfacError as KfacError
@@ -161,6 +162,7 @@ _HOMES = {
     "MemoryLimitError": "errors",
     "DivergenceError": "errors",
     "DivergenceWarning": "errors",
+    "ExportWarning": "errors",
     "InferenceFormWarning": "errors",
     "CollectionConfig": "curvature.config",
     "RelativeDamping": "curvature.config",

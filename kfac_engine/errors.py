@@ -17,7 +17,7 @@ The tree of classes, with built-in parent classes in brackets::
     └── BackendError            [RuntimeError]         the array library or ONNX Runtime failed
         └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
-The warnings are ``DivergenceWarning`` and ``InferenceFormWarning``.
+The warnings are ``DivergenceWarning``, ``ExportWarning`` and ``InferenceFormWarning``.
 
 Each message has one or two sentences: the error, its location and a remedy. A message is one
 printable line, even if names in it have line breaks or control characters.
@@ -92,6 +92,10 @@ class DivergenceError(KfacError, ArithmeticError):
 
 class DivergenceWarning(UserWarning):
     """The loss of a run has become a large multiple of its first losses."""
+
+
+class ExportWarning(UserWarning):
+    """An exporter changed the parameters of a module, so that the file trains others."""
 
 
 class InferenceFormWarning(UserWarning):

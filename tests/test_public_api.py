@@ -27,6 +27,7 @@ PUBLIC = (
     "MemoryLimitError",
     "DivergenceError",
     "DivergenceWarning",
+    "ExportWarning",
     "InferenceFormWarning",
     "CollectionConfig",
     "RelativeDamping",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import print_json, say, working
+from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
@@ -84,7 +84,7 @@ def find_rate(
 
     read = {"--data": files.data, "--targets": files.targets, "--inputs": files.inputs}
     check_files({"--plot": files.plot}, read, model)
-    with working("searching"):
+    with working("searching"), shown_warnings():
         sample = None if files.inputs is None else read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options

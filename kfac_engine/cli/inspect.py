@@ -1,5 +1,6 @@
 """``inspect``: the layers, blocks and costs of a model, before any step runs."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,8 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
-from kfac_engine.errors import InputError
+from kfac_engine.errors import ExportWarning, InputError
+from kfac_engine.printable import printable
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -66,7 +68,8 @@ def inspect(
 
     if plot is not None:
         _check_plot(plot, inputs, model)
-    with working("preparing the model"):
+    with working("preparing the model"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = None if inputs is None else read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
@@ -77,6 +80,8 @@ def inspect(
     if as_json:
         print_json(_as_json(engine, memory, untrained, spectra))
         return
+    for note in engine.export_notes:
+        click.echo(f"warning: {printable(note)}.\n")
     _print_losses(losses)
     print_layers(engine)
     _print_uncovered(engine)
@@ -132,6 +137,7 @@ def _as_json(
     from kfac_engine.training.description import described
 
     return {
+        "export_notes": list(engine.export_notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],
         "not_trained": [

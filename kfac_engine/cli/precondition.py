@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
+from kfac_engine.cli.display import (
+    print_json,
+    print_table,
+    report_beside,
+    say,
+    show_shape,
+    shown_warnings,
+    working,
+)
 from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.options import (
     debug_option,
@@ -97,7 +105,7 @@ def precondition(
         one = isinstance(options["loss"], str)
         read_targets = reading.read_targets if one else reading.read_targets_by_output
         targets: Targets = None if files.targets is None else read_targets(files.targets)
-    with working("preparing the model"):
+    with working("preparing the model"), shown_warnings():
         chosen = {name: options.pop(name) for name in _SCHEDULE}
         schedule = Schedule(**{name: value for name, value in chosen.items() if value is not None})
         engine = ke.Engine.from_onnx(

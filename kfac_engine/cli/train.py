@@ -187,7 +187,7 @@ def train(
 
     _check(files, model, resume=course.resume)
     refreshes = chosen_refreshes(options, update.optimizer)
-    with working("preparing the model"):
+    with working("preparing the model"), shown_warnings():
         sample = None if files.inputs is None else read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options

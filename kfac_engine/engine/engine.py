@@ -92,9 +92,14 @@ class Engine(TrainableModel):
             InputError: The file, the loss or an option is wrong.
             UnknownNameError: An option names no layer kind, loss, output or parameter.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
+
+        Warns:
+            ExportWarning: The exporter of the file changed parameters; see ``export_notes``.
         """
         assembly, estimator = build(model, options)
-        return cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+        engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+        engine._warn_of_export()
+        return engine
 
     @property
     def options(self) -> EngineOptions:

@@ -1,5 +1,6 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.errors import ExportWarning, UnsupportedError
+from kfac_engine.graph.analysis.exporter_changes import export_notes
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -244,6 +246,12 @@ class TrainableModel(Sealed):
         """Notes on normalizations and dropouts in the form of inference, which training keeps."""
         return tuple(inference_notes(self._model.loaded.graph))
 
+    @property
+    def export_notes(self) -> tuple[str, ...]:
+        """Notes on parameters that an exporter of PyTorch merged, folded or renamed."""
+        loaded = self._model.loaded
+        return export_notes(loaded.template, loaded.graph.constants, self._model.parameters)
+
     def curvature_products(self, trace: Trace, examples: int | None = None) -> CurvatureProducts:
         """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
 
@@ -298,6 +306,11 @@ class TrainableModel(Sealed):
             check_finite(backward.gradients, self._model.memory_space)
         self._history.add(backward.loss)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
+
+    def _warn_of_export(self) -> None:
+        for note in self.export_notes:
+            # Shown at the line that calls from_onnx, which its decorator calls.
+            warnings.warn(f"'{self.name}': {note}.", ExportWarning, stacklevel=4)
 
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         buffers = self._model.buffers_after(trace)

@@ -183,12 +183,18 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     reasons = [_setting(scope, array, node, i) for scope, node, i in uses]
     if not reasons:
         return "read by nothing"
+    if array.ndim == 0 and not array and all(_is_bias_of_filter(node, i) for _, node, i in uses):
+        return "the zero of a convolution without bias"
     if None not in reasons:
         return reasons[0]
     # Masks and fill values may be non-finite and are not parameters. A non-finite weight of a layer
     # is an error, which is raised later.
     of_layer = any(node.op in _LAYERS for _, node, _ in uses)
     return None if of_layer or not _non_finite(array) else "an array with NaN or infinity"
+
+
+def _is_bias_of_filter(node: Node, index: int) -> bool:
+    return node.op in {"Conv", "ConvTranspose"} and index == 2
 
 
 def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
