@@ -1,4 +1,4 @@
-"""Table of contenders: the package and its definition; in a checkout also other libraries."""
+"""Table of contenders: the package, its definition, and other libraries in a checkout."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

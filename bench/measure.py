@@ -66,7 +66,7 @@ class Row:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes ran while this was timed."""
+        """Whether other processes ran during the measurement."""
         return self.others > DISTURBING_SHARE
 
 

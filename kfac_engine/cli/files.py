@@ -116,7 +116,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         Parameter name to gradient.
 
     Raises:
-        InputError: The file is missing or broken, or holds no gradient, or two of one parameter.
+        InputError: The file is missing or broken, has no gradient, or two of one parameter.
         UnknownNameError: A key names no parameter.
     """
     from safetensors import SafetensorError

@@ -35,7 +35,7 @@ _RESTORE_TERMINAL = "\r\x1b[2K\x1b[?25h"
 
 
 class SignalReceived(BaseException):
-    """A signal asked the program to end."""
+    """The program received a signal to end."""
 
 
 class Interruption:
@@ -47,7 +47,7 @@ class Interruption:
         received: Number of the first signal; None before it.
         patient: Whether the first signal does not end the process soon, because the command stores
             its state first; the next signal does.
-        advice: What the message of an interruption says besides; a clause.
+        advice: A clause at the end of the message of an interruption.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ class Invocation:
 
     Attributes:
         debug: Whether a failure shows its traceback; ``--debug`` sets it at any position.
-        interruption: What signals do to the program.
+        interruption: Reaction of the program to signals.
     """
 
     debug: bool = False

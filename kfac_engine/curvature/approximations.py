@@ -35,7 +35,7 @@ class Approximation:
         formula: Formula of the block.
         source: Publication that derives it.
         examples_first: Whether statistics separate examples by the first axis of the layer's
-            tensors, which must then hold examples only.
+            tensors, which must then contain examples only.
         fills_scratch: Whether statistics compute gradients of examples, which use all scratch
             memory.
         eigenvectors: Whether refreshes decompose factors for every power.

@@ -218,7 +218,7 @@ class FisherEstimator(Sealed):
                 has computed them and the estimator ``reads_gradients``; the mapping is emptied.
 
         Raises:
-            KfacError: The batch does not fit the losses or factors, or holds NaN or infinity. The
+            KfacError: The batch does not fit the losses or factors, or has NaN or infinity. The
                 estimator and its random generator have not changed.
         """
         decay = self.cov_ema_decay if should_decay else 1.0
@@ -259,7 +259,7 @@ class FisherEstimator(Sealed):
         return tuple([factor.get_cov_var()] for factor in self.factors)
 
     def get_inv_vars(self) -> tuple[list[Array], ...]:
-        """For each factor, what its last refresh stored: copies."""
+        """Return copies of the stored inverses and powers of each factor."""
         stored = (factor.arrays().items() for factor in self.factors)
         return tuple([array.copy() for name, array in s if name != "average"] for s in stored)
 

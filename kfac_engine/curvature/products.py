@@ -166,7 +166,7 @@ class CurvatureMatrixVectorProductComputer:
 
         Raises:
             InputError: A loss has no targets, or the trace no ``second_derivative``.
-            UnsupportedOpError: An operator, or what its derivative is written with, has no rule.
+            UnsupportedOpError: An operator of the graph or of its derivative has no rule.
         """
         self._require("second_derivative")
         cases = [(k, loss, loss.read(self._trace, targets=True)) for k, loss in self._losses]

@@ -63,7 +63,7 @@ class Refreshes:
 
         Raises:
             NotReadyError: A factor has no average yet.
-            NonFiniteError: An average holds NaN or infinity.
+            NonFiniteError: An average contains NaN or infinity.
         """
         factors = [self._factors[key] for key in (self._factors if keys is None else keys)]
         return begin_refresh(factors, self._collection.backend)
@@ -77,7 +77,7 @@ class Refreshes:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of ``run``; can be set. A new schedule keeps what the planner learned."""
+        """The schedule of ``run``; can be set. The state of the planner stays."""
         return self.planner.schedule
 
     @schedule.setter

@@ -120,7 +120,7 @@ class Call:
 
 @dataclass(slots=True)
 class PlannerState:
-    """What a planner learned from earlier calls; a checkpoint stores it.
+    """The state of a planner: results of earlier calls, which a checkpoint stores.
 
     Attributes:
         refreshed: Key of a work to the counter of its latest refresh.
@@ -150,7 +150,7 @@ class Planner:
         schedule: The schedule.
         works: The refreshes.
         periods: Key of a work to its period.
-        state: What the planner learned from earlier calls; ``advance`` changes it.
+        state: Results of earlier calls; ``advance`` changes them.
 
     Raises:
         UnknownNameError: A pattern of ``periods`` matches no parameter.

@@ -39,7 +39,7 @@ class Task:
         objective: Losses under a reduction.
         heads: Where the losses are put.
         batch: Where the examples lie.
-        inputs: The batch of the sample run; None if it was made up.
+        inputs: The batch of the sample run; None for generated inputs.
     """
 
     objective: Objective
@@ -69,7 +69,7 @@ class Assembly:
 
     Attributes:
         model: The model with its sessions.
-        task: What is minimised.
+        task: The losses, their sum, and the trained parameters.
         discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: Their blocks, and the losses.
         options: The options of the engine.
@@ -113,7 +113,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         options: The options of the engine.
 
     Returns:
-        The registered model and its estimator; nothing was computed on data yet.
+        The registered model and its estimator, without statistics.
 
     Raises:
         InputError: The file, the loss or an option is wrong.
@@ -183,9 +183,9 @@ def register_losses(
     Args:
         model: The model; values that the losses need are added to it.
         collection: Where the losses go.
-        options: What the user says of the losses.
-        reduction: What the user says of their sum.
-        inputs: The batch of the sample run; None if it was made up.
+        options: Options of the losses.
+        reduction: The reduction of the losses.
+        inputs: The batch of the sample run; None for generated inputs.
 
     Returns:
         The losses, and where the examples lie.
@@ -206,7 +206,7 @@ def register_losses(
 
 
 def _batch_first(model: OnnxModel, batch: Batch) -> str:
-    """Return a value whose first axis holds the examples alone; empty if no input has them."""
+    """Return a value whose first axis has the examples only; empty if no input has such an axis."""
     if not batch.inputs:
         return ""
     name, axis = min(batch.inputs.items(), key=lambda item: item[1])
@@ -230,7 +230,7 @@ def register_layers(
 
     Args:
         model: The model.
-        task: What its parameters are to change.
+        task: The losses, their sum, and the trained parameters.
         collection: Where the layers go.
         chosen: Kinds of layers whose approximation the user chose.
 
@@ -307,7 +307,7 @@ def _moved(layer: LayerMatch, batch: Batch) -> str:
 
 
 def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
-    """Check that an approximation supports the axis that holds the examples.
+    """Check that an approximation supports the axis of the examples.
 
     Raises:
         UnsupportedError: The approximation needs the examples on axis 0, and they are on another.

@@ -1,8 +1,8 @@
 """Engine state on disk: safetensors with a format version, equal bytes for equal states.
 
-Averages, weights, stored powers, counters, generator state and parameters are saved, so that a
-resumed run gives the same bits as one that never stopped: inverses are stale between refreshes, and
-recomputing them at load would not give the stale ones back.
+A state contains averages, weights, stored powers, counters, the state of the generator and the
+parameters. A resumed run has the same bits as a run without interruption. The inverses are stored,
+because between refreshes they belong to older averages.
 """
 
 import json
@@ -33,7 +33,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a caller stores with the state of an engine, such as the state of an optimizer.
+    """Data that a caller stores with the state of an engine, such as the state of an optimizer.
 
     Attributes:
         values: Values that JSON can represent.
@@ -50,17 +50,17 @@ Accept: TypeAlias = Callable[[Extras], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a checkpoint holds besides the factors.
+    """The state of an engine without its factors.
 
     Attributes:
         counter: Calls of ``observe`` and ``step`` so far.
         generator: State of the random generator, as NumPy describes it.
         parameters: Parameter name to value.
         buffers: Running statistic to value.
-        damping: That of the engine, or None where it is not known.
-        planner: What the schedule learned from earlier calls, or None where it is not known.
+        damping: Damping of the engine; None if it is unknown.
+        planner: State of the planner of the schedule; None if it is unknown.
         samples: Entries of averages from which drifts are computed, by name.
-        extras: What a caller stores with the state.
+        extras: Data of the caller.
     """
 
     counter: int
@@ -80,8 +80,8 @@ class Expected:
     Attributes:
         generator: Must accept the state's generator.
         shapes: Identity of a factor to the shape of its average.
-        damping: That of the engine; a warning tells where the state has another. None for no
-            warning.
+        damping: Damping of the engine, which is compared with that of the state. A difference
+            yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
     """
 
@@ -105,7 +105,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     """Write a checkpoint; the file is replaced whole or not at all.
 
     Args:
-        path: Where to.
+        path: The file.
         factors: All factors, in the order of creation.
         state: The rest.
     """
@@ -140,11 +140,11 @@ def load_state(
     """Read a checkpoint into factors of the same model and options.
 
     Args:
-        path: Where from.
+        path: The file.
         factors: All factors, in the order of creation; changed only when everything fits.
         parameters: Parameter name to an array of the right shape.
         buffers: Running statistic to an array of the right shape.
-        expected: What the state of an engine must fit as well.
+        expected: Further requirements of an engine.
 
     Returns:
         The rest.
@@ -201,7 +201,7 @@ def _extras(
     tensors: Mapping[str, Array],
     expected: Expected | None,
 ) -> tuple[Extras, Sequence[str]]:
-    """Return the extras of a file, and their differences to what the caller needs."""
+    """Return the extras of a file, and their differences from the requirements of the caller."""
     values = _parsed(path, {"extras": "{}", **header}, "extras", _is_object)
     extras = Extras(values, _below("extra/", tensors))
     accept = None if expected is None else expected.accept
@@ -237,7 +237,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
 
 
 def _checksum(header: Mapping[str, str], tensors: Mapping[str, Array]) -> str:
-    """CRC-32 of everything: the file format finds missing bytes, not changed ones."""
+    """Return the CRC-32 of a header and its arrays; the file format detects missing bytes only."""
     crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         array = tensors[name]
@@ -322,7 +322,7 @@ def _factor_faults(
     expected: Expected | None,
     counter: int,
 ) -> list[str]:
-    """Why a factor cannot be what a state says, tried on a copy of it."""
+    """Return why a factor cannot have a stored state, by a restoration of a copy of the factor."""
     average = arrays.get("average")
     if (average is None) != (entry.weight == 0):
         having = "without" if average is None else "with"

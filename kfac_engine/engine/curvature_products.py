@@ -61,7 +61,7 @@ class CurvatureProducts:
         Raises:
             UnknownNameError: A name is not a parameter.
             ShapeError: An array has another shape than its parameter.
-            NonFiniteError: An array or the product holds NaN or infinity.
+            NonFiniteError: An array or the product contains NaN or infinity.
             UnsupportedOpError: An operator cannot be differentiated twice.
         """
         return self._multiply(vector, self._computer(self._names).multiply_fisher)

@@ -22,7 +22,7 @@ class LossHistory:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all losses: the parameters are those of another run."""
+        """Remove all losses, because another run begins."""
         self._latest: deque[float] = deque(maxlen=LATEST)
         self._first: float | None = None
         self._parameters_moved = False

@@ -241,7 +241,7 @@ class Engine(TrainableModel):
             UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
             InputError: The bias or the weight of a block is missing.
             ShapeError: A gradient has another shape than its parameter.
-            NonFiniteError: A gradient holds NaN or infinity.
+            NonFiniteError: A gradient contains NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
         number("exp", exp)
@@ -387,7 +387,7 @@ class Engine(TrainableModel):
     def _multiply(
         self, vectors: Mapping[str, Array], product: Product, exp: float
     ) -> dict[str, Array]:
-        """Multiply vectors by blocks, and the entries that no layer reads by the damping alone."""
+        """Multiply vectors by blocks, and entries of parameters without a layer by the damping."""
         slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
         with quiet():
             blocks = self.estimator.products.multiply(split(slices, vectors), product)

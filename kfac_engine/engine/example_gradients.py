@@ -1,9 +1,9 @@
 """Gradients of single examples, for the blocks of parameters without a layer.
 
 A layer's statistics tell examples apart by the rows of its tensors. The gradient of a parameter
-without a layer is a sum over the batch, and the square of that sum holds products of different
-examples. They vanish only where targets are sampled, and there only on average. So the examples
-are differentiated one after the other: each in a batch of its own where the model allows it, else
+without a layer is a sum over the batch, and the square of that sum contains products of different
+examples. Such products vanish only for sampled targets, and only on average. The examples are
+therefore differentiated one after the other: each in a batch of one if the model allows it, else
 with the cotangents of all other examples set to zero.
 """
 
@@ -31,7 +31,7 @@ class ExampleGradients:
         model: The model.
         objective: The losses.
         batch: Where the examples lie.
-        inputs: The batch of the sample run; None if it was made up.
+        inputs: The batch of the sample run; None for generated inputs.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ExampleGradients:
             depend on none of the values, as its gradients are zeros.
 
         Raises:
-            UnsupportedError: The rows of an example cannot be told from those of the others.
+            UnsupportedError: The rows of different examples cannot be separated.
         """
         count = self._objective.examples(trace)
         reached = self._model.backward(tuple(cotangents), names).gradients

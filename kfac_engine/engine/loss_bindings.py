@@ -32,11 +32,11 @@ class LossBinding:
     """A loss on an output.
 
     Attributes:
-        loss: Reads ``logits.value`` where there are logits, else the output.
+        loss: The loss, a function of ``logits.value`` or, without logits, of the output.
         output: The model output, or the first input of a loss object.
-        logits: What is read in place of the output.
-        doubt: A sentence on why the output may hold something else than the loss reads; empty if
-            nothing says so.
+        logits: The value that the loss reads in place of the output.
+        doubt: A sentence on why the output may not be the operand of the loss; empty without
+            evidence.
     """
 
     loss: LossFunction
@@ -47,14 +47,14 @@ class LossBinding:
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """What the user says of the losses.
+    """The options of the losses.
 
     Attributes:
         loss: A name of ``LOSSES`` or a loss object, or a list of them, one an output.
-        output: The output each loss given by name is put on; may be left out where there is one.
+        output: Output of each loss that is a name; optional for a model of one output.
         class_axis: Axis of the classes, for losses given by name.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
-        weights: What each loss is multiplied by; ones when left out.
+        weights: Factor of each loss; 1 by default.
         batch_axes: Input name to the axis of its examples; found by sample runs when left out.
     """
 
@@ -97,13 +97,13 @@ class LossOptions:
 
         Args:
             outputs: Those of the model.
-            real: Those that hold floating-point numbers; labels are passed over.
+            real: Outputs with floating-point numbers; others are left out.
 
         Returns:
             One output for each such loss.
 
         Raises:
-            UnknownNameError: A loss goes by no such name.
+            UnknownNameError: No loss has such a name.
             InputError: It is not clear which outputs are meant.
         """
         count = len([LOSSES[choice] for choice in self.choices if isinstance(choice, str)])
@@ -143,15 +143,15 @@ def bind_losses(
     Args:
         graph: The model.
         facts: Of a sample run on ``inputs``.
-        options: What the user says.
-        inputs: The batch of the sample run; None if it was made up.
+        options: Options of the losses.
+        inputs: The batch of the sample run; None for generated inputs.
 
     Returns:
         The heads, and the batch. The targets of a single head are named ``"targets"``.
 
     Raises:
-        UnknownNameError: A loss or an output goes by no such name.
-        InputError: The outputs do not tell which loss is meant for which.
+        UnknownNameError: No loss or output has such a name.
+        InputError: The losses cannot be assigned to the outputs.
         ShapeError: The classes lie on another axis, or an output has no examples.
     """
     choices, axis = options.choices, options.class_axis
@@ -188,7 +188,7 @@ def bind_losses(
 def _before_link(
     graph: Graph, facts: Mapping[str, Fact], head: LossBinding, name: str, run: Sampled
 ) -> LossBinding:
-    """The head on logits, if its output holds probabilities."""
+    """Return the binding with a loss on the logits, if the output contains probabilities."""
     loss, output = head.loss, head.output
     logits = logits_before(graph, facts, output, loss.links, loss.class_axis)
     if logits is None:
@@ -207,7 +207,7 @@ def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
 
 
 def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -> None:
-    """Refuse to differentiate values if none of them holds real numbers.
+    """Raise an InputError if no value contains real numbers.
 
     Args:
         graph: The model.
@@ -215,7 +215,7 @@ def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -
         values: Their names; tensors.
 
     Raises:
-        InputError: All hold whole numbers, truth values or text.
+        InputError: All values contain integers, truth values or text.
     """
     whole = {name: facts[name].dtype for name in values if name in facts}
     if not whole or any(_is_real(facts, name) for name in whole):

@@ -173,7 +173,7 @@ class Footprint:
         return max(taps * value_bytes(facts[name]) for name in uses(layer.inputs))
 
     def _numbers(self, *, decomposed: bool) -> int:
-        """Entries of the largest matrix, or stack, that is inverted, or else decomposed."""
+        """Return the entries of the largest matrix or stack that is inverted or decomposed."""
         inverts = all(exp == -1 for exp in self.exps)
         shapes = (
             shape

@@ -18,7 +18,7 @@ from kfac_engine.system.writing import checked_path
 
 
 class ModelArrays:
-    """Converts arrays of a model to those of a caller or a file, and back.
+    """Converts arrays of a model to arrays of a caller or of a file, and back.
 
     Args:
         model: The model. It may run in another memory space than the backend.
@@ -63,7 +63,7 @@ class ModelArrays:
         Raises:
             UnknownNameError: A name is not a buffer.
             ShapeError: A value has another shape than its buffer.
-            NonFiniteError: A value holds NaN or infinity.
+            NonFiniteError: A value contains NaN or infinity.
         """
         buffers, arrays = self._model.buffers, {}
         for name, value in on_host(values, self._backend).items():

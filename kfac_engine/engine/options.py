@@ -70,7 +70,7 @@ class EngineOptions:
         gradient_dtype: Element type of the gradients and parameters of a half-precision model: that
             of the file, or float32. The model is computed in float32 in both cases.
         tie_weights: Train weights that are equal in the file as one parameter. See ``ties``.
-        batch_axes: Axis of an input that holds the examples; by default found by running the model.
+        batch_axes: Axis of the examples of an input; by default detected by running the model.
             All inputs with examples must be named.
         train_form: Put the normalizations and dropouts of a model that was exported for inference
             into training form. The file of ``export`` has the form of the model's file.

@@ -1,4 +1,4 @@
-"""What an engine will do, told before it does it: blocks, factor sizes, costs."""
+"""Description of an engine before its first step: blocks, sizes of factors, and costs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ class LayerReport:
     """A layer with its block, or a parameter without a layer.
 
     Attributes:
-        kind: Kind of layer; ``"generic"`` where there is none.
+        kind: Kind of layer; ``"generic"`` for parameters without a layer.
         parameters: Names of its parameters in the file.
-        parts: What it takes of each: empty for all, else as ``[0:4, :]``.
+        parts: The entries of each parameter that the layer uses, such as ``[0:4, :]``; empty for
+            all entries.
         key: Its parameters as its block calls them, a name or a tuple: the key in
             ``collection.fisher_blocks``.
         approximation: Row of the table of approximations.
@@ -67,14 +68,14 @@ class LossReport:
         output: The output that it is put on.
         reads: The value that it reads.
         how: Why that is another value than the output; empty where it is the output.
-        batch_axis: Axis of the output that holds the examples.
-        input_axes: Input name to the axis that holds the examples; inputs without are absent.
+        batch_axis: Axis of the examples in the output.
+        input_axes: Input name to the axis of the examples; inputs without such an axis are absent.
         positions: Positions of each example that are folded into this axis; 1 for none.
         fixed_batch: Why the model runs with one batch size only; empty where any will do.
         coupling: The node that makes results of one example depend on the others; empty if none
             was found. Curvature takes examples for independent.
-        doubts: What may be taken wrongly, in words: of the output, and of the batch.
-        examples: Examples in the batch of the sample run; 1 if it was made up.
+        doubts: Sentences about assumptions on the output and on the batch that may be wrong.
+        examples: Examples in the batch of the sample run; 1 for generated inputs.
     """
 
     loss: str
@@ -117,7 +118,7 @@ def loss_reports(
         heads: The losses.
         batch: Where the examples lie.
         model: The model.
-        inputs: The batch of the sample run; None if it was made up.
+        inputs: The batch of the sample run; None for generated inputs.
 
     Returns:
         The reports.
@@ -199,7 +200,7 @@ def _is_large(shape: tuple[int, ...]) -> bool:
 
 
 def _extent(part: ParameterSlice, shape: tuple[int, ...]) -> str:
-    """What a part is of a parameter of this shape; empty for all."""
+    """Return the text of a part of a parameter; empty for the whole parameter."""
     whole = part.index is None or part.index.size == prod(shape)
     return "" if whole or part.index is None else describe(part.index, shape)
 

@@ -66,7 +66,7 @@ class Result:
             ``min(learning_rate, sqrt(kl_clip / ⟨Δ, g⟩))``.
 
         Raises:
-            InputError: An argument is not a positive number, or no natural gradients are here.
+            InputError: An argument is not positive, or the result has no natural gradients.
         """
         positive("learning_rate", learning_rate)
         positive("kl_clip", kl_clip)

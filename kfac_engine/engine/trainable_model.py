@@ -79,7 +79,7 @@ class TrainableModel(Sealed):
             UnknownNameError: A name is not a parameter.
             InputError: Weights that are tied have different values.
             ShapeError: A value has another shape than its parameter.
-            NonFiniteError: A value holds NaN or infinity. No parameter has changed.
+            NonFiniteError: A value contains NaN or infinity. No parameter has changed.
         """
         with self._history.explain():
             self._model.set_parameters(self._arrays.for_model(values), copy=copy)
@@ -94,7 +94,7 @@ class TrainableModel(Sealed):
         Raises:
             UnknownNameError: A name is not a buffer.
             ShapeError: A value has another shape than its buffer.
-            NonFiniteError: A value holds NaN or infinity. No buffer has changed.
+            NonFiniteError: A value contains NaN or infinity. No buffer has changed.
         """
         self._arrays.set_buffers(values)
 
@@ -104,7 +104,7 @@ class TrainableModel(Sealed):
         return self._arrays.ties()
 
     def export(self, path: str | Path) -> None:
-        """Write the ONNX model with current parameters and buffers; all else is as in its file.
+        """Write the ONNX model of the file with the current parameters and buffers.
 
         Weights of more than 2 GB are written to a second file in the same folder,
         ``<name>.data``.
@@ -147,7 +147,7 @@ class TrainableModel(Sealed):
             UnknownNameError: A name is not an input, or not an output with a loss.
             ShapeError: An input does not fit its declared shape, or the model runs with another
                 number of examples only.
-            NonFiniteError: An input holds NaN or infinity.
+            NonFiniteError: An input contains NaN or infinity.
         """
         check_batch_size(self._task.batch, inputs)
         if isinstance(inputs, Mapping):
@@ -228,7 +228,7 @@ class TrainableModel(Sealed):
             ``"sum"`` is their sum.
 
         Raises:
-            KfacError: Inputs or targets are wrong (see ``trace``), or there are none.
+            KfacError: Inputs or targets are wrong (see ``trace``), or the data have no batch.
             UnknownNameError: There is no metric of a name.
             UnsupportedError: A loss does not have the metric, such as the accuracy of means.
             NonFiniteError: A loss is NaN or infinite.

@@ -53,7 +53,7 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
         batch: Axes of the examples.
 
     Raises:
-        UnsupportedError: The first axis of an output does not hold the examples alone.
+        UnsupportedError: The first axis of an output contains more than the examples.
     """
     for head in heads:
         place = batch.places[head.output]
@@ -86,7 +86,7 @@ def checked_vectors(
         UnknownNameError: A name is not a parameter.
         InputError: Weights that are tied have different arrays.
         ShapeError: An array has another shape than its parameter.
-        NonFiniteError: An array holds NaN or infinity.
+        NonFiniteError: An array contains NaN or infinity.
     """
     checked: dict[str, Array] = {}
     for name, value in model.from_file_layout(vectors).items():
@@ -114,7 +114,7 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
         exp: The power of the Fisher matrix.
 
     Raises:
-        NonFiniteError: One holds NaN or infinity.
+        NonFiniteError: An array contains NaN or infinity.
     """
     finite = backend.download([backend.are_finite(list(products.values()))])[0]
     for name, good in zip(products, finite, strict=True):
@@ -128,7 +128,7 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
 def check_finite(
     arrays: Mapping[str, Array], memory_space: MemorySpace = HOST, what: str = "the gradient of"
 ) -> None:
-    """Refuse arrays that hold NaN or infinity.
+    """Raise an error if an array contains NaN or infinity.
 
     Args:
         arrays: Name to contiguous array.
@@ -136,7 +136,7 @@ def check_finite(
         what: Precedes the name in the message.
 
     Raises:
-        NonFiniteError: One holds NaN or infinity.
+        NonFiniteError: An array contains NaN or infinity.
     """
     for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
         if not finite:

@@ -19,7 +19,7 @@ TARGETS = "targets"  # name of the targets among arrays by name
 
 
 class ExampleAxes:
-    """The axes of a model's inputs and targets that hold the examples.
+    """The axes of the examples in the inputs and targets of a model.
 
     Args:
         engine: The engine of the model.

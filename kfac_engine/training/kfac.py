@@ -116,7 +116,7 @@ class KfacOptimizer(Optimizer):
         curvature_part: Part of the batch on which ``"quadratic"`` multiplies by the Fisher matrix,
             in (0, 1].
         burn_in: Number of batches before the first step, of which only statistics are averaged.
-        non_finite: ``"raise"`` or ``"skip"``: what a batch does that yields NaN or infinity.
+        non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` or ``"skip"``.
 
     Raises:
         InputError: An option lies outside its range, or does not fit the others.

@@ -1,4 +1,4 @@
-"""The updates of the K-FAC optimizer at a learning rate, and what all its updates share."""
+"""The updates of the K-FAC optimizer at a learning rate, and the base of all its updates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kfac_engine.training.vectors import Vector, combine, dot, zeros
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What an update is computed from.
+    """The inputs of an update.
 
     Attributes:
         gradients: Parameter name to gradient; may be overwritten, unless ``predicts``.

@@ -69,7 +69,7 @@ class Optimizer(Sealed, ABC):
         engine: The engine that computes gradients and stores the parameters.
         learning_rate: A positive number, or a function of the number of steps so far.
         weight_decay: Coefficient of the decay of parameters, at least 0.
-        non_finite: What a batch does that yields NaN or infinity: ``"raise"`` a
+        non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` a
             ``NonFiniteError``, or ``"skip"`` the batch and count it in ``skipped``. The
             parameters and the state stay unchanged in both cases.
 

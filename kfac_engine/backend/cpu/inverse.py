@@ -93,7 +93,7 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
 
     Raises:
         ShapeError: The matrix is not square.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The matrix contains NaN or infinity.
         InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
@@ -125,7 +125,7 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
 
     Raises:
         ShapeError: The matrix is not square.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The matrix contains NaN or infinity.
         InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
@@ -154,7 +154,7 @@ def triangular_inverse(lower: Array, workers: Workers) -> Array:
 
     Raises:
         ShapeError: The matrix is not square.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The matrix contains NaN or infinity.
         InputError: An entry of the diagonal is zero.
     """
     check_square(lower)
@@ -178,7 +178,7 @@ def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
 
     Raises:
         ShapeError: The matrix is not square.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The matrix contains NaN or infinity.
         BackendError: LAPACK's iteration did not converge.
     """
     check_square(matrix)
@@ -232,7 +232,7 @@ def check_square(matrix: Array) -> None:
 
     Raises:
         ShapeError: It is not square.
-        NonFiniteError: It holds NaN or infinity.
+        NonFiniteError: The matrix contains NaN or infinity.
     """
     check_shape(matrix)
     if not np.isfinite(matrix).all():

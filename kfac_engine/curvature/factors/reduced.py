@@ -46,7 +46,7 @@ class ReducedMoment(KroneckerMoment):
                 beta = 1.0
 
     def _reduced(self, x: Array, dtype: DType, backend: Backend) -> Array:
-        """Return a row for each example, ``(n, d)``."""
+        """Return the sum of the rows of each example, ``(n, d)``."""
         positions = self.view.count(x.shape) // max(len(x), 1)
         numbers = positions * self.view.width(x.shape)
         # Examples in chunks: a view may extract its rows into scratch memory.

@@ -115,7 +115,7 @@ def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
 
     Raises:
         NotReadyError: A factor has no average yet.
-        NonFiniteError: An average holds NaN or infinity.
+        NonFiniteError: An average contains NaN or infinity.
         InputError: A damping is wrong, or a damped matrix has no such power.
     """
     begin_refresh(factors, backend)()
@@ -163,7 +163,7 @@ def _measure(due: Sequence[Refreshable], backend: Backend) -> None:
     One transfer from a device serves all averages and traces.
 
     Raises:
-        NonFiniteError: An average holds NaN or infinity.
+        NonFiniteError: An average contains NaN or infinity.
     """
     averages = list({id(a): a for factor in due for a in factor.averages}.values())
     partners = list({id(p): p for factor in due for p in factor.partners}.values())
