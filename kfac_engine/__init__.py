@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from kfac_engine.engine.memory import MemoryReport as MemoryReport
     from kfac_engine.engine.one_batch import precondition as precondition
     from kfac_engine.engine.options import EngineOptions as EngineOptions
+    from kfac_engine.engine.parameter_matches import ParameterMatches as ParameterMatches
+    from kfac_engine.engine.parameter_matches import match_parameters as match_parameters
     from kfac_engine.engine.report import LayerReport as LayerReport
     from kfac_engine.engine.result import Result as Result
     from kfac_engine.engine.spectra import FactorSpectrum as FactorSpectrum
@@ -171,6 +173,8 @@ _HOMES = {
     "EngineOptions": "engine.options",
     "precondition": "engine.one_batch",
     "differentiate": "export.gradient_model",
+    "match_parameters": "engine.parameter_matches",
+    "ParameterMatches": "engine.parameter_matches",
     "Result": "engine.result",
     "LayerReport": "engine.report",
     "FactorSpectrum": "engine.spectra",

@@ -36,6 +36,8 @@ PUBLIC = (
     "EngineOptions",
     "precondition",
     "differentiate",
+    "match_parameters",
+    "ParameterMatches",
     "Result",
     "LayerReport",
     "FactorSpectrum",

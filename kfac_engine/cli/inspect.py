@@ -80,7 +80,7 @@ def inspect(
     if as_json:
         print_json(_as_json(engine, memory, untrained, spectra))
         return
-    for note in engine.export_notes:
+    for note in engine.export_changes.notes:
         click.echo(f"warning: {printable(note)}.\n")
     _print_losses(losses)
     print_layers(engine)
@@ -137,7 +137,7 @@ def _as_json(
     from kfac_engine.training.description import described
 
     return {
-        "export_notes": list(engine.export_notes),
+        "export_notes": list(engine.export_changes.notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],
         "not_trained": [

@@ -94,7 +94,7 @@ class Engine(TrainableModel):
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
 
         Warns:
-            ExportWarning: The exporter of the file changed parameters; see ``export_notes``.
+            ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
         """
         assembly, estimator = build(model, options)
         engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)

@@ -21,7 +21,7 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
-from kfac_engine.graph.analysis.exporter_changes import export_notes
+from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -247,10 +247,10 @@ class TrainableModel(Sealed):
         return tuple(inference_notes(self._model.loaded.graph))
 
     @property
-    def export_notes(self) -> tuple[str, ...]:
-        """Notes on parameters that an exporter of PyTorch merged, folded or renamed."""
+    def export_changes(self) -> ExportChanges:
+        """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
         loaded = self._model.loaded
-        return export_notes(loaded.template, loaded.graph.constants, self._model.parameters)
+        return export_changes(loaded.template, loaded.graph.constants, self._model.parameters)
 
     def curvature_products(self, trace: Trace, examples: int | None = None) -> CurvatureProducts:
         """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
@@ -308,7 +308,7 @@ class TrainableModel(Sealed):
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
 
     def _warn_of_export(self) -> None:
-        for note in self.export_notes:
+        for note in self.export_changes.notes:
             # Shown at the line that calls from_onnx, which its decorator calls.
             warnings.warn(f"'{self.name}': {note}.", ExportWarning, stacklevel=4)
 

@@ -7,6 +7,7 @@ than the module. Each note has the line that exports the parameters of the modul
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfac_engine._types import Array
@@ -24,10 +25,43 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _MOST_NAMES = 4
 
 
-def export_notes(
+@dataclass(frozen=True, slots=True)
+class ExportChanges:
+    """Parameters of a file that are not those of the module.
+
+    Attributes:
+        merged: Parameters that several modules read, because their weights had equal values.
+        folded: Weights into which a normalization was multiplied.
+        generated: Other parameters with a name that the exporter generated.
+    """
+
+    merged: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
+    generated: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One clause for each kind of change, with the effect and the remedy."""
+        rows = (
+            (self.merged, "merged weights with equal values into", "one gradient is the sum of "
+             "those of several weights, unless the module itself shares them"),
+            (self.folded, "folded a normalization into", "the file has no parameters of "
+             "normalizations, and trains the products"),
+            (self.generated, "computed and renamed", "names and layouts differ from those of the "
+             "module; match_parameters converts them"),
+        )  # fmt: skip
+        return tuple(
+            f"the exporter {change} {_listed(names)}: {effect}. Export the parameters of the "
+            f"module with {REMEDY}"
+            for names, change, effect in rows
+            if names
+        )
+
+
+def export_changes(
     model: "ModelProto", constants: Mapping[str, Array], parameters: Iterable[str]
-) -> tuple[str, ...]:
-    """Return notes on parameters of a file of PyTorch that are not those of the module.
+) -> ExportChanges:
+    """Return the parameters of a file of PyTorch that are not those of the module.
 
     Args:
         model: The message of the file; its initializers need no data.
@@ -35,29 +69,16 @@ def export_notes(
         parameters: Names of the parameters that are trained.
 
     Returns:
-        One clause for merged weights, one for folded normalizations and one for generated names;
-        a kind of change that the file does not show has none. Empty for other producers.
+        The changes; none for files of other producers.
     """
     if model.producer_name != "pytorch":
-        return ()
+        return ExportChanges()
     names = dict.fromkeys(parameters)
     graph = model.graph
     merged = sorted({*_identities(graph, constants, names), *_siblings(graph, constants, names)})
     folded = tuple(dict.fromkeys(_folded(graph, names)))
-    generated = [n for n in names if _GENERATED.fullmatch(n) and n not in folded]
-    rows = (
-        (merged, "the exporter merged weights with equal values into", "one gradient is the sum of "
-         "those of several weights, unless the module itself shares them"),
-        (folded, "the exporter folded a normalization into", "the file has no parameters of "
-         "normalizations, and trains the products"),
-        (generated, "the exporter computed and renamed", "names and layouts differ from those of "
-         "the module; match_parameters finds the layout"),
-    )  # fmt: skip
-    return tuple(
-        f"{change} {_listed(subjects)}: {effect}. Export the parameters of the module with {REMEDY}"
-        for subjects, change, effect in rows
-        if subjects
-    )
+    generated = tuple(n for n in names if _GENERATED.fullmatch(n) and n not in folded)
+    return ExportChanges(tuple(merged), folded, generated)
 
 
 def _identities(
@@ -70,7 +91,7 @@ def _identities(
     for node in graph.node:
         if node.op_type == "Identity" and node.input[0] in parameters:
             name = node.input[0]
-            alike = _without_numbers(name) == _without_numbers(node.output[0])
+            alike = without_numbers(name) == without_numbers(node.output[0])
             if alike or _is_one_number(constants[name]):
                 yield name
 
@@ -91,7 +112,7 @@ def _siblings(
             if scope and name in parameters:
                 readers.setdefault(name, set()).add(scope)
     for name, scopes in readers.items():
-        alike = len({_without_numbers(scope) for scope in scopes}) == 1
+        alike = len({without_numbers(scope) for scope in scopes}) == 1
         if len(scopes) > 1 and ((optimized and alike) or _is_one_number(constants[name])):
             yield name
 
@@ -118,7 +139,8 @@ def _scopes(node: "NodeProto") -> list[str]:
     return re.findall(r"'([^']*)'", next(entries, "")) or [""]
 
 
-def _without_numbers(name: str) -> str:
+def without_numbers(name: str) -> str:
+    """Return a name with each number replaced; copies of a layer then have equal names."""
     return re.sub(r"\d+", "#", name)
 
 

@@ -33,7 +33,9 @@ def load(source):
         warnings.simplefilter("always")
         engine = ke.Engine.from_onnx(source, loss="categorical")
     texts = [str(entry.message) for entry in issued if entry.category is ke.ExportWarning]
-    assert [text.split(": ", 1)[1] for text in texts] == [f"{n}." for n in engine.export_notes]
+    assert [text.split(": ", 1)[1] for text in texts] == [
+        f"{n}." for n in engine.export_changes.notes
+    ]
     return engine, {kind for kind, words in KINDS.items() if any(words in t for t in texts)}, issued
 
 
@@ -52,7 +54,7 @@ def test_every_file_with_changes_is_stored():
 
 def test_note_names_the_merged_weights_of_an_untrained_encoder():
     engine, _, _ = load(EXPORTS / "encoder-legacy.onnx")
-    (note,) = (note for note in engine.export_notes if "merged" in note)
+    (note,) = (note for note in engine.export_changes.notes if "merged" in note)
     count = len(re.findall("'[^']*'", note)) + int(re.findall(r"and (\d+) more", note)[0])
     # 11 of the 26 parameters remain; the weight and the bias of the head are not shared.
     assert len(engine.parameters) == 11
@@ -72,7 +74,7 @@ def test_frozen_parameters_have_no_note():
         engine = ke.Engine.from_onnx(
             EXPORTS / "encoder-legacy.onnx", loss="categorical", trainable=["head.*"]
         )
-    assert engine.export_notes == ()
+    assert engine.export_changes.notes == ()
 
 
 def test_files_of_other_producers_have_no_note():
