@@ -6,6 +6,7 @@ than the real system: what a library does there stays unseen.
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ PRELUDE = """
 import importlib, os, pathlib, signal, sys
 import click, concurrent.futures, matplotlib.pyplot, numpy, onnx.reference, onnx_ir, onnxruntime
 import rich.console, rich.progress, rich.table, safetensors.numpy, scipy.linalg, scipy.optimize
-import threadpoolctl, types
+import importlib.util, threadpoolctl, types
 
+if importlib.util.find_spec("sklearn"):
+    import sklearn.model_selection
 # It keeps the system's own name, and the libc that it finds with calls that are removed below.
 threadpoolctl.ThreadpoolController()
 threadpoolctl.sys = types.SimpleNamespace(**vars(sys))
@@ -88,6 +91,7 @@ NAMES = [
     for folder, prefix in FOLDERS.items()
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path.stem != "__main__"
+    if path.parent.name != "sklearn" or find_spec("sklearn")
 ]
 LINUX_ONLY = "sched_getaffinity sched_setaffinity sched_getcpu posix_fadvise memfd_create O_TMPFILE"
 SYSTEMS = {

@@ -1,0 +1,257 @@
+"""The part that the classifier and the regressor have in common: ``fit``, the model, its files."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeAlias
+
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import listed, whole
+from kfac_engine.engine.engine import Engine
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.sklearn.example_input import ExampleInput, as_rows
+from kfac_engine.sklearn.network import dense_network
+from kfac_engine.sklearn.trained_model import TrainedModel
+from kfac_engine.training.callbacks.best import BestWeights, EarlyStop
+from kfac_engine.training.hooks import Callback
+from kfac_engine.training.schedules import ScheduleFunction
+
+# A model, or a function that returns one for a number of features and a number of outputs.
+ModelChoice: TypeAlias = ModelSource | Callable[[int, int], ModelSource] | None
+
+_LARGEST_SEED = 2**31 - 1
+
+
+class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published without types
+    """Base of the estimators; see ``OnnxClassifier`` for the arguments.
+
+    Attributes:
+        records_: A dictionary for each step of the last training, as ``kfac_engine.fit`` returns
+            them.
+        n_features_in_: Number of values of an example.
+    """
+
+    _trained: TrainedModel | None = None
+    _validation: ClassVar[dict[str, bool]] = {}  # options of validate_data for targets
+
+    def __init__(  # noqa: PLR0913 (scikit-learn reads the arguments from the signature)
+        self,
+        model: ModelChoice = None,
+        *,
+        hidden: Sequence[int] = (100,),
+        optimizer: str = "kfac",
+        optimizer_options: Mapping[str, Any] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        epochs: int = 10,
+        batch_size: int = 128,
+        schedule: str | ScheduleFunction | None = None,
+        early_stop: int | None = None,
+        validation_fraction: float = 0.1,
+        random_state: Any = 0,
+        warm_start: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        self.model = model
+        self.hidden = hidden
+        self.optimizer = optimizer
+        self.optimizer_options = optimizer_options
+        self.engine_options = engine_options
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.schedule = schedule
+        self.early_stop = early_stop
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+        self.warm_start = warm_start
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train the model on examples.
+
+        Args:
+            X: Examples along axis 0: rows ``(n, features)``, or an array in the shape of the input.
+            y: Targets of the examples.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            ValueError: The examples, the targets or an argument are wrong. Errors of scikit-learn's
+                validation are no ``KfacError``. The estimator has not changed, except for the
+                weights under ``warm_start``.
+        """
+        with _restored_on_error(self):
+            continues = self.warm_start and self.__sklearn_is_fitted__()
+            labels = self._known_labels() if continues else None
+            model, values, targets = self._prepared(X, y, continues, labels)
+            model.renew_optimizer(self.optimizer, self.optimizer_options)
+            self._train(model, values, targets)
+        return self
+
+    def _fit_one_epoch(self, X: Any, y: Any, labels: Array | None = None) -> Self:
+        with _restored_on_error(self):
+            continues = self.__sklearn_is_fitted__()
+            model, values, targets = self._prepared(X, y, continues, labels)
+            if not model.has_optimizer:
+                model.renew_optimizer(self.optimizer, self.optimizer_options)
+            self.records_ = model.train(
+                (values, targets),
+                (),
+                epochs=1,
+                batch_size=self._equal_batches(len(values)),
+                schedule="constant",
+                seed=self._seed(),
+            )
+        return self
+
+    def export(self, path: str | Path) -> None:
+        """Write the trained model as an ONNX file, with the names and nodes of ``model``.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            NotFittedError: The estimator is not fitted.
+            InputError: The file cannot be written.
+        """
+        self.engine_.export(path)
+
+    @property
+    def engine_(self) -> Engine:
+        """The engine with the trained parameters.
+
+        Raises:
+            NotFittedError: The estimator is not fitted.
+        """
+        return self._fitted().engine
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Return whether the estimator has a trained model."""
+        return self._trained is not None
+
+    # -- what a kind of estimator defines ---------------------------------------------------------
+
+    @abstractmethod
+    def _read_targets(self, y: Any, labels: Array | None) -> int:
+        """Check targets; return the number of outputs that they need.
+
+        Args:
+            y: The targets.
+            labels: All classes; None for those in ``y``.
+        """
+
+    @abstractmethod
+    def _known_labels(self) -> Array | None:
+        """Return the classes of the previous training; None for a regressor."""
+
+    @abstractmethod
+    def _loss(self, file: LoadedModel) -> str:
+        """Return the name of the loss."""
+
+    @abstractmethod
+    def _shaped_targets(self, y: Any, loss: str, output: Array) -> Array:
+        """Return targets in the form of a loss, for a model with outputs like ``output``."""
+
+    @abstractmethod
+    def _strata(self, targets: Array) -> Array | None:
+        """Return the classes whose shares a split of the examples preserves; None for none."""
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _prepared(
+        self, X: Any, y: Any, continues: bool, labels: Array | None
+    ) -> tuple[TrainedModel, Array, Array]:
+        """Check examples; return the model, its inputs and its targets."""
+        rows, shape = as_rows(X)
+        rows, y = validate_data(self, rows, y, reset=not continues, **self._validation)
+        outputs = self._read_targets(y, labels)
+        model = self._trained if continues else None
+        if model is None:
+            source = self._source(rows.shape[1], outputs)
+            file = load_model(source)
+            example = ExampleInput.of(file.graph)
+            values = example.values(rows, shape)
+            options = {"seed": self._seed(), **(self.engine_options or {})}
+            model = TrainedModel(source, example, self._loss(file), options)
+        else:
+            values = model.example.values(rows, shape)
+        size = self._equal_batches(len(values))
+        targets = self._shaped_targets(y, model.loss, model.outputs(values[:size], size))
+        self._trained = model
+        return model, values, targets
+
+    def _train(self, model: TrainedModel, values: Array, targets: Array) -> None:
+        callbacks: list[Callback] = []
+        validation, schedule = None, self.schedule
+        if self.early_stop is not None:
+            callbacks = [EarlyStop(patience=self.early_stop), BestWeights()]
+            values, held_out, targets, held_out_targets = train_test_split(
+                values,
+                targets,
+                test_size=self.validation_fraction,
+                random_state=self._seed(),
+                stratify=self._strata(targets),
+            )
+            validation = held_out, held_out_targets
+        if schedule is None:  # a run that stops early does not reach the tail
+            schedule = "tail" if self.early_stop is None else "constant"
+        self.records_ = model.train(
+            (values, targets),
+            callbacks,
+            epochs=self.epochs,
+            batch_size=self._equal_batches(len(values)),
+            validation=validation,
+            metrics=None,
+            schedule=schedule,
+            seed=self._seed(),
+            progress=bool(self.verbose),
+        )
+
+    def _equal_batches(self, examples: int) -> int:
+        """Return the size of batches of equal size that leave out the fewest examples."""
+        whole("batch_size", self.batch_size, least=1)
+        return examples // ceil(examples / self.batch_size)
+
+    def _source(self, features: int, outputs: int) -> ModelSource:
+        """Return the model before the training."""
+        if self.model is None:
+            for size in listed("hidden", self.hidden, "(100,)"):
+                whole("each of hidden", size, least=1)
+            return dense_network((features, *self.hidden, outputs), self._seed())
+        return self.model(features, outputs) if callable(self.model) else self.model
+
+    def _seed(self) -> int:
+        """Return the seed of the weights, the order of the examples and the sampled targets."""
+        return int(check_random_state(self.random_state).randint(_LARGEST_SEED))
+
+    def _fitted(self) -> TrainedModel:
+        check_is_fitted(self)
+        assert self._trained is not None  # by check_is_fitted
+        return self._trained
+
+    def _outputs(self, X: Any) -> Array:
+        """Return the output of the trained model for examples in the form of ``fit``."""
+        model = self._fitted()
+        whole("batch_size", self.batch_size, least=1)
+        rows, shape = as_rows(X)
+        rows = validate_data(self, rows, reset=False)
+        return model.outputs(model.example.values(rows, shape), self.batch_size)
+
+
+@contextmanager
+def _restored_on_error(estimator: OnnxEstimator) -> Iterator[None]:
+    """Return a context that restores the attributes of an estimator after an error."""
+    attributes = dict(estimator.__dict__)
+    try:
+        yield
+    except BaseException:
+        estimator.__dict__.clear()
+        estimator.__dict__.update(attributes)
+        raise

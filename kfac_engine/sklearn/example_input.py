@@ -1,0 +1,128 @@
+"""Converts rows of features to the input of a model."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array, DType
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
+from kfac_engine.graph.structure import Graph
+
+Shape = tuple[int, ...]
+
+
+def as_rows(X: Any) -> tuple[Any, Shape | None]:
+    """Return examples as rows of features, and the shape of an example.
+
+    Args:
+        X: Examples along axis 0: rows in any form that scikit-learn accepts, or an array of more
+            axes.
+
+    Returns:
+        ``X`` itself and None for rows; ``(n, features)`` and the shape of an example otherwise.
+    """
+    if getattr(X, "ndim", 2) <= 2:
+        return X, None
+    array = np.asarray(X)
+    return array.reshape(len(array), -1), array.shape[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInput:
+    """The input of a model that receives the examples.
+
+    Attributes:
+        name: Name of the input.
+        dtype: Element type.
+        sizes: Sizes of the axes of an example; a text or None for an axis of any size. None in
+            place of the tuple if the rank is unknown.
+    """
+
+    name: str
+    dtype: DType
+    sizes: tuple[int | str | None, ...] | None
+
+    @classmethod
+    def of(cls, graph: Graph) -> "ExampleInput":
+        """Return the input of a graph.
+
+        Raises:
+            UnsupportedError: The graph has several inputs, or takes no numbers.
+        """
+        if len(graph.inputs) != 1:
+            listed = ", ".join(f"'{entry.name}'" for entry in graph.inputs) or "none"
+            raise UnsupportedError(
+                f"an estimator needs a model with one input; '{graph.name}' has: {listed}. Train "
+                f"it with kfac_engine.fit."
+            )
+        (entry,) = graph.inputs
+        if entry.dtype.kind not in "fiub":
+            raise UnsupportedError(f"input '{entry.name}' takes {entry.dtype}, and no numbers.")
+        return cls(entry.name, entry.dtype, None if entry.shape is None else entry.shape[1:])
+
+    def values(self, rows: Array, shape: Shape | None) -> Array:
+        """Return examples in the shape and element type of the input.
+
+        Args:
+            rows: Finite numbers, ``(n, features)``.
+            shape: Shape of an example in the array of the caller; None for rows.
+
+        Returns:
+            The array, ``(n, …)``.
+
+        Raises:
+            ShapeError: The examples do not have the shape of the input, or rows do not determine
+                it.
+            InputError: The element type of the input cannot represent a value.
+        """
+        if shape is None:
+            shape = self._shape_of_row(rows.shape[1])
+        elif self.sizes is not None and not _fits(shape, self.sizes):
+            raise ShapeError(f"X has examples of shape {shape}, but {self._described()}.")
+        return self._cast(rows).reshape(len(rows), *shape)
+
+    def _shape_of_row(self, features: int) -> Shape:
+        """Return the shape of an example that a row contains."""
+        if self.sizes is None:
+            return (features,)
+        known = prod(size for size in self.sizes if isinstance(size, int))
+        free = sum(not isinstance(size, int) for size in self.sizes)
+        if free > 1:
+            raise ShapeError(
+                f"rows of X do not determine the shape of an example, because "
+                f"{self._described()}; pass X in the shape (n, …) of the input."
+            )
+        fits = known > 0 and features % known == 0 if free else features == known
+        if not fits:
+            raise ShapeError(f"X has {features} features, but {self._described()}.")
+        rest = features // known if free else 0
+        return tuple(size if isinstance(size, int) else rest for size in self.sizes)
+
+    def _cast(self, rows: Array) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = rows.astype(self.dtype)
+        if self.dtype.kind == "f":
+            if not np.isfinite(values).all():
+                raise NonFiniteError(
+                    f"X has values beyond the range of {self.dtype}, which input '{self.name}' "
+                    f"takes; scale X."
+                )
+        elif not np.array_equal(values, rows):
+            raise InputError(
+                f"X has values such as {rows[values != rows][0]!s}, but input '{self.name}' takes "
+                f"{self.dtype}; convert X."
+            )
+        return values
+
+    def _described(self) -> str:
+        sizes = ", ".join("?" if size is None else str(size) for size in self.sizes or ())
+        return f"input '{self.name}' takes examples of shape ({sizes})"
+
+
+def _fits(shape: Shape, sizes: tuple[int | str | None, ...]) -> bool:
+    return len(shape) == len(sizes) and all(
+        size == declared or not isinstance(declared, int)
+        for size, declared in zip(shape, sizes, strict=True)
+    )
