@@ -28,6 +28,7 @@ RESERVED = {
     "onnxruntime": ("kfac_engine/sessions/session.py", "kfac_engine/sessions/device_session.py"),
     "cupy": ("kfac_engine/backend/cuda/device.py",),
     "sklearn": ("kfac_engine/sklearn/",),
+    "torch": ("kfac_engine/torch.py", "bench/"),
     "cupyx": ("kfac_engine/backend/cuda/device.py",),
 }
 
