@@ -117,6 +117,21 @@ def test_values_match_permuted_axes_under_other_names():
     check_gradients(engine, matches, renamed(gradients), batch)
 
 
+def test_values_match_permuted_axes_of_filters_with_different_channels():
+    engine, state, gradients, batch = load("cnn-plain")
+
+    def with_last_channels(arrays):
+        return {n: a.transpose(2, 3, 1, 0) if a.ndim == 4 else a for n, a in arrays.items()}
+
+    filters = {n: f"kernel/{n}" if a.ndim == 4 else n for n, a in state.items()}
+    matches = ke.match_parameters(
+        engine, {filters[n]: a for n, a in with_last_channels(state).items()}
+    )
+    assert matches.layouts["3.weight"].axes == (3, 2, 0, 1)  # its inverse is another order
+    truth = {filters[n]: a for n, a in with_last_channels(gradients).items()}
+    check_gradients(engine, matches, truth, batch)
+
+
 def test_values_match_another_shape():
     engine, state, gradients, batch = load("mlp-plain")
     rows = {name: a[None] if a.ndim == 1 else a for name, a in state.items()}
