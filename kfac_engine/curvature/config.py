@@ -39,20 +39,21 @@ class CollectionConfig:
     Attributes:
         debias: Whether averages are debiased (value = decayed sum / decayed weight). False is the
             classical ``decay·c + (1 − decay)·new``.
-        initial_covariance: Where a classical average starts. A debiased one forgets its start.
+        initial_covariance: Initial value of a classical average. A debiased average has none.
         pi_type: How a Kronecker block splits its damping: by the factors' mean traces, or evenly.
         normalize_damping_power: ``p`` in ``λ' = λ / N**p`` for a block whose parameters are used
             ``N`` times per example; 0 turns the normalization off.
-        eigenvalue_clipping_threshold: Floor of eigenvalues before damping, on the eigen path.
-        eigendecomposition_threshold: So many inverses of one factor (with different dampings) are
-            taken from one eigendecomposition rather than from Cholesky factors.
+        eigenvalue_clipping_threshold: Lower bound of eigenvalues before damping, in
+            eigendecompositions.
+        eigendecomposition_threshold: Number of inverses of a factor, with different dampings, from
+            which an eigendecomposition replaces the Cholesky factors.
         assume_zero_mean_activations: Kronecker factors without spatial correlation (SUA): whether
             activations count as centred.
-        subtract_mean_contrib_from_cov: SUA with centred activations: whether the mean's outer
-            product is taken off the second moment.
-        sub_sample_inputs: Whether convolution input factors see a random part of the examples.
-        inputs_to_extract_patches_factor: That part.
-        sub_sample_patches: Whether convolution input factors see a random part of the patches.
+        subtract_mean_contrib_from_cov: SUA with centred activations: whether the outer product
+            of the mean is subtracted from the second moment.
+        sub_sample_inputs: Whether input factors of convolutions read a part of the examples.
+        inputs_to_extract_patches_factor: Part of the examples in the subset.
+        sub_sample_patches: Whether input factors of convolutions read a part of the patches.
         max_num_patches: Largest number of patches.
         max_num_patches_per_dimension: Largest number of patches per row of the factor.
         seed: Seed of the sub-sampling.
@@ -100,11 +101,11 @@ class CollectionConfig:
         """Return the sub-sampling of the input factor of a convolution.
 
         Args:
-            inputs: Whether the factor sees a part of the examples; ``sub_sample_inputs`` if None.
-            patches: Whether it sees a part of the patches; ``sub_sample_patches`` if None.
+            inputs: Whether the factor reads a part of the examples; ``sub_sample_inputs`` if None.
+            patches: Whether the factor reads a part of the patches; ``sub_sample_patches`` if None.
 
         Returns:
-            The sub-sampling, inactive if neither is wanted.
+            The sub-sampling, inactive for neither.
         """
         some_inputs = self.sub_sample_inputs if inputs is None else inputs
         some_patches = self.sub_sample_patches if patches is None else patches

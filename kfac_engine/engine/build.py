@@ -37,8 +37,8 @@ class Task:
 
     Attributes:
         objective: Losses under a reduction.
-        heads: Where the losses are put.
-        batch: Where the examples lie.
+        heads: The losses with the values that they read.
+        batch: The axes of the examples.
         inputs: The batch of the sample run; None for generated inputs.
     """
 
@@ -71,7 +71,7 @@ class Assembly:
         model: The model with its sessions.
         task: The losses, their sum, and the trained parameters.
         discovery: Layers of the graph, parameters without a layer, and parameter slices.
-        collection: Their blocks, and the losses.
+        collection: The blocks of the layers, and the losses.
         options: The options of the engine.
     """
 
@@ -118,7 +118,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     Raises:
         InputError: The file, the loss or an option is wrong.
         UnknownNameError: An option names no layer kind, loss, output or parameter.
-        UnsupportedError: The mode needs the examples where they are not.
+        UnsupportedError: The mode needs the examples on another axis.
         ModelError: The loss depends on no trainable parameter.
     """
     threads = options.threads or default_count()
@@ -182,13 +182,13 @@ def register_losses(
 
     Args:
         model: The model; values that the losses need are added to it.
-        collection: Where the losses go.
+        collection: The collection that receives the losses.
         options: Options of the losses.
         reduction: The reduction of the losses.
         inputs: The batch of the sample run; None for generated inputs.
 
     Returns:
-        The losses, and where the examples lie.
+        The losses, and the axes of the examples.
     """
     heads, batch = bind_losses(model.graph, model.facts, options, inputs)
     for head in heads:
@@ -231,11 +231,11 @@ def register_layers(
     Args:
         model: The model.
         task: The losses, their sum, and the trained parameters.
-        collection: Where the layers go.
+        collection: The collection that receives the layers.
         chosen: Kinds of layers whose approximation the user chose.
 
     Returns:
-        Layers, then parameters without one; and the parts of parameters that they name.
+        Layers and parameters without a layer, and the parts of parameters that they use.
 
     Raises:
         ModelError: The loss depends on no trainable parameter.
@@ -297,7 +297,7 @@ def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[Lay
 
 
 def _moved(layer: LayerMatch, batch: Batch) -> str:
-    """Describe the axis of the examples of a layer unless it is the first; else empty."""
+    """Return a description of the axis of the examples of a layer; empty for the first axis."""
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
         place = batch.places.get(name)
         if place and not place.comes_first:

@@ -1,6 +1,6 @@
 """Gradients of single examples, for the blocks of parameters without a layer.
 
-A layer's statistics tell examples apart by the rows of its tensors. The gradient of a parameter
+The statistics of a layer have separate rows for each example. The gradient of a parameter
 without a layer is a sum over the batch, and the square of that sum contains products of different
 examples. Such products vanish only for sampled targets, and only on average. The examples are
 therefore differentiated one after the other: each in a batch of one if the model allows it, else
@@ -30,7 +30,7 @@ class ExampleGradients:
     Args:
         model: The model.
         objective: The losses.
-        batch: Where the examples lie.
+        batch: The axes of the examples.
         inputs: The batch of the sample run; None for generated inputs.
     """
 
@@ -48,7 +48,7 @@ class ExampleGradients:
     def __call__(
         self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
     ) -> Iterator[dict[str, Array]]:
-        """Gradients of one example after the other.
+        """Yield the gradients of one example after the other.
 
         Args:
             trace: The batch.
@@ -56,8 +56,8 @@ class ExampleGradients:
             names: Values to differentiate with respect to.
 
         Yields:
-            Name to gradient. A single example counts as a batch; so does a batch whose losses
-            depend on none of the values, as its gradients are zeros.
+            Name to gradient. A batch of one example, or whose losses depend on none of the
+            values, yields one gradient.
 
         Raises:
             UnsupportedError: The rows of different examples cannot be separated.
@@ -82,7 +82,7 @@ class ExampleGradients:
 
     @cached_property
     def _alone(self) -> bool:
-        """Whether an example can be run as a batch of its own, with the same results."""
+        """Return whether an example alone, as a batch of one, has the same results."""
         batch, model = self._batch, self._model
         if batch.fixed or not batch.inputs or model.draws:
             return False
@@ -92,7 +92,7 @@ class ExampleGradients:
     def _rows(
         self, trace: Trace, name: str, index: int, count: int, shape: tuple[int, ...]
     ) -> tuple[slice, ...]:
-        """The place of the entries of an example in a loss input."""
+        """Return the indices of the entries of an example in a loss input."""
         axis = self._place(name).axis
         positions = shape[axis] // count
         outer = positions == 1 or self._is_outer(trace, name, count)
@@ -108,9 +108,9 @@ class ExampleGradients:
         return self._batch.places.get(name) or self._batch.places[output]
 
     def _is_outer(self, trace: Trace, name: str, count: int) -> bool:
-        """Whether all positions of an example follow each other, where they share an axis.
+        """Return whether the positions of an example are adjacent on the shared axis.
 
-        Found by running the batch with another example in place of the first.
+        The batch is evaluated with another example in place of the first.
 
         Args:
             trace: The batch.
@@ -121,7 +121,7 @@ class ExampleGradients:
             The answer.
 
         Raises:
-            UnsupportedError: All examples are alike, or depend on each other.
+            UnsupportedError: All examples are equal, or depend on each other.
         """
         axis = self._place(name).axis
         for other in range(1, count) if self._outer is None else ():
@@ -142,7 +142,7 @@ class ExampleGradients:
         return self._outer
 
     def _changed(self, trace: Trace, examples: slice | list[int]) -> Trace:
-        """The evaluation of the given examples of the batch, in the given order."""
+        """Return the evaluation of examples of the batch in another order."""
         axes = self._batch.inputs
         return trace.with_inputs(
             {name: trace[name][(*(slice(None),) * axes[name], examples)].copy() for name in axes}
@@ -150,7 +150,7 @@ class ExampleGradients:
 
 
 def _only(array: Array, rows: tuple[slice, ...]) -> Array:
-    """A copy of the array in which only the given rows are not zero."""
+    """Return a copy of an array whose other rows are zero."""
     result = array * 0
     result[rows] = array[rows]
     return result

@@ -245,8 +245,8 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBi
     for name in (n for head in heads for n in head.loss.inputs if n not in facts):
         maker = graph.producers[name]
         raise InputError(
-            f"the loss reads '{name}', which is no tensor but what {maker.op} (node "
-            f"'{maker.name}') makes of {', '.join(maker.inputs)}; put it on a tensor before."
+            f"the loss reads '{name}', which is a result of {maker.op} (node '{maker.name}') and "
+            f"not a tensor; choose one of its operands: {', '.join(maker.inputs)}."
         )
     for head in heads:
         check_real(graph, facts, [head.output])
@@ -256,9 +256,9 @@ def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxi
     shape, axis = facts[head.output].shape, head.loss.class_axis
     if place is None:
         raise ShapeError(
-            f"'{head.output}' has shape {shape} whatever the number of examples, so no loss of "
-            f"each example can be put on it; choose an output with one prediction an example, or "
-            f"name the axis of the examples in the inputs with batch_axes (--batch-axis)."
+            f"'{head.output}' has shape {shape} for every number of examples, so that it has no "
+            f"predictions of single examples. Choose an output with a prediction for each example, "
+            f"or name the axis of the examples in the inputs with batch_axes (--batch-axis)."
         )
     require_class_axis(head.output, shape, axis)
     if len(shape) > 1 and axis % len(shape) == place.axis:

@@ -70,9 +70,9 @@ class Footprint:
 
     Attributes:
         assembly: Model, losses and layers.
-        layers: Reports of all blocks; a factor that several share counts for each: an upper bound.
+        layers: Reports of all blocks. A shared factor counts for each block, an upper bound.
         exps: Powers that are stored.
-        sums: Whether statistics of several sources are summed up before they are averaged.
+        sums: Whether statistics of several sources are added before they are averaged.
     """
 
     assembly: Assembly
@@ -93,14 +93,14 @@ class Footprint:
         return self._report(examples, activation_bytes(model, task.batch, examples, task.inputs))
 
     def require(self, examples: int, available: Callable[[], int]) -> None:
-        """Refuse a step that cannot fit, before its arrays are allocated; reserve a GPU's memory.
+        """Raise an error for a step that does not fit; reserve the memory of a GPU.
 
         Args:
             examples: Number of examples in the batch.
             available: Returns the number of available bytes.
 
         Raises:
-            MemoryLimitError: The step needs more.
+            MemoryLimitError: The step needs more bytes.
         """
         task, model, free = self.assembly.task, self.assembly.model, available()
         # The peak itself takes sessions to measure: only where a generous bound does not fit.
@@ -155,7 +155,7 @@ class Footprint:
         )
 
     def _copied(self) -> int:
-        """Bytes of the largest operand of a statistic for the batch of the sample run."""
+        """Return the bytes of the largest operand of a statistic in the sample run."""
         return max((self._operand(*pair) for pair in self._pairs()), default=0)
 
     def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:

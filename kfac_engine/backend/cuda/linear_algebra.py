@@ -80,7 +80,6 @@ class CupyLinearAlgebra:
                 raise BackendError(
                     f"the eigenvectors of a {matrix.shape} matrix have an error of {error:.2g} "
                     f"times its largest entry; an inverse (exponent -1) needs no eigenvectors."
-                    f"largest entry; an inverse (exponent -1) needs no eigenvectors."
                 )
             pairs.append(pair)
         parts = iter(pairs)

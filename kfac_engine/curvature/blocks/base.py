@@ -34,7 +34,7 @@ class FactorOwner(Protocol):
 
     @property
     def batch_is_exact(self) -> bool:
-        """Whether the first axis of that value holds examples only, no positions."""
+        """Whether the first axis of the value of ``batch_value`` has examples and no positions."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the declared shape of a tensor; None if it is unknown before the first batch."""

@@ -37,13 +37,14 @@ class ConvolutionLayers(BlockRegistry):
             inputs: Name of the images.
             outputs: Name of the output.
             data_format: ``"NHWC"`` (default) or ``"NCHW"``.
-            dilations: As ``strides``; ones by default.
+            dilations: As ``strides``; 1 by default.
             approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
             sub_sample_inputs: Whether the input factor reads a random subset of the examples; by
                 default the choice of the configuration.
-            sub_sample_patches: Whether it reads a random subset of the patches; same default.
-            patch_mask: Multiplies each patch, ``(*kernel, channels)``.
+            sub_sample_patches: Whether the input factor reads a random subset of the patches;
+                by default the choice of the configuration.
+            patch_mask: Factor of the entries of each patch, ``(*kernel, channels)``.
             weight_format: ``"HWIO"`` (default) or ``"OIHW"``.
         """
         key = canonical_key(params)
@@ -79,11 +80,11 @@ class ConvolutionLayers(BlockRegistry):
 
         Args:
             params: As in ``register_conv2d``.
-            strides: Three entries, or one.
+            strides: A number for each axis of the data, or for the spatial axis.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end),)``.
             inputs: As in ``register_conv2d``.
             outputs: As in ``register_conv2d``.
-            dilations: As ``strides``; ones by default.
+            dilations: As ``strides``; 1 by default.
             approx: ``"kron"``.
             reuse: As in ``register_conv2d``.
             sub_sample_inputs: As in ``register_conv2d``.
@@ -124,9 +125,9 @@ class ConvolutionLayers(BlockRegistry):
             inputs: As in ``register_conv2d``.
             outputs: As in ``register_conv2d``.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
             dilation_rate: As ``strides``.
-            data_format: ``"NWC"``, ``"NHWC"``, ``"NDHWC"`` (defaults) or the channels-first ones.
+            data_format: ``"NWC"``, ``"NHWC"``, ``"NDHWC"`` (defaults), or with the channels first.
             approx: ``"kron"``.
             reuse: As in ``register_conv2d``.
             weight_format: ``"WIO"``, ``"HWIO"``, ``"DHWIO"`` (defaults) or ``"OIW"`` and so on.

@@ -34,8 +34,9 @@ class DenseLayers(BlockRegistry):
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
-            dense_inputs: False where ``inputs`` are identifiers ``(n,)`` that pick rows of the
-                weight, ``(vocabulary, d_out)`` and alone; the input factor is then diagonal.
+            dense_inputs: False for ``inputs`` of token ids ``(n,)``, which select rows of the
+                weight ``(vocabulary, d_out)``. The layer then has no bias and a diagonal input
+                factor.
         """
         key = canonical_key(params)
         if dense_inputs:
@@ -60,7 +61,7 @@ class DenseLayers(BlockRegistry):
                 weights must be declared.
             inputs: Name of the input, ``(n, …positions, slots, d_in)``.
             outputs: Name of the output, ``(n, …positions, slots, d_out)``.
-            approx: ``"kron"``, a Kronecker pair a slot, or ``"diagonal"``.
+            approx: ``"kron"``, a Kronecker product for each slot, or ``"diagonal"``.
             reuse: Whether this is a further tower.
         """
         key = canonical_key(params)
@@ -70,7 +71,7 @@ class DenseLayers(BlockRegistry):
 
 
 def require_diagonal_input(approx: str) -> None:
-    """Refuse approximations that need inputs written out as rows.
+    """Raise an error for approximations that need inputs in rows.
 
     Raises:
         InputError: The input factor is not diagonal.

@@ -29,12 +29,12 @@ class EmbeddingLayers(BlockRegistry):
         Args:
             params: The table ``(vocabulary, d_out)``; its shape must be declared.
             inputs: Name of integers, ``(n,)`` or ``(n, ids)``; negative ones count from the end.
-            outputs: Name of the output, ``(n, d_out)``: the sum of the picked rows.
+            outputs: Name of the output, ``(n, d_out)``: the sum of the selected rows.
             approx: ``"kron"``.
             reuse: Whether this is a further tower.
-            count_repeats: Whether an identifier that comes ``k`` times in a row of ``inputs``
+            count_repeats: Whether a token id that occurs ``k`` times in a row of ``inputs``
                 counts ``k`` times in the input factor; otherwise once.
-            positions: Whether each identifier has an output of its own, ``(n, …positions)`` and
+            positions: Whether each token id has a separate output, ``(n, …positions)`` and
                 ``(n, …positions, d_out)``, as in ONNX's Gather.
         """
         key = canonical_key(params)

@@ -1,4 +1,4 @@
-"""Registration of convolutions in groups, depthwise and separable ones among them."""
+"""Registration of grouped, depthwise and separable convolutions."""
 
 from collections.abc import Sequence
 
@@ -35,13 +35,13 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         Args:
             params: The filter ``(*kernel, channels / groups, outputs)``, or ``(filter, bias)``.
             inputs: Name of the images.
-            outputs: Name of the output; those of one group lie side by side.
+            outputs: Name of the output; the outputs of a group are adjacent.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
             groups: Number of groups.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
             dilation_rate: As ``strides``.
             data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron"``, a Kronecker pair a group, or ``"diagonal"``.
+            approx: ``"kron"``, a Kronecker product for each group, or ``"diagonal"``.
             reuse: Whether this is a further tower.
             weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
         """
@@ -76,13 +76,13 @@ class GroupedConvolutionLayers(ConvolutionLayers):
         Args:
             params: The filter ``(kh, kw, channels, multiplier)``.
             inputs: Name of the images.
-            outputs: Name of the output, ``channels·multiplier`` channels; those of one input
-                channel lie side by side.
-            strides: Four, one an axis of the data.
+            outputs: Name of the output, ``channels·multiplier`` channels; the outputs of an input
+                channel are adjacent.
+            strides: Four numbers, one for each axis of the data.
             padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
-            rate: Two dilations; ones when left out.
+            rate: Two dilations; 1 by default.
             data_format: ``"NHWC"`` (default) or ``"NCHW"``.
-            approx: ``"diagonal"``, or ``"kron"``: a Kronecker pair a channel.
+            approx: ``"diagonal"``, or ``"kron"``: a Kronecker product for each channel.
             reuse: Whether this is a further tower.
             weight_format: ``"HWIO"`` (default), the layout above, or ``"OIHW"``: the filter is
                 ``(channels·multiplier, 1, kh, kw)``, and the shape of ``inputs`` must be declared.
@@ -127,13 +127,13 @@ class GroupedConvolutionLayers(ConvolutionLayers):
             pointwise_params: The filter ``(1, 1, channels·multiplier, outputs)``, or
                 ``(filter, bias)``.
             inputs: Name of the images.
-            depthwise_outputs: Name of what lies between the two.
+            depthwise_outputs: Name of the output of the depthwise convolution.
             pointwise_outputs: Name of the output.
-            strides: Of the depthwise convolution, as there.
-            padding: Of the depthwise convolution, as there.
-            rate: Of the depthwise convolution, as there.
+            strides: Strides of the depthwise convolution.
+            padding: Padding of the depthwise convolution.
+            rate: Dilations of the depthwise convolution.
             data_format: As in ``register_depthwise_conv2d``.
-            approx: Of the second convolution, as in ``register_conv2d``.
+            approx: Approximation of the pointwise convolution, as in ``register_conv2d``.
             reuse: Whether this is a further tower.
             weight_format: As in ``register_depthwise_conv2d``, for both filters.
         """

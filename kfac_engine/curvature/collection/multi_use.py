@@ -45,7 +45,7 @@ class MultiUseLayers(BlockRegistry):
             approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
-            dense_inputs: As in ``register_fully_connected``; a single tensor of identifiers is
+            dense_inputs: As in ``register_fully_connected``; a single tensor of token ids is
                 ``(num_uses·n,)`` or ``(num_uses, n)``.
             feature_axis: As in ``register_fully_connected``.
         """
@@ -83,7 +83,7 @@ class MultiUseLayers(BlockRegistry):
                 ``num_uses·n`` long (use by use) or with an axis of ``num_uses`` before it.
             outputs: Names of the outputs, in either form.
             num_uses: Number of uses; optional if they are listed.
-            data_format: As in ``register_conv2d``: that of one use.
+            data_format: As in ``register_conv2d``, for one use.
             dilations: As in ``register_conv2d``.
             approx: Name of an approximation of the kind; by default that of the collection.
             reuse: Whether this is a further tower.
@@ -125,7 +125,7 @@ class MultiUseLayers(BlockRegistry):
             outputs: Likewise.
             padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
             num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
             dilations: As ``strides``.
             data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron_indep"``.
@@ -168,7 +168,7 @@ class MultiUseLayers(BlockRegistry):
             outputs: Likewise.
             padding: As in ``register_conv_transpose``, as all that follow.
             num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
             dilations: As ``strides``.
             data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
             approx: ``"kron_indep"``.
@@ -210,10 +210,10 @@ class MultiUseLayers(BlockRegistry):
             padding: As in ``register_grouped_convolution``, as all that follow.
             groups: Number of groups.
             num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
+            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
             dilation_rate: As ``strides``.
             data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron_indep"``, a Kronecker pair a group.
+            approx: ``"kron_indep"``, a Kronecker product for each group.
             reuse: Whether this is a further tower.
             weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
         """

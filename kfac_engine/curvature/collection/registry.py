@@ -93,16 +93,16 @@ class BlockRegistry(ApproximationChoices):
         return shape
 
     def require_vocabulary(self, key: Params) -> int:
-        """Rows of the table of a layer whose inputs are identifiers.
+        """Return the number of rows of the table of a layer whose inputs are token ids.
 
         Args:
-            key: Its parameters.
+            key: The parameters of the layer.
 
         Returns:
-            The first side of the table.
+            The size of the first axis of the table.
 
         Raises:
-            InputError: There is a bias, or the table is unknown or has not two axes.
+            InputError: There is a bias, or the shape of the table is unknown or has not two axes.
         """
         if not isinstance(key, str):
             raise InputError(f"Bias not supported: identifiers pick rows of one table, got {key}.")
@@ -141,7 +141,7 @@ class BlockRegistry(ApproximationChoices):
         """Register parameters without a layer.
 
         Args:
-            params: One name, or several for a joint block.
+            params: A name, or several names for a joint block.
             batch_size: Examples, or the name of a value whose first axis is the batch.
             approx: ``"diagonal"`` (one parameter) or ``"full"``.
             reuse: Whether this is a further tower.
@@ -173,8 +173,8 @@ class BlockRegistry(ApproximationChoices):
             The block that is registered under the key.
 
         Raises:
-            RegistrationError: The key is taken and ``reuse`` is False, it is taken by another type
-                of block, or one of its parameters belongs to another key.
+            RegistrationError: The key exists and ``reuse`` is False, or has another type of
+                block, or a parameter belongs to another key.
             UnknownNameError: ``reuse`` is True and the key is unknown.
         """
         key = canonical_key(layer_key)
@@ -287,7 +287,7 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
     """Return the key of a block.
 
     Args:
-        params: A name, or several in any sequence.
+        params: A name, or a sequence of names.
 
     Returns:
         A name, or a tuple of names.

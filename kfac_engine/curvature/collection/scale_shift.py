@@ -28,15 +28,15 @@ class ScaleAndShiftLayers(BlockRegistry):
 
         Args:
             params: The scale, or ``(scale, shift)``; their shapes must be declared. They are
-                broadcast against the data from the right; along the batch they have one entry.
+                broadcast against the data from the right, and have one entry along the batch.
             inputs: Name of the data before scaling, with as many axes as ``outputs``; or names over
                 the uses of the parameters.
             outputs: Name of the scaled and shifted data, likewise.
-            approx: ``"full"`` or ``"diagonal"``; the default when left out.
+            approx: ``"full"`` or ``"diagonal"``; by default that of the collection.
             reuse: Whether this is a further tower.
-            feature_axis: Axis of the data that the parameters' last axis lies along; 1 for one
-                number a channel of ``(n, channels, …)``.
-            batch_axis: Axis of the data that holds the examples.
+            feature_axis: Axis of the data for the last axis of the parameters; 1 for a number for
+                each channel of ``(n, channels, …)``.
+            batch_axis: Axis of the examples in the data.
 
         Raises:
             InputError: There are more than two parameters.
@@ -58,7 +58,7 @@ class ScaleAndShiftLayers(BlockRegistry):
         feature_axis: int = -1,
         batch_axis: int = 0,
     ) -> None:
-        """Register ``outputs = inputs + shift`` where nothing else is trained.
+        """Register ``outputs = inputs + shift`` without a trained scale.
 
         Args:
             params: The shift.
