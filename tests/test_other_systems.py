@@ -92,6 +92,7 @@ NAMES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path.stem != "__main__"
     if path.parent.name != "sklearn" or find_spec("sklearn")
+    if path.stem != "torch" or find_spec("torch")
 ]
 LINUX_ONLY = "sched_getaffinity sched_setaffinity sched_getcpu posix_fadvise memfd_create O_TMPFILE"
 SYSTEMS = {

@@ -32,6 +32,7 @@ COPIES = {
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
+        "kfac_engine/training/curvature_updates.py",
     ),
 }
 
