@@ -1,6 +1,7 @@
 # Everything runs in virtual environments of its own: Python >= 3.11 with pip is all a machine needs.
 #   make test    lint, types and tests        make demo    K-FAC on real data, with a picture
 #   make lint    lint and types               make clean   remove what these make
+#   make docs    the documentation site, in site/        make coverage    lines that the tests execute
 #   make test-oldest-kernel    numerical tests on OpenBLAS's kernel for the oldest x86-64 processors
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
@@ -52,10 +53,10 @@ define environment
 	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
 endef
 
-.PHONY: help setup format lint test test-oldest-kernel test-minimum test-exporters test-gpu fuzz demo clean
+.PHONY: help setup format lint docs coverage test test-oldest-kernel test-minimum test-exporters test-gpu fuzz demo clean
 
 help:
-	@sed -n '2,9s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 setup: $(READY)
 
@@ -75,7 +76,15 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS)
+	$(MAKE) docs
 	$(MAKE) test-oldest-kernel
+
+# Executes the tutorials; a warning, such as a link without a target, is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+coverage: $(READY)
+	$(BIN)/pytest -n $(WORKERS) --cov=kfac_engine --cov-report=term --cov-report=html:coverage
 
 test-oldest-kernel: $(READY)
 ifeq ($(shell uname -m),x86_64)
@@ -133,4 +142,4 @@ demo: $(DEMO_READY)
 	$(DEMO)/bin/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

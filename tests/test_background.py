@@ -1,0 +1,55 @@
+"""The page on K-FAC: its program runs, its numbers are those of the picture."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import draw_fisher
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs/background.md").read_text(encoding="utf-8")
+
+
+def test_program_of_the_page_equals_a_step_of_the_engine():
+    (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    exec(compile(program, "background.md", "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def network():
+    a, labels = draw_fisher.inputs()
+    return draw_fisher.trained(a, labels), a, labels
+
+
+def test_numbers_of_the_page_are_those_of_the_picture(network):
+    weights, a, _ = network
+    drawn = draw_fisher.matrices(weights, a)
+    norm = np.linalg.norm
+    share, error = norm(drawn.blocks) / norm(drawn.fisher), norm(drawn.blocks - drawn.kronecker)
+    assert f"{len(drawn.fisher)} parameters" in PAGE
+    assert f"blocks have {share:.0%} of the norm".replace("%", " %") in PAGE.replace("\n", " ")
+    assert f"by {error / norm(drawn.blocks):.0%} of".replace("%", " %") in PAGE.replace("\n", " ")
+
+
+def test_fisher_matrix_of_the_picture_predicts_the_divergence(network):
+    # KL(p‖p′) = ½ δᵀFδ + O(δ³): halving a small step divides the difference by about eight.
+    weights, a, _ = network
+    fisher = draw_fisher.matrices(weights, a).fisher
+    direction = np.random.default_rng(1).normal(size=len(fisher))
+    before = draw_fisher.forward(weights, a)[1]
+    differences = []
+    for length in (1e-2, 5e-3):
+        step = length * direction
+        sizes = np.cumsum([weights.first.size])
+        moved = draw_fisher.Network(
+            *(
+                w + part.reshape(w.shape)
+                for w, part in zip(weights, np.split(step, sizes), strict=True)
+            )
+        )
+        after = draw_fisher.forward(moved, a)[1]
+        divergence = np.sum(before * np.log(before / after)) / len(a)
+        differences.append(divergence - step @ fisher @ step / 2)
+        assert abs(differences[-1]) < 0.2 * divergence
+    assert 5 < differences[0] / differences[1] < 12
