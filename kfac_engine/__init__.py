@@ -78,6 +78,10 @@ if TYPE_CHECKING:
     )
     from kfac_engine.curvature.schedule import Schedule as Schedule
     from kfac_engine.engine.engine import Engine as Engine
+    from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
+    from kfac_engine.engine.factors import Factors as Factors
+    from kfac_engine.engine.factors import FactorView as FactorView
+    from kfac_engine.engine.factors import ParameterFactors as ParameterFactors
     from kfac_engine.engine.memory import MemoryReport as MemoryReport
     from kfac_engine.engine.one_batch import precondition as precondition
     from kfac_engine.engine.options import EngineOptions as EngineOptions
@@ -86,7 +90,6 @@ if TYPE_CHECKING:
     from kfac_engine.engine.report import LayerReport as LayerReport
     from kfac_engine.engine.result import Result as Result
     from kfac_engine.engine.spectra import FactorSpectrum as FactorSpectrum
-    from kfac_engine.engine.spectra import factor_spectra as factor_spectra
     from kfac_engine.errors import BackendError as BackendError
     from kfac_engine.errors import DivergenceError as DivergenceError
     from kfac_engine.errors import DivergenceWarning as DivergenceWarning
@@ -178,7 +181,10 @@ _HOMES = {
     "Result": "engine.result",
     "LayerReport": "engine.report",
     "FactorSpectrum": "engine.spectra",
-    "factor_spectra": "engine.spectra",
+    "factor_spectra": "engine.factor_spectra",
+    "Factors": "engine.factors",
+    "ParameterFactors": "engine.factors",
+    "FactorView": "engine.factors",
     "MemoryReport": "engine.memory",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",

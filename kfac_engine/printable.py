@@ -21,6 +21,11 @@ def one_line(text: str) -> str:
     return _cut(printable(" ".join(text.split())), _MOST_IN_LINE)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return the text in printable form, shortened in the middle to ``most`` characters or so."""
+    return _cut(printable(text), most)
+
+
 def _cut(text: str, most: int) -> str:
     """Return the text, shortened in the middle if it has more than ``most`` characters."""
     half = most // 2

@@ -3,13 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from math import ceil, isinf
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import print_table, show_shape
+from kfac_engine.engine.spectrum_plot import plot_spectra, show_condition
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.printable import printable
 from kfac_engine.system.writing import write_file, write_rendered
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 _COLUMNS, _WIDTH, _HEIGHT = 3, 11.0, 2.6
 _MOST_PANELS = 90
-_MOST_CHARACTERS = 40
 _NONE = "–"
 
 
@@ -78,7 +76,7 @@ def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
     drawing = Figure(figsize=(_WIDTH, 0.6 + _HEIGHT * rows), layout="constrained")
     axes = drawing.subplots(rows, _COLUMNS, squeeze=False).ravel()
     for panel, (name, factors) in zip(axes, shown, strict=False):
-        _draw_layer(panel, name, factors)
+        plot_spectra(name, [(spectrum.factor, spectrum) for spectrum in factors], panel)
     for panel in axes[len(shown) :]:
         panel.set_axis_off()
     omitted = (
@@ -86,31 +84,6 @@ def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
     )
     drawing.suptitle(f"Eigenvalues of the factors of {title}{omitted}", parse_math=False)
     return drawing
-
-
-def _draw_layer(panel: Any, name: str, factors: "Sequence[FactorSpectrum]") -> None:
-    for index, spectrum in enumerate(factors):
-        if spectrum.eigenvalues is None:
-            continue
-        values = np.sort(spectrum.eigenvalues, axis=None)[::-1]
-        part = np.linspace(0, 100, len(values))
-        # Rounding errors have no place on a logarithmic axis.
-        is_resolved = values > max(0.0, spectrum.resolution * values[0])
-        colour = f"C{index}"
-        label = f"{spectrum.factor}, condition {_condition(spectrum)}"
-        if spectrum.damped_condition is not None:
-            label += f", damped {spectrum.damped_condition:.3g}"
-        panel.plot(part[is_resolved], values[is_resolved], color=colour, label=label)
-        if spectrum.damping is not None and spectrum.damping.min() > 0:
-            panel.axhline(float(spectrum.damping.min()), color=colour, linestyle="--", linewidth=1)
-    half = _MOST_CHARACTERS // 2
-    short = name if len(name) <= _MOST_CHARACTERS else f"{name[:half]}…{name[-half:]}"
-    panel.set_title(printable(short), loc="left", fontsize="medium", parse_math=False)
-    panel.set_yscale("log")
-    panel.set_xlabel("% of the eigenvalues, dashed: damping", fontsize="small")
-    panel.grid(alpha=0.3)
-    if panel.lines:
-        panel.legend(fontsize="x-small")
 
 
 def _write_drawing(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
@@ -150,13 +123,6 @@ def _row(spectrum: "FactorSpectrum") -> tuple[object, ...]:
         f"{values.min():.3g}",
         _NONE if damping is None else f"{damping.min():.3g}",
         _NONE if damping is None else f"{spectrum.below_damping} of {values.size}",
-        _condition(spectrum),
+        show_condition(spectrum),
         _NONE if spectrum.damped_condition is None else f"{spectrum.damped_condition:.3g}",
     )
-
-
-def _condition(spectrum: "FactorSpectrum") -> str:
-    condition = spectrum.condition
-    if condition is None:
-        return _NONE
-    return "singular" if isinf(condition) else f"{condition:.3g}"

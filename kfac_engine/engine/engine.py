@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import number, whole
+from kfac_engine.arguments import number
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.config import RelativeDamping
@@ -20,13 +20,11 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
-from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.measured_model import MeasuredModel
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
-from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
-from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import batch_size, check_products, checked_vectors
 from kfac_engine.errors import NotReadyError
 from kfac_engine.graph.load import ModelSource
@@ -36,7 +34,7 @@ from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
 
 
-class Engine(TrainableModel):
+class Engine(MeasuredModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
     ``from_onnx`` returns an engine. Its options ``damping`` and ``schedule`` can be changed later;
@@ -49,7 +47,8 @@ class Engine(TrainableModel):
         exps: Powers to precondition with.
 
     Attributes:
-        collection: Layers, losses and factors.
+        collection: Layers, losses and blocks.
+        factors: The factors of each parameter, by name: averages, eigenvalues and dampings.
         estimator: Statistics and products.
         objective: Losses and reduction.
         counter: Number of calls of ``observe`` and ``step``.
@@ -64,14 +63,10 @@ class Engine(TrainableModel):
         schedule: Schedule,
         exps: Sequence[float],
     ) -> None:
-        super().__init__(assembly)
-        self.collection = assembly.collection
-        self.estimator = estimator
+        super().__init__(assembly, estimator, exps)
         self.counter = 0
         self.schedule = schedule
         self._prepared = False
-        self._discovery = assembly.discovery
-        self._exps = tuple(exps)
         hints = (layer.hint for layer in self.layers if layer.hint)
         self._standing_notes = (*assembly.notes, *hints)
         self._sealed = True
@@ -331,28 +326,6 @@ class Engine(TrainableModel):
             self.set_buffers(state.buffers)
         self._history.restart()
 
-    # -- reports ----------------------------------------------------------------------------------
-
-    @property
-    def layers(self) -> tuple[LayerReport, ...]:
-        """A report for each layer with its block, and for each parameter without a layer."""
-        return layer_reports(self._discovery, self.collection, self._model, self._exps)
-
-    def memory(self, batch_size: int = 1) -> MemoryReport:
-        """Return a bound of the peak memory of a step, without running the model.
-
-        Args:
-            batch_size: Number of examples.
-
-        Returns:
-            Bytes of each part of a step.
-
-        Raises:
-            InputError: The batch size is not a positive whole number.
-        """
-        whole("batch_size", batch_size, least=1)
-        return self._footprint.peak(batch_size)
-
     # -- private ----------------------------------------------------------------------------------
 
     def _require_memory(self, inputs: Mapping[str, Array]) -> None:
@@ -394,7 +367,3 @@ class Engine(TrainableModel):
             products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}
         check_products(products, self.collection.backend, exp)
         return self._model.to_file_layout(products)
-
-    @property
-    def _footprint(self) -> Footprint:
-        return Footprint(self._assembly, self.layers, self._exps, self.estimator.sums_sources)

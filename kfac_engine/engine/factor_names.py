@@ -1,8 +1,5 @@
 """Names of factors for reports and logs."""
 
-from collections.abc import Iterator
-
-from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.engine.engine import Engine
 
 
@@ -18,15 +15,8 @@ def factor_names(engine: Engine) -> dict[str, str]:
         factors of equal names have numbers.
     """
     names: dict[int, str] = {}
-    for factor, name in _named(engine):
-        if id(factor) not in names:
-            count = sum(other.partition(" #")[0] == name for other in names.values())
-            names[id(factor)] = f"{name} #{count + 1}" if count else name
+    for view in engine.factors.views():
+        if id(view.factor) not in names:
+            count = sum(other.partition(" #")[0] == view.name for other in names.values())
+            names[id(view.factor)] = f"{view.name} #{count + 1}" if count else view.name
     return {str(i): names[id(f)] for i, f in enumerate(engine.collection.get_factors())}
-
-
-def _named(engine: Engine) -> Iterator[tuple[FisherFactor, str]]:
-    for layer in engine.layers:
-        block = engine.collection.fisher_blocks[layer.key]
-        for symbol, factor in zip(block.symbols, block.factors, strict=True):
-            yield factor, f"{layer.parameters[0]}{layer.parts[0]}: {symbol}"

@@ -10,11 +10,11 @@ from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.refreshes import refresh_cost
 from kfac_engine.engine.loss_bindings import LossBinding
+from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
 from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
 from kfac_engine.graph.structure import Graph
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch, Tensors
-from kfac_engine.layers.parameter_slices import ParameterSlice, describe
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
 from kfac_engine.runtime.model import OnnxModel
 
@@ -105,8 +105,8 @@ def layer_reports(
     Returns:
         The reports.
     """
-    owners = {part.name: (name, part) for name, parts in discovery.parts.items() for part in parts}
-    return tuple(_report(layer, owners, collection, model, exps) for layer in discovery.layers)
+    entries = ParameterEntries(discovery, model.parameters)
+    return tuple(_report(layer, entries, collection, model, exps) for layer in discovery.layers)
 
 
 def loss_reports(
@@ -145,16 +145,15 @@ def loss_reports(
 
 def _report(
     layer: LayerMatch,
-    owners: Mapping[str, tuple[str, ParameterSlice]],
+    entries: ParameterEntries,
     collection: LayerCollection,
     model: OnnxModel,
     exps: Sequence[float],
 ) -> LayerReport:
-    owned = [owners[name] for name in layer.parameters]
-    key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+    key, names = block_key(layer), entries.names(layer)
     block = collection.fisher_blocks[key]
     approximation = collection.approximation_of(key)
-    item = max(model.parameters[owned[0][0]].dtype.itemsize, 4)
+    item = max(model.parameters[names[0]].dtype.itemsize, 4)
     shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
     shapes_and_numbers = [
         (shape, factor.stored_numbers(shape))
@@ -162,8 +161,8 @@ def _report(
     ]
     return LayerReport(
         kind=layer.kind,
-        parameters=tuple(name for name, _ in owned),
-        parts=tuple(_extent(part, model.parameters[name].shape) for name, part in owned),
+        parameters=names,
+        parts=entries.extents(layer),
         key=key,
         approximation=approximation,
         formula=row(layer.kind, approximation).formula,
@@ -173,7 +172,7 @@ def _report(
         factor_bytes=item * sum(prod(shape) + n for shape, n in shapes_and_numbers),
         inverse_flops=sum(refresh_cost(shape) for shape, n in shapes_and_numbers if n),
         reason=layer.reason,
-        hint=_hint(layer.kind, [name for name, _ in owned], shapes),
+        hint=_hint(layer.kind, names, shapes),
     )
 
 
@@ -197,12 +196,6 @@ def _hint(kind: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]
 def _is_large(shape: tuple[int, ...]) -> bool:
     """Whether an average is a matrix, or a stack of them, of very many rows."""
     return len(shape) > 1 and shape[-1] > _LARGEST_SIDE
-
-
-def _extent(part: ParameterSlice, shape: tuple[int, ...]) -> str:
-    """Return the text of a part of a parameter; empty for the whole parameter."""
-    whole = part.index is None or part.index.size == prod(shape)
-    return "" if whole or part.index is None else describe(part.index, shape)
 
 
 def inference_notes(graph: Graph) -> Iterator[str]:

@@ -1,15 +1,10 @@
-"""The eigenvalues of the factors of an engine, next to the damping that is added to them."""
+"""The eigenvalues of a factor, next to the damping that is added to them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import whole
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.engine.engine import Engine
-from kfac_engine.errors import NotReadyError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,56 +57,3 @@ class FactorSpectrum:
         if self.eigenvalues is None or self.damping is None:
             return None
         return int((self.eigenvalues < self.damping[..., None]).sum())
-
-
-def factor_spectra(engine: Engine, *, most_rows: int | None = None) -> tuple[FactorSpectrum, ...]:
-    """Return the eigenvalues of all factors, in the order of ``engine.layers``.
-
-    The eigenvalues are computed in float64 on the CPU, in cubic time, from the current averages.
-
-    Args:
-        engine: An engine with statistics.
-        most_rows: Largest number of rows of a matrix whose eigenvalues are computed; None for no
-            bound.
-
-    Returns:
-        A spectrum for each factor of each layer.
-
-    Raises:
-        InputError: The bound is not a positive whole number.
-        NotReadyError: The engine has no statistics.
-    """
-    if most_rows is not None:
-        whole("most_rows", most_rows, least=1)
-    if any(factor.average.value is None for factor in engine.estimator.factors):
-        raise NotReadyError("there are no statistics yet; call observe() or step() first.")
-    return tuple(_spectra(engine, most_rows))
-
-
-def _spectra(engine: Engine, most_rows: int | None) -> Iterator[FactorSpectrum]:
-    computed: dict[int, Array | None] = {}  # layers with equal statistics share a factor
-    for layer in engine.layers:
-        block = engine.collection.fisher_blocks[layer.key]
-        names = tuple(name + part for name, part in zip(layer.parameters, layer.parts, strict=True))
-        columns = zip(block.symbols, block.factors, block.factor_dampings(), strict=True)
-        for symbol, factor, damping in columns:
-            average = factor.average.read()
-            if id(factor) not in computed:
-                computed[id(factor)] = _eigenvalues(factor, most_rows)
-            yield FactorSpectrum(
-                names,
-                symbol,
-                average.shape,
-                average.shape[-1] * float(np.finfo(average.dtype).eps),
-                computed[id(factor)],
-                None if damping is None else np.asarray(damping, np.float64),
-            )
-
-
-def _eigenvalues(factor: FisherFactor, most_rows: int | None) -> Array | None:
-    """Return the eigenvalues; None for a matrix of too many rows."""
-    rows = factor.average.read().shape[-1]
-    # The eigenvalues of a diagonal matrix are its entries.
-    is_matrix = factor.has_inverses
-    too_large = is_matrix and most_rows is not None and rows > most_rows
-    return None if too_large else factor.eigenvalues()

@@ -11,7 +11,8 @@ import numpy as np
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
-from kfac_engine.engine.spectra import FactorSpectrum, factor_spectra
+from kfac_engine.engine.factor_spectra import factor_spectra
+from kfac_engine.engine.spectra import FactorSpectrum
 from kfac_engine.training.optimizer import Optimizer
 
 Description: TypeAlias = dict[str, Any]

@@ -1,0 +1,60 @@
+"""A model with losses and blocks: its layers, its factors and the memory of a step."""
+
+from collections.abc import Sequence
+
+from kfac_engine.arguments import whole
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.factors import Factors
+from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.report import LayerReport, layer_reports
+from kfac_engine.engine.trainable_model import TrainableModel
+
+
+class MeasuredModel(TrainableModel):
+    """A model with losses and blocks; ``Engine`` adds steps.
+
+    Args:
+        assembly: The model, its losses and its layers.
+        estimator: Statistics and products over the collection.
+        exps: Powers to precondition with.
+
+    Attributes:
+        collection: Layers, losses and blocks.
+        estimator: Statistics and products.
+        factors: The factors of each parameter, by name: averages, eigenvalues and dampings.
+    """
+
+    def __init__(
+        self, assembly: Assembly, estimator: FisherEstimator, exps: Sequence[float]
+    ) -> None:
+        super().__init__(assembly)
+        self.collection = assembly.collection
+        self.estimator = estimator
+        self._discovery = assembly.discovery
+        self._exps = tuple(exps)
+        self.factors = Factors(self._discovery, self.collection, self._model.parameters)
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """A report for each layer with its block, and for each parameter without a layer."""
+        return layer_reports(self._discovery, self.collection, self._model, self._exps)
+
+    def memory(self, batch_size: int = 1) -> MemoryReport:
+        """Return a bound of the peak memory of a step, without running the model.
+
+        Args:
+            batch_size: Number of examples.
+
+        Returns:
+            Bytes of each part of a step.
+
+        Raises:
+            InputError: The batch size is not a positive whole number.
+        """
+        whole("batch_size", batch_size, least=1)
+        return self._footprint.peak(batch_size)
+
+    @property
+    def _footprint(self) -> Footprint:
+        return Footprint(self._assembly, self.layers, self._exps, self.estimator.sums_sources)

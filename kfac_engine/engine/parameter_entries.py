@@ -1,0 +1,42 @@
+"""The entries of parameters that each layer uses, as text for reports."""
+
+from collections.abc import Mapping
+from math import prod
+
+from kfac_engine._types import Array, Params
+from kfac_engine.layers.discover import Discovery
+from kfac_engine.layers.match import LayerMatch
+from kfac_engine.layers.parameter_slices import ParameterSlice, describe
+
+
+class ParameterEntries:
+    """The parameters of layers, with the entries that each layer uses.
+
+    Args:
+        discovery: The layers of a model, and the slices of its parameters.
+        parameters: Parameter name to value.
+    """
+
+    def __init__(self, discovery: Discovery, parameters: Mapping[str, Array]) -> None:
+        self._shapes = {name: value.shape for name, value in parameters.items()}
+        self._owners = {
+            part.name: (name, part) for name, parts in discovery.parts.items() for part in parts
+        }
+
+    def names(self, layer: LayerMatch) -> tuple[str, ...]:
+        """Return the names of the parameters of a layer in the file."""
+        return tuple(self._owners[name][0] for name in layer.parameters)
+
+    def extents(self, layer: LayerMatch) -> tuple[str, ...]:
+        """Return the entries of each parameter that a layer uses; empty texts for all entries."""
+        return tuple(self._extent(*self._owners[name]) for name in layer.parameters)
+
+    def _extent(self, name: str, part: ParameterSlice) -> str:
+        shape = self._shapes[name]
+        whole = part.index is None or part.index.size == prod(shape)
+        return "" if whole or part.index is None else describe(part.index, shape)
+
+
+def block_key(layer: LayerMatch) -> Params:
+    """Return the key of the block of a layer in ``collection.fisher_blocks``."""
+    return layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
