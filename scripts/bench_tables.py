@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.bench.contenders import DEFINITION, OURS, OURS_PLAIN
+from kfac_engine.bench.contenders import OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.scaling_fit import growth
@@ -30,22 +30,20 @@ BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
 TRAINING_BEGIN, TRAINING_END = "<!-- training: begin -->", "<!-- training: end -->"
 NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
 
-# Rows of the README, as label, suite, and a part of the name of the case.
+# Rows of the README about training, as label, task and rival of ``*-train.json``.
+SHOWN_TRAINING = (
+    ("autoencoder, Fashion-MNIST", "autoencoder", "adam"),
+    ("ResNet, Fashion-MNIST", "resnet", "adam"),
+    ("transformer, text", "transformer", "adam"),
+)
+# Rows of the README about steps, as label, suite, and a part of the name of the case.
 SHOWN = (
-    ("step: MLP 784-1024-512-256-10, batch 512", "step", "mlp, batch 512, factors 1,"),
-    ("step: ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
-    ("step: transformer, 4 layers of 256, batch 32", "step", "transformer, batch 32, factors 1,"),
-    ("statistics of 3×3 patches, 32×64×56×56", "conv", "32×64×56×56, 3×3, stride 1"),
-    ("statistics of 3×3 patches, 32×512×7×7", "conv", "32×512×7×7, 3×3, stride 1"),
-    ("statistics of 1×1 patches, 32×1024×14×14", "conv", "32×1024×14×14, 1×1"),
-    ("statistics of depthwise 3×3 patches, 32×96×56×56", "conv", "depthwise"),
-    ("statistics of a dense layer, 4096 rows of 1024", "dense", "4096 rows of 1024"),
-    ("damped inverse, 1024 × 1024", "inverse", "1024 × 1024"),
-    ("preconditioning of 54 layers of a ResNet-50", "precondition", "ResNet-50"),
+    ("MLP 784-1024-512-256-10, batch 512", "step", "mlp, batch 512, factors 1,"),
+    ("ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
+    ("transformer, 4 layers of 256, batch 32", "step", "transformer, batch 32, factors 1,"),
 )
 # Columns of the README, each with the contenders whose fastest time it shows.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "NumPy": (DEFINITION,),
     "PyTorch": ("torch", "torch-by-example", "curvlinops"),
     "JAX": ("jax", "kfac-jax"),
 }
@@ -81,17 +79,35 @@ def readme(text: str) -> str:
     ]
     texts = [f"| {words} | {' | '.join(_beside_columns(times))} |" for words, times in chosen]
     lines = [
-        f"| job | ours, ms | {' | '.join(COLUMNS)} |",
+        *_training_summary(),
+        "Steps with an update of the factors, and of the inverses every tenth step: milliseconds, "
+        "and the time of the fastest implementation in each library divided by ours.",
+        "",
+        f"| network | ours, ms | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * (1 + len(COLUMNS))}",
         *texts,
         "",
-        "Columns of libraries: time of the fastest implementation in the library divided by ours; "
-        "below 1 × the library is faster. " + _extremes(suites),
+        _extremes(suites),
         "",
-        f"{_machine_line(report)} All of it: "
-        f"[bench/results/{newest.stem}.md](bench/results/{newest.stem}.md).",
+        f"{_machine_line(report)} All measurements: "
+        f"[{newest.stem}](bench/results/{newest.stem}.md).",
     ]
     return _between_marks(text, lines)
+
+
+def _training_summary() -> list[str]:
+    """Return the lines of the README about the newest measurements of training."""
+    newest = _newest(TRAINING)
+    if newest is None:
+        return []
+    return [
+        "Training: CPU seconds of one thread until the lowest validation loss of tuned Adam. K-FAC "
+        "has its default settings. Medians of three seeds, from "
+        f"[{newest.stem}](bench/results/{newest.stem}.md).",
+        "",
+        *training_tables.summary(load(newest)["suites"]["train"], SHOWN_TRAINING),
+        "",
+    ]
 
 
 def performance(text: str) -> str:

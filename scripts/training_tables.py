@@ -48,5 +48,29 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the lines of a short table of comparisons.
+
+    Args:
+        rows: Rows of the suite.
+        shown: Label, task and rival of each line; the comparison with the rival's longest budget
+            counts.
+
+    Returns:
+        The lines.
+    """
+    lines = ["| task | Adam | K-FAC | ratio |", "|---|---|---|---|"]
+    for label, task, rival in shown:
+        row = max(
+            (row for row in rows if (row["task"], row.get(RIVAL)) == (task, rival)),
+            key=lambda row: float(row["rival_seconds"]),
+        )
+        needed = row["seconds"] / row["seconds_ratio"]
+        lines.append(
+            f"| {label} | {needed:.1f} s | {row['seconds']:.1f} s | {row['seconds_ratio']:.2f} |"
+        )
+    return lines
+
+
 def _number(value: float | None, form: str, missing: str = "") -> str:
     return missing if value is None else format(value, form)

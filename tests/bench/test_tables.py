@@ -117,7 +117,10 @@ def test_the_readme_shows_cases_and_contenders_that_there_are():
     for words, suite, part in bench_tables.SHOWN:
         assert sum(part in job.name for job in jobs.SUITES[suite]) == 1, words
     shown = {who for group in bench_tables.COLUMNS.values() for who in group}
-    assert shown == {contenders.DEFINITION, *contenders.PEERS}
+    assert shown == set(contenders.PEERS)
+
+
+STEP = "mlp, batch 512, factors 1, inverses 10"
 
 
 def row(contender, milliseconds, case="4096 rows of 1024", others=0.0):
@@ -149,7 +152,7 @@ def shown(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
 
     def show(rows, courses):
-        report = {"machine": machine(), "suites": {"dense": rows}, "course": courses}
+        report = {"machine": machine(), "suites": {"step": rows}, "course": courses}
         (tmp_path / "day-cpu.json").write_text(json.dumps(report))
         return bench_tables.readme(f"before {bench_tables.BEGIN} old {bench_tables.END} after")
 
@@ -157,18 +160,18 @@ def shown(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("others", "told"), [(0.0, "5.00"), (0.5, "5.00 !")])
-def test_the_readme_compares_with_the_quickest_way_in_each_library(shown, others, told):
+def test_readme_compares_with_the_fastest_implementation_of_each_library(shown, others, told):
     rows = [
-        row("definition", 20), row("ours", 5, others=others), row("torch", 12), row("jax", 4),
-        row("definition", 30, "64 rows of 512"), row("ours", 10, "64 rows of 512"),
+        row("definition", 20, STEP), row("ours", 5, STEP, others), row("torch", 12, STEP),
+        row("jax", 4, STEP), row("definition", 30, "another"), row("ours", 10, "another"),
     ]  # fmt: skip
     text = shown(rows, {})
-    job = "statistics of a dense layer, 4096 rows of 1024"
-    assert f"| {job} | {told} | 4.0 × | 2.4 × | 0.8 × |" in text
+    assert f"| MLP 784-1024-512-256-10, batch 512 | {told} | 2.4 × | 0.8 × |" in text
     assert "Faster than all others: 1 of 2 cases;" in text
-    assert "range from 0.80 × (dense, 4096 rows of 1024: *jax*)" in text
-    assert "to 3.0 × (dense, 64 rows of 512: *definition*)" in text
+    assert f"range from 0.80 × (step, {STEP}: *jax*)" in text
+    assert "to 3.0 × (step, another: *definition*)" in text
     assert ("other processes ran" in text) == bool(others)
+    assert "Training" not in text  # there are no measurements of training in the folder
     assert "old" not in text
     assert text.startswith("before ")
     assert text.endswith(" after")
@@ -178,6 +181,19 @@ def test_the_readme_compares_with_the_quickest_way_in_each_library(shown, others
 def test_a_host_that_slowed_the_machine_down_is_told(shown, before, told):
     text = shown([row("definition", 20), row("ours", 5)], {"dense": course(before)})
     assert ("The host slowed the machine down during dense" in text) == told
+
+
+def test_readme_has_the_comparison_of_training_with_the_longest_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
+    comparisons = [
+        {"task": task, "rival": "adam", "rival_seconds": seconds, "seconds": 0.6 * seconds,
+         "seconds_ratio": ratio}
+        for task in ("autoencoder", "resnet", "transformer")
+        for seconds, ratio in ((15.0, 0.5), (30.0, 0.75))
+    ]  # fmt: skip
+    report = {"suites": {"train": [{"task": "resnet", "losses": [1.0]}, *comparisons]}}
+    (tmp_path / "day-train.json").write_text(json.dumps(report))
+    assert "| ResNet, Fashion-MNIST | 24.0 s | 18.0 s | 0.75 |" in bench_tables._training_summary()
 
 
 FORMS = {

@@ -1,0 +1,23 @@
+"""The curves of the README's picture end at losses that the table of the suite has."""
+
+import json
+
+import pytest
+
+from scripts import bench_tables, draw_training
+
+
+@pytest.mark.parametrize("task", draw_training.PANELS)
+@pytest.mark.parametrize("method", draw_training.METHODS)
+def test_curve_ends_at_a_loss_of_the_table(task, method):
+    report = json.loads((bench_tables.RESULTS / "2026-11-23-train.json").read_text())
+    rows = [row for row in report["suites"]["train"] if "losses" in row]
+    final = draw_training.read_curve(task, method)[1][-1]
+    tables = [row["losses"] for row in rows if (row["task"], row["method"]) == (task, method)]
+    assert any(final == pytest.approx(losses[0], rel=1e-4) for losses in tables)
+
+
+def test_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw_training.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
