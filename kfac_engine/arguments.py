@@ -5,12 +5,14 @@ from math import inf, isfinite
 from numbers import Integral, Real
 
 from kfac_engine.errors import InputError
+from kfac_engine.suggestions import suggestion
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise an InputError unless a value is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
-        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        near = suggestion(value, allowed)
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{near}.")
 
 
 def whole(name: str, value: object, *, least: int | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 from kfac_engine.errors import UnknownNameError
+from kfac_engine.suggestions import suggestion
 
 Row = TypeVar("Row")
 
@@ -23,7 +24,8 @@ class Registry(Mapping[str, Row], Generic[Row]):
     def __getitem__(self, name: str) -> Row:
         if name not in self._rows:
             raise UnknownNameError(
-                f"unknown {self.kind} '{name}'; choose one of: {', '.join(sorted(self._rows))}."
+                f"unknown {self.kind} '{name}'{suggestion(name, self._rows)}; choose one of: "
+                f"{', '.join(sorted(self._rows))}."
             )
         return self._rows[name]
 

@@ -1,10 +1,10 @@
 """Objects that refuse unknown attributes, so that a misspelled option is an error."""
 
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import ClassVar
 
 from kfac_engine.errors import UnknownAttributeError
+from kfac_engine.suggestions import suggestion
 
 
 class Sealed:
@@ -36,9 +36,8 @@ class Sealed:
             )
         if hasattr(type(self), name):
             return f"has '{name}', but only {' and '.join(settable)} can be set."
-        near = get_close_matches(name, [*settable, *self._fixed], n=1)
-        hint = f"did you mean '{near[0]}'" if near else f"did you mean {' or '.join(settable)}"
-        return f"has no attribute '{name}'; {hint}?"
+        near = suggestion(name, [*settable, *self._fixed])
+        return f"has no attribute '{name}'{near}; only {' and '.join(settable)} can be set."
 
 
 def _settable(cls: type) -> list[str]:

@@ -124,20 +124,20 @@ def test_engine_and_precondition_report_invalid_option(name, value, message):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("dampin", "did you mean 'damping'?"),
-        ("exp", "did you mean 'exps'?"),
-        ("batch_axis", "did you mean 'batch_axes'?"),
-        ("Loss", "did you mean 'loss'?"),
-        ("qqq", "its options: loss, output, class_axis,"),
+        ("dampin", " (did you mean 'damping'?)."),
+        ("exp", " (did you mean 'exps'?)."),
+        ("batch_axis", " (did you mean 'batch_axes'?)."),
+        ("Loss", " (did you mean 'loss'?)."),
+        ("qqq", "; its options: loss, output, class_axis,"),
     ],
 )
 def test_unknown_option_error_suggests_nearest_name(name, hint):
     with pytest.raises(ke.UnknownNameError) as by_engine:
         ke.Engine.from_onnx(MODEL, loss="categorical", **{name: 1})
-    assert str(by_engine.value).startswith(f"Engine.from_onnx has no option '{name}'; {hint}")
+    assert str(by_engine.value).startswith(f"Engine.from_onnx has no option '{name}'{hint}")
     with pytest.raises(ke.UnknownNameError) as by_precondition:
         ke.precondition(MODEL, X, Y, "categorical", **{name: 1})
-    assert str(by_precondition.value).startswith(f"precondition has no option '{name}'; {hint}")
+    assert str(by_precondition.value).startswith(f"precondition has no option '{name}'{hint}")
 
 
 @pytest.mark.parametrize(

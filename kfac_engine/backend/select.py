@@ -14,6 +14,7 @@ from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError, UnknownNameError
+from kfac_engine.suggestions import suggestion
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]
 
@@ -127,5 +128,7 @@ def _gpu_memory_space(device: CupyDevice, tf32: bool) -> CupyMemorySpace:
 def _checked(name: str) -> BackendName:
     known = get_args(BackendName)
     if name not in known:
-        raise UnknownNameError(f"unknown backend '{name}'; choose one of: {', '.join(known)}.")
+        raise UnknownNameError(
+            f"unknown backend '{name}'{suggestion(name, known)}; choose one of: {', '.join(known)}."
+        )
     return cast(BackendName, name)

@@ -20,11 +20,34 @@ from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
+from kfac_engine.suggestions import suggestion
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+class Program(click.Group):
+    """The group of the commands; an unknown command is an error with the nearest one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name, as click does.
+
+        Raises:
+            UsageError: There is no such command.
+        """
+        name = args[0]
+        if not name.startswith("-") and name not in self.commands and not ctx.resilient_parsing:
+            near = suggestion(name, self.commands) or f"; commands are: {', '.join(self.commands)}"
+            raise click.UsageError(f"no command '{name}'{near}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="kfac-engine")
 @debug_option
 @click.pass_context
@@ -83,6 +106,16 @@ def _describe_usage(error: click.UsageError) -> str:
     return f"{error.format_message().rstrip('.')}; see '{path} --help'."
 
 
+def _describe_option(error: click.NoSuchOption) -> str:
+    assert error.ctx is not None, "a command parses its options in a context"
+    known = [flag for p in error.ctx.command.params for flag in (*p.opts, *p.secondary_opts)]
+    name = error.option_name
+    return (
+        f"no option '{name}'{suggestion(name, [flag for flag in known if flag[0] == '-'])}; see "
+        f"'{error.ctx.command_path} --help'."
+    )
+
+
 def _describe_os_error(error: OSError) -> str:
     return f"cannot use '{error.filename}': {error.strerror}." if error.filename else str(error)
 
@@ -101,6 +134,7 @@ def _describe_ours(error: KfacError) -> str:
 
 # The first matching row explains an exception.
 _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
+    (click.NoSuchOption, WRONG_INPUT, _describe_option),
     (click.UsageError, WRONG_INPUT, _describe_usage),
     (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
     (click.Abort, INTERRUPTED, lambda error: "interrupted."),

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from kfac_engine.cli.options import one_or_all
+from kfac_engine.cli.options import Choice, one_or_all
 
 HEADING = "Options of the engine"
 # Fields that a command has as an option of its own (--exp, --refresh-every, --inputs), and fields
@@ -229,7 +229,7 @@ def _settings(annotation: Any) -> dict[str, Any]:
     if bool in members:
         return {"is_flag": True}
     if Literal in generics:
-        return {"type": click.Choice(generics[Literal])}
+        return {"type": Choice(generics[Literal])}
     if Mapping in generics:
         axes = generics[Mapping][1] is int
         return {"multiple": True, "callback": _axes if axes else _pairs}

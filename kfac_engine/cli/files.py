@@ -8,6 +8,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
+from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import check_outputs, write_file
@@ -134,7 +135,8 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         name = key if key in known else key.removeprefix(GRADIENT)
         if name not in known:
             raise UnknownNameError(
-                f"'{key}' in '{path}' is no trainable parameter; they are: {', '.join(known)}."
+                f"'{key}'{suggestion(name, known)} in '{path}' is no trainable parameter; they "
+                f"are: {', '.join(known)}."
             )
         if name in gradients:
             raise InputError(

@@ -9,6 +9,7 @@ import click
 from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
+    Choice,
     debug_option,
     file_path,
     gathered,
@@ -55,7 +56,7 @@ _FILES = (
 )  # fmt: skip
 _SEARCH = (
     click.option(
-        "--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True,
+        "--optimizer", type=Choice(OPTIMIZERS), default="adam", show_default=True,
         help="The optimizer.",
     ),
     click.option(

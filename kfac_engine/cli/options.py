@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import click
 
 from kfac_engine.cli.interruption import Interruption
+from kfac_engine.suggestions import suggestion
 
 Command: TypeAlias = Callable[..., Any]
 file_path = click.Path(path_type=Path)
@@ -40,6 +41,25 @@ debug_option = click.option(
     callback=_remember_debug,
     help="Show the traceback of an error.",
 )
+
+
+class Choice(click.Choice):  # type: ignore[type-arg] # click is generic since 8.2
+    """One of several names; the error for another name suggests the nearest one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name.
+
+        Raises:
+            BadParameter: The value is none of the names.
+        """
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = suggestion(value, [str(choice) for choice in self.choices])
+            message = f"{error.message.rstrip('.')}{near}."
+            raise click.BadParameter(message, ctx, param) from error
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 sample_option = click.option(

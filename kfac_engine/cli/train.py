@@ -13,6 +13,7 @@ from kfac_engine.cli.display import print_json, report_beside, say, shown_warnin
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
+    Choice,
     Invocation,
     debug_option,
     file_path,
@@ -119,7 +120,7 @@ _FILES = (
 )
 _UPDATE = (
     click.option(
-        "--optimizer", type=click.Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
+        "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
         help="The optimizer.",
     ),
     click.option("--learning-rate", type=float, help="By default that of the optimizer."),
@@ -141,7 +142,7 @@ _COURSE = (
         help="Examples in a batch.",
     ),
     click.option(
-        "--schedule", type=click.Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
+        "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
         "cosine, or constant.",
     ),

@@ -22,6 +22,7 @@ from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, ThunkRound, Trace
 from kfac_engine.errors import InputError
 from kfac_engine.sealed import Sealed
+from kfac_engine.suggestions import suggestion
 
 
 class FisherEstimator(Sealed):
@@ -380,7 +381,8 @@ def _check_options(
     """Refuse options of a wrong type or outside their range, with an InputError."""
     if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
         raise InputError(
-            f"unknown estimation_mode '{estimation_mode}'; choose one of: {', '.join(MODES)}."
+            f"unknown estimation_mode '{estimation_mode}'{suggestion(estimation_mode, MODES)}; "
+            f"choose one of: {', '.join(MODES)}."
         )
     texts("variables", variables, "['w', 'b']")
     for exp in listed("exps", exps, "(-1,)"):

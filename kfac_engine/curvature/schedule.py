@@ -14,6 +14,7 @@ from typing import TypeAlias
 from kfac_engine.arguments import flag, one_of, positive, whole
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.registry import Registry
+from kfac_engine.suggestions import suggestion
 
 # Weight of earlier refreshes in the learned time of a refresh.
 _MEMORY = 0.8
@@ -163,11 +164,11 @@ class Planner:
         self.state = PlannerState()
         self._choose = ADAPTIVE[schedule.policy] if schedule.policy in ADAPTIVE else _in_slots(self)
         for pattern in schedule.periods:
-            names = (name for work in self.works for name in work.parameters)
+            names = [name for work in self.works for name in work.parameters]
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UnknownNameError(
-                    f"the pattern '{pattern}' of periods matches no parameter whose block stores "
-                    f"an inverse."
+                    f"the pattern '{pattern}'{suggestion(pattern, names)} of periods matches no "
+                    f"parameter whose block stores an inverse."
                 )
 
     @property

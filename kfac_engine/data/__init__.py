@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine.errors import UnknownNameError
+from kfac_engine.suggestions import suggestion
 
 MODELS = ("mlp", "cnn")
 _WHITE = 16  # largest pixel: the number of black dots in a 4×4 cell of the scan
@@ -32,5 +33,8 @@ def demo_model(name: str) -> bytes:
         UnknownNameError: ``name`` is neither.
     """
     if name not in MODELS:
-        raise UnknownNameError(f"unknown demo model '{name}'; choose one of: {', '.join(MODELS)}.")
+        raise UnknownNameError(
+            f"unknown demo model '{name}'{suggestion(name, MODELS)}; choose one of: "
+            f"{', '.join(MODELS)}."
+        )
     return (files(__name__) / f"{name}.onnx").read_bytes()

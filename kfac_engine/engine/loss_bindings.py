@@ -21,6 +21,7 @@ from kfac_engine.losses.logits import (
 from kfac_engine.runtime.batch_axis import Axes, Batch, find_batch
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.sample_run import open_run, sample_batch
+from kfac_engine.suggestions import suggestion
 
 LossChoice: TypeAlias = str | LossFunction
 # Gives a value of the model in a sample run.
@@ -239,8 +240,8 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBi
     known = set(graph.values())
     for missing in (n for head in heads for n in head.loss.inputs if n not in known):
         raise UnknownNameError(
-            f"the loss reads '{missing}', which is no value of model '{graph.name}'; its outputs "
-            f"are: {', '.join(graph.outputs)}."
+            f"the loss reads '{missing}'{suggestion(missing, graph.outputs)}, which is no value of "
+            f"model '{graph.name}'; its outputs are: {', '.join(graph.outputs)}."
         )
     for name in (n for head in heads for n in head.loss.inputs if n not in facts):
         maker = graph.producers[name]

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import wraps
 from math import inf
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -17,6 +16,7 @@ from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.cpu.passes import chosen_passes
+from kfac_engine.suggestions import suggestion
 
 # What dictionaries among the options look like, for messages.
 _DICTIONARIES = {
@@ -205,9 +205,8 @@ def check_names(call: str, names: Collection[str], known: Collection[str]) -> No
     """
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"its options: {', '.join(known)}."
-            raise UnknownNameError(f"{call} has no option '{name}'; {hint}")
+            near = suggestion(name, known) or f"; its options: {', '.join(known)}"
+            raise UnknownNameError(f"{call} has no option '{name}'{near}.")
 
 
 def by_keyword(

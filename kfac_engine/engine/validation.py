@@ -19,6 +19,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.passes.upcast import in_single
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.suggestions import suggestion
 
 
 def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
@@ -93,7 +94,8 @@ def checked_vectors(
         parameter = model.parameters.get(name)
         if parameter is None:
             raise UnknownNameError(
-                f"'{name}' is not a trainable parameter; they are: {', '.join(model.parameters)}."
+                f"'{name}'{suggestion(name, model.parameters)} is not a trainable parameter; they "
+                f"are: {', '.join(model.parameters)}."
             )
         checked[name] = array = in_single(numeric(f"{what} '{name}'", backend.asarray(value)))
         if array.shape != parameter.shape:

@@ -37,6 +37,7 @@ from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
+from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import checked_path
 
 TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"
@@ -176,7 +177,10 @@ def _only_output(
     if output is not None and not isinstance(output, str):
         raise InputError("several outputs need one loss each; pass loss=[…].")
     if output is not None and output not in set(graph.values()):
-        raise UnknownNameError(f"'{output}' is not a value of model '{graph.name}'.")
+        raise UnknownNameError(
+            f"'{output}'{suggestion(output, graph.values())} is not a value of model "
+            f"'{graph.name}'."
+        )
     check_real(graph, facts, graph.outputs if output is None else [output])
     real = real_outputs(graph, facts)
     if output is None and len(real) != 1:

@@ -50,9 +50,12 @@ LOSSES: Registry[LossFactory] = Registry(
     {
         "categorical": CategoricalLogitsNegativeLogProbLoss,
         "softmax_cross_entropy": CategoricalLogitsNegativeLogProbLoss,
+        "cross_entropy": CategoricalLogitsNegativeLogProbLoss,
         "normal": NormalMeanNegativeLogProbLoss,
         "squared_error": NormalMeanNegativeLogProbLoss,
+        "mse": NormalMeanNegativeLogProbLoss,
         "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
         "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
+        "bce": MultiBernoulliNegativeLogProbLoss,
     },
 )

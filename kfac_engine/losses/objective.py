@@ -25,6 +25,7 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.suggestions import suggestion
 
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
 Targets: TypeAlias = Array | Mapping[str, Array] | None
@@ -85,8 +86,8 @@ class Objective:
         for name in targets:
             if name not in names:
                 raise UnknownNameError(
-                    f"targets are given for '{name}', but no loss is on an output of that name; "
-                    f"the losses are on: {', '.join(by_output)}."
+                    f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss is "
+                    f"on an output of that name; the losses are on: {', '.join(by_output)}."
                 )
         return {names[name]: as_array(array) for name, array in targets.items()}
 
@@ -220,7 +221,8 @@ def check_reduction(reduction: str) -> None:
     """
     if reduction not in REDUCTIONS:
         raise InputError(
-            f"unknown reduction '{reduction}'; choose one of: {', '.join(REDUCTIONS)}."
+            f"unknown reduction '{reduction}'{suggestion(reduction, REDUCTIONS)}; choose one of: "
+            f"{', '.join(REDUCTIONS)}."
         )
 
 

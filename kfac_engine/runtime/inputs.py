@@ -18,6 +18,7 @@ from kfac_engine.errors import (
 )
 from kfac_engine.graph.passes.upcast import widened
 from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.suggestions import suggestion
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -49,7 +50,10 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
                 f"with set_parameters. The inputs are: {declared}."
             )
         if name not in {entry.name for entry in graph.inputs}:
-            raise UnknownNameError(f"the model has no input '{name}'; its inputs are: {declared}.")
+            near = suggestion(name, [entry.name for entry in graph.inputs])
+            raise UnknownNameError(
+                f"the model has no input '{name}'{near}; its inputs are: {declared}."
+            )
     checked = {}
     for entry in graph.inputs:
         if entry.name not in inputs:
@@ -145,8 +149,8 @@ def check_parameters(
     for name, value in values.items():
         if name not in parameters:
             raise UnknownNameError(
-                f"'{name}' is not a trainable parameter of model '{model}'; its parameters are: "
-                f"{', '.join(parameters)}."
+                f"'{name}'{suggestion(name, parameters)} is not a trainable parameter of model "
+                f"'{model}'; its parameters are: {', '.join(parameters)}."
             )
         old = parameters[name]
         read = numeric(f"parameter '{name}'", memory_space.to_device(value))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Input
+from kfac_engine.suggestions import suggestion
 
 # Common symbols for the batch axis, besides those that begin with "batch".
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs"})
@@ -61,8 +62,8 @@ def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> 
     for name in axes:
         if name not in known:
             raise UnknownNameError(
-                f"batch_axes names '{name}', which is not an input of the model; its inputs are: "
-                f"{', '.join(known)}."
+                f"batch_axes names '{name}'{suggestion(name, known)}, which is not an input of the "
+                f"model; its inputs are: {', '.join(known)}."
             )
     result = []
     for entry in inputs:

@@ -10,6 +10,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.suggestions import suggestion
 
 # Examples of a batch: a range, or an array of their numbers.
 Selection: TypeAlias = slice | Array
@@ -149,8 +150,12 @@ class ExampleAxes:
         Raises:
             InputError: There are no targets, or an input is missing.
         """
-        present = ", ".join(f"'{name}'" for name in arrays) or "none"
         missing = [name for name in self.inputs if name not in arrays]
+        unknown = arrays.keys() - {*self.names}
+        present = ", ".join(
+            f"'{name}'{suggestion(name, missing) if name in unknown else ''}" for name in arrays
+        )
+        present = present or "none"
         if missing:
             raise InputError(f"input '{missing[0]}' is missing; the arrays are: {present}.")
         if TARGETS in arrays and TARGETS not in self.inputs:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kfac_engine.errors import InputError
+from kfac_engine.suggestions import suggestion
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
@@ -151,9 +152,10 @@ class Hooks(Callback):
         for callback in self._callbacks:
             if callback.metric is not None and callback.metric not in names:
                 measured = ", ".join(f"'{name}'" for name in names) or "no validation"
+                near = suggestion(callback.metric, names)
                 raise InputError(
-                    f"{type(callback).__name__} reads the metric '{callback.metric}', and the run "
-                    f"has {measured}; give validation=… and metrics=[…] with this metric."
+                    f"{type(callback).__name__} reads the metric '{callback.metric}'{near}, and "
+                    f"the run has {measured}; give validation=… and metrics=[…] with this metric."
                 )
 
     def __enter__(self) -> "Hooks":

@@ -229,16 +229,34 @@ def test_dlpack_values_are_accepted(case):
     {
         "categorical": CATEGORICAL,
         "softmax_cross_entropy": CATEGORICAL,
+        "cross_entropy": CATEGORICAL,
         "normal": NORMAL,
         "squared_error": NORMAL,
+        "mse": NORMAL,
         "multi_bernoulli": BERNOULLI,
         "sigmoid_cross_entropy": BERNOULLI,
+        "bce": BERNOULLI,
     }.items(),
 )
 def test_losses_table_creates_losses_by_name(name, kind):
     loss = LOSSES[name]("z", targets="t", seed=3, class_axis=1)
     assert type(loss) is kind
     assert (loss.inputs, loss.targets, loss.seed, loss.class_axis) == (("z",), "t", 3, 1)
+
+
+def test_losses_by_their_common_names_have_the_values_of_the_conventions():
+    z, numbers, bits = np.array([[0.5, -1.0, 2.0]]), np.array([[1.0, 0.0, 2.5]]), [[1.0, 0.0, 1.0]]
+    values = {"z": z, "classes": np.array([1]), "numbers": numbers, "bits": np.array(bits)}
+    p = 1 / (1 + np.exp(-z[0]))
+    expected = {
+        ("cross_entropy", "classes"): np.log(np.exp(z).sum()) - z[0, 1],
+        # The density of a Gaussian of variance ½ has a factor π^(-½) for each of the three entries.
+        ("mse", "numbers"): ((z - numbers) ** 2).sum() + 1.5 * np.log(np.pi),
+        ("bce", "bits"): -np.log([p[0], 1 - p[1], p[2]]).sum(),
+    }
+    for (name, targets), value in expected.items():
+        # Few operations in float64.
+        assert LOSSES[name]("z", targets=targets).value(values) == pytest.approx(value, rel=1e-13)
 
 
 def test_unknown_loss_error_lists_known_names():

@@ -9,6 +9,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection.coverage import Coverage
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.suggestions import suggestion
 
 
 class ApproximationChoices(CollectionDefaults, Coverage):
@@ -86,7 +87,8 @@ class ApproximationChoices(CollectionDefaults, Coverage):
         self._require_kind(kind)
         if value not in accepted(kind):
             raise InputError(
-                f"'{value}' is not a valid approximation for {kind}; choose one of: "
+                f"'{value}'{suggestion(value, accepted(kind))} is not a valid approximation for "
+                f"{kind}; choose one of: "
                 f"{', '.join(accepted(kind))}."
             )
         self._defaults[kind] = value
@@ -99,7 +101,8 @@ class ApproximationChoices(CollectionDefaults, Coverage):
         chosen = (linked or self._defaults[kind]) if approx is None else approx
         if chosen not in accepted(kind):
             raise InputError(
-                f"Bad value '{chosen}' for approx of {kind}; choose one of: "
+                f"Bad value '{chosen}'{suggestion(chosen, accepted(kind))} for approx of {kind}; "
+                f"choose one of: "
                 f"{', '.join(accepted(kind))}."
             )
         return chosen
@@ -107,7 +110,8 @@ class ApproximationChoices(CollectionDefaults, Coverage):
     def _require_kind(self, kind: str) -> None:
         if kind not in self._defaults:
             raise UnknownNameError(
-                f"unknown kind of layer '{kind}'; choose one of: {', '.join(self._defaults)}."
+                f"unknown kind of layer '{kind}'{suggestion(kind, self._defaults)}; choose one of: "
+                f"{', '.join(self._defaults)}."
             )
 
 

@@ -19,6 +19,7 @@ from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS
+from kfac_engine.suggestions import suggestion
 
 # Descriptions of operands that are settings, not weights, by operator and operand index.
 _SETTINGS: Mapping[tuple[str, int], str] = {
@@ -147,7 +148,8 @@ def matching(
         if not matches:
             examples = ", ".join(islice(names, 8)) or "none"
             raise UnknownNameError(
-                f"no {what} matches '{pattern}'; the model has {len(names)}: "
+                f"no {what} matches '{pattern}'{suggestion(pattern, names)}; the model has "
+                f"{len(names)}: "
                 f"{examples}{', …' if len(names) > 8 else ''}."
             )
         selected.update(matches)

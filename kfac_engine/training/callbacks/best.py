@@ -6,6 +6,7 @@ from math import inf
 from kfac_engine.arguments import whole
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
 from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.suggestions import suggestion
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
@@ -173,10 +174,10 @@ def _sign(callback: str, metric: object, better: object) -> int:
     if known is not None and better not in (None, known):
         raise InputError(f"{known} values of '{metric}' are better; leave out better={better!r}.")
     if known is None and better is None:
+        names = [VALIDATION_LOSS, *(name for name in METRICS if name != "loss")]
         raise InputError(
-            f"{callback} cannot know which values of '{metric}' are better; give "
-            f"better='higher' or better='lower', or one of {VALIDATION_LOSS}, "
-            f"{', '.join(name for name in METRICS if name != 'loss')}."
+            f"{callback} cannot know which values of '{metric}'{suggestion(metric, names)} are "
+            f"better; give better='higher' or better='lower', or one of {', '.join(names)}."
         )
     return -1 if (known or better) == "higher" else 1
 
