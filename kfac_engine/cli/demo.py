@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from kfac_engine.cli.display import print_table, progress, working
+from kfac_engine.cli.display import progress, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.options import debug_option, file_path
 from kfac_engine.cli.precondition import norm_rows, print_norms
+from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array

@@ -1,12 +1,13 @@
-"""Output of the commands: tables and JSON on stdout, progress on stderr."""
+"""Output of the commands: lines and JSON on stdout, progress on stderr."""
 
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from textwrap import wrap
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,10 +16,12 @@ from kfac_engine.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+    from rich.text import Text
 
 # Width of output that does not go to a terminal: wide enough for any name.
 _FILE_WIDTH = 1000
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -82,65 +85,37 @@ def report_beside(path: Path) -> Iterator[None]:
         yield
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, or a block of lines for each row if the terminal is too narrow for the table.
-
-    Args:
-        title: Title of the table.
-        header: Heads of the columns; those that start with a blank are numbers, set flush right.
-        rows: Cells. A cell that is a list has an entry on each line.
-    """
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for head in header:
-        side: Literal["left", "right"] = "right" if head.startswith(" ") else "left"
-        table.add_column(head.strip(), justify=side, overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(_lines(cell)) for cell in row))
-    target = console()
-    if (
-        target.measure(table, options=target.options.update(width=_FILE_WIDTH)).maximum
-        > target.width
-    ):
-        _print_blocks(title, header, rows)
-    else:
-        target.print(table)
+def say(text: str) -> None:
+    """Print a line that may contain names of a model; it wraps at spaces in a terminal."""
+    print_lines(_fitted(text))
 
 
-def _print_blocks(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print the first cell of each row on lines of its own, and the others below it."""
-    from rich.padding import Padding
+def warn(text: str) -> None:
+    """Print a warning in the way of ``say``."""
+    from rich.text import Text
+
+    first, *others = _fitted(f"warning: {text}")
+    label, blank, start = first.partition(" ")
+    print_lines([Text.assemble((label, "yellow"), blank, start), *others])
+
+
+def print_lines(lines: "Iterable[str | Text]") -> None:
+    """Print lines as they are; the terminal breaks those that are wider."""
     from rich.text import Text
 
     target = console()
-    target.print(Text(title, style="bold"))
-    for first, *others in rows:
-        # A name must stay whole, so that it can be copied: the terminal breaks it if it must.
-        target.print(Text(f"  {_lines(first)}".replace("\n", "\n  ")), soft_wrap=True)
-        pairs = [
-            f"{head.strip()}\u00a0{cell}".replace(" ", "\u00a0")
-            for head, cell in zip(header[1:], map(_flat, others), strict=True)
-            if cell
-        ]
-        target.print(Padding(Text("  ".join(pairs)), (0, 0, 0, 6)))
-    target.print()
+    for line in lines:
+        target.print(Text(line) if isinstance(line, str) else line, soft_wrap=True)
 
 
-def _flat(cell: object) -> str:
-    return _lines(cell).replace("\n", ", ")
+def wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text; a word that is wider than the lines has a line of its own."""
+    return wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
-def _lines(cell: object) -> str:
-    entries = cell if isinstance(cell, list) else [cell]
-    return "\n".join(printable(str(entry)) for entry in entries)
-
-
-def say(text: str) -> None:
-    """Print a line that may contain names of a model."""
-    click.echo(printable(text))
+def _fitted(text: str) -> list[str]:
+    text, target = printable(text), console()
+    return (target.is_terminal and wrapped(text, target.width)) or [text]
 
 
 def print_json(report: Mapping[str, object]) -> None:
@@ -155,7 +130,17 @@ def show_shape(shape: Sequence[int]) -> str:
 
 def show_bytes(count: float) -> str:
     """Return a number of bytes with three digits and a binary unit."""
+    return _scaled(count, 1024, _BYTES)
+
+
+def show_flops(count: float) -> str:
+    """Return a number of floating-point operations with three digits and a decimal unit."""
+    return _scaled(count, 1000, _FLOPS)
+
+
+def _scaled(count: float, step: int, units: Sequence[str]) -> str:
     unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {_UNITS[unit]}"
+    # From 999.5 on, three digits are 1000.
+    while count >= 999.5 and unit < len(units) - 1:
+        count, unit = count / step, unit + 1
+    return f"{count:.3g} {units[unit]}"

@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from kfac_engine import __version__
-from kfac_engine.cli.display import print_json, print_table, say
+from kfac_engine.cli.display import print_json, warn
 from kfac_engine.cli.options import debug_option, json_option
+from kfac_engine.cli.tables import print_table
 
 _PACKAGES = (
     "numpy", "scipy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "safetensors",
@@ -191,6 +192,6 @@ def _print_report(report: Mapping[str, Any]) -> None:
         ("backend", f"auto picks {backend['reason']}"),
         ("model", f"runs on {backend['model']}"),
     ]
-    print_table("kfac_engine doctor", ("fact", "value"), rows)
+    print_table("kfac_engine doctor", ("fact", "value"), rows, sentences="value")
     for warning in report["warnings"]:
-        say(f"warning: {warning}")
+        warn(warning)

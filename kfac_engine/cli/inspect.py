@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, say, show_bytes, show_shape, working
+from kfac_engine.cli.display import (
+    print_json,
+    say,
+    show_bytes,
+    show_flops,
+    show_shape,
+    warn,
+    working,
+)
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
@@ -18,8 +26,8 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
+from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import ExportWarning, InputError
-from kfac_engine.printable import printable
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -35,6 +43,8 @@ if TYPE_CHECKING:
 
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
+# Head of the column of the cost of a refresh.
+_REFRESH = " refresh"
 
 
 @click.command(cls=EngineCommand)
@@ -51,6 +61,7 @@ _MOST_ALIKE = 3
     help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
     ".png, .svg, .pdf or .html. All but .html need matplotlib.",
 )
+@click.option("--wide", is_flag=True, help="Show all columns of the layers in a narrow terminal.")
 @keywords()
 @json_option
 @debug_option
@@ -59,6 +70,7 @@ def inspect(
     batch: int | None,
     inputs: Path | None,
     plot: Path | None,
+    wide: bool,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -81,20 +93,22 @@ def inspect(
         print_json(_as_json(engine, memory, untrained, spectra))
         return
     for note in engine.export_changes.notes:
-        click.echo(f"warning: {printable(note)}.\n")
+        warn(f"{note}.")
     _print_losses(losses)
-    print_layers(engine)
+    if not print_layers(engine, wide=wide):
+        say(f"not shown: the column {_REFRESH.strip()}; --wide shows it.")
     _print_uncovered(engine)
     doubts = (doubt for loss in losses for doubt in loss.doubts)
     hints = (layer.hint for layer in engine.layers if layer.hint)
     for note in dict.fromkeys(
         (*doubts, *hints, *_model(engine).loaded.notes, *engine.inference_notes)
     ):
-        click.echo(f"note: {spelled(note)}.")
+        say(f"note: {spelled(note)}.")
     _print_ties(engine.ties, options["tie_weights"])
     if untrained:
         heads = ("name", "shape", "because it is")
-        print_table("constants that are not trained", heads, list(_gathered(untrained)))
+        rows = list(_gathered(untrained))
+        print_table("constants that are not trained", heads, rows, sentences=heads[-1])
     if spectra:
         from kfac_engine.cli.spectra import print_spectra
 
@@ -149,11 +163,19 @@ def _as_json(
     }
 
 
-def print_layers(engine: "ke.Engine") -> None:
-    """Print a row for each layer, and for each parameter that belongs to none."""
-    print_table(
+def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
+    """Print a row for each layer, and for each parameter that belongs to none.
+
+    Args:
+        engine: Its layers are printed.
+        wide: Whether a narrow terminal has all columns, too.
+
+    Returns:
+        Whether all columns are shown.
+    """
+    return print_table(
         "layers",
-        ("parameters", "shapes", "kind", "block", "factors", " bytes", " flops to refresh"),
+        ("parameters", "shapes", "kind", "block", "factors", " bytes", _REFRESH),
         [
             (
                 _names(layer),
@@ -162,10 +184,11 @@ def print_layers(engine: "ke.Engine") -> None:
                 layer.formula,
                 [show_shape(shape) for shape in layer.factor_shapes],
                 show_bytes(layer.factor_bytes),
-                f"{layer.inverse_flops:.2g}",
+                show_flops(layer.inverse_flops),
             )
             for layer in engine.layers
         ],
+        optional="" if wide else _REFRESH,
     )
 
 
@@ -243,15 +266,15 @@ def _print_losses(losses: "tuple[LossReport, ...]") -> None:
     """Print the tensor that each loss reads, and the axis of the examples."""
     rows = [
         (
-            loss.loss.removesuffix("NegativeLogProbLoss"),
             loss.output,
+            loss.loss.removesuffix("NegativeLogProbLoss"),
             f"'{loss.reads}', {loss.how}" if loss.how else "the output",
             f"axis {loss.batch_axis}"
             + (f", with {loss.positions} positions each" if loss.positions > 1 else ""),
         )
         for loss in losses
     ]
-    print_table("losses", ("loss", "output", "reads", "examples"), rows)
+    print_table("losses", ("output", "loss", "reads", "examples"), rows, sentences="reads")
     if losses[0].fixed_batch:
         say(f"one batch size only: {losses[0].fixed_batch}.")
     if losses[0].coupling:

@@ -9,7 +9,6 @@ import click
 
 from kfac_engine.cli.display import (
     print_json,
-    print_table,
     report_beside,
     say,
     show_shape,
@@ -24,6 +23,7 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
 )
+from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
 

@@ -7,7 +7,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_engine.cli.display import print_table, show_shape
+from kfac_engine.cli.display import show_shape
+from kfac_engine.cli.tables import print_table
 from kfac_engine.engine.spectrum_plot import plot_spectra, show_condition
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.printable import printable
@@ -52,7 +53,7 @@ def write_picture(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -
 def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
     """Print a row for each factor."""
     heads = (
-        "layer", "factor", "shape", " largest", " smallest", " damping", " below the damping",
+        "layer", "factor", "shape", " largest", " smallest", " damping", " below damping",
         " condition", " with damping",
     )  # fmt: skip
     print_table("eigenvalues of the factors", heads, [_row(spectrum) for spectrum in spectra])
@@ -122,7 +123,7 @@ def _row(spectrum: "FactorSpectrum") -> tuple[object, ...]:
         f"{values.max():.3g}",
         f"{values.min():.3g}",
         _NONE if damping is None else f"{damping.min():.3g}",
-        _NONE if damping is None else f"{spectrum.below_damping} of {values.size}",
+        _NONE if damping is None else f"{spectrum.below_damping}",
         show_condition(spectrum),
         _NONE if spectrum.damped_condition is None else f"{spectrum.damped_condition:.3g}",
     )

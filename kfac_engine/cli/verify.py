@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.display import print_json, print_table, say, working
+from kfac_engine.cli.display import print_json, say, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import debug_option, file_path, json_option, keywords
+from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine.verification.checks import Check, Measurement, Verification
@@ -81,6 +82,7 @@ def _print(result: "Verification") -> None:
         "checks",
         ("check", "result", " error", " tolerance", "largest error at"),
         [_row(check) for check in result.checks],
+        sentences="largest error at",
     )
     for check in result.checks:
         if check.detail:

@@ -1,0 +1,63 @@
+"""`precondition` and `verify` at 80 columns: names stay whole, and no line is too long."""
+
+import sys
+
+import numpy as np
+import onnx
+import pytest
+
+import kfac_engine as ke
+from tests.models import Net
+
+if sys.platform == "win32":
+    pytest.skip("pseudo-terminals need a POSIX system", allow_module_level=True)
+from tests.cli.terminals import run_in_terminal
+
+WIDTH = 80
+NAMES = ["encoder.layers.0.self_attention.out_projection.weight"]
+NAMES += [NAMES[0].replace("weight", "bias")]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Return the arguments of a command for one dense layer with a long name."""
+    folder = tmp_path_factory.mktemp("model")
+    net = Net()
+    net.dense(NAMES[0].removesuffix(".weight"), "input", 4, 3)
+    model = net.model({"input": ["n", 4]}, {NAMES[0].removesuffix(".weight"): ["n", 3]})
+    onnx.save(model, folder / "model.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(folder / "x.npz", input=rng.normal(size=(8, 4)).astype(np.float32))
+    np.savez(folder / "y.npz", targets=rng.integers(0, 3, 8))
+    files = {"--inputs": folder / "x.npz", "--targets": folder / "y.npz"}
+    return [str(folder / "model.onnx"), *(str(part) for item in files.items() for part in item)]
+
+
+def below(lines, name):
+    """Return the words of the line below a name on a line of its own."""
+    return lines[lines.index(f"  {name}") + 1].split()
+
+
+def test_precondition_shows_each_name_above_its_numbers(arguments, tmp_path):
+    out = tmp_path / "out.safetensors"
+    loss = ["--loss", "categorical"]
+    screen = run_in_terminal(["precondition", *arguments, *loss, "-o", str(out)], WIDTH)
+    lines = [line for line in screen.lines if str(out) not in line]
+    assert max(map(len, lines)) <= WIDTH
+    model, *files = arguments
+    inputs, targets = (dict(np.load(file)) for file in files[1::2])
+    result = ke.precondition(model, inputs, targets["targets"], loss="categorical")
+    for name in NAMES:
+        norms = [np.linalg.norm(of[name]) for of in (result.gradients, result.natural_gradients)]
+        *_, gradient, natural = below(lines, name)
+        assert [float(gradient), float(natural)] == pytest.approx(norms, rel=1e-3)
+
+
+def test_verify_shows_the_names_of_the_largest_errors(arguments):
+    screen = run_in_terminal(["verify", *arguments], WIDTH)
+    assert screen.widest <= WIDTH
+    words = {word.strip(",") for line in screen.lines for word in line.split()}
+    assert words >= set(NAMES)
+    lines = screen.lines[screen.lines.index("checks") :]
+    for check in ("gradients", "curvature products", "blocks", "inverses", "export"):
+        assert below(lines, check) == ["result", "pass"]

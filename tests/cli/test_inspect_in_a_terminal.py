@@ -1,0 +1,122 @@
+"""`inspect` at 80, 100 and 120 columns: names and numbers stay whole, and no line is too long."""
+
+import sys
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.cli.display import show_bytes, show_flops, show_shape
+from kfac_engine.data import demo_model
+from tests.models import Net
+
+if sys.platform == "win32":
+    pytest.skip("pseudo-terminals need a POSIX system", allow_module_level=True)
+from tests.cli.terminals import run_in_terminal
+
+WIDTHS = (80, 100, 120)
+D = 8
+
+
+def encoder():
+    """A layer of a transformer with the names of PyTorch, without its attention."""
+    net, prefix = Net(), "encoder.layers.0."
+    x = net.dense(f"{prefix}self_attn.out_proj", "input", D, D)
+    x = net.op("Add", x, "input", to="residual")
+    scale, shift = net.positive(f"{prefix}norm1.weight", D), net.weight(f"{prefix}norm1.bias", D)
+    x = net.op("LayerNormalization", x, scale, shift, to="norm", axis=-1)
+    x = net.op("Relu", net.dense(f"{prefix}linear1", x, D, 4 * D), to="hidden")
+    scale = net.constant(f"{prefix}dropout.scale", np.full((1,), 0.9, np.float32))
+    x = net.op("Mul", x, scale, to="scaled")
+    net.dense("classification_head.output_projection", x, 4 * D, 3)
+    return net.model({"input": ["n", D]}, {"classification_head.output_projection": ["n", 3]})
+
+
+MODELS = {"cnn": onnx.load_from_string(demo_model("cnn")), "encoder": encoder()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / f"{request.param}.onnx"
+    onnx.save(MODELS[request.param], path)
+    return path
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def screen(request, model):
+    return run_in_terminal(["inspect", str(model)], request.param)
+
+
+def table(lines, title):
+    """Return the lines between a title and the next empty line."""
+    start = lines.index(title) + 2
+    return lines[start : lines.index("", start)]
+
+
+def cells(layer, shapes):
+    """Return the words of a layer in the table."""
+    return [
+        *layer.parameters,
+        *(show_shape(shapes[name]) for name in layer.parameters),
+        *layer.kind.split(),
+        *layer.formula.split(),
+        *map(show_shape, layer.factor_shapes),
+        *show_bytes(layer.factor_bytes).split(),
+    ]
+
+
+def test_lines_are_at_most_as_wide_as_the_terminal(screen):
+    assert screen.widest <= screen.width
+
+
+def test_each_name_is_a_word_of_a_line(screen, model):
+    words = {word for line in screen.lines for word in line.split()}
+    assert words >= {tensor.name for tensor in onnx.load(model).graph.initializer}
+
+
+def test_each_width_shows_the_cells_of_all_layers(screen, model):
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    shapes = {name: array.shape for name, array in engine.parameters.items()}
+    expected = Counter(word for layer in engine.layers for word in cells(layer, shapes))
+    lines = table(screen.lines, "layers")
+    rule = next(index for index, line in enumerate(lines) if "─" in line)
+    shown = Counter(word for line in lines[rule + 1 :] for word in line.split())
+    refresh = Counter(word for la in engine.layers for word in show_flops(la.inverse_flops).split())
+    omitted = "not shown: the column refresh; --wide shows it." in screen.lines
+    assert shown == (expected if omitted else expected + refresh)
+
+
+def test_columns_are_aligned(screen, model):
+    kinds = {layer.kind for layer in ke.Engine.from_onnx(model, loss="categorical").layers}
+    lines = table(screen.lines, "layers")
+    starts = {line.index(f" {kind} ") for line in lines for kind in kinds if f" {kind} " in line}
+    ends = {len(line) for line in lines if line.endswith("FLOP")}
+    ends |= {line.index("KiB") for line in lines if "KiB" in line}
+    assert len(starts) == 1
+    assert len(ends) <= 2
+
+
+def test_wide_shows_the_column_that_a_narrow_terminal_omits(tmp_path):
+    onnx.save(MODELS["cnn"], tmp_path / "cnn.onnx")
+    arguments = ["inspect", str(tmp_path / "cnn.onnx")]
+    narrow, wide = (run_in_terminal(arguments + flag, 80) for flag in ([], ["--wide"]))
+    assert "--wide" in narrow.text
+    assert "FLOP" not in "".join(table(narrow.lines, "layers"))
+    assert "--wide" not in wide.text
+    assert "".join(table(wide.lines, "layers")).count("FLOP") == 5
+    assert wide.widest <= 80
+
+
+def test_output_to_a_file_has_a_line_for_each_parameter_and_all_columns(model, capsys):
+    assert main(["inspect", str(model)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    layers = ke.Engine.from_onnx(model, loss="categorical").layers
+    rows = table(lines, "layers")[2:]
+    assert [row.split()[0] for row in rows] == [name for la in layers for name in la.parameters]
+    firsts = [row for row in rows if row.split()[0] in {la.parameters[0] for la in layers}]
+    for layer, row in zip(layers, firsts, strict=True):
+        assert layer.kind in row.split()
+        assert row.endswith(show_flops(layer.inverse_flops))

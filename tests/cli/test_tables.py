@@ -1,0 +1,109 @@
+"""A table fits the terminal, and names stay whole."""
+
+import pytest
+from rich.console import Console
+
+from kfac_engine.cli import tables
+from kfac_engine.cli.display import show_bytes, show_flops
+
+NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
+HEADER = ("parameters", "shapes", "factors", " bytes")
+ROWS = [(NAMES, ["64×64", "64"], ["65×65", "64×64"], "33.8 KiB"), (["head [1]"], "10", "", "1 B")]
+
+
+def printed(width, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "console", lambda: Console(width=width, highlight=False))
+    tables.print_table("layers", HEADER, ROWS)
+    return capsys.readouterr().out
+
+
+def test_a_wide_terminal_has_a_table(monkeypatch, capsys):
+    lines = printed(120, monkeypatch, capsys).splitlines()
+    assert lines[2].split() == ["parameters", "shapes", "factors", "bytes"]
+    assert lines[4].split() == [NAMES[0], "64×64", "65×65", "33.8", "KiB"]
+    assert lines[6].split() == ["head", "[1]", "10", "1", "B"]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_has_names_on_lines_of_their_own(width, monkeypatch, capsys):
+    lines = [line.rstrip() for line in printed(width, monkeypatch, capsys).splitlines()]
+    assert lines[:4] == ["layers", "", "  parameters", "      shapes  factors     bytes"]
+    assert lines[5:11] == [
+        *(f"  {name}" for name in NAMES),
+        "      64×64   65×65    33.8 KiB",
+        "      64      64×64",
+        "  head [1]",
+        "      10                    1 B",
+    ]
+    assert max(map(len, lines)) <= width
+
+
+def test_a_terminal_narrower_than_the_numbers_has_a_line_for_each_cell(monkeypatch, capsys):
+    lines = printed(30, monkeypatch, capsys).splitlines()
+    assert lines[3:6] == [
+        "      shapes    64×64, 64",
+        "      factors   65×65, 64×64",
+        "      bytes     33.8 KiB",
+    ]
+
+
+def test_heads_wrap_at_spaces_before_names_leave_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "console", lambda: Console(width=30, highlight=False))
+    tables.print_table("t", ("name", " steps to 0.5"), [("a" * 14, "12")])
+    assert capsys.readouterr().out.splitlines()[2:7] == [
+        "  name             steps",
+        "                      to",
+        "                     0.5",
+        " ───────────────────────",
+        "  aaaaaaaaaaaaaa      12",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "heads"),
+    [(60, ["name", "shape", "cost"]), (22, ["name", "shape"])],
+)
+def test_the_optional_column_is_omitted_only_where_it_does_not_fit(
+    width, heads, monkeypatch, capsys
+):
+    monkeypatch.setattr(tables, "console", lambda: Console(width=width, highlight=False))
+    header = ("name", "shape", " cost")
+    assert tables.print_table("t", header, [("w", "8×8", "1.25 GFLOP")], optional=" cost") == (
+        heads == ["name", "shape", "cost"]
+    )
+    assert capsys.readouterr().out.splitlines()[2].split() == heads
+
+
+SENTENCE = "picked by auto: the accelerator library is not installed; install kfac-engine[gpu]"
+
+
+def test_sentences_wrap_at_spaces_under_their_column(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "console", lambda: Console(width=40, highlight=False))
+    rows = [("backend", SENTENCE), ("cores", "2")]
+    tables.print_table("facts", ("fact", "value"), rows, sentences="value")
+    lines = capsys.readouterr().out.splitlines()[4:]
+    assert lines[0] == "  backend   picked by auto: the"
+    assert [line[12:] for line in lines[:-2]] == [line[12:].strip() for line in lines[:-2]]
+    assert " ".join(line[12:] for line in lines[:-2]) == SENTENCE
+    assert max(map(len, lines)) <= 40
+    assert lines[-2] == "  cores     2"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999 B"), (999.6 * 1024, "0.976 MiB"), (1023, "0.999 KiB"), (3 << 20, "3 MiB")],
+)
+def test_numbers_of_bytes_have_three_digits(count, text):
+    assert show_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 FLOP"), (5.1e3, "5.1 kFLOP"), (31e9, "31 GFLOP"), (2e20, "2e+05 PFLOP")],
+)
+def test_numbers_of_operations_have_a_decimal_unit(count, text):
+    assert show_flops(count) == text
+
+
+def test_a_name_wider_than_the_terminal_is_not_broken(monkeypatch, capsys):
+    assert f"  {NAMES[0]}\n" in printed(30, monkeypatch, capsys)
