@@ -10,7 +10,7 @@ The tree of classes, with built-in parent classes in brackets::
     │   └── RegistrationError                          a layer, loss or parameter registered wrongly
     ├── UnknownNameError        [KeyError]             no object has this name
     │   └── UnknownAttributeError [AttributeError]     an attribute that cannot be set
-    ├── UnsupportedError        [NotImplementedError]  well-formed, but not covered
+    ├── UnsupportedError        [NotImplementedError]  well-formed, but not supported
     │   └── UnsupportedOpError                         an ONNX operator without derivative rule
     ├── NotReadyError           [RuntimeError]         read before it was computed
     ├── MemoryLimitError        [MemoryError]          a step needs more memory than is available

@@ -128,7 +128,7 @@ def read_training(
 
 
 def _check_values(path: str | Path, values: Mapping[str, Any], expected: TrainingState) -> None:
-    """Refuse a file that is no state of such an optimizer."""
+    """Refuse a file that is not a state of such an optimizer."""
     if values.get("format") != FORMAT_VERSION:
         raise InputError(
             f"'{path}' is not a training state of format {FORMAT_VERSION}; it is the state of an "

@@ -132,7 +132,7 @@ def _headers(files: Files) -> dict[str | None, ArrayHeader]:
     headers = {name: array_headers(path) for name, path in files.items()}
     for name, path in files.items():
         if None not in headers[name]:
-            raise InputError(f"'{path}' is no .npy file, as its name says.")
+            raise InputError(f"'{path}' is not a .npy file, although its name ends in .npy.")
     return {name: entries[None] for name, entries in headers.items()}
 
 

@@ -164,7 +164,9 @@ class ExampleAxes:
         targets = {name: arrays[name] for name in self._targets if name in arrays}
         if not targets:
             names = " or ".join(f"'{name}'" for name in (TARGETS, *self._targets))
-            raise InputError(f"there are no targets, under {names}; the arrays are: {present}.")
+            raise InputError(
+                f"the targets are missing: no array is named {names}; the arrays are: {present}."
+            )
         return {name: array for name, array in arrays.items() if name not in targets}, targets
 
     @property

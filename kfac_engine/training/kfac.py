@@ -310,7 +310,7 @@ class KfacOptimizer(Optimizer):
         self._curvature.restart()
 
     def state(self) -> SavedState:
-        """Return the state of the optimizer without the engine; its arrays are no copies."""
+        """Return the state of the optimizer without the engine; its arrays are not copied."""
         state = super().state()
         return replace(state, arrays={**state.arrays, _REFRESHES: self._curvature.saved()})
 

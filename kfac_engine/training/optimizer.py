@@ -211,7 +211,7 @@ class Optimizer(Sealed, ABC):
         return saved
 
     def state(self) -> SavedState:
-        """Return the state of the optimizer without the engine; its arrays are no copies."""
+        """Return the state of the optimizer without the engine; its arrays are not copied."""
         return SavedState(self._numbers(), self._slots)
 
     def restore(self, part: SavedState) -> None:

@@ -217,7 +217,7 @@ def test_data_in_another_form_are_refused(axes, tmp_path):
     cases = {
         tmp_path / "missing.npz": "there is no such file",
         tmp_path / "lone.npy": "holds one array; data are an .npz file with the inputs by name",
-        tmp_path / "untargeted.npz": "there are no targets, under 'targets' or 'z'",
+        tmp_path / "untargeted.npz": "no array is named 'targets' or 'z'",
         tmp_path / "unnamed.npz": "input 'x' is missing; the arrays are: 'y', 'targets'",
         empty: "has no .npz and no .npy file",
         both: "has shards of both kinds",

@@ -41,7 +41,7 @@ def attention(b: LoweringBuilder, node: Node) -> None:
     x, weights, bias, mask, past, added, _ = (*node.inputs, *[""] * 7)[:7]
     y, present = (*node.outputs, "")[:2]
     if past or integer(node, "do_rotary", 0):
-        raise b.refuse(node, "a past state or rotary embedding is not covered")
+        raise b.refuse(node, "a past state or rotary embedding is not supported")
     heads = integer(node, "num_heads", 1)
     whole = b.facts[weights].shape[1]
     sizes = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
@@ -67,7 +67,7 @@ def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
     query, key, value, bias, mask, added, past_k, past_v, *cache = (*node.inputs, *[""] * 9)[:10]
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
     if any(cache) or scores:
-        raise b.refuse(node, "a shared cache, or scores as a result, are not covered")
+        raise b.refuse(node, "a shared cache, or scores as a result, are not supported")
     heads = integer(node, "num_heads", 1)
     q, k, v = _projected(b, node, (query, key, value), bias, heads)
     if past_k:
@@ -93,7 +93,7 @@ def group_query_attention(b: LoweringBuilder, node: Node) -> None:
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
     beyond = [name for name in operands if name not in _GROUP_COVERED and operands[name]]
     if beyond or scores or integer(node, "smooth_softmax", 0):
-        raise b.refuse(node, f"{', '.join(beyond) or 'a result or option'} is not covered")
+        raise b.refuse(node, f"{', '.join(beyond) or 'a result or option'} is not supported")
     heads, shared = integer(node, "num_heads", 1), integer(node, "kv_num_heads", 1)
     q, k, v = _grouped(b, operands, heads, shared)
     if integer(node, "do_rotary", 0):
@@ -135,7 +135,7 @@ def _projected(
     """Write the heads of queries, keys and values; keys and values may already be heads."""
     ranks = [len(b.facts[name].shape) if name else 0 for name in operands]
     if ranks not in ([3, 3, 3], [3, 4, 4]) or (bias and ranks[1] == 4):
-        raise b.refuse(node, "packed operands are not covered")
+        raise b.refuse(node, "packed operands are not supported")
     parts = list(operands)
     if bias:
         sizes = b.constant([b.facts[name].shape[-1] for name in operands])
@@ -235,7 +235,7 @@ def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> 
     shape, like = b.facts[mask].shape, node.inputs[0]
     if len(shape) == 1:
         if shape != b.facts[like].shape[:1]:
-            raise b.refuse(node, f"a mask of shape {shape} is not covered")
+            raise b.refuse(node, f"a mask of shape {shape} is not supported")
         length = b.op("Squeeze", b.op("Shape", k, start=2, end=3))
         every = b.op("Range", b.constant(0), length, b.constant(1))
         ends = b.op("Unsqueeze", b.cast(mask, "int64"), b.constant([1, 2, 3]))
@@ -244,5 +244,5 @@ def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> 
         apart = b.constant([1, 2] if len(shape) == 2 else [1])
         valid = b.op("Greater", b.op("Unsqueeze", mask, apart), b.constant(0, "int32"))
     else:
-        raise b.refuse(node, f"a mask of shape {shape} is not covered")
+        raise b.refuse(node, f"a mask of shape {shape} is not supported")
     return b.op("Where", valid, b.scalar(0.0, like), b.scalar(form.masked, like))

@@ -13,7 +13,7 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
     """Write a rotation of pairs of features by an angle proportional to the position."""
     x, ids, cos, sin = node.inputs
     if integer(node, "is_packed_batching", 0):
-        raise b.refuse(node, "packed batches are not covered")
+        raise b.refuse(node, "packed batches are not supported")
     shape, size = b.facts[x].shape, 2 * b.facts[cos].shape[-1]
     heads, flat = integer(node, "num_heads", 0) or shape[-1] // size, len(shape) == 3
     split = x
