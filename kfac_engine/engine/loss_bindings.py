@@ -240,8 +240,8 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBi
     known = set(graph.values())
     for missing in (n for head in heads for n in head.loss.inputs if n not in known):
         raise UnknownNameError(
-            f"the loss reads '{missing}'{suggestion(missing, graph.outputs)}, which is not a value of "
-            f"model '{graph.name}'; its outputs are: {', '.join(graph.outputs)}."
+            f"the loss reads '{missing}'{suggestion(missing, graph.outputs)}, which is not a value "
+            f"of model '{graph.name}'; its outputs are: {', '.join(graph.outputs)}."
         )
     for name in (n for head in heads for n in head.loss.inputs if n not in facts):
         maker = graph.producers[name]
