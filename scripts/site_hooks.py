@@ -7,6 +7,7 @@ home page, and the other pages outside ``docs`` are below ``repository/``.
 import html
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -30,6 +31,11 @@ PAGES = {"README.md": "index.md"} | {
 _SOURCES = {site: path for path, site in PAGES.items()}
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
+
+
+def on_startup(**_: object) -> None:
+    """Let the blocks of the tutorials import modules of the repository."""
+    sys.path.append(str(ROOT))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

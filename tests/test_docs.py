@@ -13,6 +13,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model, digits
 from scripts import list_options
+from tests.pages import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -24,13 +25,6 @@ PAGES = sorted(
     ]
 )
 COMMAND_LINE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-
-
-def blocks(page, *languages):
-    """Code blocks of a page as (language, code), in order."""
-    text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
-    return [(language, code) for language, code in found if language in languages]
 
 
 @pytest.mark.slow

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from kfac_engine.__main__ import main
+from tests.pages import blocks
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 # BLAS kernels sum in different orders. Training enlarges the differences: the validation loss moved
 # by 1e-6 among three kernels, and by a few percent where the arithmetic of an optimizer changed.
 LOSS = {"rel": 0.1}
 ACCURACY = {"abs": 0.011}  # three of 300 examples
-
-
-def blocks():
-    text = PAGE.read_text(encoding="utf-8")
-    return re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
 
 
 def numbers(text):
@@ -35,7 +31,7 @@ def check(printed, expected):
 def test_the_tutorial_runs_in_order_and_prints_its_numbers(tmp_path, capsys):
     names, printed, compared = {}, "", 0
     with contextlib.chdir(tmp_path):
-        for language, code in blocks():
+        for language, code in blocks(PAGE, "python", "console", "text"):
             if language == "python":
                 exec(compile(code, "tutorial.md", "exec"), names)
             elif language == "console":

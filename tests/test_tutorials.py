@@ -1,0 +1,67 @@
+"""The tutorials run in order, as the site executes them, and their pictures show data."""
+
+import contextlib
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from scripts import pictures
+from tests.pages import all_blocks
+
+PAGES = {
+    path.stem: path for path in sorted(Path(__file__).parent.parent.glob("docs/tutorials/*.md"))
+}
+FIGURES = {"train": 2}
+
+
+def execute(page, folder):
+    """Execute the blocks that the site executes; returns the text of each block in HTML."""
+    names, drawn = {"__name__": page.stem}, []
+    with contextlib.chdir(folder):
+        for _, options, code in all_blocks(page):
+            if 'exec="on"' in options:
+                assert f'session="{page.stem}"' in options
+                printed = []
+                names["print"] = lambda *texts, printed=printed: printed.extend(map(str, texts))
+                exec(compile(code, page.name, "exec"), names)
+                if 'html="1"' in options:
+                    drawn.append("".join(printed))
+                else:
+                    assert bool(printed) == ("result=" in options), code
+    return drawn
+
+
+def assert_shows_data(figure):
+    for axes in figure.axes:
+        lines = [line.get_ydata() for line in axes.lines]
+        cells = [mesh.get_array() for mesh in axes.collections]
+        assert lines or cells
+        for values in [*lines, *cells]:
+            assert np.isfinite(np.asarray(values, float)).all()
+        assert any(np.ptp(values) > 0 for values in [*lines, *cells])
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_tutorial_runs_and_its_pictures_show_data(name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures, draw = [], pictures.svg
+    monkeypatch.setattr(pictures, "svg", lambda figure: figures.append(figure) or draw(figure))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    drawn = execute(PAGES[name], tmp_path)
+    assert len(figures) == FIGURES[name] == len(drawn)
+    for figure, text in zip(figures, drawn, strict=True):
+        assert_shows_data(figure)
+        element = ET.fromstring(text)
+        assert {"width", "height"}.isdisjoint(element.keys())
+        assert element.get("viewBox")
+        assert "#000000" not in text  # black text would be invisible on a dark page
+        assert text.count("currentColor") > 10
+
+
+def test_each_tutorial_has_a_case():
+    assert PAGES.keys() == FIGURES.keys()
