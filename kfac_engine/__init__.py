@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from kfac_engine.curvature.schedule import Schedule as Schedule
     from kfac_engine.engine.engine import Engine as Engine
     from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
+    from kfac_engine.engine.factor_view import FactorView as FactorView
     from kfac_engine.engine.factors import Factors as Factors
-    from kfac_engine.engine.factors import FactorView as FactorView
     from kfac_engine.engine.factors import ParameterFactors as ParameterFactors
     from kfac_engine.engine.memory import MemoryReport as MemoryReport
     from kfac_engine.engine.one_batch import precondition as precondition
@@ -184,7 +184,7 @@ _HOMES = {
     "factor_spectra": "engine.factor_spectra",
     "Factors": "engine.factors",
     "ParameterFactors": "engine.factors",
-    "FactorView": "engine.factors",
+    "FactorView": "engine.factor_view",
     "MemoryReport": "engine.memory",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",

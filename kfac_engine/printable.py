@@ -23,7 +23,8 @@ def one_line(text: str) -> str:
 
 def shortened(text: str, most: int) -> str:
     """Return the text in printable form, shortened in the middle to ``most`` characters or so."""
-    return _cut(printable(text), most)
+    # The first cut bounds the time for long texts, the second the length of escapes.
+    return _cut(printable(_cut(text, most)), most)
 
 
 def _cut(text: str, most: int) -> str:

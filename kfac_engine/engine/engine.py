@@ -20,6 +20,7 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
+from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.measured_model import MeasuredModel
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
@@ -32,9 +33,10 @@ from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.text.summary import Summarized, Summary
 
 
-class Engine(MeasuredModel):
+class Engine(Summarized, MeasuredModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
     ``from_onnx`` returns an engine. Its options ``damping`` and ``schedule`` can be changed later;
@@ -325,6 +327,11 @@ class Engine(MeasuredModel):
             self._model.set_parameters(state.parameters)
             self.set_buffers(state.buffers)
         self._history.restart()
+
+    def _summary(self) -> Summary:
+        settings = self.damping, self.schedule
+        reports = self._layer_reports()
+        return engine_summary(self.name, self._assembly, settings, self.counter, reports)
 
     # -- private ----------------------------------------------------------------------------------
 

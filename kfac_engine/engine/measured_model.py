@@ -1,12 +1,13 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
 
@@ -33,12 +34,13 @@ class MeasuredModel(TrainableModel):
         self.estimator = estimator
         self._discovery = assembly.discovery
         self._exps = tuple(exps)
-        self.factors = Factors(self._discovery, self.collection, self._model.parameters)
+        self._entries = ParameterEntries(self._discovery, self._model.parameters)
+        self.factors = Factors(self._entries, self.collection)
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:
         """A report for each layer with its block, and for each parameter without a layer."""
-        return layer_reports(self._discovery, self.collection, self._model, self._exps)
+        return tuple(self._layer_reports())
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.
@@ -54,6 +56,9 @@ class MeasuredModel(TrainableModel):
         """
         whole("batch_size", batch_size, least=1)
         return self._footprint.peak(batch_size)
+
+    def _layer_reports(self) -> Iterator[LayerReport]:
+        return layer_reports(self._entries, self.collection, self._model, self._exps)
 
     @property
     def _footprint(self) -> Footprint:

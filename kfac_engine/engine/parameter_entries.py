@@ -15,10 +15,15 @@ class ParameterEntries:
     Args:
         discovery: The layers of a model, and the slices of its parameters.
         parameters: Parameter name to value.
+
+    Attributes:
+        layers: The layers, in the order of the graph.
+        shapes: Parameter name to shape.
     """
 
     def __init__(self, discovery: Discovery, parameters: Mapping[str, Array]) -> None:
-        self._shapes = {name: value.shape for name, value in parameters.items()}
+        self.layers = discovery.layers
+        self.shapes = {name: value.shape for name, value in parameters.items()}
         self._owners = {
             part.name: (name, part) for name, parts in discovery.parts.items() for part in parts
         }
@@ -32,7 +37,7 @@ class ParameterEntries:
         return tuple(self._extent(*self._owners[name]) for name in layer.parameters)
 
     def _extent(self, name: str, part: ParameterSlice) -> str:
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         whole = part.index is None or part.index.size == prod(shape)
         return "" if whole or part.index is None else describe(part.index, shape)
 

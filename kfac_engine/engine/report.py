@@ -13,7 +13,6 @@ from kfac_engine.engine.loss_bindings import LossBinding
 from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
 from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
 from kfac_engine.graph.structure import Graph
-from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
 from kfac_engine.runtime.model import OnnxModel
@@ -92,21 +91,21 @@ class LossReport:
 
 
 def layer_reports(
-    discovery: Discovery, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
-) -> tuple[LayerReport, ...]:
-    """Return a report for each block, in the order of the graph.
+    entries: ParameterEntries, collection: LayerCollection, model: OnnxModel, exps: Sequence[float]
+) -> Iterator[LayerReport]:
+    """Yield a report for each block, in the order of the graph.
 
     Args:
-        discovery: Layers of the graph, parameters without a layer, and parameter slices.
+        entries: Layers of the graph, parameters without a layer, and their parameters.
         collection: Their blocks.
         model: Knows the shapes of the parameters.
         exps: Powers that are stored.
 
-    Returns:
+    Yields:
         The reports.
     """
-    entries = ParameterEntries(discovery, model.parameters)
-    return tuple(_report(layer, entries, collection, model, exps) for layer in discovery.layers)
+    for layer in entries.layers:
+        yield _report(layer, entries, collection, model, exps)
 
 
 def loss_reports(

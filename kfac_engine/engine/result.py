@@ -1,5 +1,6 @@
 """The results of the engine's calls."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -8,8 +9,10 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.errors import InputError
+from kfac_engine.text.summary import Summarized, Summary, Table, counted, dimensions
 
 KL_CLIP = 0.003
+_PART = 1 << 20  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ class Stage:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+@dataclass(frozen=True, slots=True, repr=False)
+class Result(Summarized):
     """Gradients of one batch; the arrays belong to the caller.
 
     Attributes:
@@ -79,3 +82,40 @@ class Result:
             for name, natural in self.natural_gradients.items()
         )
         return min(learning_rate, sqrt(kl_clip / product)) if product > 0 else learning_rate
+
+    def _summary(self) -> Summary:
+        facts = {
+            "loss": f"{self.loss:.6g}",
+            "gradients": _total(self.gradients),
+            "natural gradients": _total(self.natural_gradients),
+            "notes": len(self.notes),
+        }
+        names = self.gradients or self.natural_gradients
+        heads = ("parameter", "shape", "norm of gradient", "norm of natural gradient")
+        rows = ((name, dimensions(names[name].shape), *self._norms(name)) for name in names)
+        shown = {name: fact for name, fact in facts.items() if fact}
+        return Summary("Result", shown, Table(heads, rows, len(names), "parameters"))
+
+    def _norms(self, name: str) -> tuple[str, str]:
+        sides = (self.gradients, self.natural_gradients)
+        first, second = (
+            f"{sqrt(_square(side[name])):.4g}" if name in side else "–" for side in sides
+        )
+        return first, second
+
+
+def _total(arrays: Mapping[str, Array]) -> str:
+    """Return number, size and norm of arrays; empty for none."""
+    if not arrays:
+        return ""
+    size, norm = sum(a.size for a in arrays.values()), sqrt(sum(map(_square, arrays.values())))
+    return f"{counted(len(arrays), 'array')} of {counted(size, 'number')}, norm {norm:.4g}"
+
+
+def _square(array: Array) -> float:
+    """Return the sum of squares in float64, converted in parts of bounded size."""
+    flat, total = array.reshape(-1), 0.0
+    for start in range(0, len(flat), _PART):
+        part = flat[start : start + _PART].astype(np.float64)
+        total += float(part @ part)
+    return total

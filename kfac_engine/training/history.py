@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import checked_path
+from kfac_engine.text.summary import Summarized, Summary, Table, counted
 from kfac_engine.training.description import Description, described_spectra
 from kfac_engine.training.optimizer import Optimizer
 
@@ -25,12 +27,16 @@ STEP_ENTRIES = frozenset(
     }
 )  # fmt: skip
 
+# Columns of the summary of a history, before the metrics.
+_COLUMNS = ("step", "epoch", "seconds", "loss", "learning_rate")
+_MOST_METRICS = 8
+
 # Name to number, but ``refreshed`` to a list of names; see ``History.records``.
 Record: TypeAlias = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+@dataclass(frozen=True, slots=True, repr=False)
+class History(Summarized):
     """The result of ``fit``.
 
     Attributes:
@@ -67,6 +73,21 @@ class History:
         last = self.records[-1]
         step = last.get("best_step", last["step"])
         return metrics_in(next(r for r in reversed(self.records) if r["step"] == step))
+
+    def _summary(self) -> Summary:
+        title = f"Training of '{self.engine.name}' by {type(self.optimizer).__name__}"
+        if not self.records:
+            return Summary(title, {"steps": 0})
+        last = self.records[-1]
+        facts = {
+            "steps": f"{last['step']:,} in {counted(last['epoch'] + 1, 'epoch')}",
+            "seconds": f"{last['seconds']:.4g}",
+            "loss": f"{last['loss']:.4g} of the last batch",
+            **dict(islice(((n, f"{v:.4g}") for n, v in self.metrics.items()), _MOST_METRICS)),
+        }
+        heads = [*_COLUMNS, *islice(self.metrics, _MOST_METRICS)]
+        rows = ([_show_number(r.get(head)) for head in heads] for r in reversed(self.records))
+        return Summary(title, facts, Table(heads, rows, len(self.records), "steps before"))
 
 
 def metrics_in(record: Record) -> dict[str, float]:
@@ -106,6 +127,12 @@ class Log:
                 file.writelines(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
         except OSError as failure:
             raise InputError(f"cannot write the log '{self._path}': {failure.strerror}.") from None
+
+
+def _show_number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _valid(record: Record) -> Record:

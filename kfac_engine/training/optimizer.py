@@ -22,6 +22,7 @@ from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, KfacError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
+from kfac_engine.text.summary import Summarized, Summary
 from kfac_engine.training.checkpoint import (
     OPTIMIZER,
     Check,
@@ -62,7 +63,7 @@ class Proposal:
     report: StepReport
 
 
-class Optimizer(Sealed, ABC):
+class Optimizer(Summarized, Sealed, ABC):
     """Base of the optimizers: changes ``engine.parameters`` by one batch at a time.
 
     Args:
@@ -228,6 +229,21 @@ class Optimizer(Sealed, ABC):
         """Prepare for a second attempt from an earlier state, after the loss has exploded."""
         self._restraint *= _RESTRAINT
 
+    def _summary(self) -> Summary:
+        defaults = signature(type(self).__init__).parameters
+        options = {
+            name: value
+            for name, value in self._options.items()
+            if name != "learning_rate" and value is not defaults[name].default
+        }
+        rule = self._options["learning_rate"]
+        facts = {
+            "learning rate": _show_option(rule if isinstance(rule, str) else self._learning_rate),
+            "steps": f"{self.steps:,}" + (f", {self.skipped:,} skipped" if self.skipped else ""),
+            **{name: _show_option(value) for name, value in options.items()},
+        }
+        return Summary(f"{type(self).__name__} of '{self.engine.name}'", facts)
+
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
         values = self.engine.parameters
@@ -301,6 +317,11 @@ class Optimizer(Sealed, ABC):
                     f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
                     f"too large. Scale the loss down, or clip the data."
                 )
+
+
+def _show_option(value: object) -> str:
+    """Return an option as text; a function by its name."""
+    return f"function {value.__name__}" if hasattr(value, "__name__") else str(value)
 
 
 def check_rate(name: str, value: object) -> None:

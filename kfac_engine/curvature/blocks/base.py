@@ -13,6 +13,8 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
+from kfac_engine.printable import shortened
+from kfac_engine.text.summary import dimensions
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
@@ -20,6 +22,8 @@ Factor = TypeVar("Factor", bound=FisherFactor)
 TowerNames: TypeAlias = str | Sequence[str]
 # grads_list[source][tower] for layers, grads_list[source] for generic blocks.
 GradsList: TypeAlias = Sequence[Sequence[TowerNames]] | Sequence[TowerNames]
+
+_MOST_NAMES, _MOST_CHARACTERS = 4, 80
 
 
 class FactorOwner(Protocol):
@@ -63,6 +67,13 @@ class FisherBlock(InverseProducts, ABC):
         self._collection = collection
         self.params: Params | None = None
         self._damping: Callable[[], float] | None = None
+
+    def __repr__(self) -> str:
+        """Return class, parameters and shapes of the factors."""
+        names = () if self.params is None else uses(self.params)
+        shown = [shortened(name, _MOST_CHARACTERS) for name in names[:_MOST_NAMES]]
+        more = ["…"] if len(names) > _MOST_NAMES else []
+        return f"<{type(self).__name__} of {', '.join(shown + more) or '?'}: {self._shapes()}>"
 
     # -- registration ---------------------------------------------------------------------------
 
@@ -190,6 +201,15 @@ class FisherBlock(InverseProducts, ABC):
         """Return the undamped block as a dense matrix, in the order of the packed parameters."""
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _shapes(self) -> str:
+        """Return the shapes of the averages, such as ``A 10×10, G 16×16``."""
+        if self._damping is None:
+            return "without factors"
+        if any(factor.average.value is None for factor in self.factors):
+            return "without statistics"
+        pairs = zip(self.symbols, map(shape_of, self.factors), strict=True)
+        return ", ".join(f"{symbol} {dimensions(shape)}" for symbol, shape in pairs)
 
     def _operand(self, vector: Vector) -> Vector:
         """Return a vector of any library as floating-point arrays of the backend."""

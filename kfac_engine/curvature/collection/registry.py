@@ -16,9 +16,13 @@ from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.losses.collection import Reuse, check_reuse
+from kfac_engine.printable import shortened
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.text.summary import counted
 
 Factor = TypeVar("Factor", bound=FisherFactor)
+
+_MOST_CHARACTERS = 80
 
 
 class BlockRegistry(ApproximationChoices):
@@ -37,6 +41,13 @@ class BlockRegistry(ApproximationChoices):
         self.backend = select(backend) if isinstance(backend, str) else backend
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}
+
+    def __repr__(self) -> str:
+        """Return the name, and the numbers of blocks and factors."""
+        name = shortened(self.name, _MOST_CHARACTERS)
+        blocks = counted(len(self.fisher_blocks), "block")
+        factors = counted(len(self.fisher_factors), "factor")
+        return f"<{type(self).__name__} '{name}': {blocks}, {factors}>"
 
     # -- contents -----------------------------------------------------------------------
 

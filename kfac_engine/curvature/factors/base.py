@@ -26,8 +26,11 @@ from kfac_engine.curvature.factors.measurement import (
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
 from kfac_engine.curvature.factors.statistics import Sizes, Statistic
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.printable import shortened
+from kfac_engine.text.summary import dimensions
 
 _WIDE = np.dtype(np.float64)
+_MOST_CHARACTERS = 80
 
 
 class FisherFactor(FactorOperations, ABC):
@@ -73,6 +76,12 @@ class FisherFactor(FactorOperations, ABC):
         """Name of the statistic and of the tensors that it reads, for messages and tables."""
         names = ", ".join(dict.fromkeys(self.statistic.names()))
         return f"{type(self.statistic).__name__}({names})"
+
+    def __repr__(self) -> str:
+        """Return class, shape and name."""
+        value = self.average.value
+        shape = "without statistics" if value is None else dimensions(value.shape)
+        return f"<{type(self).__name__} {shape}: {shortened(self.name, _MOST_CHARACTERS)}>"
 
     # -- statistics -----------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Texts that show objects to people."""
