@@ -13,7 +13,7 @@ from tests.pages import all_blocks
 PAGES = {
     path.stem: path for path in sorted(Path(__file__).parent.parent.glob("docs/tutorials/*.md"))
 }
-FIGURES = {"train": 2}
+FIGURES = {"spectra": 4, "train": 2}
 
 
 def execute(page, folder):
