@@ -15,6 +15,8 @@ CASES = {
     "the nearer of two": ("head.bais", PARAMETERS, "head.bias"),
     "another word": ("hinge", LOSSES, None),
     "another word among commands": ("foo", ("demo", "doctor", "report"), None),
+    "another word with the same syllables": ("convolution", ("conv", "precondition"), None),
+    "the same beginning": ("kron_sua", ("kron", "kron_out_diag", "diagonal"), None),
     "a pattern without letters": ("*", PARAMETERS, None),
     "no known name": ("loss", (), None),
     "no text": (5, LOSSES, None),

@@ -26,7 +26,7 @@ WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 
 
 class Program(click.Group):
-    """The group of the commands; an unknown command is an error with the nearest one."""
+    """The group of the commands; the error for an unknown command suggests the nearest one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -42,11 +42,18 @@ class Program(click.Group):
             raise click.UsageError(f"no command '{name}'{near}", ctx)
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their whole texts, in the order of ``COMMANDS``."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help or "") for name, entry in self.commands.items()])
+
 
 @click.group(
     cls=Program,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="'kfac-engine COMMAND --help' shows the options of a command and an example.",
 )
 @click.version_option(__version__, prog_name="kfac-engine")
 @debug_option

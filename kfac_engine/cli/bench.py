@@ -5,56 +5,59 @@ from typing import Any
 
 import click
 
+from kfac_engine.cli.command import Command, Group
 from kfac_engine.cli.options import debug_option, file_path
 from kfac_engine.cli.training_options import separated, training_options
 
 
-@click.command
-@click.option(
+@click.command(
+    cls=Command, example="kfac-engine bench --suite inverse --repeats 2 --json results.json"
+)
+@Group.MEASUREMENTS.option(
     "--suite",
     multiple=True,
     metavar="NAME",
     help="Suite to run; by default all but gpu and train. May be repeated.",
 )
-@click.option(
+@Group.MEASUREMENTS.option(
     "--compare",
     default="",
     metavar="NAMES",
     help="Libraries to compare with, in a checkout and if they are installed: torch, "
     "torch-by-example, jax, kfac-jax, curvlinops. Separated by commas.",
 )
-@click.option(
+@Group.MACHINE.option(
     "--threads",
     type=int,
     metavar="N",
     help="Number of threads of each contender; by default the number of usable cores.",
 )
-@click.option(
+@Group.MEASUREMENTS.option(
     "--repeats",
     type=click.IntRange(min=2),
     metavar="N",
     help="Number of rounds of each job; by default as many as fit into eight seconds, 2 to 7.",
 )
-@click.option(
+@Group.OUTPUT.option(
     "--json",
     "json_path",
     type=file_path,
     metavar="FILE",
     help="Write the measurements into this file, too, after each suite.",
 )
-@click.option(
+@Group.OUTPUT.option(
     "--resume",
     is_flag=True,
     help="Skip the suites that the file of --json has without gaps; refuse a file of another "
     "machine.",
 )
-@click.option(
+@Group.OUTPUT.option(
     "--plot",
     type=file_path,
     metavar="DIR",
     help="Draw a chart of each suite into this folder; needs matplotlib.",
 )
-@click.option(
+@Group.MEASUREMENTS.option(
     "--profile",
     is_flag=True,
     help="Show the time and the memory of each stage of a step, with the suite step.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
+from kfac_engine.cli.command import Command, Group
 from kfac_engine.cli.display import progress, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.options import debug_option, file_path
@@ -27,22 +28,22 @@ TARGETS = (0.5, 0.2, 0.1)
 OURS = "K-FAC"
 
 
-@click.command
-@click.option(
+@click.command(cls=Command, example="kfac-engine demo --seconds 0.1 --seeds 1")
+@Group.LENGTH.option(
     "--seconds",
     type=click.FloatRange(0.01, 60),
     default=0.8,
     show_default=True,
     help="CPU seconds of each run.",
 )
-@click.option(
+@Group.LENGTH.option(
     "--seeds",
     type=click.IntRange(1, 20),
     default=3,
     show_default=True,
     help="Number of seeds; the tables have medians.",
 )
-@click.option(
+@Group.OUTPUT.option(
     "--out",
     type=file_path,
     default=Path("demo-output"),

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import report_beside, say, working
-from kfac_engine.cli.engine_options import OBJECTIVE, EngineCommand
+from kfac_engine.cli.engine_options import OBJECTIVE, EngineCommand, losses
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -19,21 +20,24 @@ if TYPE_CHECKING:
     from kfac_engine.graph.write import ModelProto
 
 _OPTIONS = (
-    click.option(
+    Group.LOSS.option(
         "--loss",
+        metavar="NAME",
         multiple=True,
         callback=one_or_all,
+        names=losses,
         help="Name of the loss; without a loss, the result has an input for the cotangent. May be "
         "repeated: the result is the gradient of the sum.",
     ),
-    click.option(
+    Group.LOSS.option(
         "--output",
+        metavar="NAME",
         multiple=True,
         callback=one_or_all,
         help="Value that is differentiated, one for each loss; by default the only output of the "
         "model.",
     ),
-    click.option(
+    Group.MODEL.option(
         "--wrt",
         multiple=True,
         callback=one_or_all,
@@ -44,11 +48,21 @@ _OPTIONS = (
 )
 
 
-@click.command(cls=EngineCommand, names=OBJECTIVE)
+@click.command(
+    cls=EngineCommand,
+    example="kfac-engine differentiate mlp.onnx --loss cross_entropy -o gradient.onnx",
+    names=OBJECTIVE,
+)
 @click.argument("model", type=file_path)
 @keywords(*_OPTIONS)
 @sample_option
-@click.option("-o", "target", type=file_path, required=True, help="File of the result (.onnx).")
+@Group.OUTPUT.option(
+    "-o",
+    "target",
+    type=file_path,
+    required=True,
+    help="File of the result (.onnx).",
+)
 @debug_option
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""

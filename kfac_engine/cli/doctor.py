@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from kfac_engine import __version__
+from kfac_engine.cli.command import Command
 from kfac_engine.cli.display import print_json, warn
 from kfac_engine.cli.options import debug_option, json_option
 from kfac_engine.cli.tables import print_table
@@ -36,7 +37,7 @@ _THREAD_VARIABLES = (
 _OLD_KERNELS = ("Prescott", "Nehalem", "Core2", "Penryn", "Dunnington", "Atom", "Sandybridge")
 
 
-@click.command
+@click.command(cls=Command, example="kfac-engine doctor")
 @json_option
 @debug_option
 def doctor(as_json: bool) -> None:

@@ -6,7 +6,7 @@ command line differs. The record is imported when a command runs or shows its he
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import cleandoc
 from types import NoneType, UnionType
@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
-from kfac_engine.cli.options import Choice, one_or_all
+from kfac_engine.cli.command import Choice, Command, Group, Option
+from kfac_engine.cli.options import one_or_all
 
 HEADING = "Options of the engine"
 # Fields that a command has as an option of its own (--exp, --refresh-every, --inputs), and fields
@@ -71,7 +72,8 @@ def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
     return click.BadParameter(f"expected {parameter.metavar or 'KEY=VALUE'}{such}; got '{text}'.")
 
 
-def _losses() -> Collection[str]:
+def losses() -> Collection[str]:
+    """Return the names of the losses."""
     from kfac_engine.losses import LOSSES
 
     return LOSSES
@@ -106,44 +108,64 @@ class Spelling:
     """The differences between an option of the command line and its field.
 
     Attributes:
+        group: Group of the option.
         flag: Name of the option; by default that of the field, with hyphens.
         settings: Arguments of ``click.Option``, in place of those that follow from the type.
-        names: Return the values that the option accepts, for its help text.
+        names: Return the values that the option accepts, for its help text and for shells.
     """
 
+    group: Group
     flag: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     names: Callable[[], Collection[str]] = tuple
 
 
 SPELLINGS: Mapping[str, Spelling] = {
-    "loss": Spelling(settings={"metavar": "NAME", "default": ("categorical",)}, names=_losses),
-    "output": Spelling(settings={"metavar": "NAME"}),
-    "loss_weights": Spelling("--loss-weight"),
-    "trainable": Spelling(settings={"metavar": "PATTERN"}),
-    "freeze": Spelling(settings={"metavar": "PATTERN"}),
-    "estimation_mode": Spelling("--mode", {"metavar": "NAME"}, _modes),
-    "approximations": Spelling("--approx", {"metavar": "KIND=NAME"}),
-    "scratch_bytes": Spelling("--scratch", {"metavar": "MB", "callback": _megabytes}),
-    "backend": Spelling(settings={"metavar": "NAME"}, names=_backends),
-    "batch_axes": Spelling("--batch-axis", {"metavar": "INPUT=AXIS"}),
-    "policy": Spelling("--refresh-policy", {"metavar": "NAME"}, _policies),
-    "drift": Spelling("--refresh-drift"),
-    "budget": Spelling("--refresh-budget"),
-    "periods": Spelling("--refresh-period", {"metavar": "PATTERN=CALLS"}),
+    "loss": Spelling(
+        Group.LOSS, settings={"metavar": "NAME", "default": ("categorical",)}, names=losses
+    ),
+    "output": Spelling(Group.LOSS, settings={"metavar": "NAME"}),
+    "class_axis": Spelling(Group.LOSS),
+    "find_logits": Spelling(Group.LOSS),
+    "loss_weights": Spelling(Group.LOSS, "--loss-weight"),
+    "reduction": Spelling(Group.LOSS),
+    "trainable": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),
+    "freeze": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),
+    "gradient_dtype": Spelling(Group.MODEL),
+    "tie_weights": Spelling(Group.MODEL),
+    "batch_axes": Spelling(Group.MODEL, "--batch-axis", {"metavar": "INPUT=AXIS"}),
+    "train_form": Spelling(Group.MODEL),
+    "damping": Spelling(Group.CURVATURE),
+    "ema_decay": Spelling(Group.CURVATURE),
+    "estimation_mode": Spelling(Group.CURVATURE, "--mode", {"metavar": "NAME"}, _modes),
+    "approximations": Spelling(Group.CURVATURE, "--approx", {"metavar": "KIND=NAME"}),
+    "seed": Spelling(Group.CURVATURE),
+    "covariance_every": Spelling(Group.REFRESHES),
+    "refresh_every": Spelling(Group.REFRESHES),
+    "policy": Spelling(Group.REFRESHES, "--refresh-policy", {"metavar": "NAME"}, _policies),
+    "drift": Spelling(Group.REFRESHES, "--refresh-drift"),
+    "budget": Spelling(Group.REFRESHES, "--refresh-budget"),
+    "periods": Spelling(Group.REFRESHES, "--refresh-period", {"metavar": "PATTERN=CALLS"}),
+    "threads": Spelling(Group.MACHINE),
+    "scratch_bytes": Spelling(
+        Group.MACHINE, "--scratch", {"metavar": "MB", "callback": _megabytes}
+    ),
+    "backend": Spelling(Group.MACHINE, settings={"metavar": "NAME"}, names=_backends),
     "graph_passes": Spelling(
-        "", {"metavar": "NAMES", "callback": _names, "multiple": False, "default": "all"}, _passes
+        Group.MACHINE,
+        settings={"metavar": "NAMES", "callback": _names, "multiple": False, "default": "all"},
+        names=_passes,
     ),
 }
 
 
-class EngineCommand(click.Command):
+class EngineCommand(Command):
     """A command with the options of an engine next to its own.
 
     Args:
         names: Fields of ``EngineOptions``; empty for all.
         without: Fields that the command sets itself.
-        settings: Arguments of ``click.Command``.
+        settings: Arguments of ``Command``.
     """
 
     def __init__(
@@ -174,19 +196,26 @@ class EngineCommand(click.Command):
         """Whether the command has all options of an engine, but those that it sets itself."""
         return not self._names
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options, then those of the engine."""
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        sections: dict[str, list[tuple[str, str]]] = {"Options": [], HEADING: []}
-        for option in options:
-            if record := option.get_help_record(ctx):
-                sections[HEADING if option in self._shared else "Options"].append(record)
-        for heading, rows in sections.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)
+    def notes(
+        self, options: Sequence[click.Option]
+    ) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
+        """Return a section with the kinds and names of --approx after its group."""
+        if any(option.name == "approximations" for option in options):
+            yield "Kinds and names of --approx, the default first", _kinds()
 
 
-def options_of(record: type[Any], names: Sequence[str] = ()) -> list[click.Option]:
+def _kinds() -> list[tuple[str, str]]:
+    """Return the kinds of layer with several approximations, and the names of these."""
+    from kfac_engine.curvature.approximations import KINDS, accepted
+
+    kinds: dict[str, list[str]] = {}
+    for kind in KINDS:
+        if len(accepted(kind)) > 1:
+            kinds.setdefault(", ".join(accepted(kind)), []).append(kind)
+    return [(", ".join(alike), names) for names, alike in kinds.items()]
+
+
+def options_of(record: type[Any], names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record.
 
     Args:
@@ -203,23 +232,31 @@ def options_of(record: type[Any], names: Sequence[str] = ()) -> list[click.Optio
     ]
 
 
-def _option(record_field: "Field[Any]", annotation: Any, text: str) -> click.Option:
+def _option(record_field: "Field[Any]", annotation: Any, text: str) -> Option:
     name, default = record_field.name, record_field.default
-    spelling = SPELLINGS.get(name, Spelling())
+    spelling = SPELLINGS[name]
     settings = {**_settings(annotation), **spelling.settings}
     if default is not MISSING and default is not None:
         settings.setdefault("default", default)
-    flag = spelling.flag or f"--{name.replace('_', '-')}"
+    flag = _flag(name)
     if settings.get("is_flag") and default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     words = [text]
     if settings.get("multiple"):
         words.append("May be repeated.")
-    if names := spelling.names():
-        words.append(f"Names: {', '.join(names)}.")
-    return click.Option(
-        [flag, name], help=" ".join(words), show_default="default" in settings, **settings
+    return Option(
+        [flag, name],
+        group=spelling.group,
+        names=spelling.names,
+        help=" ".join(words),
+        show_default="default" in settings,
+        **settings,
     )
+
+
+def _flag(name: str) -> str:
+    """Return the option of a field."""
+    return SPELLINGS[name].flag or f"--{name.replace('_', '-')}"
 
 
 def _settings(annotation: Any) -> dict[str, Any]:
@@ -253,5 +290,6 @@ def _entries(record: type[Any]) -> Iterator[tuple[str, str]]:
     for owner in reversed(record.__mro__[:-1]):
         _, _, section = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
         for name, text in re.findall(r"^    (\w+): (.*\n?(?:     +.*\n?)*)", section, re.M):
-            plain = re.sub(r'``"?|"?``', "", " ".join(text.split()))
+            spelt = re.sub(r"``(\w+)``", lambda m: _flag(m[1]) if m[1] in SPELLINGS else m[1], text)
+            plain = re.sub(r'``"?|"?``', "", " ".join(spelt.split()))
             yield name, re.match(r".*?\.(?= |$)|.*", plain)[0]  # type: ignore[index]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kfac_engine.cli.command import Choice, Group
 from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
-    Choice,
     debug_option,
     file_path,
     gathered,
@@ -45,31 +45,42 @@ class Search:
 
 
 _FILES = (
-    click.option(
+    Group.DATA.option(
         "--data", type=file_path, required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
         "--targets: the inputs, .npz or .npy.",
     ),
-    click.option("--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."),
+    Group.DATA.option(
+        "--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."
+    ),
     sample_option,
-    click.option("--plot", type=file_path, help="Picture of the losses (.png, .svg, .pdf)."),
+    Group.OUTPUT.option("--plot", type=file_path, help="Picture of the losses (.png, .svg, .pdf)."),
 )  # fmt: skip
 _SEARCH = (
-    click.option(
+    Group.OPTIMIZER.option(
         "--optimizer", type=Choice(OPTIMIZERS), default="adam", show_default=True,
         help="The optimizer.",
     ),
-    click.option(
+    Group.OPTIMIZER.option(
         "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
         help="Examples in a batch.",
     ),
-    click.option("--lowest", default=1e-6, show_default=True, help="Rate of the first step."),
-    click.option("--highest", default=10.0, show_default=True, help="Rate of the last step."),
-    click.option("--steps", default=100, show_default=True, help="Number of rates."),
+    Group.SEARCH.option(
+        "--lowest", default=1e-6, show_default=True, help="Rate of the first step."
+    ),
+    Group.SEARCH.option(
+        "--highest", default=10.0, show_default=True, help="Rate of the last step."
+    ),
+    Group.SEARCH.option("--steps", default=100, show_default=True, help="Number of rates."),
 )  # fmt: skip
 
 
-@click.command("find-rate", cls=EngineCommand, without=SET_HERE)
+@click.command(
+    "find-rate",
+    cls=EngineCommand,
+    example="kfac-engine find-rate mlp.onnx --data digits.npz --optimizer adam",
+    without=SET_HERE,
+)
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
 @gathered("search", Search, _SEARCH)

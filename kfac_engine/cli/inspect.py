@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import (
     print_json,
     say,
@@ -47,15 +48,15 @@ _MOST_ALIKE = 3
 _REFRESH = " refresh"
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, example="kfac-engine inspect mlp.onnx --batch 128")
 @click.argument("model", type=file_path)
-@click.option(
+@Group.MODEL.option(
     "--batch",
     type=click.IntRange(min=1),
     help="Number of examples in a batch, for the peak memory; by default that of --inputs, or 1.",
 )
 @sample_option
-@click.option(
+@Group.OUTPUT.option(
     "--plot",
     type=file_path,
     help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "

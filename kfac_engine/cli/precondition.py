@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import (
     print_json,
     report_beside,
@@ -54,24 +55,33 @@ class Outcome:
 
 
 _FILE_OPTIONS = (
-    click.option(
-        "--inputs", type=file_path, required=True, help="Batch: .npz by input name, or one .npy."
+    Group.DATA.option(
+        "--inputs",
+        type=file_path,
+        required=True,
+        help="Batch: .npz by input name, or one .npy.",
     ),
-    click.option(
-        "--targets", type=file_path, help="Targets, .npz or .npy; for --gradients optional."
+    Group.DATA.option(
+        "--targets",
+        type=file_path,
+        help="Targets, .npz or .npy; for --gradients optional.",
     ),
-    click.option(
+    Group.DATA.option(
         "--gradients",
         type=file_path,
         help="Gradients to precondition in place of the model's own (.safetensors).",
     ),
-    click.option(
+    Group.OUTPUT.option(
         "--state",
         type=file_path,
         help="Moving averages, loaded if the file exists, then saved.",
     ),
-    click.option(
-        "-o", "--out", type=file_path, required=True, help="File of the result (.safetensors)."
+    Group.OUTPUT.option(
+        "-o",
+        "--out",
+        type=file_path,
+        required=True,
+        help="File of the result (.safetensors).",
     ),
 )
 
@@ -80,10 +90,20 @@ _FILE_OPTIONS = (
 _SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "periods")
 
 
-@click.command(cls=EngineCommand, params=options_of(Schedule, _SCHEDULE))
+@click.command(
+    cls=EngineCommand,
+    example="kfac-engine precondition mlp.onnx --inputs images.npy \\\n"
+    "  --targets labels.npy -o gradients.safetensors",
+    params=options_of(Schedule, _SCHEDULE),
+)
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILE_OPTIONS)
-@click.option("--exp", default=-1.0, show_default=True, help="Power of the Fisher matrix.")
+@Group.CURVATURE.option(
+    "--exp",
+    default=-1.0,
+    show_default=True,
+    help="Power of the Fisher matrix.",
+)
 @keywords()
 @json_option
 @debug_option

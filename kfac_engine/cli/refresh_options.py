@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import click
-
+from kfac_engine.cli.command import Group, Option
 from kfac_engine.cli.engine_options import options_of
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
@@ -11,12 +10,15 @@ from kfac_engine.errors import InputError
 _NAMES = ("refresh_every", "policy", "drift", "budget", "periods")
 
 
-def refresh_options() -> list[click.Option]:
+def refresh_options() -> list[Option]:
     """Return the options of a schedule, with the defaults of the optimizer in place of its own."""
     options = options_of(Schedule, _NAMES)
     for option in options:
         option.default, option.show_default = None, False
-        option.help = f"For kfac, a call is a step: {option.help}"
+        option.group = Group.KFAC_REFRESHES
+        # A step of the optimizer is a call of the engine.
+        option.text = option.text.replace("call", "step")
+        option.metavar = option.metavar and option.metavar.replace("CALLS", "STEPS")
     return options
 
 

@@ -1,7 +1,7 @@
 """``train``: train a model on a data set, and write it as an ONNX file."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kfac_engine.cli.command import Choice, Group
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
-    Choice,
     Invocation,
     debug_option,
     file_path,
@@ -92,79 +92,110 @@ def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     return values or None
 
 
+def _metrics() -> Collection[str]:
+    from kfac_engine.engine.metrics import METRICS
+
+    return METRICS
+
+
 _FILES = (
-    click.option(
+    Group.DATA.option(
         "--data",
         type=file_path,
         required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
         "--targets: the inputs, .npz or .npy.",
     ),
-    click.option("--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."),
-    click.option(
+    Group.DATA.option(
+        "--targets",
+        type=file_path,
+        help="Targets in a file of their own, .npz or .npy.",
+    ),
+    Group.VALIDATION.option(
         "--validation",
         metavar="FILE|FRACTION",
         callback=_path_or_fraction,
         help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
         "that is split off, such as 0.1.",
     ),
-    click.option(
-        "--checkpoint", type=file_path, help="Folder for the state of the run, to resume from."
+    Group.CHECKPOINTS.option(
+        "--checkpoint",
+        type=file_path,
+        help="Folder for the state of the run, to resume from.",
     ),
-    click.option("--log", type=file_path, help="File for a line of JSON for each step."),
-    click.option(
-        "--report", type=file_path, help="File for a page with the charts of the run (.html)."
+    Group.OUTPUT.option("--log", type=file_path, help="File for a line of JSON for each step."),
+    Group.OUTPUT.option(
+        "--report",
+        type=file_path,
+        help="File for a page with the charts of the run (.html).",
     ),
     sample_option,
-    click.option("-o", "--out", type=file_path, required=True, help="The trained model (.onnx)."),
+    Group.OUTPUT.option(
+        "-o",
+        "--out",
+        type=file_path,
+        required=True,
+        help="The trained model (.onnx).",
+    ),
 )
 _UPDATE = (
-    click.option(
+    Group.OPTIMIZER.option(
         "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
         help="The optimizer.",
     ),
-    click.option("--learning-rate", type=float, help="By default that of the optimizer."),
-    click.option(
+    Group.OPTIMIZER.option(
+        "--learning-rate", type=float, help="Learning rate; by default that of the optimizer."
+    ),
+    Group.OPTIMIZER.option(
         "--damping", "optimizer_damping", type=float,
         help="Damping for kfac; without --learning-rate, relative to the mean eigenvalue of each "
         "block, and 0.1 by default.",
     ),
-    click.option("--weight-decay", type=float, help="By default that of the optimizer."),
+    Group.OPTIMIZER.option(
+        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer."
+    ),
 )  # fmt: skip
 _COURSE = (
-    click.option(
+    Group.LENGTH.option(
         "--epochs", type=click.IntRange(min=1), help="Bound of the epochs; 10 without any bound."
     ),
-    click.option("--steps", type=click.IntRange(min=1), help="Bound of the batches."),
-    click.option("--seconds", type=float, help="Bound of the time, validation included."),
-    click.option(
+    Group.LENGTH.option("--steps", type=click.IntRange(min=1), help="Bound of the batches."),
+    Group.LENGTH.option("--seconds", type=float, help="Bound of the time, validation included."),
+    Group.OPTIMIZER.option(
         "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
         help="Examples in a batch.",
     ),
-    click.option(
+    Group.OPTIMIZER.option(
         "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
         "cosine, or constant.",
     ),
-    click.option(
-        "--metrics", metavar="NAME", multiple=True, callback=_all_or_none,
-        help="Metric of --validation: loss, accuracy, top5 (or another number), "
-        "mean_absolute_error, mean_squared_error, root_mean_squared_error. By default the loss, "
-        "and the accuracy of classes. May be repeated.",
+    Group.VALIDATION.option(
+        "--metrics", metavar="NAME", multiple=True, callback=_all_or_none, names=_metrics,
+        help="Metric of --validation; by default the loss, and the accuracy of classes. top5 may "
+        "have another number. May be repeated.",
     ),
-    click.option(
+    Group.CHECKPOINTS.option(
         "--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS",
         help="Steps from one checkpoint to the next; by default epochs.",
     ),
-    click.option(
+    Group.CHECKPOINTS.option(
         "--rollbacks", type=click.IntRange(min=0), metavar="N", default=3, show_default=True,
         help="Returns to earlier parameters, with smaller steps, where the loss explodes.",
     ),
-    click.option("--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
+    Group.CHECKPOINTS.option(
+        "--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."
+    ),
 )  # fmt: skip
 
 
-@click.command(cls=EngineCommand, without=SET_HERE, params=refresh_options())
+@click.command(
+    cls=EngineCommand,
+    example="kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
+    "  --epochs 3 --log run.jsonl -o trained.onnx",
+    without=SET_HERE,
+    params=refresh_options(),
+)
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
 @gathered("update", Update, _UPDATE)

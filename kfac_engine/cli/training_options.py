@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kfac_engine.cli.command import Group
 from kfac_engine.cli.options import file_path
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -27,21 +28,21 @@ def _list(convert: Callable[[str], Entry], context: Any, option: Any, text: str)
 
 
 _OPTIONS = (
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--data-folder",
         type=file_path,
         metavar="DIR",
         help="Folder of Fashion-MNIST, for the suite train; by default that of Debian's package "
         "dataset-fashion-mnist, or else the bundled digits.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--tasks",
         default="",
         metavar="NAMES",
         callback=partial(_list, str),
         help="Tasks of the suite train, separated by commas; NAME@N has batches of N examples.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--methods",
         default="",
         metavar="NAMES",
@@ -49,33 +50,33 @@ _OPTIONS = (
         help="Methods of the suite train, separated by commas: kfac, adam, sgd, muon, soap, "
         "torch-adam. NAME:OPTION=VALUE sets an option of the optimizer.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--seeds",
         default="0,1,2",
         metavar="NUMBERS",
         callback=partial(_list, int),
         help="Seeds of the suite train; rates are tuned with the first one. Default: 0,1,2.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--seconds",
         default="",
         metavar="NUMBERS",
         callback=partial(_list, float),
         help="CPU seconds of each run of the suite train; by default those of the table of tasks.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--runs",
         type=file_path,
         metavar="FILE",
         help="JSON lines of the runs of the suite train: runs in it are skipped, new ones are "
         "added.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--reuse",
         is_flag=True,
         help="Skip runs in the file of --runs also if the sources have changed since.",
     ),
-    click.option(
+    Group.TRAINING_SUITE.option(
         "--workers",
         type=click.IntRange(min=1),
         default=1,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import print_json, say, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import debug_option, file_path, json_option, keywords
@@ -18,20 +19,26 @@ if TYPE_CHECKING:
 FAILED = 3
 
 
-@click.command(cls=EngineCommand)
-@click.argument("model", type=file_path)
-@click.option(
-    "--inputs", type=file_path, required=True, help="Batch: .npz by input name, or one .npy."
+@click.command(
+    cls=EngineCommand,
+    example="kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
 )
-@click.option("--targets", type=file_path, required=True, help="Targets, .npz or .npy.")
-@click.option(
+@click.argument("model", type=file_path)
+@Group.DATA.option(
+    "--inputs",
+    type=file_path,
+    required=True,
+    help="Batch: .npz by input name, or one .npy.",
+)
+@Group.DATA.option("--targets", type=file_path, required=True, help="Targets, .npz or .npy.")
+@Group.CHECKS.option(
     "--examples",
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
     help="Largest number of examples that the checks read.",
 )
-@click.option(
+@Group.CHECKS.option(
     "--parameters",
     type=click.IntRange(min=1),
     default=12,

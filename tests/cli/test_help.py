@@ -1,0 +1,139 @@
+"""The help of a command has groups of options, the names that they accept, and an example."""
+
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.bench import run as bench
+from kfac_engine.bench.roofline import Roofline
+from kfac_engine.cli.app import app
+from kfac_engine.cli.command import Group, Option
+from kfac_engine.curvature.approximations import KINDS, accepted
+from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.data import demo_model, digits
+from kfac_engine.engine.metrics import METRICS
+from kfac_engine.losses import LOSSES
+from kfac_engine.training.fit import OPTIMIZERS
+
+COMMANDS = sorted(app.commands)
+WITH_ENGINE = ("train", "find-rate", "precondition", "inspect", "verify")
+
+
+def page_of(name, capsys):
+    """Return the help page of a command; of the program for an empty name."""
+    assert main([*name.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def sections(page):
+    """Return heading to text."""
+    parts = re.split(r"^(\S.*):\n", page, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_80_columns(name, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert [line for line in page_of(name, capsys).splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_option_is_listed_under_the_heading_of_its_group(name, capsys):
+    written = sections(page_of(name, capsys))
+    for option in app.commands[name].params:
+        if isinstance(option, click.Option):
+            assert isinstance(option, Option), option.name
+            assert re.search(rf"^  .*{option.opts[-1]}\b", written[option.group.value], re.M)
+    groups = [group.value for group in Group]
+    assert [heading for heading in written if heading in groups] == [
+        heading for heading in groups if heading in written
+    ]
+
+
+def test_help_of_train_separates_data_optimizer_and_curvature(capsys):
+    written = sections(page_of("train", capsys))
+    assert "--data " in written["Data"]
+    assert "--learning-rate " in written["Optimizer"]
+    assert "--epochs " in written["Length of the run"]
+    assert "--mode " in written["Curvature"]
+    assert "--threads " in written["Machine"]
+
+
+# Command, option and the names that it accepts.
+NAMES = {
+    "losses": ("train", "--loss", LOSSES),
+    "losses of a gradient": ("differentiate", "--loss", LOSSES),
+    "modes": ("inspect", "--mode", MODES),
+    "metrics": ("train", "--metrics", METRICS),
+    "optimizers": ("find-rate", "--optimizer", OPTIMIZERS),
+}
+
+
+@pytest.mark.parametrize(("name", "flag", "names"), NAMES.values(), ids=NAMES)
+def test_help_of_option_lists_its_names(name, flag, names, capsys):
+    entry = re.search(rf"^  {flag} .*\n(?:   +.*\n)*", page_of(name, capsys), re.M)[0]
+    assert set(names) <= set(re.findall(r"\w+", entry))
+
+
+@pytest.mark.parametrize("name", WITH_ENGINE)
+def test_help_lists_kinds_and_names_of_approximations(name, capsys):
+    table = sections(page_of(name, capsys))["Kinds and names of --approx, the default first"]
+    rows = " ".join(table.split())
+    for kind in KINDS:
+        if len(accepted(kind)) > 1:
+            assert re.search(rf"\b{kind}\b[\w, ]*? {', '.join(accepted(kind))}", rows)
+
+
+def test_refresh_options_of_train_speak_of_steps(capsys):
+    section = sections(page_of("train", capsys))[Group.KFAC_REFRESHES.value]
+    assert "Number of steps from one refresh" in " ".join(section.split())
+    assert "call" not in section.lower()
+    assert "Number of calls" in " ".join(page_of("precondition", capsys).split())
+
+
+# -- examples
+
+# Training by several methods, and new processes.
+SLOW = {"demo", "bench"}
+SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(SLOW)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the examples: the bundled model and digits, and the log of a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlp.onnx").write_bytes(demo_model("mlp"))
+    images, labels = digits()
+    np.savez("digits.npz", image=images, targets=labels)
+    np.save("images.npy", images[:32])
+    np.save("labels.npy", labels[:32])
+    (tmp_path / "run.jsonl").write_text('{"step": 1, "epoch": 0, "seconds": 0.1, "loss": 2.0}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def one_small_job(monkeypatch):
+    """Leaves one job of the suite in the example of ``bench``."""
+    jobs = [job for job in bench.SUITES["inverse"] if job.name == "64 × 64"]
+    monkeypatch.setattr(bench, "SUITES", {"inverse": jobs})
+    monkeypatch.setattr(bench, "ceilings", lambda threads: [Roofline(threads, 1e9, 1e9)])
+    monkeypatch.setattr(bench, "ceiling", lambda threads: Roofline(threads, 1e9, 1e9))
+
+
+@pytest.mark.parametrize("name", [n for n in COMMANDS if n not in SLOW] + SLOW_CASES)
+@pytest.mark.usefixtures("folder", "one_small_job")
+def test_example_at_the_end_of_the_help_runs(name, capsys):
+    page = page_of(name, capsys)
+    example = page[page.index("\nExample:\n") :].split("\n", 2)[2]
+    words = shlex.split(example.replace("\\\n", " "))
+    assert words[:2] == ["kfac-engine", name]
+    assert main(words[1:]) == 0
+    written = [file for flag, file in pairwise(words) if flag in {"-o", "--log", "--json"}]
+    assert all(Path(file).stat().st_size for file in written)
