@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kfac_engine._types import Array
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.bench.nodes import run_nodes
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.scaling import Point
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.engine.engine import Engine
@@ -50,17 +49,13 @@ def run_build(console: Console, name: str) -> list[Stage | Point]:
         The rows of the tables.
     """
     stages = [stage for network, make in NETWORKS.items() for stage in measure_build(network, make)]
-    table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("network")
-    table.add_column("stage")
-    for head in ("seconds", "quartiles"):
-        table.add_column(head, justify="right")
-    for row in stages:
-        times = row.seconds
-        table.add_row(
-            row.network, row.stage, f"{times.median:.2f}", f"{times.low:.2f} – {times.high:.2f}"
-        )
-    console.print(table)
+    rows = [
+        (row.network, row.stage, f"{row.seconds.median:.2f}",
+         f"{row.seconds.low:.2f} – {row.seconds.high:.2f}")
+        for row in stages
+    ]  # fmt: skip
+    heads = ("network", "stage"), ("seconds", "quartiles")
+    print_table(console, f"Suite {name}", heads, rows)
     return [*stages, *run_nodes(console, name)]
 
 

@@ -16,7 +16,7 @@ from kfac_engine.bench.gpu_counts import Sizes
 from kfac_engine.bench.gpu_kernels import kernel_works
 from kfac_engine.bench.gpu_meter import GpuRow, Meter
 from kfac_engine.bench.gpu_network import GpuPeer, factor_works, refresh_works
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.resnet50 import Layer, resnet50
 
 _BATCH = 32
@@ -45,10 +45,8 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
         console.print(f"ceiling: {2e-12 * rate:.1f} TFLOP/s in {kind}")
     console.print(f"ceiling: {1e-12 * meter.rates.copied_bytes:.2f} TB/s (copy)")
     rows = [*meter.ceiling_rows(), *measure_gpu(meter, resnet50(), _BATCH, Sizes(), peer)]
-    table = new_table(name, ("case", "contender"), _HEADS)
-    for row in rows:
-        table.add_row(row.case, row.contender, *_cells(row))
-    console.print(table)
+    cells = [(row.case, row.contender, *_cells(row)) for row in rows]
+    print_table(console, f"Suite {name}", (("case", "contender"), _HEADS), cells)
     return rows
 
 

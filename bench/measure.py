@@ -18,7 +18,7 @@ from kfac_engine.errors import BackendError
 
 # The number of rounds follows from the duration of one: seconds for all rounds, fewest and most
 # rounds, and the duration of a turn beyond which a contender has one round.
-_SECONDS, _FEWEST, _MOST, _ENDLESS = 8.0, 3, 7, 30.0
+_SECONDS, _FEWEST, _MOST, _ENDLESS = 8.0, 3, 7, 20.0
 # A round repeats a fast job for ``_BLOCK`` seconds, because the clock of other processes counts in
 # hundredths of a second. Slow jobs need no run that warms the caches.
 _BLOCK, _MOST_RUNS, _SLOW, _VERY_SLOW = 0.05, 100, 0.25, 5.0
@@ -95,7 +95,7 @@ def measure(
     first = {name: process.prepare(job) for name, process in known.items()}
     errors = _errors(job, {name: result for name, (result, _) in first.items()})
     timed = {n: p for n, p in known.items() if CONTENDERS[n].can_do(job)}
-    usages = _in_turn(job, timed, repeats)
+    usages = _in_turn(job, timed, repeats, {name: usage for name, (_, usage) in first.items()})
     times = {name: _times(job, usage) for name, usage in usages.items()}
     peaks = {n: max(u.peak_bytes for u in (first[n][1], *usages[n])) for n in timed}
     return [
@@ -128,10 +128,23 @@ def _error(result: Array, truth: Array) -> float:
 
 
 def _in_turn(
-    job: Job, processes: Mapping[str, Process], repeats: int | None
+    job: Job, processes: Mapping[str, Process], repeats: int | None, checked: Mapping[str, Usage]
 ) -> dict[str, list[Usage]]:
-    """Run rounds in which contenders take turns, so that other processes disturb all alike."""
+    """Run rounds in which contenders take turns, so that other processes disturb all alike.
+
+    Args:
+        job: The job.
+        processes: Processes of the timed contenders.
+        repeats: Number of rounds; None for as many as fit into the time.
+        checked: Resources of the run that computed the checked result. If it took longer than
+            ``_ENDLESS``, it is the only run of its contender.
+
+    Returns:
+        Contender to the resources of its turns.
+    """
     turn = len(job.turn)
+    endless = {n: [u] for n, u in checked.items() if n in processes and sum(u.times) > _ENDLESS}
+    processes = {n: p for n, p in processes.items() if n not in endless or turn > 1}
     pilots = {n: p.run(turn, warm=0, settle=_SETTLING) for n, p in processes.items()}
     seconds = {name: sum(usage.times) for name, usage in pilots.items()}
     # A slow first turn is not slow because of cold caches: it counts.
@@ -139,14 +152,14 @@ def _in_turn(
     usages = {name: [pilot] if counted[name] else [] for name, pilot in pilots.items()}
     fitting = _fitting([s for s in seconds.values() if s <= _ENDLESS])
     rounds = {n: repeats or (fitting if s <= _ENDLESS else 1) for n, s in seconds.items()}
-    for number in range(max(rounds.values())):
+    for number in range(max(rounds.values(), default=0)):
         for name, process in processes.items():
             if not len(usages[name]) <= number < rounds[name]:
                 continue
             turns = 1 if counted[name] else min(ceil(_BLOCK / seconds[name]), _MOST_RUNS)
             warm = 0 if counted[name] else turn
             usages[name].append(process.run(turns * turn, warm=warm, settle=_SETTLING))
-    return usages
+    return endless | usages
 
 
 def _fitting(seconds: Sequence[float]) -> int:

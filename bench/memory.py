@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from kfac_engine.bench.jobs import DECAY
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
@@ -59,12 +59,12 @@ def run_memory(console: Console, name: str) -> list[Peak]:
         The rows of the table.
     """
     peaks = [in_new_process(*case) for case in CASES]
-    table = new_table(name, ("case",), ("announced MB", "measured MB", "measured ÷ announced"))
-    for peak in peaks:
-        table.add_row(
-            peak.case, f"{peak.announced / 1e6:.0f}", f"{peak.measured / 1e6:.0f}", peak.ratio
-        )
-    console.print(table)
+    heads = ("case",), ("announced MB", "measured MB", "measured ÷ announced")
+    rows = [
+        (peak.case, f"{peak.announced / 1e6:.0f}", f"{peak.measured / 1e6:.0f}", peak.ratio)
+        for peak in peaks
+    ]
+    print_table(console, f"Suite {name}", heads, rows)
     return peaks
 
 

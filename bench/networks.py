@@ -45,7 +45,7 @@ class _Net:
         self.constants[name] = np.resize(np.float32(mean) + np.float32(spread) * self._draws, shape)
         return name
 
-    def given(self, name: str, value: float | Sequence[int]) -> str:
+    def constant(self, name: str, value: float | Sequence[int]) -> str:
         """Add a constant: a float, or integers."""
         self.constants[name] = np.asarray(value, np.float32 if type(value) is float else np.int64)
         return name
@@ -117,25 +117,26 @@ def bert_base() -> bytes:
     """Return a BERT-base classifier with sizes computed at run time: 109 million parameters."""
     net = _Net()
     sizes = net.op("Shape", "ids", to="sizes")
-    length = net.op("Slice", sizes, net.given("one", [1]), net.given("two", [2]), to="length")
+    one, two = net.constant("one", [1]), net.constant("two", [2])
+    length = net.op("Slice", sizes, one, two, to="length")
     positions = net.op(
-        "Slice", net.given("all_positions", range(_POSITIONS)), net.given("zero", [0]), length,
-        to="positions",
+        "Slice", net.constant("all_positions", range(_POSITIONS)), net.constant("zero", [0]),
+        length, to="positions",
     )  # fmt: skip
     words = net.op("Gather", net.weight("words", _TOKENS, _WIDTH), "ids", to="words/rows")
     places = net.op("Gather", net.weight("places", _POSITIONS, _WIDTH), positions, to="places/rows")
     x = net.op("Add", words, places, to="embedded")
     x = _layer_norm(net, "embeddings.norm", x)
-    mask = net.op("Unsqueeze", "mask", net.given("axes", [1, 2]), to="mask/wide")
+    mask = net.op("Unsqueeze", "mask", net.constant("axes", [1, 2]), to="mask/wide")
     mask = net.cast(mask, to="mask/float", code=_FLOAT)
-    mask = net.op("Sub", net.given("unit", 1.0), mask, to="mask/off")
-    mask = net.op("Mul", mask, net.given("lowest", float(np.finfo(np.float32).min)), to="barred")
-    net.given("scale", 8.0)
-    net.given("heads", [0, 0, _HEADS, _WIDTH // _HEADS])
-    net.given("joined", [0, 0, _WIDTH])
+    mask = net.op("Sub", net.constant("unit", 1.0), mask, to="mask/off")
+    mask = net.op("Mul", mask, net.constant("lowest", float(np.finfo(np.float32).min)), to="barred")
+    net.constant("scale", 8.0)
+    net.constant("heads", [0, 0, _HEADS, _WIDTH // _HEADS])
+    net.constant("joined", [0, 0, _WIDTH])
     for layer in range(_LAYERS):
         x = _encoder(net, f"layer.{layer}", x, mask)
-    first = net.op("Gather", x, net.given("first", 0), to="first/token", axis=1)
+    first = net.op("Gather", x, net.constant("first", 0), to="first/token", axis=1)
     weight, bias = net.weight("pooler.weight", _WIDTH, _WIDTH), net.weight("pooler.bias", _WIDTH)
     x = net.op("Tanh", net.op("Gemm", first, weight, bias, to="pooler", transB=1), to="pooled")
     weight, bias = net.weight("head.weight", 2, _WIDTH), net.weight("head.bias", 2)
@@ -179,11 +180,11 @@ def _layer_norm(net: _Net, name: str, x: str) -> str:
 
 def _gelu(net: _Net, name: str, x: str) -> str:
     erf = net.op(
-        "Erf", net.op("Div", x, net.given("root", 2.0**0.5), to=f"{name}/x"), to=f"{name}/erf"
+        "Erf", net.op("Div", x, net.constant("root", 2.0**0.5), to=f"{name}/x"), to=f"{name}/erf"
     )
     gate = net.op("Add", erf, "unit", to=f"{name}/gate")
     twice = net.op("Mul", x, gate, to=f"{name}/twice")
-    return net.op("Mul", twice, net.given("half", 0.5), to=name)
+    return net.op("Mul", twice, net.constant("half", 0.5), to=name)
 
 
 NETWORKS: Mapping[str, Callable[[], bytes]] = Registry(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kfac_engine.bench.environment import environment, keep_to_cores
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling import Point, Steps, fitted_points
 from kfac_engine.bench.scaling_fit import growth
@@ -38,17 +38,19 @@ def run_nodes(console: Console, name: str, sizes: Sequence[int] = SIZES) -> list
     """
     builds = [_in_new_process(size) for size in sizes]
     points: list[Point] = fitted_points("nodes, CPU time", sizes, builds, time=1, memory=1)
-    heads = ("nodes", "CPU seconds", "µs a node", "peak MB", "time grows as", "memory as")
-    table = new_table(f"{name}, chains of dense layers", (), heads)
-    for point in points:
-        seconds = point.seconds.median
-        table.add_row(
-            str(point.size), f"{seconds:.2f}", f"{1e6 * seconds / point.size:.0f}",
-            f"{point.peak_bytes / 1e6:.0f}", growth(point.exponent, point.expected),
-            growth(point.memory_exponent, point.memory_expected),
-        )  # fmt: skip
-    console.print(table)
+    heads = ("nodes",), ("CPU seconds", "µs a node", "peak MB", "time grows as", "memory as")
+    title = f"Suite {name}, chains of dense layers"
+    print_table(console, title, heads, [_cells(point) for point in points])
     return points
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    seconds = point.seconds.median
+    return (
+        str(point.size), f"{seconds:.2f}", f"{1e6 * seconds / point.size:.0f}",
+        f"{point.peak_bytes / 1e6:.0f}", growth(point.exponent, point.expected),
+        growth(point.memory_exponent, point.memory_expected),
+    )  # fmt: skip
 
 
 def _in_new_process(nodes: int) -> Steps:

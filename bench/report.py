@@ -1,115 +1,62 @@
 """Output of measurements: tables on the terminal, JSON in files."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kfac_engine.bench.measure import Row
-from kfac_engine.bench.timing import Spread, milliseconds
+from kfac_engine.bench.timing import Spread
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import write_file
 
 Kind = TypeVar("Kind")
 
-_HEADS = (
-    "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB", "error",
-    "others",
-)  # fmt: skip
-# Columns from the one that a narrow terminal needs most to the one that it needs least.
-_IMPORTANCE = (
-    "ms", "ours ÷ this", "others", "error", "of ceiling", "peak MB", "GFLOP/s", "quartiles",
-    "cpu ms", "runs",
-)  # fmt: skip
-# Characters for the name of a case, for the blanks between columns, and for any column of text.
-_CASE_WIDTH, _GAP, _LEAST_WIDTH = 22, 3, 10
+# Wider than any table.
+_ANY_WIDTH = 10_000
 # Facts that must be equal for measurements in one file.
 _SAME = ("processor", "packages", "blas", "threads")
-# Marks a share of other processes that disturbs the measurement.
-_MARK = " !"
 
 
-def print_suite(console: Console, name: str, rows: Sequence[Row]) -> None:
-    """Print the table of one suite, with as many columns as fit into the width.
+def print_table(
+    console: Console,
+    title: str,
+    heads: tuple[Sequence[str], Sequence[str]],
+    rows: Sequence[Sequence[str]],
+) -> None:
+    """Print a table, or a block of lines for each row if the console is too narrow for the table.
 
     Args:
         console: Console to print on.
-        name: Name of the suite.
-        rows: Rows of its jobs; the rows of one job are adjacent.
+        title: Title of the table.
+        heads: Heads of the columns of text, and of the columns of numbers, which follow.
+        rows: Cells of the rows.
     """
-    columns = [column for column in zip(_HEADS, *map(cells, rows), strict=True) if any(column[1:])]
-    shown = _fitting(columns, console.width - _widest(row.contender for row in rows))
-    table = new_table(name, ("case", "contender"), [head for head, *_ in shown])
-    last = ""
-    for row, *numbers in zip(rows, *(column[1:] for column in shown), strict=True):
-        table.add_row(row.case if row.case != last else "", row.contender, *numbers)
-        last = row.case
-    console.print(table)
-    if left_out := [head for head, *_ in columns if head not in {head for head, *_ in shown}]:
-        console.print(f"left out, for a wider terminal or --json: {', '.join(left_out)}")
-    parts = next((tuple(row.errors) for row in rows if len(row.errors) > 1), ())
-    if parts:
-        console.print(f"error: of the {', of the '.join(parts)}")
-    if any(row.disturbed for row in rows):
-        console.print(f"{_MARK.strip()}: other processes ran; the times of these rows are too long")
-
-
-def _fitting(columns: Sequence[tuple[str, ...]], width: int) -> list[tuple[str, ...]]:
-    """Return the columns that fit next to the case, the most important ones first to stay."""
-    free = width - _CASE_WIDTH - 3 * _GAP
-    chosen = set()
-    for head in sorted((head for head, *_ in columns), key=_IMPORTANCE.index):
-        column = next(column for column in columns if column[0] == head)
-        free -= _widest(column) + _GAP
-        if free < 0:
-            break
-        chosen.add(head)
-    return [column for column in columns if column[0] in chosen]
-
-
-def _widest(texts: Iterable[str]) -> int:
-    return max(map(len, texts), default=0)
-
-
-def new_table(name: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return an empty table of a suite.
-
-    Args:
-        name: Name of the suite.
-        texts: Heads of the columns of text.
-        numbers: Heads of the columns of numbers, which follow.
-
-    Returns:
-        The table.
-    """
-    table = Table(title=f"Suite {name}", title_justify="left", box=box.SIMPLE_HEAD)
+    texts, numbers = heads
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for head in texts:
-        table.add_column(head, overflow="fold", min_width=_LEAST_WIDTH)
+        table.add_column(head, no_wrap=True)
     for head in numbers:
         table.add_column(head, justify="right", no_wrap=True)
-    return table
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row under ``_HEADS``."""
-    times = row.seconds
-    counted = row.rate > 0
-    return (
-        milliseconds(times.median),
-        f"{milliseconds(times.low)} – {milliseconds(times.high)}",
-        str(row.runs),
-        milliseconds(row.cpu_seconds),
-        f"{row.ratio:.2f}",
-        f"{2e-9 * row.rate:.0f}" if counted else "",
-        f"{row.fraction:.0%}" if counted else "",
-        f"{row.peak_bytes / 1e6:.0f}",
-        " / ".join(f"{error:.0e}" for error in row.errors.values()),
-        f"{row.others:.0%}{_MARK if row.disturbed else ''}",
-    )
+    for row in rows:
+        table.add_row(*row)
+    unbounded = console.options.update(width=_ANY_WIDTH)
+    if console.measure(table, options=unbounded).maximum <= console.width:
+        console.print(table)
+        return
+    console.print(title)
+    for row in rows:
+        named, counted = row[: len(texts)], row[len(texts) :]
+        pairs = [f"{head}\u00a0{cell}" for head, cell in zip(numbers, counted, strict=True) if cell]
+        if any(named):
+            console.print("  " + ", ".join(filter(None, named)), soft_wrap=True)
+        cells = "  ".join(pair.replace(" ", "\u00a0") for pair in pairs)
+        for line in wrap(cells, console.width - 4, break_long_words=False, break_on_hyphens=False):
+            console.print(f"    {line}".replace("\u00a0", " "), soft_wrap=True)
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

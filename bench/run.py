@@ -7,10 +7,18 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from kfac_engine.bench.build import run_build
 from kfac_engine.bench.charts import chart_folder, draw
-from kfac_engine.bench.contenders import CONTENDERS, select_contenders
+from kfac_engine.bench.contenders import ALWAYS, CONTENDERS, PEERS, select_contenders
 from kfac_engine.bench.environment import checked_threads
 from kfac_engine.bench.gpu import run_gpu
 from kfac_engine.bench.jobs import SUITES
@@ -18,10 +26,11 @@ from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, measure
 from kfac_engine.bench.memory import run_memory
 from kfac_engine.bench.processes import running
-from kfac_engine.bench.report import print_suite, read_report, restored, write_json
+from kfac_engine.bench.report import read_report, restored, write_json
 from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceilings, higher
 from kfac_engine.bench.scaling import Point, run_scaling
 from kfac_engine.bench.stages import run_stages
+from kfac_engine.bench.suite_table import SuiteTable
 from kfac_engine.bench.training.suite import (
     TRAINING_DEFAULTS,
     TrainingOptions,
@@ -50,6 +59,7 @@ class Options:
         profile: Whether the suite ``step`` also prints the time of each stage.
         plot: Folder for a chart of each suite that compares contenders.
         resume: Whether to skip the suites that the JSON file has already.
+        wide: Whether tables of comparisons have all columns that fit.
         training: Options of the suite ``train``.
     """
 
@@ -59,6 +69,7 @@ class Options:
     profile: bool = False
     plot: str | Path | None = None
     resume: bool = False
+    wide: bool = False
     training: TrainingOptions = TRAINING_DEFAULTS
 
 
@@ -77,6 +88,7 @@ class Setting:
         threads: Number of threads of each contender.
         repeats: Number of rounds of each job; None for as many as fit into the time.
         profile: Whether the suite ``step`` prints the time of each stage.
+        wide: Whether tables of comparisons have all columns that fit.
         training: Options of the suite ``train``.
         folder: Folder for charts; None for none.
         failures: Names of jobs and suites that failed so far.
@@ -89,6 +101,7 @@ class Setting:
     threads: int
     repeats: int | None = None
     profile: bool = False
+    wide: bool = False
     training: TrainingOptions = TRAINING_DEFAULTS
     folder: Path | None = None
     failures: list[str] = field(default_factory=list)
@@ -151,12 +164,18 @@ def run_suites(
         )
 
 
-def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
-    """Print the facts about the machine, and measure its rates."""
+def new_console() -> Console:
+    """Return a console of the terminal's width, or a wide one for a file or a pipe."""
     # Brackets in messages are not markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=_FILE_WIDTH)
+    return console
+
+
+def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options) -> Setting:
+    """Print the facts about the machine, and measure its rates."""
+    console = new_console()
     print_machine(console, facts)
     limits = ceilings(facts["threads"])
     facts["ceilings"] = [asdict(limit) for limit in limits]
@@ -166,7 +185,7 @@ def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options
     best = limits[-1]
     return Setting(
         console, contenders, best, best, facts["threads"], options.repeats, options.profile,
-        options.training,
+        options.wide, options.training,
     )  # fmt: skip
 
 
@@ -212,25 +231,63 @@ def known_suites() -> Registry[Suite]:
 
 
 def _run_comparisons(setting: Setting, name: str) -> list[Row]:
-    """Measure the jobs of a suite; print the error of a job that fails."""
+    """Measure the jobs of a suite, and print the rows of each job, or its error, at once."""
     rows: list[Row] = []
-    for number, job in enumerate(SUITES[name], start=1):
-        # The table follows minutes later.
-        setting.console.print(f"{name}, {number} of {len(SUITES[name])}: {job.name}")
-        able = [who for who in setting.contenders if CONTENDERS[who].can_check(job)]
-        try:
-            # New processes for each job: no memory remains from the previous job.
-            with running(able, setting.threads) as processes:
-                rows += measure(job, processes, setting.ceiling, setting.repeats)
-        except BackendError as error:
-            setting.failures.append(f"{name}: {job.name}")
-            setting.console.print(f"error: {error}")
-    print_suite(setting.console, name, rows)
+    table = SuiteTable(setting.console, name, setting.contenders, wide=setting.wide)
+    table.start()
+    with _progress(setting.console) as progress:
+        for job in progress.track(SUITES[name], description=name):
+            able = [who for who in setting.contenders if CONTENDERS[who].can_check(job)]
+            table.case(job.name)
+            try:
+                # New processes for each job: no memory remains from the previous job.
+                with running(able, setting.threads) as processes:
+                    measured = measure(job, processes, setting.ceiling, setting.repeats)
+            except BackendError as error:
+                setting.failures.append(f"{name}: {job.name}")
+                setting.console.print(f"error: {error}")
+            else:
+                table.rows(measured)
+                rows += measured
+    table.end()
     if setting.profile and name == "step":
         run_stages(setting.console, setting.threads)
     return rows
 
 
+def _progress(console: Console) -> Progress:
+    """Return a bar with the elapsed and the remaining time, on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("remaining"),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+
+
+def print_suites(console: Console) -> None:
+    """Print the names of the suites with their cases, and of the contenders."""
+    for name in known_suites():
+        request = ", only by --suite" if name in _ON_REQUEST else ""
+        console.print(f"{name}: {_SUBJECTS[name]}{request}")
+        for job in SUITES.get(name, ()):
+            console.print(f"    {job.name}")
+    console.print(f"contenders: {', '.join(ALWAYS)}; with --compare: {', '.join(PEERS) or 'none'}")
+
+
+# What each suite measures.
+_SUBJECTS = {
+    "dense": "statistics of dense layers",
+    "conv": "statistics of convolutions",
+    "inverse": "damped inverses of factors",
+    "power": "powers of damped factors",
+    "precondition": "products of gradients with inverses",
+    "step": "training steps of three networks",
+    "memory": "announced and measured memory of steps",
+    "scaling": "growth of time and memory with each size",
+    "gpu": "kernels and a network on a GPU",
+    "build": "time until a model is ready, and its growth with the number of nodes",
+    "train": "losses of optimizers within equal CPU time",
+}
 _ALONE: Mapping[str, Suite] = {
     "memory": lambda setting, name: run_memory(setting.console, name),
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from kfac_engine.bench.environment import environment, keep_to_cores
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling_fit import fitted, growth
 from kfac_engine.bench.step_networks import Network, classifier, filters
@@ -38,7 +38,7 @@ class Shape:
         width: Features or channels of every layer.
         classes: Number of classes.
         layers: Number of layers between input and prediction.
-        side: Pixels an axis of images, for convolutions; 0 for dense layers.
+        side: Height and width of images in pixels, for convolutions; 0 for dense layers.
         refresh_every: Steps between refreshes of inverses.
         mode: Estimation mode.
         trained: Patterns of the trainable parameters; empty for all.
@@ -161,19 +161,19 @@ def run_scaling(
         The points.
     """
     points = [point for axis in axes for point in along(axis, threads, rounds)]
-    table = new_table(
-        name, ("axis",), ("size", "ms", "quartiles", "peak MB", "time grows as", "memory as")
-    )
-    for point in points:
-        times = point.seconds
-        table.add_row(
-            point.axis, str(point.size), f"{1e3 * times.median:.1f}",
-            f"{1e3 * times.low:.1f} – {1e3 * times.high:.1f}", f"{point.peak_bytes / 1e6:.0f}",
-            growth(point.exponent, point.expected),
-            growth(point.memory_exponent, point.memory_expected),
-        )  # fmt: skip
-    console.print(table)
+    heads = ("axis",), ("size", "ms", "quartiles", "peak MB", "time grows as", "memory as")
+    print_table(console, f"Suite {name}", heads, [_cells(point) for point in points])
     return points
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    times = point.seconds
+    return (
+        point.axis, str(point.size), f"{1e3 * times.median:.1f}",
+        f"{1e3 * times.low:.1f} – {1e3 * times.high:.1f}", f"{point.peak_bytes / 1e6:.0f}",
+        growth(point.exponent, point.expected),
+        growth(point.memory_exponent, point.memory_expected),
+    )  # fmt: skip
 
 
 def along(axis: str, threads: int, rounds: int) -> list[Point]:

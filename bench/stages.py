@@ -6,7 +6,7 @@ from statistics import median
 from rich.console import Console
 
 from kfac_engine.bench.jobs import DAMPING, DECAY, SUITES
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
@@ -42,13 +42,13 @@ def run_stages(console: Console, threads: int) -> list[StageRow]:
     rows = [
         row for network, batch in batches.items() for row in take_apart(network, batch, threads)
     ]
-    table = new_table("step, by stage", ("network", "stage"), ("ms", "peak MB"))
-    for row in rows:
-        stage = row.stage
-        table.add_row(
-            row.network, stage.name, f"{1e3 * stage.seconds:.2f}", f"{stage.nbytes / 1e6:.0f}"
-        )
-    console.print(table)
+    cells = [
+        (row.network, row.stage.name, f"{1e3 * row.stage.seconds:.2f}",
+         f"{row.stage.nbytes / 1e6:.0f}")
+        for row in rows
+    ]  # fmt: skip
+    heads = ("network", "stage"), ("ms", "peak MB")
+    print_table(console, "Suite step, by stage", heads, cells)
     return rows
 
 

@@ -21,7 +21,7 @@ class Spread:
 
 
 def spread(times: Sequence[float]) -> Spread:
-    """Return median and quartiles; all three are the time if there is only one."""
+    """Return the median and the quartiles of times; of a single time, all three equal it."""
     low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
     return Spread(median(times), low, high)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kfac_engine.bench.report import new_table
+from kfac_engine.bench.report import print_table
 from kfac_engine.bench.training.summary import Comparison, GroupRow
 
 _RESULTS = ("budget, s", "steps", "ms a step", "loss", "losses of all seeds", "accuracy", "died")
@@ -20,18 +20,17 @@ def print_results(console: Console, rows: Sequence[GroupRow]) -> None:
         console: Console to print on.
         rows: Rows; those of one task are adjacent.
     """
-    table = new_table("train: lowest validation losses, medians over the seeds",
-                      ("task", "method"), _RESULTS)  # fmt: skip
-    last = ""
-    for row in rows:
-        table.add_row(
-            row.task if row.task != last else "", f"{row.method} {row.setting}",
+    cells = [
+        (
+            task, f"{row.method} {row.setting}",
             f"{row.seconds:g}", f"{row.steps:g}", f"{row.milliseconds:.1f}", f"{row.loss:.4g}",
             " ".join(f"{loss:.4g}" for loss in row.losses),
             "" if row.accuracy is None else f"{row.accuracy:.2%}", str(row.died or ""),
-        )  # fmt: skip
-        last = row.task
-    console.print(table)
+        )
+        for task, row in zip(_new_tasks(rows), rows, strict=True)
+    ]  # fmt: skip
+    title = "Suite train: lowest validation losses, medians over the seeds"
+    print_table(console, title, (("task", "method"), _RESULTS), cells)
 
 
 def print_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
@@ -41,19 +40,26 @@ def print_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         console: Console to print on.
         rows: Rows; those of one task are adjacent.
     """
-    table = new_table("train: K-FAC until it reaches the loss of a rival",
-                      ("task", "rival", "method"), _COMPARISONS)  # fmt: skip
-    last = ""
-    for row in rows:
-        table.add_row(
-            row.task if row.task != last else "", f"{row.rival}, {row.rival_seconds:g} s",
+    cells = [
+        (
+            task, f"{row.rival}, {row.rival_seconds:g} s",
             f"{row.method}, {row.budget:g} s", f"{row.level:.4g}",
             _number(row.seconds, ".2f", "not reached"), _number(row.seconds_ratio, ".2f"),
             _number(row.steps, ".0f"), _number(row.steps_ratio, ".2f"),
             _number(row.loss_ratio, ".3f"), _number(row.accuracy_gain, "+.2f"),
-        )  # fmt: skip
-        last = row.task
-    console.print(table)
+        )
+        for task, row in zip(_new_tasks(rows), rows, strict=True)
+    ]  # fmt: skip
+    title = "Suite train: K-FAC until it reaches the loss of a rival"
+    print_table(console, title, (("task", "rival", "method"), _COMPARISONS), cells)
+
+
+def _new_tasks(rows: Sequence[GroupRow | Comparison]) -> list[str]:
+    """Return the task of each row; blank where the row before has the same task."""
+    tasks = [row.task for row in rows]
+    return [
+        "" if task == last else task for task, last in zip(tasks, ["", *tasks[:-1]], strict=True)
+    ]
 
 
 def _number(value: float | None, form: str, missing: str = "") -> str:

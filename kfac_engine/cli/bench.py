@@ -17,7 +17,11 @@ from kfac_engine.cli.training_options import separated, training_options
     "--suite",
     multiple=True,
     metavar="NAME",
-    help="Suite to run; by default all but gpu and train. May be repeated.",
+    help="Suite to run; by default all but gpu and train. May be repeated. Names: dense, conv, "
+    "inverse, power, precondition, step, memory, scaling, gpu, build, train.",
+)
+@click.option(
+    "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
 )
 @Group.MEASUREMENTS.option(
     "--compare",
@@ -62,13 +66,23 @@ from kfac_engine.cli.training_options import separated, training_options
     is_flag=True,
     help="Show the time and the memory of each stage of a step, with the suite step.",
 )
+@click.option(
+    "--wide",
+    is_flag=True,
+    help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, too.",
+)
 @training_options
 @debug_option
-def bench(suite: tuple[str, ...], json_path: Path | None, compare: str, **options: Any) -> None:
+def bench(
+    suite: tuple[str, ...], json_path: Path | None, compare: str, listed: bool, **options: Any
+) -> None:
     """Measure the time and the memory of each operation, of whole steps, and of training."""
-    from kfac_engine.bench.run import Options, run_suites
+    from kfac_engine.bench.run import Options, new_console, print_suites, run_suites
     from kfac_engine.bench.training.suite import TrainingOptions
 
+    if listed:
+        print_suites(new_console())
+        return
     training = {name: options.pop(name) for name in TrainingOptions.__dataclass_fields__}
     chosen = Options(compare=separated(compare), training=TrainingOptions(**training), **options)
     run_suites(suite, json_path, options=chosen)

@@ -4,24 +4,80 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.bench.measure import Row
-from kfac_engine.bench.report import print_suite, restored
+from kfac_engine.bench.report import print_table, restored
+from kfac_engine.bench.suite_table import COLUMNS, print_suite
 from kfac_engine.bench.timing import milliseconds
 from scripts import bench_tables
 
 REPORT = bench_tables.load(max(bench_tables.RESULTS.glob(bench_tables.NEWEST)))
 
 
+def console(width):
+    return Console(width=width, highlight=False, markup=False)
+
+
 @pytest.mark.parametrize("suite", ["conv", "step", "precondition"])
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_cases_contenders_and_times_are_whole_at_every_width(suite, width, capsys):
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_comparison_has_whole_cases_contenders_and_times(suite, width, wide, capsys):
     rows = restored(Row, REPORT["suites"][suite])
-    print_suite(Console(width=width, highlight=False, markup=False), suite, rows)
+    print_suite(console(width), suite, rows, wide=wide)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
-    words = set(" ".join(lines).split())
+    for case in {row.case for row in rows}:
+        assert f"  {case}" in lines
     for row in rows:
-        assert {*row.case.split(), row.contender, milliseconds(row.seconds.median)} <= words
-    assert ("quartiles" in lines[2]) == (width == 160)
+        number = milliseconds(row.seconds.median)
+        assert any(line.split()[:2] == [row.contender, number] for line in lines if line.strip())
+    assert "quartiles" in lines[1] if wide and width == 160 else True
+    assert wide or "quartiles" not in lines[1]
     left_out = [line for line in lines if line.startswith("left out, for a wider terminal")]
-    assert bool(left_out) == (width < 160)
+    assert bool(left_out) == (wide and width < 160)
+    assert ("more columns: --wide, --json" in lines) == (not wide)
+
+
+def test_comparison_explains_each_of_its_columns(capsys):
+    rows = restored(Row, REPORT["suites"]["inverse"])
+    print_suite(console(160), "inverse", rows, wide=True)
+    _, heads, *lines = capsys.readouterr().out.splitlines()
+    for column in COLUMNS:
+        assert column.head in heads
+        assert any(line.startswith(f"{column.head}: ") for line in lines)
+    print_suite(console(160), "inverse", rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("quartiles: ") for line in lines)
+
+
+@pytest.mark.parametrize("others", [0.0, 0.5])
+def test_row_beside_other_processes_is_marked_and_explained(others, capsys):
+    (entry,) = (
+        row for row in REPORT["suites"]["inverse"]
+        if (row["case"], row["contender"]) == ("64 × 64", "ours")
+    )  # fmt: skip
+    print_suite(console(80), "inverse", restored(Row, [{**entry, "others": others}]))
+    text = capsys.readouterr().out
+    assert ("! others 50%" in text) == bool(others)
+    assert ("others: CPU time of other processes" in text) == bool(others)
+
+
+TABLE = (
+    (("axis",), ("size", "time grows as", "memory as")),
+    [("width, statistics", "1024", "size^1.10, at most 1", "size^0.50, at most 0 !")],
+)
+
+
+def test_table_that_fits_has_a_line_for_each_row(capsys):
+    print_table(console(100), "Suite scaling", *TABLE)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "statistics" in line]
+    assert line.rstrip().endswith("size^1.10, at most 1   size^0.50, at most 0 !")
+
+
+def test_table_that_does_not_fit_names_each_number(capsys):
+    print_table(console(60), "Suite scaling", *TABLE)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "  width, statistics",
+        "    size 1024  time grows as size^1.10, at most 1",
+        "    memory as size^0.50, at most 0 !",
+    ]

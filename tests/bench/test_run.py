@@ -103,6 +103,16 @@ def test_contenders_take_turns_and_what_disturbs_them_is_marked():
     assert [row.runs for row in rows] == [4, 4]
 
 
+def test_checked_run_of_an_endless_contender_is_its_only_run():
+    contenders, order = fakes([1.0], [1.0])
+    slow = Usage((60.0,), (60.0,), 0.0, 0, 3000)
+    contenders[DEFINITION].prepare = lambda job: ({"result": np.ones(1)}, slow)
+    definition, ours = measure(SMALL["inverse"], contenders, CEILING, repeats=3)
+    assert order == [OURS] * 3
+    assert (definition.runs, definition.seconds.median) == (1, 60.0)
+    assert (ours.runs, definition.ratio) == (3, 1 / 60)
+
+
 def test_rates_and_fractions_are_those_of_the_ceiling_that_is_nearer():
     contenders, _ = fakes([1.0], [1.0])
     multiplying, moving = (
@@ -240,10 +250,9 @@ def test_a_run_prints_tables_and_writes_json_and_charts(small_run, tmp_path, cap
     options = run.Options(plot=tmp_path / "charts", threads=1)
     run.run_suites(["small"], tmp_path / "times.json", options=options)
     printed = capsys.readouterr().out
-    assert "small, 1 of 1: 7 × 7" in printed
     assert "Suite small" in printed
-    assert "7 × 7" in printed
-    assert "other processes ran" in printed
+    assert "\n  7 × 7\n" in printed
+    assert "CPU time of other processes" in printed
     assert "every contender works in a process with a single thread: peers" in printed
     report = json.loads((tmp_path / "times.json").read_text())
     definition, ours = report["suites"]["small"]

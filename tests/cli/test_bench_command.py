@@ -1,6 +1,11 @@
 """`bench` runs the suites that were asked for, and refuses others."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -35,4 +40,79 @@ def test_a_peer_that_nobody_knows_is_refused_by_name(capsys):
 
 def test_an_unknown_suite_is_refused_by_name(capsys):
     assert main(["bench", "--suite", "convolution"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution'; choose one of: ")
+    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution' (did you mean ")
+
+
+def test_rows_of_a_case_are_printed_before_the_next_case_is_measured(
+    one_small_case, monkeypatch, capsys
+):
+    (case,) = run.SUITES["inverse"]
+    monkeypatch.setattr(run, "SUITES", {"inverse": [case, replace(case, name="second")]})
+    printed = []
+    measured = run.measure
+
+    def measure(job, *arguments):
+        printed.append(capsys.readouterr().out)
+        return measured(job, *arguments)
+
+    monkeypatch.setattr(run, "measure", measure)
+    command = ["bench", "--suite", "inverse", "--threads", "1", "--repeats", "2"]
+    assert main(command) == 0
+    first, between = printed
+    assert first.splitlines()[-1] == "  64 × 64"
+    assert [line.split()[0] for line in between.splitlines()] == ["definition", "ours", "second"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == [
+        "definition",
+        "ours",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_bench_keeps_its_rows_on_a_terminal(width, tmp_path):
+    pyte = pytest.importorskip("pyte")
+    pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system")
+    program = (
+        "from kfac_engine.bench import run\n"
+        "from kfac_engine.bench.roofline import Roofline\n"
+        "from kfac_engine.__main__ import main\n"
+        "run.SUITES = {'inverse': run.SUITES['inverse'][:2]}\n"
+        "run.ceilings = lambda threads: [Roofline(threads, 1e9, 1e9)]\n"
+        "run.ceiling = lambda threads: Roofline(threads, 1e9, 1e9)\n"
+        "main(['bench', '--suite', 'inverse', '--threads', '1', '--repeats', '2'])\n"
+    )
+    screen = pyte.HistoryScreen(width, 60)
+    stream = pyte.ByteStream(screen)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(width), "LINES": "60", "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # Linux ends a closed terminal by an error
+            while data := os.read(ours, 65536):
+                stream.feed(data)
+    os.close(ours)
+    assert process.returncode == 0
+    lines = [line.rstrip() for line in screen.display]
+    start = lines.index("Suite inverse")
+    words = [line.split()[0] for line in lines[start + 3 : start + 9]]
+    assert lines[start + 3] == "  64 × 64"
+    assert lines[start + 6] == "  256 × 256"
+    assert words == ["64", "definition", "ours", "256", "definition", "ours"]
+    # The bar is erased at the end.
+    assert not any("elapsed" in line for line in lines)
+
+
+def test_list_names_suites_cases_and_contenders(capsys):
+    assert main(["bench", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
+    assert heads == [*run.known_suites(), "contenders"]
+    assert "gpu: kernels and a network on a GPU, only by --suite" in lines
+    assert "    64 × 64" in lines
+
+
+def test_help_names_the_suites(capsys):
+    assert main(["bench", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Names: {', '.join(run.known_suites())}." in text
