@@ -62,7 +62,9 @@ _REFRESH = " refresh"
     help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
     ".png, .svg, .pdf or .html. All but .html need matplotlib.",
 )
-@click.option("--wide", is_flag=True, help="Show all columns of the layers in a narrow terminal.")
+@Group.OUTPUT.option(
+    "--wide", is_flag=True, help="Show all columns of the layers in a narrow terminal."
+)
 @keywords()
 @json_option
 @debug_option
