@@ -59,6 +59,22 @@ def test_the_examples_of_the_page_on_verification_run_in_order(capsys):
     assert capsys.readouterr().out.count("pass ") == 5
 
 
+@pytest.mark.slow
+def test_the_examples_of_the_page_on_factors_run_in_order(tmp_path, capsys):
+    pytest.importorskip("matplotlib").use("Agg")
+    page, names = ROOT / "docs" / "factors.md", {}
+    examples = blocks(page, "python")
+    assert len(examples) == 6
+    with contextlib.chdir(tmp_path):
+        for _, code in examples:
+            exec(compile(code, "factors.md", "exec"), names)
+    (shown,) = blocks(page, "text")
+    # Sampled gradients have rounding errors of the processor; so has the damping in the last digit.
+    assert capsys.readouterr().out.splitlines()[0][:60] == shown[1][:60]
+    assert (tmp_path / "conv3.png").stat().st_size > 10_000
+    names["axes"].figure.clear()
+
+
 def first_block(page, containing):
     """The first example in Python of a page that contains a text."""
     return next(code for _, code in blocks(page, "python") if containing in code)

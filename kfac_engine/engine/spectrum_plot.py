@@ -77,6 +77,7 @@ def finish(axes: Any, title: str) -> None:
     )
     axes.set_yscale("log")
     axes.set_xlabel("% of the eigenvalues, dashed: damping", fontsize="small")
+    axes.set_ylabel("eigenvalue", fontsize="small")
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize="x-small")
