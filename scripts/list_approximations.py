@@ -6,7 +6,7 @@ Run from the repository root after changing `kfac_engine/curvature/approximation
 
 from pathlib import Path
 
-from kfac_engine.curvature.approximations import KINDS
+from kfac_engine.curvature.approximations import KINDS, NOTATION
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 
@@ -18,14 +18,9 @@ approximation by `approx=` of the registration that is named after the kind, by
 
 `scripts/list_approximations.py` writes this page from the table in the code.
 
-Formulas use these symbols:
+Formulas use these symbols, which `inspect` explains, too:
 
-- `A` is the second moment of inputs, `G` the second moment of output gradients. Both are means over
-  uses, examples and positions.
-- `t` is the number of positions, `u` the number of uses, and `d` a lag between uses.
-- `C` and `m` are the covariance and the mean of the channels of a pixel.
-- `g` is the gradient of an example, or of the batch in blocks without an engine.
-- `U` is the eigenbasis of the factors, and `s` contains the variances in this basis.
+{symbols}
 
 [Conventions](conventions.md) defines damping and powers.
 
@@ -42,7 +37,8 @@ def page() -> str:
             default = " (default)" if name == family.default else ""
             symbols = row.formula.replace("|", "\\|")
             rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {row.source} |")
-    return HEAD + "\n".join(rows) + "\n"
+    symbols = "\n".join(f"- `{symbol}`: {meaning}" for symbol, meaning in NOTATION.items())
+    return HEAD.replace("{symbols}", symbols) + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

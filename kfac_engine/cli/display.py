@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Width of output that does not go to a terminal: wide enough for any name.
 _FILE_WIDTH = 1000
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+_TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
@@ -136,6 +137,14 @@ def show_bytes(count: float) -> str:
 def show_flops(count: float) -> str:
     """Return a number of floating-point operations with three digits and a decimal unit."""
     return _scaled(count, 1000, _FLOPS)
+
+
+def show_seconds(count: float) -> str:
+    """Return a time with two digits, or ``less than 1 ms``."""
+    for unit, length in _TIMES.items():
+        if count >= length:
+            return f"{float(f'{count / length:.2g}'):g} {unit}"
+    return "less than 1 ms"
 
 
 def _scaled(count: float, step: int, units: Sequence[str]) -> str:

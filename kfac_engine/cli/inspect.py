@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,6 +11,7 @@ import click
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import (
     print_json,
+    print_lines,
     say,
     show_bytes,
     show_flops,
@@ -19,6 +20,7 @@ from kfac_engine.cli.display import (
     working,
 )
 from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.layer_summary import print_choices, print_legend, print_totals, summary
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
     from kfac_engine.engine.memory import MemoryReport
+    from kfac_engine.engine.refresh_time import RefreshEstimate
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.graph.analysis.ties import Tie
@@ -80,6 +83,7 @@ def inspect(
     """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
+    from kfac_engine.engine.refresh_time import estimate_refresh
 
     if plot is not None:
         _check_plot(plot, inputs, model)
@@ -88,35 +92,82 @@ def inspect(
         sample = None if inputs is None else read_inputs(inputs, model)
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
-    losses = engine.losses
-    batch = batch or losses[0].examples
-    memory = engine.memory(batch)
-    untrained = _untrained(engine)
+    with working("measuring"):
+        batch = batch or engine.losses[0].examples
+        report = _Report(
+            engine,
+            batch,
+            engine.memory(batch),
+            estimate_refresh(engine),
+            _untrained(engine),
+            spectra,
+        )
     if as_json:
-        print_json(_as_json(engine, memory, untrained, spectra))
-        return
+        print_json(_as_json(report))
+    else:
+        _print(report, wide=wide, as_one=options["tie_weights"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The facts that are printed.
+
+    Attributes:
+        engine: The engine.
+        batch: Number of examples in a batch.
+        memory: Peak memory for this batch.
+        refresh: Cost of a refresh of all factors.
+        untrained: Constants that are not trained.
+        spectra: Eigenvalues of the factors; empty if they were not asked for.
+    """
+
+    engine: "ke.Engine"
+    batch: int
+    memory: "MemoryReport"
+    refresh: "RefreshEstimate"
+    untrained: "Sequence[Untrained]"
+    spectra: "Sequence[FactorSpectrum]"
+
+    def warnings(self) -> list[str]:
+        """Return a clause for each layer whose factors are too large."""
+        from kfac_engine.engine.large_factors import large_factor_notes
+
+        return list(large_factor_notes(self.engine.layers, self.memory.total))
+
+    def notes(self) -> list[str]:
+        """Return clauses about interpretations of the model that may be wrong."""
+        engine = self.engine
+        doubts = (doubt for loss in engine.losses for doubt in loss.doubts)
+        notes = (*doubts, *_model(engine).loaded.notes, *engine.inference_notes)
+        return list(dict.fromkeys(notes))
+
+
+def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
+    """Print the tables and lines of a report."""
+    engine = report.engine
     for note in engine.export_changes.notes:
         warn(f"{note}.")
-    _print_losses(losses)
+    _print_losses(engine.losses)
     if not print_layers(engine, wide=wide):
-        say(f"not shown: the column {_REFRESH.strip()}; --wide shows it.")
+        print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
     _print_uncovered(engine)
-    doubts = (doubt for loss in losses for doubt in loss.doubts)
-    hints = (layer.hint for layer in engine.layers if layer.hint)
-    for note in dict.fromkeys(
-        (*doubts, *hints, *_model(engine).loaded.notes, *engine.inference_notes)
-    ):
+    print_legend(engine.layers)
+    print_totals(engine, report.refresh)
+    print_choices(engine.layers)
+    for clause in report.warnings():
+        warn(f"{spelled(clause)}.")
+    for note in report.notes():
         say(f"note: {spelled(note)}.")
-    _print_ties(engine.ties, options["tie_weights"])
-    if untrained:
+    _print_ties(engine.ties, as_one)
+    if report.untrained:
         heads = ("name", "shape", "because it is")
-        rows = list(_gathered(untrained))
+        rows = list(_gathered(report.untrained))
         print_table("constants that are not trained", heads, rows, sentences=heads[-1])
-    if spectra:
+    if report.spectra:
         from kfac_engine.cli.spectra import print_spectra
 
-        print_spectra(spectra)
-    _print_memory(memory, batch)
+        print_spectra(report.spectra)
+    _print_memory(report.memory, report.batch)
 
 
 def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
@@ -144,25 +195,27 @@ def _plotted(
     return spectra
 
 
-def _as_json(
-    engine: "ke.Engine",
-    memory: "MemoryReport",
-    untrained: "Sequence[Untrained]",
-    spectra: "Sequence[FactorSpectrum]",
-) -> dict[str, object]:
-    """Return the report as values that JSON can hold."""
+def _as_json(report: _Report) -> dict[str, object]:
+    """Return a report as values that JSON can hold."""
     from kfac_engine.training.description import described
 
+    engine = report.engine
     return {
+        "backend": engine.collection.backend.name,
+        "damping": engine.damping,
+        **summary(engine, report.refresh),
         "export_notes": list(engine.export_changes.notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],
+        "warnings": report.warnings(),
+        "notes": report.notes(),
         "not_trained": [
-            {"name": name, "shape": shape, "reason": reason} for name, shape, reason in untrained
+            {"name": name, "shape": shape, "reason": reason}
+            for name, shape, reason in report.untrained
         ],
         "ties": [asdict(tie) for tie in engine.ties],
-        "memory": {**asdict(memory), "total": memory.total},
-        "spectra": [described(spectrum) for spectrum in spectra],
+        "memory": {**asdict(report.memory), "total": report.memory.total},
+        "spectra": [described(spectrum) for spectrum in report.spectra],
     }
 
 

@@ -1,6 +1,7 @@
 """Maps each layer kind and approximation to the function that creates its block."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -248,6 +249,38 @@ KINDS: Registry[LayerKind] = Registry(
         ),
     },
 )
+
+# Symbols of the formulas, with their meanings.
+NOTATION: Mapping[str, str] = {
+    "A": "second moment of inputs, a mean over uses, examples and positions",
+    "G": "second moment of output gradients, a mean over uses, examples and positions",
+    "⊗": "Kronecker product",
+    "diag": "diagonal of a matrix, or matrix with this diagonal",
+    "t": "number of positions (output pixels, tokens)",
+    "u": "number of uses of the parameters (time steps)",
+    "F": "second moment of the gradients of single examples",
+    "U": "eigenbasis of the factors A and G",
+    "s": "variances of the gradients of single examples in the eigenbasis",
+    "mean a": "mean of the inputs over the positions of an example",
+    "Σ ds": "sum of the output gradients over the positions of an example",
+    "I": "identity matrix",
+    "C": "covariance of the channels of a pixel",
+    "m": "mean of the channels of a pixel",
+    "⊕": "one block for each group g, with the factors A_g and G_g",
+    "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
+    "g": "gradient of an example, or of the batch in blocks without an engine",
+}
+
+
+def explained(formulas: Iterable[str]) -> dict[str, str]:
+    """Return the meanings of the symbols in formulas of blocks, by symbol."""
+    text = " ".join(formulas)
+    # ``A_g`` contains A and no g, ``mᵀ`` contains m.
+    return {
+        symbol: meaning
+        for symbol, meaning in NOTATION.items()
+        if re.search(rf"(?<!\w){re.escape(symbol)}(?![a-zA-Z0-9])", text)
+    }
 
 
 def row(kind: str, approximation: str) -> Approximation:

@@ -5,7 +5,7 @@ the average at that refresh. It is estimated from sixteen rows of the lower tria
 proportional to the size of the matrix; the rows at that refresh are stored.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import inf, prod, sqrt
 from time import perf_counter
@@ -41,12 +41,12 @@ class Refreshes:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Every refresh with its cost, for ``schedule.Planner``; the shapes must be known."""
-        shapes = factor_shapes(self._collection)
+        shapes = refreshed_shapes(self._collection)
         blocks = self._collection.fisher_blocks.items()
         return tuple(
             Work(
                 key,
-                refresh_cost(shapes[id(factor)]),
+                sum(map(refresh_cost, shapes[id(factor)])),
                 tuple(name for params, b in blocks if factor in b.factors for name in uses(params)),
             )
             for key, factor in self._factors.items()
@@ -217,6 +217,41 @@ def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
         averages = block.factor_shapes([collection.require_shape(name) for name in uses(key)])
         shapes |= {id(f): shape for f, shape in zip(block.factors, averages, strict=True)}
     return shapes
+
+
+def refreshed_shapes(collection: LayerCollection) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Return the shapes of the averages that the refresh of each factor reads.
+
+    Args:
+        collection: As for ``factor_shapes``.
+
+    Returns:
+        ``id`` of a factor that stores inverses or powers to shapes, mostly to its own only. The
+        eigenvalues of EKFAC read the two factors of their Kronecker product.
+    """
+    factors, shapes = collection.get_factors(), factor_shapes(collection)
+    return {
+        id(factor): averaged_shapes(factor, factors, [shapes[id(f)] for f in factors])
+        for factor in factors
+        if factor.has_inverses
+    }
+
+
+def averaged_shapes(
+    factor: FisherFactor, factors: Sequence[FisherFactor], shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the averages that the refresh of a factor reads.
+
+    Args:
+        factor: The factor.
+        factors: Factors, among them all whose averages it reads.
+        shapes: The shape of the average of each of them.
+
+    Returns:
+        The shapes.
+    """
+    known = {id(f.average): shape for f, shape in zip(factors, shapes, strict=True)}
+    return tuple(known[id(average)] for average in factor.averages)
 
 
 def refresh_cost(shape: tuple[int, ...]) -> float:

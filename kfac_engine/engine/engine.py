@@ -21,6 +21,7 @@ from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.engine_summary import engine_summary
+from kfac_engine.engine.large_factors import large_factor_notes
 from kfac_engine.engine.measured_model import MeasuredModel
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.profiling import Recorder
@@ -69,8 +70,7 @@ class Engine(Summarized, MeasuredModel):
         self.counter = 0
         self.schedule = schedule
         self._prepared = False
-        hints = (layer.hint for layer in self.layers if layer.hint)
-        self._standing_notes = (*assembly.notes, *hints)
+        self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
 
     @classmethod

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import and_
 
 from kfac_engine._types import Array, Params
-from kfac_engine.curvature.approximations import KINDS, row
+from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.refreshes import refresh_cost
+from kfac_engine.curvature.refreshes import averaged_shapes, refresh_cost
 from kfac_engine.engine.loss_bindings import LossBinding
 from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
 from kfac_engine.graph.passes.train_form import inference_nodes, listed_names
@@ -16,9 +15,6 @@ from kfac_engine.graph.structure import Graph
 from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
 from kfac_engine.runtime.model import OnnxModel
-
-# Above this side the refresh of a factor takes longer than anything else in a step.
-_LARGEST_SIDE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +30,14 @@ class LayerReport:
             ``collection.fisher_blocks``.
         approximation: Row of the table of approximations.
         formula: The block in a few symbols.
+        numbers: Number of entries of its parameters.
         inputs: Name of the layer's input, or names over its uses; empty if generic.
         outputs: Name of its output, likewise; empty if generic.
         factor_shapes: Shapes of the factors' averages.
+        symbols: Symbol of each factor: ``"A"``, ``"G"``, ``"s"`` or ``"F"``.
         factor_bytes: Bytes of averages and stored powers together.
         inverse_flops: Cost of one refresh.
         reason: Why a parameter is generic; empty for layers.
-        hint: Which approximation spares the refresh of a very large factor; empty where none is.
     """
 
     kind: str
@@ -49,13 +46,14 @@ class LayerReport:
     key: Params
     approximation: str
     formula: str
+    numbers: int
     inputs: Tensors
     outputs: Tensors
     factor_shapes: tuple[tuple[int, ...], ...]
+    symbols: tuple[str, ...]
     factor_bytes: int
     inverse_flops: float
     reason: str
-    hint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +151,15 @@ def _report(
     block = collection.fisher_blocks[key]
     approximation = collection.approximation_of(key)
     item = max(model.parameters[names[0]].dtype.itemsize, 4)
-    shapes = block.factor_shapes([collection.require_shape(name) for name in layer.parameters])
-    shapes_and_numbers = [
-        (shape, factor.stored_numbers(shape))
-        for shape, factor in zip(shapes, block.factors, strict=True)
-    ]
+    packed = [collection.require_shape(name) for name in layer.parameters]
+    shapes = block.factor_shapes(packed)
+    stored = [f.stored_numbers(shape) for f, shape in zip(block.factors, shapes, strict=True)]
+    refreshed = (
+        shape
+        for factor, numbers in zip(block.factors, stored, strict=True)
+        if numbers
+        for shape in averaged_shapes(factor, block.factors, shapes)
+    )
     return LayerReport(
         kind=layer.kind,
         parameters=names,
@@ -165,36 +167,15 @@ def _report(
         key=key,
         approximation=approximation,
         formula=row(layer.kind, approximation).formula,
+        numbers=sum(map(prod, packed)),
         inputs=layer.inputs,
         outputs=layer.outputs,
         factor_shapes=shapes,
-        factor_bytes=item * sum(prod(shape) + n for shape, n in shapes_and_numbers),
-        inverse_flops=sum(refresh_cost(shape) for shape, n in shapes_and_numbers if n),
+        symbols=block.symbols,
+        factor_bytes=item * (sum(map(prod, shapes)) + sum(stored)),
+        inverse_flops=sum(map(refresh_cost, refreshed)),
         reason=layer.reason,
-        hint=_hint(layer.kind, names, shapes),
     )
-
-
-def _hint(kind: str, parameters: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-    """The cost of very large factors, and an approximation with diagonals in their place."""
-    large = [shape for shape in shapes if _is_large(shape)]
-    if not large:
-        return ""
-    sides = " and ".join(f"{shape[-1]}×{shape[-1]}" for shape in large)
-    cost = f"{sum(refresh_cost(shape) for shape in large):.2g} flops"
-    said = f"each refresh of {', '.join(parameters)} inverts {sides}, {cost}"
-    ends = _is_large(shapes[0]), _is_large(shapes[-1])
-    rows = KINDS[kind].approximations
-    spared = {n: r.dense for n, r in rows.items() if not any(map(and_, ends, r.dense))}
-    if not spared:
-        return said
-    better = max(spared, key=lambda name: sum(spared[name]))
-    return f"{said}; '{better}' for {kind} (--approx {kind}={better}) has diagonals instead"
-
-
-def _is_large(shape: tuple[int, ...]) -> bool:
-    """Whether an average is a matrix, or a stack of them, of very many rows."""
-    return len(shape) > 1 and shape[-1] > _LARGEST_SIDE
 
 
 def inference_notes(graph: Graph) -> Iterator[str]:

@@ -1,6 +1,9 @@
 """`inspect` counts what a hand can count, and names what is not covered."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -180,14 +183,81 @@ def test_a_factor_of_thousands_of_rows_names_the_approximation_without_it(
     assert main(["inspect", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"--approx fully_connected={better}" in shown
-    assert "note: each refresh of fc.weight, fc.bias inverts" in shown
+    assert "warning: each refresh of fc.weight, fc.bias inverts" in shown
     assert main(["inspect", str(path), "--approx", f"fully_connected={better}"]) == 0
-    assert "note:" not in capsys.readouterr().out
+    assert "warning:" not in capsys.readouterr().out
 
 
-def test_a_factor_of_4096_rows_is_no_matter(report):
-    (layer,) = report(wide(2, 4096))["layers"]
-    assert layer["hint"] == ""
+def test_a_factor_of_2048_rows_has_no_warning(report):
+    assert report(wide(2, 2048))["warnings"] == []
+    assert len(report(wide(2, 2049))["warnings"]) == 1
+
+
+def test_json_has_the_numbers_of_the_summary(report):
+    shown = report(demo_model("cnn"), "--damping", "0.01", "--approx", "conv2d=diagonal")
+    conv = [(9 + 1) * 16, (16 * 9 + 1) * 32, (32 * 9 + 1) * 32]
+    dense = [(128 + 1) * 64, (64 + 1) * 10]
+    assert shown["parameters"] == sum(conv) + sum(dense)
+    assert shown["parameters_in_kronecker_blocks"] == sum(dense)
+    assert shown["damping"] == 0.01
+    assert shown["backend"] == "numpy"
+    assert shown["factor_bytes"] == sum(layer["factor_bytes"] for layer in shown["layers"])
+    refresh = shown["refresh_estimate"]
+    assert refresh["flops"] == 129**3 + 64**3 + 65**3 + 10**3
+    assert refresh["seconds"] > 0
+    assert shown["approximations"]["conv2d"] == {
+        "in_use": ["diagonal"],
+        "choices": ["kron", "kron_reduce", "ekfac", "diagonal", "kron_sua"],
+    }
+    assert shown["approximations"].keys() == {"conv2d", "fully_connected"}
+
+
+@pytest.fixture
+def tables(tmp_path, capsys):
+    def inspect(model, *options):
+        """Return the lines of each table by title."""
+        path = tmp_path / "model.onnx"
+        path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
+        assert main(["inspect", str(path), *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        rules = [index for index, line in enumerate(lines) if line.startswith(" ──")]
+        return {lines[i - 3]: lines[i + 1 : lines.index("", i)] for i in rules}
+
+    return inspect
+
+
+@pytest.mark.parametrize(
+    ("options", "symbols"),
+    [
+        ((), ["A", "G", "⊗", "t"]),
+        (("--approx", "conv2d=ekfac"), ["A", "G", "⊗", "diag", "U", "s"]),
+        (("--approx", "conv2d=diagonal", "--approx", "fully_connected=diagonal"), ["diag", "F"]),
+    ],
+    ids=["kron", "ekfac", "diagonal"],
+)
+def test_the_legend_explains_the_symbols_of_the_table_and_no_others(options, symbols, tables):
+    legend = tables(demo_model("cnn"), *options)["symbols of the blocks"]
+    assert [row.split()[0] for row in legend] == symbols
+
+
+def test_the_totals_count_parameters_and_those_in_kronecker_blocks(tables):
+    rows = [row.split() for row in tables(layer_norm())["totals"]]
+    # Dense layers of 5 inputs with 5 and 3 outputs, and scales and shifts in a full block.
+    assert rows[0] == ["parameters", str(6 * 5 + 6 * 3 + 10)]
+    assert rows[1] == ["in", "Kronecker", "blocks", str(6 * 5 + 6 * 3), "(82.8", "%)"]
+    # Two factors of 6 rows, and those of 5, 3 and 10 rows: 1584 operations.
+    assert rows[3][:6] == ["refresh", "of", "all", "factors", "1.58", "kFLOP,"]
+    assert rows[3][-2:] == ["(an", "estimate)"]
+
+
+def test_other_approximations_are_listed_where_a_kind_has_others(tables):
+    (norm, dense) = sorted(tables(layer_norm())["approximations: --approx KIND=NAME"], reverse=True)
+    assert norm.split() == ["scale_and_shift", "full", "diagonal"]
+    assert dense.split()[:3] == ["fully_connected", "kron", "kron_in_diag,"]
+    net = Net()
+    net.op("Conv", "x", net.weight("w", 2, 1, 3), to="y", kernel_shape=[3])
+    only = net.model({"x": ["n", 1, 5]}, {"y": ["n", 2, 3]})
+    assert "approximations: --approx KIND=NAME" not in tables(only, "--loss", "normal")
 
 
 def test_the_announced_batch_is_that_of_the_inputs(tmp_path, capsys):
@@ -235,3 +305,16 @@ def test_normalizations_and_dropouts_in_inference_form_have_a_note_with_the_opti
     onnx.save(folded(), path)
     assert main(["inspect", str(path), "--train-form"]) == 2
     assert capsys.readouterr().err.startswith("error: --train-form changes nothing in model")
+
+
+def test_the_example_of_the_page_is_the_output(tables):
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    command, example = re.search(
+        r"\$ kfac-engine inspect cnn.onnx (.*)\n```\n\n```text\n([^`]*)```", page
+    ).groups()
+    shown = tables(demo_model("cnn"), *shlex.split(command))
+    lines = example.splitlines()
+    for title in ("layers", "symbols of the blocks", "approximations: --approx KIND=NAME"):
+        start = lines.index(title) + 4
+        end = lines.index("", start) if "" in lines[start:] else len(lines)
+        assert lines[start:end] == shown[title]

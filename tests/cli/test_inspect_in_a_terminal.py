@@ -99,6 +99,27 @@ def test_columns_are_aligned(screen, model):
     assert len(ends) <= 2
 
 
+def test_small_factors_have_no_warning(screen):
+    assert not any(line.startswith("warning:") for line in screen.lines)
+
+
+def test_a_warning_is_yellow_and_wraps_at_spaces(tmp_path):
+    net = Net()
+    net.op("MatMul", "x", net.weight("w", 2, 2100, spread=0.01), to="y")
+    onnx.save(net.model({"x": ["n", 2]}, {"y": ["n", 2100]}), tmp_path / "wide.onnx")
+    screen = run_in_terminal(["inspect", str(tmp_path / "wide.onnx")], 80)
+    (start,) = (i for i, line in enumerate(screen.lines) if line.startswith("warning:"))
+    assert screen.colours[start] == {"brown"}  # the name of colour 3 in pyte
+    assert screen.colours[start + 1] == set()
+    end = next(i for i in range(start, len(screen.lines)) if screen.lines[i].endswith("."))
+    text = " ".join(screen.lines[start : end + 1])
+    assert text.startswith("warning: each refresh of w inverts 2100×2100, 9.26 GFLOP; ")
+    assert text.endswith(
+        "'kron_out_diag' for fully_connected (--approx fully_connected=kron_out_diag) has "
+        "diagonals instead."
+    )
+
+
 def test_wide_shows_the_column_that_a_narrow_terminal_omits(tmp_path):
     onnx.save(MODELS["cnn"], tmp_path / "cnn.onnx")
     arguments = ["inspect", str(tmp_path / "cnn.onnx")]

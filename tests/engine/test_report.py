@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.approximations import accepted
 from kfac_engine.engine import engine as engine_module
 from kfac_engine.engine import memory
 from kfac_engine.engine.validation import check_finite
@@ -64,6 +65,37 @@ def test_reports_carry_block_sizes_and_costs():
     # One average and two stored powers of each side, four bytes a number.
     assert last.factor_bytes == 3 * 4 * (36 + 9)
     assert (first.approximation, first.formula) == ("kron", "t · A ⊗ G")
+
+
+def test_the_refresh_of_an_eigenbasis_costs_the_factors_that_it_decomposes():
+    engine = ke.Engine.from_onnx(
+        models.cnn(), loss="categorical", approximations={"fully_connected": "ekfac"}
+    )
+    layer = engine.layers[-1]
+    assert layer.symbols == ("A", "G", "s")
+    assert layer.inverse_flops == 6.0**3 + 3.0**3
+    (work,) = (w for w in engine.estimator.refreshes.works if w.parameters == layer.parameters)
+    assert work.cost == layer.inverse_flops
+
+
+def test_blocks_with_an_input_factor_are_kronecker_products():
+    kronecker = {
+        name: {"A" in layer.symbols for layer in engine.layers if "fully" in layer.kind}
+        for name in accepted("fully_connected")
+        for engine in [
+            ke.Engine.from_onnx(
+                models.mlp(), loss="categorical", approximations={"fully_connected": name}
+            )
+        ]
+    }
+    assert kronecker.pop("diagonal") == {False}
+    assert set(map(frozenset, kronecker.values())) == {frozenset({True})}
+
+
+def test_layers_count_the_entries_of_their_parameters():
+    engine = ke.Engine.from_onnx(models.resnet_block(), loss="categorical")
+    sizes = [sum(engine.parameters[n].size for n in la.parameters) for la in engine.layers]
+    assert [layer.numbers for layer in engine.layers] == sizes
 
 
 def normalized(channels):

@@ -1,0 +1,126 @@
+"""Estimate of the time of a refresh of all factors, from a few operations that are measured."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.approximations import row
+from kfac_engine.curvature.refreshes import refresh_cost, refreshed_shapes
+from kfac_engine.engine.measured_model import MeasuredModel
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshEstimate:
+    """Cost of a refresh of all factors.
+
+    Attributes:
+        flops: Number of operations; layers with equal statistics share a factor, which counts once.
+        seconds: Estimate of the time on this machine.
+    """
+
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """An operation of refreshes, and the bounds of its measurement.
+
+    Attributes:
+        run: Computes the results for matrices.
+        most_rows: Number of rows to which matrices are cut; a matrix takes about 20 ms on a core.
+        most_flops: Number of operations from which no more matrices are measured.
+    """
+
+    run: Callable[[Backend, Sequence[Array]], object]
+    most_rows: int
+    most_flops: float
+
+
+def _invert(backend: Backend, matrices: Sequence[Array]) -> None:
+    backend.download(backend.linalg.begin_damped_inverses(matrices, [1e-3] * len(matrices))()[:1])
+
+
+def _decompose(backend: Backend, matrices: Sequence[Array]) -> None:
+    backend.download([backend.linalg.eighs(matrices)[0][0]])
+
+
+_INVERSE = _Operation(_invert, 768, 4e8)
+_EIGH = _Operation(_decompose, 256, 3e7)
+
+
+def estimate_refresh(engine: MeasuredModel) -> RefreshEstimate:
+    """Estimate the time of a refresh of all factors.
+
+    The largest matrices of the factors, cut to several hundred rows, are inverted or decomposed.
+    Their time is scaled by the number of operations.
+
+    Args:
+        engine: The engine; it needs no statistics.
+
+    Returns:
+        The estimate. It is zero if no factor stores inverses.
+    """
+    flops, seconds = 0.0, 0.0
+    for operation, shapes in _shapes(engine).items():
+        cost = sum(map(refresh_cost, shapes))
+        sides = list(_sample(shapes, operation))
+        if sides:
+            measured = _measure(engine.collection.backend, operation, sides)
+            seconds += measured * cost / sum(float(side) ** 3 for side in sides)
+        flops += cost
+    return RefreshEstimate(flops, seconds)
+
+
+def _shapes(engine: MeasuredModel) -> Mapping[_Operation, list[tuple[int, ...]]]:
+    """Return the shapes of the factors that store inverses, by the operation of their refresh."""
+    decomposed = {
+        id(factor)
+        for layer in engine.layers
+        if row(layer.kind, layer.approximation).eigenvectors
+        for factor in engine.collection.fisher_blocks[layer.key].factors
+    }
+    groups: dict[_Operation, list[tuple[int, ...]]] = {_INVERSE: [], _EIGH: []}
+    for factor, shapes in refreshed_shapes(engine.collection).items():
+        groups[_EIGH if factor in decomposed else _INVERSE] += shapes
+    return groups
+
+
+def _sample(shapes: Sequence[tuple[int, ...]], operation: _Operation) -> Iterator[int]:
+    """Yield the numbers of rows of the matrices to measure, the largest first."""
+    flops = 0.0
+    for shape in sorted(shapes, key=lambda shape: shape[-1], reverse=True):
+        if flops >= operation.most_flops:
+            return
+        side = min(shape[-1], operation.most_rows)
+        flops += float(side) ** 3
+        yield side
+
+
+def _measure(backend: Backend, operation: _Operation, sides: Sequence[int]) -> float:
+    """Return the seconds of an operation on matrices of these numbers of rows."""
+    rng = np.random.default_rng(0)
+    matrices = [backend.asarray(_positive(rng, side)) for side in sides]
+    times = []
+    with single_threaded_blas():
+        for _ in range(_ROUNDS):
+            start = perf_counter()
+            operation.run(backend, matrices)
+            times.append(perf_counter() - start)
+    return min(times)
+
+
+def _positive(rng: np.random.Generator, side: int) -> Array:
+    """Return a symmetric matrix with eigenvalues between 1 and 3, up to random deviations."""
+    matrix = rng.standard_normal((side, side), np.float32)
+    matrix += matrix.T.copy()
+    matrix /= np.sqrt(8 * side)
+    matrix[np.diag_indices(side)] += 2
+    return matrix
