@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kfac_engine as ke
+from scripts.absolute_links import absolute
 from scripts.check_release import disagreements
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,3 +55,23 @@ def test_disagreement_of_one_file_is_refused(checkout, file, pattern, replacemen
 
 def test_site_links_to_the_same_repository():
     assert f"repo_url: {REPOSITORY}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("link", "result"),
+    [
+        ("[a](docs/a.md#b)", "[a](https://host/p/blob/main/docs/a.md#b)"),
+        ("![a](docs/a.png)", "![a](https://host/p/raw/main/docs/a.png)"),
+        ("[a](https://onnx.ai)", "[a](https://onnx.ai)"),
+        ("[a](#install)", "[a](#install)"),
+    ],
+)
+def test_relative_link_becomes_an_address(link, result):
+    assert absolute(f"see {link}.", "https://host/p") == f"see {result}."
+
+
+def test_page_of_the_package_index_has_no_relative_link():
+    text = absolute((ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY)
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(targets) > 20
+    assert all(target.startswith(("https://", "#")) for target in targets)
