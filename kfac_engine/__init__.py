@@ -77,6 +77,9 @@ if TYPE_CHECKING:
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
     from kfac_engine.curvature.schedule import Schedule as Schedule
+    from kfac_engine.curvature_result.curvature import Curvature as Curvature
+    from kfac_engine.curvature_result.measure import curvature as curvature
+    from kfac_engine.curvature_result.options import CurvatureOptions as CurvatureOptions
     from kfac_engine.engine.engine import Engine as Engine
     from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
     from kfac_engine.engine.factor_view import FactorView as FactorView
@@ -186,6 +189,9 @@ _HOMES = {
     "ParameterFactors": "engine.factors",
     "FactorView": "engine.factor_view",
     "MemoryReport": "engine.memory",
+    "curvature": "curvature_result.measure",
+    "Curvature": "curvature_result.curvature",
+    "CurvatureOptions": "curvature_result.options",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",
     "load_model": "runtime.load",

@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from kfac_engine._types import Array, Params, Vector
-from kfac_engine.arguments import listed, number, texts, whole
+from kfac_engine.arguments import number
 from kfac_engine.compat.default_collection import get_default_layer_collection
 from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
@@ -15,6 +15,7 @@ from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
+from kfac_engine.curvature.estimator_options import check_counts, check_options
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
@@ -22,7 +23,6 @@ from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, ThunkRound, Trace
 from kfac_engine.errors import InputError
 from kfac_engine.sealed import Sealed
-from kfac_engine.suggestions import suggestion
 
 
 class FisherEstimator(Sealed):
@@ -88,10 +88,8 @@ class FisherEstimator(Sealed):
         seed: int = 0,
         examples: ExampleGradients | None = None,
     ) -> None:
-        if compute_params_stats and batch_size is None:
-            raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
-        _check_options(variables, cov_ema_decay, exps, estimation_mode)
-        _check_counts(seed, batch_size)
+        check_options(variables, cov_ema_decay, exps, estimation_mode)
+        check_counts(seed, batch_size, compute_params_stats)
         if layer_collection is None:
             layer_collection = get_default_layer_collection()
         if not isinstance(layer_collection, LayerCollection):
@@ -232,6 +230,31 @@ class FisherEstimator(Sealed):
             sources = self._sources.given(updater.factors, trace, propagated)
         self._update(updater, sources, stats, decay, release, singles)
 
+    def accumulate(
+        self,
+        trace: Trace,
+        weight: float,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+        factors: Sequence[FisherFactor] | None = None,
+    ) -> None:
+        """Add the statistics of one batch to plain means, without decay.
+
+        Args:
+            trace: The evaluation of the batch.
+            weight: Weight of the batch in the means, such as its number of examples.
+            draws: Fixes the randomness, by loss name.
+            scales: As for ``update_covariances``.
+            factors: Factors to update; None for all. Raises as ``update_covariances`` does.
+        """
+        chosen = self.factors if factors is None else tuple(factors)
+        alone = tuple(factor for factor in chosen if factor in self._sources.alone)
+        updater = self._updater_of(tuple(factor for factor in chosen if factor not in alone))
+        updater.combine = self.combine
+        singles = self._sources.measure_examples(alone, trace, draws, scales or {})
+        sources = self._sources.of_batch(updater.factors, trace, draws, scales or {}, {})
+        self._update(updater, sources, {}, 1.0, measured=singles, weight=weight)
+
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
         self.refreshes.begin()()
@@ -300,9 +323,8 @@ class FisherEstimator(Sealed):
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """Return ``B⁻¹ v`` with the Cholesky factor ``B`` of the damped matrix, or ``B⁻ᵀ v``."""
-        return self.products.multiply_pairs(
-            vecs_and_vars, self.products.cholesky_inverse(transpose)
-        )
+        product = self.products.cholesky_inverse(transpose)
+        return self.products.multiply_pairs(vecs_and_vars, product)
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -362,38 +384,15 @@ class FisherEstimator(Sealed):
         decay: float,
         release: LetGo | None = None,
         measured: Sequence[Measured] = (),
+        weight: float = 1.0,
     ) -> None:
         generator = self.rng.bit_generator.state
         try:
             if self._mode.one_source:
-                updater.average(next(sources), decay, release, measured)
+                updater.average(next(sources), decay, release, measured, weight)
             else:
-                updater.average_sum(sources, decay, measured)
+                updater.average_sum(sources, decay, measured, weight)
         except BaseException:  # the draws of a failed update are not used
             self.rng.bit_generator.state = generator
             raise
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
-
-
-def _check_options(
-    variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
-) -> None:
-    """Refuse options of a wrong type or outside their range, with an InputError."""
-    if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
-        raise InputError(
-            f"unknown estimation_mode '{estimation_mode}'{suggestion(estimation_mode, MODES)}; "
-            f"choose one of: {', '.join(MODES)}."
-        )
-    texts("variables", variables, "['w', 'b']")
-    for exp in listed("exps", exps, "(-1,)"):
-        number("each of exps", exp)
-    number("cov_ema_decay", cov_ema_decay)
-    if not 0 <= cov_ema_decay <= 1:
-        raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
-
-
-def _check_counts(seed: object, batch_size: object) -> None:
-    """Refuse a negative seed and a batch size below one, with an InputError."""
-    whole("seed", seed, least=0)
-    if batch_size is not None:
-        whole("batch_size", batch_size, least=1)

@@ -73,6 +73,7 @@ class FactorUpdater:
         decay: float,
         release: LetGo | None,
         measured: Sequence[Measured] = (),
+        weight: float = 1.0,
     ) -> None:
         """Update the averages by a batch of one source.
 
@@ -83,13 +84,14 @@ class FactorUpdater:
             decay: Weight of the old averages, in [0, 1].
             release: Receives the names that were deleted from ``values``; may be None.
             measured: Further factors with their measurements of the batch.
+            weight: Weight of the batch.
 
         Raises:
             KfacError: The batch does not fit a factor; no average has moved.
         """
         if self.combine is not None:
             names = tuple(values)
-            self.average_sum(iter((values,)), decay, measured)
+            self.average_sum(iter((values,)), decay, measured, weight)
             if release is not None:
                 release(names)
             return
@@ -98,7 +100,7 @@ class FactorUpdater:
 
         def update(index: int) -> None:
             factor, names = self.factors[index], self._names[index]
-            factor.commit(factor.measure(values, checked[index]), decay)
+            factor.commit(factor.measure(values, checked[index]), decay, weight)
             with lock:
                 readers.subtract(names)
                 unread = [name for name in names if not readers[name]]
@@ -108,13 +110,14 @@ class FactorUpdater:
                     release(unread)
 
         self._with_all(update, checked, values)
-        self._commit(measured, decay)
+        self._commit(measured, decay, weight)
 
     def average_sum(
         self,
         sources: Iterator[dict[str, Array]],
         decay: float,
         measured: Sequence[Measured] = (),
+        weight: float = 1.0,
     ) -> None:
         """Update the averages by the sum over the sources of a batch.
 
@@ -123,6 +126,7 @@ class FactorUpdater:
                 the next one is requested.
             decay: Weight of the old averages, in [0, 1].
             measured: Further factors with their measurements of the batch.
+            weight: Weight of the batch.
 
         Raises:
             KfacError: A source does not fit a factor; no average has moved.
@@ -145,7 +149,7 @@ class FactorUpdater:
         for values in sources:
             self._add_source(sums, values)
             values.clear()
-        self._commit([*((f, sums[id(f)]) for f in self.factors), *measured], decay)
+        self._commit([*((f, sums[id(f)]) for f in self.factors), *measured], decay, weight)
 
     def _add_source(self, sums: dict[int, Measurement], values: dict[str, Array]) -> None:
         """Add a further source of a batch to the measurements that it changes."""
@@ -159,12 +163,12 @@ class FactorUpdater:
             ]
         )
 
-    def _commit(self, measured: Sequence[Measured], decay: float) -> None:
+    def _commit(self, measured: Sequence[Measured], decay: float, weight: float) -> None:
         """Combine measurements and update the averages by them."""
         if self.combine is not None:
             self.combine([measurement for _, measurement in measured])
         for factor, measurement in measured:
-            factor.commit(measurement, decay)
+            factor.commit(measurement, decay, weight)
 
     def _check(self, values: Values) -> list[Sizes]:
         """Check a batch for all factors; return the sizes of their measurements."""

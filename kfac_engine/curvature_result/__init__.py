@@ -1,0 +1,1 @@
+"""The curvature of a trained model as a result: spectrum, products and samples."""

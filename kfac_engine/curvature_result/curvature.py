@@ -1,0 +1,276 @@
+"""The curvature of a model at its parameters: a block-diagonal Fisher matrix with its spectrum."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array, Params
+from kfac_engine.arguments import number, whole
+from kfac_engine.backend.namespace import on_host
+from kfac_engine.curvature_result.blocks import Block, checked_damping
+from kfac_engine.curvature_result.options import CurvatureOptions
+from kfac_engine.curvature_result.parameter_vector import ParameterVector
+from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
+
+Damping = float | Mapping[str, float]
+
+
+class Curvature:
+    """The mean Fisher matrix ``F`` of a data set; ``kfac_engine.curvature`` returns it.
+
+    All functions of ``F`` are exact functions of its blocks: damping is added to the eigenvalues,
+    not to factors. A damping is a number λ ≥ 0, or a mapping with a number for each parameter.
+    Arrays have the shapes of the parameters in the file.
+
+    Args:
+        assembly: The model with its losses and layers.
+        options: What was measured.
+        blocks: All blocks.
+        vector: All parameters.
+        examples: Number of examples.
+        log_likelihood: Sum of the log-likelihoods of the targets.
+
+    Attributes:
+        model: The model with its losses: ``parameters``, ``predict``, ``trace``.
+        options: What was measured.
+        blocks: The blocks with their eigenvalues and eigenvectors.
+        vector: All parameters as one vector.
+        examples: Number of examples.
+        log_likelihood: Sum over all examples of the log-likelihood of the targets, in nats; None
+            for data without targets.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        options: CurvatureOptions,
+        blocks: Sequence[Block],
+        vector: ParameterVector,
+        examples: int,
+        log_likelihood: float | None,
+    ) -> None:
+        self.model = TrainableModel(assembly)
+        self.options = options
+        self.blocks = tuple(blocks)
+        self.vector = vector
+        self.examples = examples
+        self.log_likelihood = log_likelihood
+        self._backend = assembly.collection.backend
+
+    def __repr__(self) -> str:
+        """Return structure, numbers of examples and parameters."""
+        return (
+            f"Curvature({self.options.structure}, {self.options.fisher}, {self.examples} examples, "
+            f"{len(self.blocks)} blocks, {self.vector.size} parameters)"
+        )
+
+    # -- spectrum ---------------------------------------------------------------------------------
+
+    def eigenvalues(self) -> dict[Params, Array]:
+        """Return the eigenvalues of each block without damping, ascending.
+
+        Returns:
+            The parameters of a block, a name or a tuple of names, to as many eigenvalues as they
+            have entries, in float64.
+        """
+        return {
+            part.key: np.sort(block.spectrum.eigenvalues[:, part.rows], axis=None)
+            for block in self.blocks
+            for part in block.parts
+        }
+
+    def trace(self) -> float:
+        """Return the sum of all eigenvalues."""
+        return float(sum(block.spectrum.eigenvalues.sum() for block in self.blocks))
+
+    def log_determinant(self, damping: Damping = 0.0) -> float:
+        """Return ``log det(F + λI)``.
+
+        Args:
+            damping: λ, or λ of each parameter.
+
+        Returns:
+            The sum of ``log(s + λ)`` over all eigenvalues ``s``.
+
+        Raises:
+            InputError: The damping is negative, or the damped matrix is singular.
+        """
+        level = self._checked(damping)
+        return float(sum(block.log_eigenvalues(level).sum() for block in self.blocks))
+
+    def effective_dimension(self, damping: Damping) -> float:
+        """Return the trace of ``F (F + λI)⁻¹``, the number of directions that the data determine.
+
+        Args:
+            damping: λ, or λ of each parameter.
+
+        Returns:
+            The sum of ``s / (s + λ)`` over all eigenvalues ``s``.
+
+        Raises:
+            InputError: The damping is negative, or the damped matrix is singular.
+        """
+        level = self._checked(damping)
+        parts = (block.spectrum.eigenvalues * block.powers(level, -1.0) for block in self.blocks)
+        return float(sum(part.sum() for part in parts))
+
+    def diagonal(self, power: float = 1.0, damping: Damping = 0.0) -> dict[str, Array]:
+        """Return the diagonal of ``(F + λI)^power``.
+
+        Args:
+            power: Any real number; −1 gives the variances of N(0, (F + λI)⁻¹).
+            damping: λ, or λ of each parameter.
+
+        Returns:
+            Parameter name to array in float64, in the shape of the parameter.
+
+        Raises:
+            InputError: The damping is negative, or the power does not exist.
+        """
+        number("power", power)
+        level, row = self._checked(damping), np.zeros((1, self.vector.size))
+        for block in self.blocks:
+            row[:, block.places] = block.spectrum.diagonal(block.powers(level, power))
+        return self._split(row, several=False)
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def multiply(
+        self, vectors: Mapping[str, Array], *, power: float = 1.0, damping: Damping = 0.0
+    ) -> dict[str, Array]:
+        """Return ``(F + λI)^power`` times vectors.
+
+        Args:
+            vectors: Parameter name to array, from any library, in the shape of the parameter, or
+                ``(count, *shape)`` for several vectors at once. A block needs the arrays of all its
+                parameters; blocks without arrays are left out.
+            power: Any real number.
+            damping: λ, or λ of each parameter.
+
+        Returns:
+            Parameter name to a new array in the shape of the vector, in its type if that is a
+            floating-point type, else in float64.
+
+        Raises:
+            UnknownNameError: A name is not a parameter.
+            InputError: A parameter of a block is missing, the damping is negative, or the power
+                does not exist, because an eigenvalue of the damped matrix is zero.
+            ShapeError: An array has another shape.
+            NonFiniteError: An array contains NaN or infinity.
+        """
+        number("power", power)
+        level, arrays = self._checked(damping), self._on_host(vectors)
+        rows, several = self.vector.join(arrays)
+        product = np.zeros_like(rows)
+        for block in self._blocks_of(arrays):
+            vector = rows[:, block.places]
+            product[:, block.places] = block.spectrum.multiply(vector, block.powers(level, power))
+        dtypes = {name: _floating(array.dtype) for name, array in arrays.items()}
+        return self.vector.split(product, tuple(arrays), dtypes, several)
+
+    def sample(self, count: int, seed: int = 0, *, damping: Damping = 0.0) -> dict[str, Array]:
+        """Return samples of the normal distribution N(0, (F + λI)⁻¹).
+
+        Args:
+            count: Number of samples.
+            seed: Seed of the generator.
+            damping: λ, or λ of each parameter.
+
+        Returns:
+            Parameter name to array ``(count, *shape)`` in float64.
+
+        Raises:
+            InputError: An argument is wrong, or the damped matrix is singular.
+        """
+        whole("count", count, least=1)
+        whole("seed", seed, least=0)
+        level, generator = self._checked(damping), np.random.default_rng(seed)
+        rows = np.empty((count, self.vector.size))
+        for block in self.blocks:
+            noise = generator.standard_normal((count, *block.places.shape))
+            rows[:, block.places] = block.spectrum.back(block.powers(level, -0.5) * noise)
+        return self._split(rows, several=True)
+
+    def input_moment(self, name: str) -> Array:
+        """Return ``2/n Σ x xᵀ`` of the inputs of a layer, summed over positions and examples.
+
+        This is the Hessian matrix of the squared error of the outputs of the layer with respect to
+        the weights of one output, as GPTQ uses it (Frantar et al. 2023, arXiv:2210.17323).
+
+        Args:
+            name: Name of the weight.
+
+        Returns:
+            ``(d, d)``, in the order of the axes of the weight in the file without the axis of the
+            outputs, as ``weight.reshape(out, -1)`` has them; ``(groups, d, d)`` for a layer of
+            several groups. The coordinate of the bias is left out.
+
+        Raises:
+            UnknownNameError: The name is not a parameter.
+            UnsupportedError: The moment was not measured.
+        """
+        block = self._block_of_weight(name)
+        inputs, U = block.inputs, block.spectrum.left
+        if inputs is None or U is None:
+            raise UnsupportedError(
+                f"the second moment of the inputs of '{name}' was not measured: structure "
+                f"'{self.options.structure}' has the block {block.formula}; use structure='kron' "
+                f"and a layer whose inputs are numbers."
+            )
+        A = (U * inputs.eigenvalues[:, None]) @ U.swapaxes(1, 2)
+        # Rows in the order of the file; the row of a bias has a place outside the weight.
+        start, size = self.vector.starts[name], int(np.prod(self.vector.shapes[name]))
+        moments = []
+        for matrix, column in zip(A, block.places[:, :, 0], strict=True):
+            order = np.argsort(column)
+            order = order[(start <= column[order]) & (column[order] < start + size)]
+            moments.append(2.0 * inputs.positions * matrix[np.ix_(order, order)])
+        return moments[0] if len(moments) == 1 else np.stack(moments)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _checked(self, damping: Damping) -> Damping:
+        return checked_damping(damping, tuple(self.vector.shapes))
+
+    def _split(self, rows: Float, *, several: bool) -> dict[str, Array]:
+        names = tuple(self.vector.shapes)
+        return self.vector.split(rows, names, dict.fromkeys(names, np.dtype(np.float64)), several)
+
+    def _on_host(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
+        if not isinstance(vectors, Mapping):
+            raise InputError(
+                f"vectors must be a mapping from parameter to array, got {type(vectors).__name__}."
+            )
+        return dict(on_host(vectors, self._backend))
+
+    def _blocks_of(self, names: Mapping[str, Array]) -> Iterator[Block]:
+        """Yield the blocks of parameters.
+
+        Raises:
+            InputError: A block has some of the parameters only.
+        """
+        for block in self.blocks:
+            missing = [name for name in block.parameters if name not in names]
+            if not missing:
+                yield block
+            elif len(missing) < len(block.parameters):
+                raise InputError(
+                    f"the block of {', '.join(block.parameters)} needs an array for each of them; "
+                    f"missing: {', '.join(missing)}."
+                )
+
+    def _block_of_weight(self, name: str) -> Block:
+        for block in self.blocks:
+            if name == block.parameters[0]:
+                return block
+        raise UnknownNameError(
+            f"'{name}' is not the weight of a layer; weights are: "
+            f"{', '.join(block.parameters[0] for block in self.blocks)}."
+        )
+
+
+def _floating(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype.kind == "f" else np.dtype(np.float64)

@@ -1,0 +1,135 @@
+"""Eigenvalues and eigenvectors of the blocks of a Fisher estimator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
+from kfac_engine.curvature.blocks.series import SeriesFB
+from kfac_engine.curvature.blocks.single import LayerDiagonalFB, SingleFactorFB
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.stacked import GroupedMoment, StackedSquareFactor
+from kfac_engine.curvature.factors.statistics import KroneckerMoment
+from kfac_engine.curvature_result.blocks import Block, InputMoment, Part
+from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
+from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.layers.packing import Packing
+
+# Statistics whose matrix is the mean of the outer products of inputs, and nothing else.
+_INPUT_MOMENTS = (KroneckerMoment, GroupedMoment)
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposer:
+    """Converts blocks of an estimator to blocks of a curvature.
+
+    Attributes:
+        vector: All parameters.
+        to_numpy: Copies an array of the backend to the host.
+        separate: Whether the parameters of a block are uncorrelated.
+    """
+
+    vector: ParameterVector
+    to_numpy: Callable[[Array], Array]
+    separate: bool
+
+    def decompose(self, block: FisherBlock, formula: str) -> Block:
+        """Return a block with its eigenvalues and eigenvectors.
+
+        Args:
+            block: A block with statistics.
+            formula: The block in a few symbols.
+
+        Returns:
+            The block, in float64 on the host.
+
+        Raises:
+            UnsupportedError: The block is a sum of Kronecker products.
+        """
+        places, parts = self.places(block), self.parts(block)
+        if isinstance(block, SeriesFB):
+            raise UnsupportedError(
+                f"the block of {block.params} is a sum over lags, which has no eigenvalues in "
+                f"closed form; use approximation 'kron_indep'."
+            )
+        if isinstance(block, KroneckerProductFB):
+            spectrum, inputs = self._kronecker(block, parts)
+            return Block(parts, places, spectrum, formula, inputs)
+        assert isinstance(block, SingleFactorFB)  # the other branch of the class tree
+        return Block(parts, places, self._single(block.factor, places, parts), formula)
+
+    def places(self, block: FisherBlock) -> Places:
+        """Return the place of each entry of a packed vector of a block, ``(g, d_in, d_out)``."""
+        arrays = tuple(self.vector.places(name) for name in _names(block))
+        packing = _packing(block)
+        if packing is None:
+            return np.concatenate([array.reshape(-1) for array in arrays]).reshape(1, -1, 1)
+        packed = packing.pack(arrays, block.params, np)
+        return packed if packed.ndim == 3 else packed[None]
+
+    def parts(self, block: FisherBlock) -> tuple[Part, ...]:
+        """Return the parameters of a block, each with its rows if they are uncorrelated."""
+        names = _names(block)
+        owners = tuple(self.vector.parameter_of(name) for name in names)
+        if not self.separate or len(names) == 1:
+            key = names[0] if len(names) == 1 else names
+            return (Part(owners, key, slice(None)),)
+        if _packing(block) is not None:  # the bias is the last row
+            rows = [slice(0, -1), slice(-1, None)]
+        else:
+            ends = np.cumsum([0, *(self.vector.places(name).size for name in names)]).tolist()
+            rows = [slice(*pair) for pair in pairwise(ends)]
+        return tuple(
+            Part((owner,), name, row) for owner, name, row in zip(owners, names, rows, strict=True)
+        )
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _kronecker(
+        self, block: KroneckerProductFB, parts: tuple[Part, ...]
+    ) -> tuple[Spectrum, InputMoment | None]:
+        """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
+        A, G = block.factors
+        a, left = self._side(A, tuple(part.rows for part in parts))
+        g, right = self._side(G, (slice(None),))
+        spectrum = Spectrum(block.repeats * a[:, :, None] * g[:, None, :], left, right)
+        measured = type(A.statistic) in _INPUT_MOMENTS and left is not None
+        return spectrum, InputMoment(a, block.repeats) if measured else None
+
+    def _side(self, factor: FisherFactor, rows: tuple[slice, ...]) -> tuple[Float, Float | None]:
+        """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity."""
+        if isinstance(factor, DiagonalFactor):
+            return self._read(factor.average.read())[None].clip(min=0.0), None
+        if isinstance(factor, StackedSquareFactor):
+            return eigenbasis(self._read(factor.average.read()), rows)
+        return eigenbasis(self._read(factor.get_cov())[None], rows)
+
+    def _single(self, factor: FisherFactor, places: Places, parts: tuple[Part, ...]) -> Spectrum:
+        """Return the spectrum of a diagonal, or of one dense matrix."""
+        average = self._read(factor.average.read())
+        if isinstance(factor, DiagonalFactor):
+            return Spectrum(average.reshape(places.shape).clip(min=0.0))
+        values, vectors = eigenbasis(average[None], tuple(part.rows for part in parts))
+        return Spectrum(values[:, :, None], vectors)
+
+    def _read(self, array: Array) -> Float:
+        return np.asarray(self.to_numpy(array), np.float64)
+
+
+def _names(block: FisherBlock) -> tuple[str, ...]:
+    """Return the names of the parameters of a block, as the block calls them."""
+    assert block.params is not None, "a registered block has parameters"
+    return uses(block.params)
+
+
+def _packing(block: FisherBlock) -> Packing | None:
+    """Return the packing of a block of a layer; None for a block of concatenated parameters."""
+    if isinstance(block, KroneckerProductFB | LayerDiagonalFB):
+        return block.form.packing
+    return None

@@ -1,0 +1,127 @@
+"""The options of a measurement of curvature."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import one_of
+from kfac_engine.curvature.approximations import KINDS
+from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.options import EngineOptions
+from kfac_engine.errors import InputError, UnsupportedError
+
+# Fisher matrix to the estimation mode that measures it.
+FISHERS: Mapping[str, str] = {"exact": "exact", "sampled": "gradients", "empirical": "empirical"}
+STRUCTURES = ("kron", "ekfac", "diagonal", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CurvatureOptions:
+    """What is measured, and on which parameters.
+
+    Attributes:
+        loss: Name of the loss, a loss object, or a list with a loss for each output.
+        structure: Structure of the matrix. ``"kron"`` has a Kronecker product for each layer,
+            ``"ekfac"`` its eigenvectors with measured eigenvalues, ``"diagonal"`` the diagonal of
+            the Fisher matrix, ``"full"`` the whole matrix of all parameters.
+        fisher: Which Fisher matrix: ``"exact"``, an estimate from one ``"sampled"`` target for each
+            prediction, or the ``"empirical"`` matrix of the targets of the data.
+        biases: ``"joint"`` for a block of the weight with its bias, ``"separate"`` for a block of
+            the weight and a block of the bias.
+        layers: ``"all"``, or ``"last"`` for the last layer before each loss.
+        draws: Targets for ``fisher="sampled"`` in the order of the examples, in place of random
+            targets; for several losses by output.
+        output: Output that a loss by name reads; by default the only output of the model.
+        class_axis: Axis of the classes or features in that output.
+        find_logits: Let a loss on probabilities read the logits from which the model computes them.
+        loss_weights: Factor of each loss; by default 1.
+        trainable: Pattern, or patterns, of the names of parameters to include; by default every
+            constant that the graph uses like a parameter.
+        freeze: Pattern, or patterns, of the names of parameters to exclude.
+        approximations: Approximation of a kind of layer, in place of that of the structure.
+        threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
+        scratch_bytes: Bound of the temporary memory of a statistic; by default 64 MiB.
+        backend: Array library.
+        seed: Seed of sampled targets.
+        sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
+            generated.
+        batch_axes: Axis of the examples of an input; by default detected by running the model.
+    """
+
+    loss: LossChoice | Sequence[LossChoice]
+    structure: str = "kron"
+    fisher: str = "exact"
+    biases: str = "joint"
+    layers: str = "all"
+    draws: Array | Mapping[str, Array] | None = None
+    output: str | Sequence[str] | None = None
+    class_axis: int = -1
+    find_logits: bool = True
+    loss_weights: Sequence[float] | None = None
+    trainable: str | Sequence[str] | None = None
+    freeze: str | Sequence[str] | None = None
+    approximations: Mapping[str, str] | None = None
+    threads: int | None = None
+    scratch_bytes: int | None = None
+    backend: str = "auto"
+    seed: int = 0
+    sample_inputs: Mapping[str, Array] | None = None
+    batch_axes: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: An option is outside its range, or two options contradict each other.
+        """
+        one_of("structure", self.structure, STRUCTURES)
+        one_of("fisher", self.fisher, FISHERS)
+        one_of("biases", self.biases, ("joint", "separate"))
+        one_of("layers", self.layers, ("all", "last"))
+        if self.draws is not None and self.fisher != "sampled":
+            raise InputError(
+                f"draws are targets of fisher='sampled', but fisher is '{self.fisher}'; leave them "
+                f"out."
+            )
+        self._check_structure()
+        self.engine  # noqa: B018 (the options of the engine check themselves)
+
+    def _check_structure(self) -> None:
+        if self.structure in ("ekfac", "diagonal", "full"):
+            raise UnsupportedError(f"structure '{self.structure}' is not supported; use 'kron'.")
+        if self.layers == "last":
+            raise UnsupportedError("layers='last' is not supported; use trainable.")
+
+    @property
+    def engine(self) -> EngineOptions:
+        """The options of the engine that measures."""
+        return EngineOptions(
+            loss=self.loss,
+            output=self.output,
+            class_axis=self.class_axis,
+            find_logits=self.find_logits,
+            loss_weights=self.loss_weights,
+            reduction="batch_mean",  # the mean over examples of the sum over positions
+            trainable=self.trainable,
+            freeze=self.freeze,
+            estimation_mode=FISHERS[self.fisher],
+            approximations=approximations_of(self.structure) | dict(self.approximations or {}),
+            threads=self.threads,
+            scratch_bytes=self.scratch_bytes,
+            backend=self.backend,
+            seed=self.seed,
+            sample_inputs=self.sample_inputs,
+            batch_axes=self.batch_axes,
+        )
+
+
+def approximations_of(structure: str) -> dict[str, str]:
+    """Return the approximation of each kind of layer that has the approximation of a structure.
+
+    Other kinds keep their default, which has the form of a Kronecker product or a full matrix.
+    """
+    return {
+        kind: structure
+        for kind, row in KINDS.items()
+        if structure in row.approximations and row.default != structure
+    }
