@@ -51,7 +51,6 @@ class Engine(Summarized, MeasuredModel):
 
     Attributes:
         collection: Layers, losses and blocks.
-        factors: The factors of each parameter, by name: averages, eigenvalues and dampings.
         estimator: Statistics and products.
         objective: Losses and reduction.
         counter: Number of calls of ``observe`` and ``step``.

@@ -23,7 +23,6 @@ class MeasuredModel(TrainableModel):
     Attributes:
         collection: Layers, losses and blocks.
         estimator: Statistics and products.
-        factors: The factors of each parameter, by name: averages, eigenvalues and dampings.
     """
 
     def __init__(
@@ -35,7 +34,12 @@ class MeasuredModel(TrainableModel):
         self._discovery = assembly.discovery
         self._exps = tuple(exps)
         self._entries = ParameterEntries(self._discovery, self._model.parameters)
-        self.factors = Factors(self._entries, self.collection)
+        self._factors = Factors(self._entries, self.collection)
+
+    @property
+    def factors(self) -> Factors:
+        """The factors of each parameter by name: averages, eigenvalues and dampings."""
+        return self._factors
 
     @property
     def layers(self) -> tuple[LayerReport, ...]:

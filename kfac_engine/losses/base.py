@@ -66,6 +66,12 @@ class LossFunction(LossOperations, ABC):
         self.seed = seed
         self.class_axis = class_axis
 
+    def __repr__(self) -> str:
+        """Return class, inputs and targets."""
+        names = [f"{name!r:.80}" for name in self.inputs]
+        targets = [] if self.targets is None else [f"targets={self.targets!r:.80}"]
+        return f"{type(self).__name__}({', '.join(names + targets)})"
+
     # -- defined by each distribution ------------------------------------------------------------
 
     @abstractmethod

@@ -124,6 +124,9 @@ class OnnxModel:
         self._twices: dict[tuple[object, ...], Backward] = {}
         self._sessions: dict[int, BackwardSession] = {}
 
+    def __repr__(self) -> str:
+        return f"<OnnxModel {self.loaded.graph.name!r:.80}: {len(self.parameters):,} parameters>"
+
     def leave_out(self, outputs: Sequence[str]) -> None:
         """Exclude parameters without gradient because of rounding, unless the user named them."""
         if self._by_default:

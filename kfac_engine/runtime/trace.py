@@ -69,6 +69,9 @@ class Trace(Mapping[str, Array]):
         self._values |= computed
         self._releasable = computed.keys() - set(model.draws)
 
+    def __repr__(self) -> str:
+        return f"<Trace of {self._model.graph.name!r:.80}: {len(self):,} values>"
+
     def __getitem__(self, name: str) -> Array:
         if name not in self._values:
             if name not in self._known:

@@ -63,3 +63,14 @@ def test_scalar_parameters_are_shown_as_scalars():
     block.instantiate_factors([["g"]], 0.1)
     block.factors[0].update({"g": np.array(2.0)}, 0.9)
     assert repr(block) == "<NaiveDiagonalFB of w: F scalar>"
+
+
+def test_losses_models_and_traces_are_shown_by_name():
+    model = ke.load_model(models.mlp())
+    assert repr(model) == "<OnnxModel 'test_model': 6 parameters>"
+    trace = model.run(models.random_inputs(models.mlp(), 2))
+    assert repr(trace) == f"<Trace of 'test_model': {len(trace)} values>"
+    loss = ke.NormalMeanVarianceNegativeLogProbLoss("mean", "variance", targets="y\x1b")
+    shown = "NormalMeanVarianceNegativeLogProbLoss('mean', 'variance', targets='y\\x1b')"
+    assert repr(loss) == shown
+    assert len(repr(ke.MultiBernoulliNegativeLogProbLoss("n" * 1000))) < 130

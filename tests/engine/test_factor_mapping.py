@@ -27,6 +27,15 @@ def test_keys_are_the_names_of_the_parameters(engine):
     assert engine.factors.get("fc9.weight") is None
 
 
+def test_factors_are_read_only(engine):
+    with pytest.raises(ke.UnknownAttributeError, match="has 'factors', but only"):
+        engine.factors = {}
+    with pytest.raises(TypeError, match="item assignment"):
+        engine.factors["fc1.weight"] = engine.factors["fc0.weight"]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        engine.factors["fc1.weight"].input.shape = (1,)
+
+
 def test_parameters_of_a_layer_have_equal_factors_with_roles(engine):
     factors = engine.factors["fc1.weight"]
     assert list(factors) == list(engine.factors["fc1.bias"])
