@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.display import progress, working
+from kfac_engine.cli.display import progress, say, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.options import debug_option, file_path
 from kfac_engine.cli.precondition import norm_rows, print_norms
@@ -73,7 +73,7 @@ def demo(seconds: float, seeds: int, out: Path) -> None:
     winners = _compare(model, (images, labels), range(seeds), seconds)
     _print_comparison(winners, seeds, seconds)
     for line in verdicts(winners):
-        click.echo(line)
+        say(line)
     _draw(winners, out / PICTURE)
 
 
@@ -105,23 +105,23 @@ def _compare(
 
 
 def _print_comparison(winners: "Winners", seeds: int, seconds: float) -> None:
-    columns = {**_COURSE, **_VERDICTS}
-    rows = [
-        (name, *(show(measured(runs)) for measured, show in columns.values()))
-        for name, runs in winners.items()
-    ]
     count = "one seed" if seeds == 1 else f"median of {seeds} seeds"
-    title = (
-        f"the best rate of each: {seconds:g} CPU seconds of one thread, {count}; the steps and "
-        f"seconds are those to a held-out loss"
-    )
-    print_table(title, ("method", *(f" {head}" for head in columns)), rows)
+    title = f"the best rate of each: {seconds:g} CPU seconds of one thread, {count}"
+    for text, columns in (
+        (title, {**_COURSE, **_LOSSES}),
+        ("steps and CPU seconds to a held-out loss", _REACHED),
+    ):
+        rows = [
+            (name, *(show(measured(runs)) for measured, show in columns.values()))
+            for name, runs in winners.items()
+        ]
+        print_table(text, ("method", *(f" {head}" for head in columns)), rows)
 
 
 def verdicts(winners: "Winners") -> list[str]:
     """Return for each number which method has the best one, and the number of K-FAC."""
     lines = []
-    for head, (measured, show) in _VERDICTS.items():
+    for head, (measured, show) in {**_LOSSES, **_REACHED}.items():
         values = {name: measured(runs) for name, runs in winners.items()}
         known = {name: value for name, value in values.items() if value is not None}
         if known:
@@ -135,7 +135,7 @@ def _draw(winners: "Winners", path: Path) -> None:
     from kfac_engine.cli.loss_curves import draw
 
     if draw(winners, path):
-        click.echo(f"loss curves: {path}")
+        say(f"loss curves: {path}")
     else:
         click.echo("no picture: pip install 'kfac-engine[plot]' brings matplotlib")
 
@@ -164,15 +164,17 @@ def _seconds_to(loss: float) -> "Callable[[Run], float | None]":
     return lambda run: run.seconds_to(loss)
 
 
-# Head of a column to the median over the runs of a method, and its text. In the columns of the
-# verdicts, the smallest number is the best.
+# Head of a column to the median over the runs of a method, and its text. In the columns after those
+# of the course, the smallest number is the best.
 _COURSE = {
     "steps": _measure(lambda run: len(run.losses), "g"),
     "ms/step": _measure(lambda run: 1e3 * run.spent / len(run.losses), ".1f"),
 }
-_VERDICTS = {
+_LOSSES = {
     "training loss": _measure(lambda run: run.training_loss, ".4f"),
     "held-out loss": _measure(lambda run: run.held_out_loss, ".4f"),
+}
+_REACHED = {
     **{f"steps to {loss:g}": _measure(_steps_to(loss), "g") for loss in TARGETS},
     **{f"seconds to {loss:g}": _measure(_seconds_to(loss), ".2f") for loss in TARGETS},
 }

@@ -56,7 +56,8 @@ def print_spectra(spectra: "Sequence[FactorSpectrum]") -> None:
         "layer", "factor", "shape", " largest", " smallest", " damping", " below damping",
         " condition", " with damping",
     )  # fmt: skip
-    print_table("eigenvalues of the factors", heads, [_row(spectrum) for spectrum in spectra])
+    rows = [_row(spectrum) for spectrum in spectra]
+    print_table("eigenvalues of the factors", heads, rows, optional="shape")
 
 
 def panels(spectra: "Sequence[FactorSpectrum]") -> "dict[str, list[FactorSpectrum]]":

@@ -31,10 +31,12 @@ class _Column:
     cells: Sequence[Sequence[str]]
 
     def heads(self, *, stacked: bool) -> list[str]:
-        """Return the lines of the head, of which each is as wide as the cells if stacked."""
+        """Return the lines of the head: one, or if stacked two lines as narrow as possible."""
         if not stacked:
             return [self.head]
-        return wrapped(self.head, max(_widest(self._lines()), _widest(self.head.split())))
+        least = max(_widest(self._lines()), _widest(self.head.split()))
+        attempts = (wrapped(self.head, width) for width in range(least, len(self.head)))
+        return next((lines for lines in attempts if len(lines) <= 2), [self.head])
 
     def width(self, *, stacked: bool) -> int:
         """Return the width without wrapped cells."""
@@ -157,7 +159,7 @@ def print_table(
         _Column(head.strip(), head.startswith(" "), head == sentences, cells)
         for head, cells in zip(header, _transposed(rows, len(header)), strict=True)
     ]
-    print_lines([Text(title, style="bold")])
+    print_lines(Text(line, style="bold") for line in wrapped(title, target.width))
     for layout in _layouts(columns, optional):
         widths = layout.widths(target.width)
         if widths is not None:

@@ -35,8 +35,8 @@ class Screen:
         return "\n".join(self.lines)
 
 
-def run_in_terminal(arguments, width, code=0):
-    """Return the screen after a command with some arguments has ended with an exit status."""
+def run_in_terminal(arguments, width):
+    """Return the screen after a command with some arguments has succeeded in a terminal."""
     import fcntl
     import pty
     import termios
@@ -54,7 +54,7 @@ def run_in_terminal(arguments, width, code=0):
     ) as process:
         os.close(writer)
         printed = _read(reader)
-    assert process.returncode == code, printed.decode()
+    assert process.returncode == 0, printed.decode()
     screen = pyte.Screen(_COLUMNS, _LINES)
     pyte.ByteStream(screen).feed(printed)
     lines = [line.rstrip() for line in screen.display]

@@ -1,12 +1,17 @@
-"""`precondition` and `verify` at 80 columns: names stay whole, and no line is too long."""
+"""Commands at 80 columns and more: words and numbers stay whole, and no line is too long."""
 
+import os
+import subprocess
 import sys
+from collections import Counter
+from itertools import takewhile
 
 import numpy as np
 import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.cli import comparison
 from tests.models import Net
 
 if sys.platform == "win32":
@@ -61,3 +66,52 @@ def test_verify_shows_the_names_of_the_largest_errors(arguments):
     lines = screen.lines[screen.lines.index("checks") :]
     for check in ("gradients", "curvature products", "blocks", "inverses", "export"):
         assert below(lines, check) == ["result", "pass"]
+
+
+def words(lines):
+    return Counter(word for line in lines for word in line.split() if not word.startswith("─"))
+
+
+@pytest.fixture(scope="module")
+def piped_doctor():
+    """Return the lines of `doctor` in a pipe."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kfac_engine", "doctor"],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        env=os.environ | {"PYTHONUTF8": "1"},
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_doctor_wraps_values_at_spaces_under_their_column(width, piped_doctor):
+    screen = run_in_terminal(["doctor"], width)
+    assert screen.widest <= width
+    assert words(screen.lines) == words(piped_doctor)
+    (heads,) = (line for line in screen.lines if line.split() == ["fact", "value"])
+    column = heads.index("value")
+    for line in takewhile(bool, screen.lines[screen.lines.index(heads) + 2 :]):
+        assert line[column - 1] == " "
+        assert line[column] != " "
+
+
+def test_doctor_in_a_pipe_has_a_line_for_each_fact(piped_doctor):
+    assert all(line.startswith("  ") and line[2] != " " for line in piped_doctor[4:20])
+
+
+@pytest.mark.slow
+def test_demo_shows_its_tables_in_80_columns(tmp_path):
+    arguments = ["demo", "--seconds", "0.05", "--seeds", "1", "--out", str(tmp_path)]
+    screen = run_in_terminal(arguments, WIDTH)
+    lines = [line for line in screen.lines if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= WIDTH
+    for start in ("the best rate of each", "steps and CPU seconds to a held-out loss"):
+        title = next(i for i, line in enumerate(lines) if line.startswith(start))
+        rule = next(i for i in range(title, len(lines)) if lines[i].startswith(" ──"))
+        rows = lines[rule + 1 : lines.index("", rule)]
+        assert [row.split()[0] for row in rows] == list(comparison.METHODS)
+        heads = " ".join(lines[title + 2 : rule]).split()
+        assert ("held-out" in heads) == (start != "steps and CPU seconds to a held-out loss")
+        assert all(len(row) == len(rows[0]) for row in rows)

@@ -21,7 +21,7 @@ def test_the_demo_prints_its_tables_and_draws_its_picture(tmp_path, capsys):
     assert re.search(r"loss of the batch: \d", out)
     assert "median of 2 seeds" in out
     for name, method in comparison.METHODS.items():
-        assert len(re.findall(rf"^  {name} ", out, re.M)) == len(method.rates) + 1
+        assert len(re.findall(rf"^  {name} ", out, re.M)) == len(method.rates) + 2
     assert re.search(r"^held-out loss: \S+ is ahead, \d", out, re.M)
 
 

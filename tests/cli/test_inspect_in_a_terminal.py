@@ -120,6 +120,24 @@ def test_a_warning_is_yellow_and_wraps_at_spaces(tmp_path):
     )
 
 
+def test_spectra_have_their_numbers_below_the_names(tmp_path):
+    onnx.save(MODELS["encoder"], tmp_path / "encoder.onnx")
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(4, D)).astype(np.float32))
+    arguments = ["inspect", str(tmp_path / "encoder.onnx"), "--inputs", str(tmp_path / "x.npy")]
+    screen = run_in_terminal([*arguments, "--plot", str(tmp_path / "spectra.html")], 80)
+    assert screen.widest <= 80
+    lines = table(screen.lines, "eigenvalues of the factors")
+    start = lines.index("  encoder.layers.0.linear1.weight")
+    assert lines[start + 1] == "  encoder.layers.0.linear1.bias"
+    assert lines[start + 2].split()[0] == "A"
+    heads = " ".join(lines[1:3]).split()
+    assert [head for head in heads if head in {"largest", "smallest", "condition"}] == [
+        "largest",
+        "smallest",
+        "condition",
+    ]
+
+
 def test_wide_shows_the_column_that_a_narrow_terminal_omits(tmp_path):
     onnx.save(MODELS["cnn"], tmp_path / "cnn.onnx")
     arguments = ["inspect", str(tmp_path / "cnn.onnx")]
