@@ -13,6 +13,7 @@ from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.report import report
@@ -93,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
                 for line in "".join(traceback.format_exception(error)).splitlines():
                     click.echo(printable(line), err=True)
             status, message = interruption.explanation or _explain(error)
-            click.echo(f"error: {one_line(message)}", err=True)
+            tell("error", one_line(message))
     # Without an explicit exit, as that of --help, click returns the value of the command: None.
     return status or 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kfac_engine.cli.messages import tell
 from kfac_engine.printable import printable
 
 if TYPE_CHECKING:
@@ -38,30 +39,19 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def working(task: str) -> AbstractContextManager[object]:
-    """Return a spinner on stderr for the time of a task; silent if stderr is not a terminal."""
-    return console(stderr=True).status(f"{task} …")
+    """Return a spinner on stderr with the time of a task; silent if stderr is not a terminal."""
+    from kfac_engine.training.bars import spinner
+
+    display = spinner(console(stderr=True))
+    display.add_task(f"{task} …", total=None)
+    return display
 
 
 def progress() -> "Progress":
-    """Return a progress bar on stderr with the remaining time; silent if stderr is no terminal."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    """Return a bar on stderr with elapsed and remaining time; silent if stderr is no terminal."""
+    from kfac_engine.training.bars import bar
 
-    target = console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=target,
-        transient=True,
-        disable=not target.is_terminal,
-    )
+    return bar(console(stderr=True))
 
 
 @contextmanager
@@ -69,7 +59,7 @@ def shown_warnings() -> Iterator[None]:
     """Print warnings as lines on stderr."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        click.echo(f"warning: {printable(str(message))}", err=True)
+        tell("warning", printable(str(message)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -96,13 +96,14 @@ def find_rate(
 
     read = {"--data": files.data, "--targets": files.targets, "--inputs": files.inputs}
     check_files({"--plot": files.plot}, read, model)
-    with working("searching"), shown_warnings():
+    with working("preparing the model"), shown_warnings():
         sample = None if files.inputs is None else read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
-        data = files.data if files.targets is None else (files.data, files.targets)
-        result = ke.find_rate(engine, data, **asdict(search), seed=options["seed"])
+    data = files.data if files.targets is None else (files.data, files.targets)
+    with shown_warnings():
+        result = ke.find_rate(engine, data, **asdict(search), seed=options["seed"], progress=True)
         if files.plot is not None:
             result.plot(files.plot)
     _report(result, search.optimizer, as_json)

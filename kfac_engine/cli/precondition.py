@@ -17,6 +17,7 @@ from kfac_engine.cli.display import (
     working,
 )
 from kfac_engine.cli.engine_options import EngineCommand, options_of
+from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
@@ -27,6 +28,7 @@ from kfac_engine.cli.options import (
 from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
+from kfac_engine.printable import printable
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -137,7 +139,7 @@ def precondition(
                 warnings.simplefilter("always")
                 engine.load(files.state, parameters=False)
             for warning in issued:
-                click.echo(f"warning: {warning.message}", err=True)
+                tell("warning", printable(str(warning.message)))
         gradients = (
             None
             if files.gradients is None

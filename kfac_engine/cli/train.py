@@ -13,6 +13,7 @@ from kfac_engine.cli.command import Choice, Group
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     Invocation,
     debug_option,
@@ -226,7 +227,7 @@ def train(
         )
         optimizer = _optimizer(engine, update, refreshes)
     for note in engine.inference_notes:
-        click.echo(f"note: {printable(spelled(note))}.", err=True)
+        tell("note", f"{printable(spelled(note))}.")
     interruption = click.get_current_context().ensure_object(Invocation).interruption
     callbacks = list(choices.callbacks())
     if files.checkpoint is not None:

@@ -65,16 +65,16 @@ def verify(
         batch = files.read_inputs(inputs, model)
         one = isinstance(options["loss"], str)
         observed = (files.read_targets if one else files.read_targets_by_output)(targets)
-    with working("checking"):
-        result = ke.verify(
-            model,
-            batch,
-            observed,
-            examples=examples,
-            parameters=parameters,
-            sample_inputs=batch,
-            **options,
-        )
+    result = ke.verify(
+        model,
+        batch,
+        observed,
+        examples=examples,
+        parameters=parameters,
+        progress=True,
+        sample_inputs=batch,
+        **options,
+    )
     if as_json:
         print_json(_report(result))
     else:

@@ -21,7 +21,6 @@ _LEAST_SECONDS, _MOST_SECONDS = 1.0, 30.0
 _PLAIN_STAGES = ("seconds/gradients", "seconds/update")
 # Entries of records to their names on the display.
 _SHOWN = {"learning_rate": "rate", "damping": "damping", "reduction_ratio": "ratio"}
-_BAR_WIDTH = 30
 # Significant digits. With three, the numbers of a step fit into 80 columns.
 _LINE_DIGITS, _BAR_DIGITS = 4, 3
 
@@ -175,15 +174,9 @@ def _stderr() -> "Console":
 def _bar(console: "Console") -> "tuple[Bar, Live]":
     """Return a bar of one task, and the display that it is a part of."""
     from rich.live import Live
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(_BAR_WIDTH),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    bar.add_task("", total=1.0)
-    return bar, Live(bar, console=console, refresh_per_second=4, transient=True)
+    from kfac_engine.training.bars import bar
+
+    display = bar(console)
+    display.add_task("", total=1.0)
+    return display, Live(display, console=console, refresh_per_second=4, transient=True)

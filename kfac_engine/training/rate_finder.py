@@ -1,11 +1,11 @@
 """Search for a learning rate: steps with growing rates on a copy of a model."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +15,13 @@ import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import positive, whole
+from kfac_engine.arguments import flag, positive, whole
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.errors import BackendError, DivergenceWarning, InputError, NonFiniteError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.system.writing import checked_path, write_rendered
+from kfac_engine.training.bars import stages
 from kfac_engine.training.batches import Batches, Data, run_data
 from kfac_engine.training.examples import Batch, ExampleAxes
 from kfac_engine.training.fit import OPTIMIZERS
@@ -92,6 +93,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
     highest: float = 10.0,
     steps: int = 100,
     seed: int = 0,
+    progress: bool = False,
     **options: Any,
 ) -> RateSearch:
     """Return a learning rate for an optimizer, from a short run whose rate grows exponentially.
@@ -113,6 +115,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
         highest: Rate of the last step.
         steps: Number of rates, at least 20.
         seed: Seed of the order of the examples.
+        progress: Whether to show a bar on stderr; there is none if stderr is no terminal.
         options: Further arguments of the class of the optimizer, such as ``momentum``.
 
     Returns:
@@ -130,11 +133,13 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
     whole("steps", steps, least=_LEAST_STEPS)
     whole("batch_size", batch_size, least=1)
     whole("seed", seed, least=0)
+    flag("progress", progress)
     rates = np.geomspace(lowest, highest, steps)
     with _copy(model_or_engine, loss, seed) as engine:
         trained = _optimizer(engine, optimizer, rates, options)
         batches = run_data(data, None, ExampleAxes(engine), batch_size, seed).train
-        losses = _losses(trained, islice(_endless(batches), steps + 1))
+        with stages(progress, steps + 1) as begin:
+            losses = _losses(trained, _announced(_endless(batches), rates, begin))
     tried = rates[: len(losses) - 1]
     return RateSearch(tried, losses[1:], suggested_rate(tried, losses[1:]))
 
@@ -202,6 +207,15 @@ def _endless(batches: Batches) -> Iterator[Batch]:
             raise InputError("an epoch of the data has no batch; give one batch at least.")
         yield first
         yield from epoch
+
+
+def _announced(
+    batches: Iterator[Batch], rates: Array, begin: Callable[[str], None]
+) -> Iterator[Batch]:
+    """Yield a batch for each rate, after it is shown, and one for the loss at the end."""
+    for rate, batch in zip([*rates, rates[-1]], batches, strict=False):
+        begin(f"rate {rate:.2e}")
+        yield batch
 
 
 def _losses(optimizer: Optimizer, batches: Iterator[Batch]) -> Array:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import flag, whole
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Targets
+from kfac_engine.training.bars import stages
 from kfac_engine.verification import blocks, exports, gradients, inverses, products
 from kfac_engine.verification.checks import Check, Verification
 from kfac_engine.verification.differences import sizes
@@ -22,6 +23,8 @@ _MOST_FLOPS = 2e11
 _MOST_ENTRIES = 16
 # Part of the size of a parameter by which its entries are moved.
 _MOVE = 1e-3
+# The checks in their order.
+_NAMES = (gradients.NAME, products.NAME, blocks.NAME, inverses.NAME, exports.NAME)
 
 
 def verify(
@@ -31,6 +34,7 @@ def verify(
     *,
     examples: int = 8,
     parameters: int = 12,
+    progress: bool = False,
     **options: Any,
 ) -> Verification:
     """Check gradients, curvature, inverses and export on a model and a batch.
@@ -45,6 +49,7 @@ def verify(
         targets: The targets of the loss; for several losses, by output.
         examples: Largest number of examples.
         parameters: Largest number of parameters, and of layers, that are checked one by one.
+        progress: Whether to show a bar on stderr; there is none if stderr is no terminal.
         options: The fields of ``EngineOptions``, if ``model`` is not an engine.
 
     Returns:
@@ -56,20 +61,30 @@ def verify(
     """
     for name, value in (("examples", examples), ("parameters", parameters)):
         whole(name, value, least=1)
-    if isinstance(model, Engine):
-        if options:
-            raise InputError(
-                f"verify takes the options of the engine; leave out: {', '.join(options)}."
-            )
-        engine, source = model, None
-    else:
-        engine = Engine.from_onnx(model, **options)
-        source = model if not hasattr(model, "SerializeToString") else model.SerializeToString()
-    specimen = Specimen.of_batch(engine, inputs, targets, examples)
-    with Rebuild.exported(engine, inputs) as rebuild:
-        checks = tuple(_checks(specimen, rebuild, parameters, source))
+    flag("progress", progress)
+    if isinstance(model, Engine) and options:
+        raise InputError(
+            f"verify takes the options of the engine; leave out: {', '.join(options)}."
+        )
+    checks = []
+    with stages(progress, 1 + len(_NAMES)) as begin:
+        begin("preparing the model")
+        engine = model if isinstance(model, Engine) else Engine.from_onnx(model, **options)
+        specimen = Specimen.of_batch(engine, inputs, targets, examples)
+        with Rebuild.exported(engine, inputs) as rebuild:
+            results = _checks(specimen, rebuild, parameters, _source(model))
+            for name in _NAMES:
+                begin(name)
+                checks.append(next(results))
     names = spread_evenly(tuple(specimen.parameters), parameters)
-    return Verification(checks, specimen.examples, names)
+    return Verification(tuple(checks), specimen.examples, names)
+
+
+def _source(model: ModelSource | Engine) -> Any:
+    """Return the path or the bytes of a model; None for an engine."""
+    if isinstance(model, Engine):
+        return None
+    return model if not hasattr(model, "SerializeToString") else model.SerializeToString()
 
 
 def _checks(specimen: Specimen, rebuild: Rebuild, most: int, source: Any) -> Iterator[Check]:

@@ -20,11 +20,13 @@ class Screen:
         lines: Lines without trailing blanks.
         colours: For each line, the colours of its characters but the default.
         width: Width of the terminal.
+        printed: All that the command prints, with what it erases later.
     """
 
     lines: list[str]
     colours: list[set[str]]
     width: int
+    printed: str
 
     @property
     def widest(self):
@@ -35,8 +37,15 @@ class Screen:
         return "\n".join(self.lines)
 
 
-def run_in_terminal(arguments, width):
-    """Return the screen after a command with some arguments has succeeded in a terminal."""
+def run_in_terminal(arguments, width, code=0, variables=None):
+    """Return the screen after a command with some arguments has ended with an exit status.
+
+    Args:
+        arguments: Arguments of the program.
+        width: Width of the terminal.
+        code: Exit status.
+        variables: Environment variables besides those of the test.
+    """
     import fcntl
     import pty
     import termios
@@ -50,11 +59,11 @@ def run_in_terminal(arguments, width):
         stdin=writer,
         stdout=writer,
         stderr=writer,
-        env=environment | {"TERM": "xterm-256color", "PYTHONUTF8": "1"},
+        env=environment | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | (variables or {}),
     ) as process:
         os.close(writer)
         printed = _read(reader)
-    assert process.returncode == 0, printed.decode()
+    assert process.returncode == code, printed.decode()
     screen = pyte.Screen(_COLUMNS, _LINES)
     pyte.ByteStream(screen).feed(printed)
     lines = [line.rstrip() for line in screen.display]
@@ -64,7 +73,7 @@ def run_in_terminal(arguments, width):
         {screen.buffer[row][column].fg for column in range(len(line))} - {"default"}
         for row, line in enumerate(lines)
     ]
-    return Screen(lines, colours, width)
+    return Screen(lines, colours, width, printed.decode())
 
 
 def _read(reader):
