@@ -304,3 +304,28 @@ def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: P
         # Float32 sums in another order, through inverses.
         np.testing.assert_allclose(value, expected[name], rtol=TOLERANCE, atol=1e-4)
         assert np.array_equal(resumed[name], value)
+
+
+@pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
+def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) -> None:
+    model = models.mlp()
+    inputs = models.random_inputs(model, 12)
+    engines, results = [], []
+    for backend in ("numpy", "cupy"):
+        options = {"approximations": {"fully_connected": approximation}, "backend": backend}
+        engine = ke.Engine.from_onnx(model, loss="categorical", **options)
+        results.append(engine.step(inputs, np.arange(12) % 3))
+        engines.append(engine)
+    pairs = list(zip(*(engine.factors.views() for engine in engines), strict=True))
+    assert len(pairs) == {"kron": 6, "ekfac": 9, "diagonal": 3}[approximation]
+    for ours, theirs in pairs:
+        assert not isinstance(theirs.value, np.ndarray)
+        expected = ours.eigenvalues()
+        atol = 1e-5 * expected[-1]  # float32 averages
+        np.testing.assert_allclose(theirs.eigenvalues(), expected, rtol=0, atol=atol)
+        assert theirs.trace == pytest.approx(ours.trace, rel=1e-5)
+        assert theirs.damping == (ours.damping and pytest.approx(ours.damping, rel=1e-5))
+    assert "backend     cupy" in repr(engines[1])
+    norms = [float(repr(result).rpartition("norm ")[2]) for result in results]
+    assert norms[1] == pytest.approx(norms[0], rel=TOLERANCE)
+    assert "fc1.weight" in results[1]._repr_html_()

@@ -155,6 +155,15 @@ def test_norms_do_not_overflow_and_cover_large_arrays():
     assert norm == pytest.approx(1e25 * np.sqrt(3 << 19), rel=1e-3)
 
 
+def test_result_of_many_parameters_is_bounded_in_length():
+    arrays = {f"w{i}": np.ones(3, np.float32) for i in range(10_000)}
+    result = ke.Result(0.0, arrays, arrays)
+    assert facts(result)["gradients"] == "10,000 arrays of 30,000 numbers, norm 173.2"
+    page = result._repr_html_()
+    assert Reader(page).texts[-1] == "… 9,980 more parameters"
+    assert len(page) < 10_000
+
+
 # -- factors ---------------------------------------------------------------------------------------
 
 
