@@ -8,18 +8,20 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.blocks.series import SeriesFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB, SingleFactorFB
+from kfac_engine.curvature.blocks.single import SingleFactorFB
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.stacked import GroupedMoment, StackedSquareFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.curvature_result.blocks import Block, InputMoment, Part
+from kfac_engine.curvature_result.packed import packed, packing_of
 from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.layers.packing import Packing
 
 # Statistics whose matrix is the mean of the outer products of inputs, and nothing else.
 _INPUT_MOMENTS = (KroneckerMoment, GroupedMoment)
@@ -61,17 +63,24 @@ class Decomposer:
         if isinstance(block, KroneckerProductFB):
             spectrum, inputs = self._kronecker(block, parts)
             return Block(parts, places, spectrum, formula, inputs)
+        if isinstance(block, EigenbasisFB):
+            spectrum, inputs = self._eigenbasis(block)
+            return Block(parts, places, spectrum, formula, inputs)
         assert isinstance(block, SingleFactorFB)  # the other branch of the class tree
         return Block(parts, places, self._single(block.factor, places, parts), formula)
 
+    def bases(self, block: EigenbasisFB) -> tuple[Float, Float]:
+        """Return the eigenvectors of the two factors of a block, as columns."""
+        A, G, _ = block.factors
+        _, left = self._side(A, tuple(part.rows for part in self.parts(block)))
+        _, right = self._side(G, (slice(None),))
+        assert left is not None  # both factors are dense
+        assert right is not None
+        return left[0], right[0]
+
     def places(self, block: FisherBlock) -> Places:
         """Return the place of each entry of a packed vector of a block, ``(g, d_in, d_out)``."""
-        arrays = tuple(self.vector.places(name) for name in _names(block))
-        packing = _packing(block)
-        if packing is None:
-            return np.concatenate([array.reshape(-1) for array in arrays]).reshape(1, -1, 1)
-        packed = packing.pack(arrays, block.params, np)
-        return packed if packed.ndim == 3 else packed[None]
+        return packed(block, tuple(self.vector.places(name) for name in _names(block)))
 
     def parts(self, block: FisherBlock) -> tuple[Part, ...]:
         """Return the parameters of a block, each with its rows if they are uncorrelated."""
@@ -80,7 +89,7 @@ class Decomposer:
         if not self.separate or len(names) == 1:
             key = names[0] if len(names) == 1 else names
             return (Part(owners, key, slice(None)),)
-        if _packing(block) is not None:  # the bias is the last row
+        if packing_of(block) is not None:  # the bias is the last row
             rows = [slice(0, -1), slice(-1, None)]
         else:
             ends = np.cumsum([0, *(self.vector.places(name).size for name in names)]).tolist()
@@ -101,6 +110,17 @@ class Decomposer:
         spectrum = Spectrum(block.repeats * a[:, :, None] * g[:, None, :], left, right)
         measured = type(A.statistic) in _INPUT_MOMENTS and left is not None
         return spectrum, InputMoment(a, block.repeats) if measured else None
+
+    def _eigenbasis(self, block: EigenbasisFB) -> tuple[Spectrum, InputMoment]:
+        """Return the spectrum of measured eigenvalues, and the second moment of the inputs."""
+        A, G, scale = block.factors
+        assert isinstance(scale, EigenbasisFactor)
+        assert scale.bases is not None  # the measurement has set it
+        left, right = (self._read(basis)[None] for basis in (scale.bases.input, scale.bases.output))
+        moment = self._read(A.get_cov())
+        a = np.einsum("gij,ik,gkj->gj", left, moment, left, optimize=True)
+        eigenvalues = self._read(scale.average.read())[None].clip(min=0.0)
+        return Spectrum(eigenvalues, left, right), InputMoment(a, G.repeats or 1)
 
     def _side(self, factor: FisherFactor, rows: tuple[slice, ...]) -> tuple[Float, Float | None]:
         """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity."""
@@ -126,10 +146,3 @@ def _names(block: FisherBlock) -> tuple[str, ...]:
     """Return the names of the parameters of a block, as the block calls them."""
     assert block.params is not None, "a registered block has parameters"
     return uses(block.params)
-
-
-def _packing(block: FisherBlock) -> Packing | None:
-    """Return the packing of a block of a layer; None for a block of concatenated parameters."""
-    if isinstance(block, KroneckerProductFB | LayerDiagonalFB):
-        return block.form.packing
-    return None

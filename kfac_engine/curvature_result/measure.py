@@ -1,18 +1,22 @@
 """Measures the curvature of a model on a data set, in passes that are not training."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.approximations import row
+from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.eigenbasis import Bases, EigenbasisFactor
 from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
 from kfac_engine.curvature_result.blocks import Block, Part
 from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.decomposition import Decomposer
+from kfac_engine.curvature_result.layer_choice import check_diagonals, last_layers
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.parameter_vector import ParameterVector
 from kfac_engine.curvature_result.spectrum import Spectrum
@@ -48,11 +52,15 @@ def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -
         NonFiniteError: A batch yields NaN or infinity.
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
+    pairs = pairs_of(batches, options.passes)
     assembly, estimator = build(model, options.engine)
+    if options.layers == "last":
+        only = replace(options.engine, trainable=last_layers(assembly), freeze=None)
+        assembly, estimator = build(model, only)
     measurement = _Measurement(TrainableModel(assembly), assembly, estimator, options)
-    pairs = pairs_of(batches, 1)
+    check_diagonals(assembly, options.structure)
     with single_threaded_blas(), quiet():
-        measurement.read(pairs)
+        measurement.read_all(pairs)
         return Curvature(
             assembly,
             options,
@@ -91,11 +99,48 @@ class _Measurement:
         shapes = {name: value.shape for name, value in self.assembly.model.parameters.items()}
         return ParameterVector(shapes, self.assembly.discovery.parts)
 
-    def read(self, pairs: Iterable[Pair]) -> None:
+    @property
+    def decomposer(self) -> Decomposer:
+        """Converts the blocks of the estimator."""
+        to_numpy = self.assembly.collection.backend.to_numpy
+        return Decomposer(self.vector, to_numpy, self.options.biases == "separate")
+
+    def read_all(self, pairs: Iterable[Pair]) -> None:
+        """Read the data once, or twice for factors that are measured in a basis of all data.
+
+        Args:
+            pairs: Inputs and targets.
+
+        Raises:
+            InputError: As for ``read``, or the second pass reads other data.
+        """
+        factors, generator = self.estimator.factors, self.estimator.rng.bit_generator.state
+        blocks = [b for b in self.estimator.blocks if isinstance(b, EigenbasisFB)]
+        scales = [block.factor for block in blocks]
+        self.read(pairs, [factor for factor in factors if factor not in scales])
+        if not blocks:
+            return
+        backend = self.assembly.collection.backend
+        for block in blocks:
+            dtype = block.factors[0].average.read().dtype
+            bases = (backend.asarray(basis.astype(dtype)) for basis in self.decomposer.bases(block))
+            assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
+            block.factor.restart(Bases(*bases))
+        examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
+        self.estimator.rng.bit_generator.state = generator  # the targets of the first pass
+        self.read(pairs, scales)
+        if self.examples != examples:
+            raise InputError(
+                f"the first pass over the data had {examples} examples and the second "
+                f"{self.examples}; give data that do not change."
+            )
+
+    def read(self, pairs: Iterable[Pair], factors: Sequence[FisherFactor]) -> None:
         """Add all batches to the statistics.
 
         Args:
             pairs: Inputs and targets.
+            factors: Factors to update.
 
         Raises:
             InputError: There is no example, a batch is wrong, or the draws do not fit.
@@ -116,7 +161,8 @@ class _Measurement:
             examples = objective.examples(trace)
             if not examples:
                 raise InputError(f"batch {number} has no example; leave it out.")
-            self.estimator.accumulate(trace, examples, draws=self._draws(objective, trace))
+            draws = self._draws(objective, trace)
+            self.estimator.accumulate(trace, examples, draws=draws, factors=factors)
             self.examples += examples
             if with_targets and self.log_likelihood is not None:
                 self.log_likelihood -= examples * objective.value(trace)
@@ -128,10 +174,7 @@ class _Measurement:
 
     def blocks(self) -> Iterator[Block]:
         """Yield all blocks; their places cover every entry of every parameter once."""
-        collection, vector = self.assembly.collection, self.vector
-        decomposer = Decomposer(
-            vector, collection.backend.to_numpy, self.options.biases == "separate"
-        )
+        collection, vector, decomposer = self.assembly.collection, self.vector, self.decomposer
         free = np.ones(vector.size, bool)
         for layer in self.assembly.discovery.layers:
             key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]

@@ -87,10 +87,15 @@ class CurvatureOptions:
         self.engine  # noqa: B018 (the options of the engine check themselves)
 
     def _check_structure(self) -> None:
-        if self.structure in ("ekfac", "diagonal", "full"):
-            raise UnsupportedError(f"structure '{self.structure}' is not supported; use 'kron'.")
-        if self.layers == "last":
-            raise UnsupportedError("layers='last' is not supported; use trainable.")
+        if self.structure == "full":
+            raise UnsupportedError("structure 'full' is not supported; use 'kron'.")
+        if self.biases == "separate" and self.structure == "full":
+            raise InputError("structure='full' is one matrix, in which no bias is separate.")
+
+    @property
+    def passes(self) -> int:
+        """Number of times that the data are read."""
+        return 2 if "ekfac" in (self.engine.approximations or {}).values() else 1
 
     @property
     def engine(self) -> EngineOptions:

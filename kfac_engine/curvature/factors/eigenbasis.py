@@ -140,6 +140,17 @@ class EigenbasisFactor(DiagonalFactor):
                 factor.complete(moment)
             self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
+    def restart(self, bases: Bases) -> None:
+        """Set the basis, and forget the batches so far: the next batch is the first in the basis.
+
+        Args:
+            bases: Eigenvectors of the input factor and of the output factor.
+        """
+        self._set(bases)
+        zeros = self.backend.xp.zeros((len(bases.input), len(bases.output)), bases.input.dtype)
+        self.average = MovingAverage(zeros, 0.0, name=self.name)
+        self.traces_of_average = None
+
     @property
     def averages(self) -> tuple[MovingAverage, ...]:
         return tuple(factor.average for factor in self.kronecker_factors)
