@@ -10,6 +10,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device, inverse_roots
+from kfac_engine.engine.refresh_time import estimate_refresh
 from kfac_engine.errors import BackendError
 from kfac_engine.sessions import placement
 from tests import models
@@ -329,3 +330,12 @@ def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) 
     norms = [float(repr(result).rpartition("norm ")[2]) for result in results]
     assert norms[1] == pytest.approx(norms[0], rel=TOLERANCE)
     assert "fc1.weight" in results[1]._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["kron", "ekfac"])
+def test_the_time_of_a_refresh_is_measured_on_the_gpu(gpu, name):
+    options = {"approximations": {"fully_connected": name}, "backend": "cupy"}
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", **options)
+    estimate = estimate_refresh(engine)
+    assert estimate.flops == sum(layer.inverse_flops for layer in engine.layers)
+    assert estimate.seconds > 0
