@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.cli import tables
-from kfac_engine.cli.display import show_bytes, show_flops
+from kfac_engine.cli.display import show_bytes, show_flops, show_seconds, wrapped
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
 HEADER = ("parameters", "shapes", "factors", " bytes")
@@ -106,3 +106,36 @@ def test_numbers_of_operations_have_a_decimal_unit(count, text):
 
 def test_a_name_wider_than_the_terminal_is_not_broken(monkeypatch, capsys):
     assert f"  {NAMES[0]}\n" in printed(30, monkeypatch, capsys)
+
+
+def test_words_longer_than_the_terminal_are_not_broken(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "console", lambda: Console(width=30, highlight=False))
+    rows = [("blocks", "1e-3", ", ".join(NAMES))]
+    tables.print_table("t", ("check", " error", "at"), rows, sentences="at")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["blocks"],
+        ["error", "1e-3"],
+        ["at", f"{NAMES[0]},"],
+        [NAMES[1]],
+        [],
+    ]
+    assert wrapped("pip install 'kfac-engine[cuda13]' first", 12) == [
+        "pip install",
+        "'kfac-engine[cuda13]'",
+        "first",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0002, "less than 1 ms"),
+        (0.25, "250 ms"),
+        (0.0051, "5.1 ms"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (7200, "2 h"),
+    ],
+)
+def test_times_have_two_digits(seconds, text):
+    assert show_seconds(seconds) == text
