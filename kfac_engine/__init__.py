@@ -126,6 +126,9 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.pruning.merging import merge as merge
+    from kfac_engine.pruning.pruning import prune as prune
+    from kfac_engine.pruning.saliency import saliency as saliency
     from kfac_engine.run_report.report import report as report
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
@@ -192,6 +195,9 @@ _HOMES = {
     "curvature": "curvature_result.measure",
     "Curvature": "curvature_result.curvature",
     "CurvatureOptions": "curvature_result.options",
+    "saliency": "pruning.saliency",
+    "prune": "pruning.pruning",
+    "merge": "pruning.merging",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",
     "load_model": "runtime.load",

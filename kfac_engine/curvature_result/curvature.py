@@ -67,6 +67,19 @@ class Curvature:
             f"{len(self.blocks)} blocks, {self.vector.size} parameters)"
         )
 
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """Parameter name to the present value as a NumPy array."""
+        return self.on_host(self.model.parameters)
+
+    def on_host(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
+        """Return arrays of any library by name as NumPy arrays; an InputError for other values."""
+        if not isinstance(vectors, Mapping):
+            raise InputError(
+                f"vectors must be a mapping from parameter to array, got {type(vectors).__name__}."
+            )
+        return dict(on_host(vectors, self._backend))
+
     # -- spectrum ---------------------------------------------------------------------------------
 
     def eigenvalues(self) -> dict[Params, Array]:
@@ -162,7 +175,7 @@ class Curvature:
             NonFiniteError: An array contains NaN or infinity.
         """
         number("power", power)
-        level, arrays = self._checked(damping), self._on_host(vectors)
+        level, arrays = self._checked(damping), self.on_host(vectors)
         rows, several = self.vector.join(arrays)
         product = np.zeros_like(rows)
         for block in self._blocks_of(arrays):
@@ -238,13 +251,6 @@ class Curvature:
     def _split(self, rows: Float, *, several: bool) -> dict[str, Array]:
         names = tuple(self.vector.shapes)
         return self.vector.split(rows, names, dict.fromkeys(names, np.dtype(np.float64)), several)
-
-    def _on_host(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
-        if not isinstance(vectors, Mapping):
-            raise InputError(
-                f"vectors must be a mapping from parameter to array, got {type(vectors).__name__}."
-            )
-        return dict(on_host(vectors, self._backend))
 
     def _blocks_of(self, names: Mapping[str, Array]) -> Iterator[Block]:
         """Yield the blocks of parameters.

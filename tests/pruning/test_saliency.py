@@ -1,0 +1,53 @@
+"""Saliencies equal the rise of the quadratic model of the loss, by dense algebra."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.pruning.linear import linear_curvature, vector
+
+DAMPING = 0.05
+# float64; the condition of the damped matrix is below 1e3.
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def rise(F, step):
+    return step @ F @ step / 2
+
+
+def test_brain_damage_is_the_rise_without_one_weight():
+    curvature, theta, F = linear_curvature()
+    scores = vector(ke.saliency(curvature))
+    steps = np.diag(-theta)
+    np.testing.assert_allclose(scores, [rise(F, step) for step in steps], **CLOSE)
+
+
+def test_brain_surgeon_is_the_least_rise_without_one_weight():
+    curvature, theta, F = linear_curvature()
+    scores = vector(ke.saliency(curvature, "obs", damping=DAMPING))
+    damped = F + DAMPING * np.eye(len(F))
+    for i, score in enumerate(scores):
+        others = np.arange(len(F)) != i
+        step = np.zeros(len(F))
+        step[i] = -theta[i]
+        step[others] = np.linalg.solve(damped[np.ix_(others, others)], damped[others, i] * theta[i])
+        np.testing.assert_allclose(score, rise(damped, step), **CLOSE)
+    assert np.all(scores < vector(ke.saliency(curvature, damping=DAMPING)))
+
+
+def test_magnitude_ignores_the_curvature():
+    curvature, theta, _ = linear_curvature()
+    np.testing.assert_array_equal(vector(ke.saliency(curvature, "magnitude")), theta**2 / 2)
+
+
+def test_brain_surgeon_without_damping_is_refused_for_a_singular_matrix():
+    # A softmax ignores a number that is added to all logits.
+    curvature, _, _ = linear_curvature()
+    with pytest.raises(ke.InputError, match="damping"):
+        ke.saliency(curvature, "obs")
+
+
+def test_unknown_method_is_refused_with_the_nearest_name():
+    curvature, _, _ = linear_curvature()
+    with pytest.raises(ke.UnknownNameError, match="did you mean 'magnitude'"):
+        ke.saliency(curvature, "magnitud")
