@@ -158,21 +158,12 @@ class FactorView:
         texts = (f"{head} {cell}" for head, cell in zip(HEADS[2:], numbers, strict=True) if cell)
         return f"FactorView('{name}', {role}, {', '.join(texts)})"
 
-    # -- private ----------------------------------------------------------------------------------
-
     def cells(self) -> tuple[str, ...]:
         """Return the cells below ``HEADS``; a factor without statistics has no numbers."""
         start = self.name, self.role, dimensions(self.shape)
         if self.factor.average.value is None:
             return (*start, "", "")
         return (*start, f"{self.trace:.4g}", _show_level(self.damping))
-
-    def _ready(self) -> FisherFactor:
-        if self.factor.average.value is None:
-            raise NotReadyError(
-                f"the factor '{self.name}' has no statistics yet; call observe() or step() first."
-            )
-        return self.factor
 
     def spectrum_of(self, eigenvalues: Array | None) -> FactorSpectrum:
         """Return the spectrum with eigenvalues that are known, or None."""
@@ -185,6 +176,13 @@ class FactorView:
             eigenvalues,
             None if damping is None else np.asarray(damping, np.float64),
         )
+
+    def _ready(self) -> FisherFactor:
+        if self.factor.average.value is None:
+            raise NotReadyError(
+                f"the factor '{self.name}' has no statistics yet; call observe() or step() first."
+            )
+        return self.factor
 
 
 def _show_level(damping: float | Array | None) -> str:

@@ -119,7 +119,7 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
                 self._layers_of[name][position] = layer
 
     def __getitem__(self, name: str) -> ParameterFactors:
-        if name not in self._layers_of:
+        if not isinstance(name, str) or name not in self._layers_of:
             near = suggestion(name, self._layers_of)
             raise UnknownNameError(
                 f"no parameter is named {name!r}{near}; engine.parameters has all names."
@@ -130,7 +130,7 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._layers_of
+        return isinstance(name, str) and name in self._layers_of
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers_of)

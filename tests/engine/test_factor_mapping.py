@@ -24,6 +24,7 @@ def test_keys_are_the_names_of_the_parameters(engine):
     assert len(engine.factors) == 6
     assert "fc1.weight" in engine.factors
     assert "fc9.weight" not in engine.factors
+    assert ["fc1.weight"] not in engine.factors
     assert engine.factors.get("fc9.weight") is None
 
 
@@ -57,6 +58,7 @@ def test_views_have_each_factor_once_in_the_order_of_layers():
         ("fc1.wieght", "did you mean 'fc1.weight'"),
         ("completely different", "engine.parameters has all names"),
         (3, "engine.parameters has all names"),
+        (["fc1.weight"], "engine.parameters has all names"),
     ],
 )
 def test_unknown_parameter_is_an_error_with_the_nearest_name(engine, name, hint):
