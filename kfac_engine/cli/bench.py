@@ -20,7 +20,7 @@ from kfac_engine.cli.training_options import separated, training_options
     help="Suite to run; by default all but gpu and train. May be repeated. Names: dense, conv, "
     "inverse, power, precondition, step, memory, scaling, gpu, build, train.",
 )
-@click.option(
+@Group.MEASUREMENTS.option(
     "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
 )
 @Group.MEASUREMENTS.option(
@@ -66,7 +66,7 @@ from kfac_engine.cli.training_options import separated, training_options
     is_flag=True,
     help="Show the time and the memory of each stage of a step, with the suite step.",
 )
-@click.option(
+@Group.OUTPUT.option(
     "--wide",
     is_flag=True,
     help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, too.",

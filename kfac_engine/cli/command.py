@@ -82,15 +82,26 @@ class Command(click.Command):
     """A command with groups of options and an example.
 
     Args:
+        name: Name of the command.
         example: Command line, with a backslash at the end of each line but the last.
+        params: The arguments and options; all options are of a group.
         settings: Arguments of ``click.Command``.
 
     Attributes:
         example: The command line.
     """
 
-    def __init__(self, *args: Any, example: str, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        example: str,
+        params: list[click.Parameter] | None = None,
+        **settings: Any,
+    ) -> None:
+        bare = [p.name for p in params or () if type(p) is click.Option]
+        assert not bare, f"options without a group: {bare}; define them by Group.….option"
+        super().__init__(name, params=params, **settings)
         self.example = example
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -40,7 +40,9 @@ def test_a_peer_that_nobody_knows_is_refused_by_name(capsys):
 
 def test_an_unknown_suite_is_refused_by_name(capsys):
     assert main(["bench", "--suite", "convolution"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution' (did you mean ")
+    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution'; choose one of: ")
+    assert main(["bench", "--suite", "invers"]) == 2
+    assert "unknown suite 'invers' (did you mean 'inverse'?)" in capsys.readouterr().err
 
 
 def test_rows_of_a_case_are_printed_before_the_next_case_is_measured(

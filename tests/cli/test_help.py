@@ -13,7 +13,7 @@ from kfac_engine.__main__ import main
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app
-from kfac_engine.cli.command import Group, Option
+from kfac_engine.cli.command import Command, Group, Option
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.data import demo_model, digits
@@ -137,3 +137,8 @@ def test_example_at_the_end_of_the_help_runs(name, capsys):
     assert main(words[1:]) == 0
     written = [file for flag, file in pairwise(words) if flag in {"-o", "--log", "--json"}]
     assert all(Path(file).stat().st_size for file in written)
+
+
+def test_option_without_a_group_is_refused():
+    with pytest.raises(AssertionError, match="options without a group: \\['bare'\\]"):
+        click.command(cls=Command, example="")(click.option("--bare")(lambda bare: None))
