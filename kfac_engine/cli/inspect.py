@@ -1,7 +1,7 @@
 """``inspect``: the layers, blocks and costs of a model, before any step runs."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -145,20 +145,17 @@ class _Report:
 def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
     """Print the tables and lines of a report."""
     engine = report.engine
-    for note in engine.export_changes.notes:
-        warn(f"{note}.")
+    _say_all((f"{note}." for note in engine.export_changes.notes), warn)
     _print_losses(engine.losses)
     if not print_layers(engine, wide=wide):
         print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
-    _print_uncovered(engine)
+    _say_all(_uncovered(engine))
     print_legend(engine.layers)
     print_totals(engine, report.refresh)
     print_choices(engine.layers)
-    for clause in report.warnings():
-        warn(f"{spelled(clause)}.")
-    for note in report.notes():
-        say(f"note: {spelled(note)}.")
-    _print_ties(engine.ties, as_one)
+    _say_all((f"{spelled(clause)}." for clause in report.warnings()), warn)
+    _say_all(f"note: {spelled(note)}." for note in report.notes())
+    _say_all(_tied(engine.ties, as_one))
     if report.untrained:
         heads = ("name", "shape", "because it is")
         rows = list(_gathered(report.untrained))
@@ -274,28 +271,37 @@ def _model(engine: "ke.Engine") -> "OnnxModel":
     return model
 
 
-def _print_uncovered(engine: "ke.Engine") -> None:
-    """Print the reason for each parameter without a layer."""
+def _say_all(lines: Iterable[str], write: Callable[[str], None] = say) -> None:
+    """Print lines, and an empty line after them."""
+    paragraph = list(lines)
+    for line in paragraph:
+        write(line)
+    if paragraph:
+        print_lines([""])
+
+
+def _uncovered(engine: "ke.Engine") -> Iterator[str]:
+    """Yield the reason for each parameter without a layer."""
     reasons: dict[str, list[str]] = {}
     for layer in engine.layers:
         if layer.reason:
             reasons.setdefault(layer.reason, []).extend(_names(layer))
     for reason, names in reasons.items():
-        say(f"{', '.join(names)}: no layer, {reason}")
+        yield f"{', '.join(names)}: no layer, {reason}"
     alone = engine.estimator.differentiated_alone
     if _model(engine).backward(engine.objective.inputs, alone).gradients:
-        say("without a layer: each update differentiates the examples one by one")
+        yield "without a layer: each update differentiates the examples one by one"
 
 
-def _print_ties(ties: "tuple[Tie, ...]", as_one: bool) -> None:
-    """Print a line for each weight with copies in the file."""
+def _tied(ties: "tuple[Tie, ...]", as_one: bool) -> Iterator[str]:
+    """Yield a line for each weight with copies in the file."""
     copies: dict[str, list[str]] = {}
     for tie in ties:
         transposed = ", transposed" if tie.transposed else ""
         copies.setdefault(f"{tie.first}{transposed}", []).append(tie.copy)
     training = "trained as one" if as_one else "trained apart, as one with --tie-weights"
     for first, names in copies.items():
-        say(f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {training}")
+        yield f"{', '.join(names)} {'equals' if len(names) == 1 else 'equal'} {first}: {training}"
 
 
 def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]]:
@@ -314,8 +320,9 @@ def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]
 
 
 def _names(layer: "LayerReport") -> list[str]:
-    """Return the parameters of a layer, each with the part that belongs to it."""
-    return [name + part for name, part in zip(layer.parameters, layer.parts, strict=True)]
+    """Return the parameters of a layer, each followed by the part that belongs to it."""
+    pairs = zip(layer.parameters, layer.parts, strict=True)
+    return [f"{name} {part}" if part else name for name, part in pairs]
 
 
 def _print_losses(losses: "tuple[LossReport, ...]") -> None:
@@ -331,11 +338,16 @@ def _print_losses(losses: "tuple[LossReport, ...]") -> None:
         for loss in losses
     ]
     print_table("losses", ("output", "loss", "reads", "examples"), rows, sentences="reads")
-    if losses[0].fixed_batch:
-        say(f"one batch size only: {losses[0].fixed_batch}.")
-    if losses[0].coupling:
-        say(
-            f"examples depend on each other, first by {losses[0].coupling}: "
+    _say_all(_assumptions(losses[0]))
+
+
+def _assumptions(loss: "LossReport") -> Iterator[str]:
+    """Yield a line for each limit of the batches."""
+    if loss.fixed_batch:
+        yield f"one batch size only: {loss.fixed_batch}."
+    if loss.coupling:
+        yield (
+            f"examples depend on each other, first by {loss.coupling}: "
             f"the curvature takes them for independent."
         )
 

@@ -24,7 +24,7 @@ def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate") -> None:
     """Print the number of parameters, those in Kronecker blocks, and the cost of all factors."""
     total, covered = counted(engine)
     factors = sum(layer.factor_bytes for layer in engine.layers)
-    seconds = f", about {show_seconds(refresh.seconds)} on this machine (an estimate)"
+    seconds = f", {show_seconds(refresh.seconds)} on this machine (estimate)"
     rows = [
         ("parameters", f"{total:,}"),
         ("in Kronecker blocks", f"{covered:,} ({_percent(covered, total)})"),

@@ -247,7 +247,7 @@ def test_the_totals_count_parameters_and_those_in_kronecker_blocks(tables):
     assert rows[1] == ["in", "Kronecker", "blocks", str(6 * 5 + 6 * 3), "(82.8", "%)"]
     # Two factors of 6 rows, and those of 5, 3 and 10 rows: 1584 operations.
     assert rows[3][:6] == ["refresh", "of", "all", "factors", "1.58", "kFLOP,"]
-    assert rows[3][-2:] == ["(an", "estimate)"]
+    assert rows[3][-4:] == ["on", "this", "machine", "(estimate)"]
 
 
 def test_other_approximations_are_listed_where_a_kind_has_others(tables):

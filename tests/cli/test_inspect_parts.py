@@ -44,7 +44,7 @@ def inspect(tmp_path, capsys):
 
 
 def test_a_layer_is_shown_with_its_part_of_a_parameter(inspect):
-    assert "w[:, 3:6]" in inspect(fused())
+    assert "  w [:, 3:6] " in inspect(fused())
     layers = json.loads(inspect(fused(), "--json"))["layers"]
     shown = [(layer["parameters"], layer["parts"], layer["key"]) for layer in layers]
     assert shown == [(["w"], ["[:, 0:3]"], "w0"), (["w"], ["[:, 3:6]"], "w1")]
