@@ -1,7 +1,12 @@
 """The nearest known name is suggested for an unknown one, and none where no name is near."""
 
+import re
+
+import numpy as np
 import pytest
 
+import kfac_engine as ke
+from kfac_engine.data import demo_model, digits
 from kfac_engine.losses import LOSSES
 from kfac_engine.suggestions import suggestion
 
@@ -26,3 +31,30 @@ CASES = {
 @pytest.mark.parametrize(("name", "known", "near"), CASES.values(), ids=CASES)
 def test_suggestion_names_the_nearest_known_name(name, known, near):
     assert suggestion(name, known) == ("" if near is None else f" (did you mean '{near}'?)")
+
+
+X, Y = (array[:4] for array in digits())
+MLP = demo_model("mlp")
+MISSPELLED = {
+    "parameter": (lambda e: e.set_parameters({"dense1.weigth": 0}), "dense1.weight"),
+    "gradient": (
+        lambda e: e.step({"image": X}, Y) and e.precondition({"dense2.bais": np.zeros(32)}),
+        "dense2.bias",
+    ),
+    "input": (lambda e: e.gradients({"imgae": X}, Y), "image"),
+    "value": (lambda e: e.trace({"image": X})["logit"], "logits"),
+    "option": (lambda e: ke.Engine.from_onnx(MLP, loss="mse", dampng=1), "damping"),
+    "optimizer": (lambda e: ke.fit(e, (X, Y), optimizer="adm"), "adam"),
+    "policy": (lambda e: ke.Schedule(policy="drfit"), "drift"),
+    "output": (lambda e: ke.differentiate(MLP, output="logit"), "logits"),
+    "demo model": (lambda e: demo_model("nml"), None),
+}
+
+
+@pytest.mark.parametrize(("call", "near"), MISSPELLED.values(), ids=MISSPELLED)
+def test_error_of_the_library_suggests_the_nearest_name(call, near):
+    engine = ke.Engine.from_onnx(MLP, loss="cross_entropy")
+    with pytest.raises(ke.KfacError) as raised:
+        call(engine)
+    expected = [] if near is None else [near]
+    assert re.findall(r"\(did you mean '(.*?)'\?\)", str(raised.value)) == expected

@@ -42,15 +42,12 @@ class Refreshes:
     def works(self) -> tuple[Work, ...]:
         """Every refresh with its cost, for ``schedule.Planner``; the shapes must be known."""
         shapes = refreshed_shapes(self._collection)
-        parameters: dict[int, list[str]] = {}
-        for params, block in self._collection.fisher_blocks.items():
-            for number in dict.fromkeys(map(id, block.factors)):
-                parameters.setdefault(number, []).extend(uses(params))
+        blocks = self._collection.fisher_blocks.items()
         return tuple(
             Work(
                 key,
                 sum(map(refresh_cost, shapes[id(factor)])),
-                tuple(parameters[id(factor)]),
+                tuple(name for params, b in blocks if factor in b.factors for name in uses(params)),
             )
             for key, factor in self._factors.items()
         )
@@ -233,28 +230,28 @@ def refreshed_shapes(collection: LayerCollection) -> dict[int, tuple[tuple[int, 
         eigenvalues of EKFAC read the two factors of their Kronecker product.
     """
     factors, shapes = collection.get_factors(), factor_shapes(collection)
-    read = averaged_shapes(factors, [shapes[id(factor)] for factor in factors])
     return {
-        id(factor): averages
-        for factor, averages in zip(factors, read, strict=True)
+        id(factor): averaged_shapes(factor, factors, [shapes[id(f)] for f in factors])
+        for factor in factors
         if factor.has_inverses
     }
 
 
 def averaged_shapes(
-    factors: Sequence[FisherFactor], shapes: Sequence[tuple[int, ...]]
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the shapes of the averages that the refresh of each factor reads.
+    factor: FisherFactor, factors: Sequence[FisherFactor], shapes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the averages that the refresh of a factor reads.
 
     Args:
-        factors: Factors, among them all whose averages they read.
+        factor: The factor.
+        factors: Factors, among them all whose averages it reads.
         shapes: The shape of the average of each of them.
 
     Returns:
-        For each factor, the shapes.
+        The shapes.
     """
     known = {id(f.average): shape for f, shape in zip(factors, shapes, strict=True)}
-    return [tuple(known[id(average)] for average in f.averages) for f in factors]
+    return tuple(known[id(average)] for average in factor.averages)
 
 
 def refresh_cost(shape: tuple[int, ...]) -> float:

@@ -14,6 +14,7 @@ from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import checked_path
 
 
@@ -69,7 +70,10 @@ class ModelArrays:
         for name, value in on_host(values, self._backend).items():
             if name not in buffers:
                 listed = ", ".join(map(repr, buffers)) or "none"
-                raise UnknownNameError(f"'{name}' is not a running statistic; there are: {listed}.")
+                raise UnknownNameError(
+                    f"'{name}'{suggestion(name, buffers)} is not a running statistic; there are: "
+                    f"{listed}."
+                )
             array = arrays[name] = np.array(value, buffers[name].dtype)
             if array.shape != buffers[name].shape:
                 raise ShapeError(

@@ -11,6 +11,7 @@ from kfac_engine.backend.namespace import on_host
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.analysis.exporter_changes import REMEDY, without_numbers
+from kfac_engine.suggestions import suggestion
 
 _MOST_NAMES = 6
 
@@ -74,7 +75,9 @@ class ParameterMatches:
         known = {name for layout in self.layouts.values() for name in layout.names}
         for name, value in arrays.items():
             if name not in known and name not in self.unmatched:
-                raise UnknownNameError(f"'{name}' is none of the arrays that were matched.")
+                raise UnknownNameError(
+                    f"'{name}'{suggestion(name, known)} is none of the arrays that were matched."
+                )
             if value is None:
                 raise InputError(f"the array of '{name}' is None; leave the name out.")
         read = {name: value for name, value in arrays.items() if name in known}
@@ -109,7 +112,9 @@ class ParameterMatches:
             if name not in self.layouts:
                 if name in copies:
                     continue
-                raise UnknownNameError(f"'{name}' is not a parameter of the engine.")
+                raise UnknownNameError(
+                    f"'{name}'{suggestion(name, self.layouts)} is not a parameter of the engine."
+                )
             layout, array = self.layouts[name], self._engine.collection.backend.to_numpy(value)
             _check_shape(name, array, layout.file_shape)
             result |= dict.fromkeys(layout.names, layout.from_file(array))

@@ -156,9 +156,9 @@ def _report(
     stored = [f.stored_numbers(shape) for f, shape in zip(block.factors, shapes, strict=True)]
     refreshed = (
         shape
-        for averages, numbers in zip(averaged_shapes(block.factors, shapes), stored, strict=True)
+        for factor, numbers in zip(block.factors, stored, strict=True)
         if numbers
-        for shape in averages
+        for shape in averaged_shapes(factor, block.factors, shapes)
     )
     return LayerReport(
         kind=layer.kind,

@@ -11,6 +11,7 @@ from kfac_engine.backend.memory_space import MemorySpace
 from kfac_engine.errors import ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Graph
 from kfac_engine.runtime.backward_session import BackwardSession
+from kfac_engine.suggestions import suggestion
 
 
 class Evaluator(Protocol):
@@ -76,7 +77,8 @@ class Trace(Mapping[str, Array]):
         if name not in self._values:
             if name not in self._known:
                 raise UnknownNameError(
-                    f"'{name}' is neither a value of model '{self._model.graph.name}' nor a target."
+                    f"'{name}'{suggestion(name, self)} is neither a value of model "
+                    f"'{self._model.graph.name}' nor a target."
                 )
             self._fetch([name])
         return self._values[name]
