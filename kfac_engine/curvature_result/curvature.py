@@ -1,19 +1,27 @@
 """The curvature of a model at its parameters: a block-diagonal Fisher matrix with its spectrum."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kfac_engine._types import Array, Params
 from kfac_engine.arguments import number, whole
 from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature_result.assembly import assembled
+from kfac_engine.curvature_result.block_gradients import gradient_sources, jacobian_sources
 from kfac_engine.curvature_result.blocks import Block, checked_damping
-from kfac_engine.curvature_result.options import CurvatureOptions
-from kfac_engine.curvature_result.parameter_vector import ParameterVector
+from kfac_engine.curvature_result.example_tiles import ExampleTile, tiles
+from kfac_engine.curvature_result.files import CurvatureFile, save_curvature, weight_hashes
+from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.spectrum import Float
-from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.objective import Targets
 
 Damping = float | Mapping[str, float]
 
@@ -26,15 +34,14 @@ class Curvature:
     Arrays have the shapes of the parameters in the file.
 
     Args:
-        assembly: The model with its losses and layers.
-        options: What was measured.
+        layout: The model and what was measured.
         blocks: All blocks.
-        vector: All parameters.
         examples: Number of examples.
         log_likelihood: Sum of the log-likelihoods of the targets.
 
     Attributes:
         model: The model with its losses: ``parameters``, ``predict``, ``trace``.
+        layout: The model with its layers and blocks.
         options: What was measured.
         blocks: The blocks with their eigenvalues and eigenvectors.
         vector: All parameters as one vector.
@@ -45,20 +52,19 @@ class Curvature:
 
     def __init__(
         self,
-        assembly: Assembly,
-        options: CurvatureOptions,
+        layout: Layout,
         blocks: Sequence[Block],
-        vector: ParameterVector,
         examples: int,
         log_likelihood: float | None,
     ) -> None:
-        self.model = TrainableModel(assembly)
-        self.options = options
+        self.model = TrainableModel(layout.assembly)
+        self.options = layout.options
         self.blocks = tuple(blocks)
-        self.vector = vector
+        self.vector = layout.vector
         self.examples = examples
         self.log_likelihood = log_likelihood
-        self._backend = assembly.collection.backend
+        self.layout = layout
+        self._backend = layout.assembly.collection.backend
 
     def __repr__(self) -> str:
         """Return structure, numbers of examples and parameters."""
@@ -242,6 +248,93 @@ class Curvature:
             order = order[(start <= column[order]) & (column[order] < start + size)]
             moments.append(2.0 * inputs.positions * matrix[np.ix_(order, order)])
         return moments[0] if len(moments) == 1 else np.stack(moments)
+
+    # -- single examples --------------------------------------------------------------------------
+
+    def example_gradients(
+        self, inputs: Mapping[str, Array], targets: Targets
+    ) -> Iterator[ExampleTile]:
+        """Yield the gradient of the negative log-likelihood of each example, layer by layer.
+
+        The memory is that of one backward pass and of a tile of examples, which the option
+        ``scratch_bytes`` bounds; the gradients of all examples are never stored together. A
+        parameter without a layer takes a backward pass for each example.
+
+        Args:
+            inputs: Input name to array.
+            targets: The targets of the loss; for several losses, by output.
+
+        Yields:
+            Tiles of consecutive examples, all of one layer before the next layer. The sum over the
+            positions of an example is not divided.
+
+        Raises:
+            InputError: Inputs or targets are wrong.
+            UnsupportedError: The examples of a parameter without a layer cannot be separated; the
+                message names it.
+        """
+        with single_threaded_blas(), quiet():
+            for tile in tiles(self.layout, *gradient_sources(self.layout, inputs, targets)):
+                yield tile.without_sources()
+
+    def example_jacobians(self, inputs: Mapping[str, Array]) -> Iterator[ExampleTile]:
+        """Yield the rows of the Jacobian matrix of each example, layer by layer.
+
+        The rows are the derivatives of the values that the loss reads, such as logits or means, in
+        row-major order for values with positions. A value takes a backward pass. Memory and tiles
+        are as for ``example_gradients``, with a backward pass for each value.
+
+        Args:
+            inputs: Input name to array.
+
+        Yields:
+            Tiles of consecutive examples, with arrays ``(m, k, *shape)`` for ``k`` values.
+
+        Raises:
+            InputError: The inputs are wrong.
+            UnsupportedError: Several losses read several values, or the examples are not on the
+                first axis of the value.
+        """
+        with single_threaded_blas(), quiet():
+            yield from tiles(self.layout, *jacobian_sources(self.layout, inputs))
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the curvature to a file, which ``load`` reads with the same model.
+
+        Args:
+            path: File to write, in the safetensors format.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        about = {"examples": self.examples, "log_likelihood": self.log_likelihood}
+        save_curvature(path, self.layout, self.blocks, about)
+
+    @classmethod
+    def load(cls, path: str | Path, model: ModelSource, **options: Any) -> "Curvature":
+        """Read a curvature that ``save`` wrote.
+
+        Args:
+            path: The file.
+            model: The model whose curvature it is, with the same weights.
+            options: Options of ``CurvatureOptions`` that the file does not store: ``threads``,
+                ``scratch_bytes``, ``backend``, ``sample_inputs``, and ``loss`` if it was an object.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            InputError: The file is missing, damaged or no curvature, or the model has other
+                weights; the message names them.
+        """
+        file = CurvatureFile(path)
+        assembly, _ = assembled(model, file.options(options))
+        file.check_weights(weight_hashes(assembly))
+        layout = Layout(assembly, file.options(options))
+        blocks = file.read(layout.frames)
+        return cls(layout, blocks, file.about["examples"], file.about["log_likelihood"])
 
     # -- private ----------------------------------------------------------------------------------
 

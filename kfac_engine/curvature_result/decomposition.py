@@ -17,7 +17,7 @@ from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.stacked import GroupedMoment, StackedSquareFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
-from kfac_engine.curvature_result.blocks import Block, InputMoment, Part
+from kfac_engine.curvature_result.blocks import InputMoment, Part
 from kfac_engine.curvature_result.packed import packed, packing_of
 from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
@@ -41,33 +41,30 @@ class Decomposer:
     to_numpy: Callable[[Array], Array]
     separate: bool
 
-    def decompose(self, block: FisherBlock, formula: str) -> Block:
-        """Return a block with its eigenvalues and eigenvectors.
+    def decompose(self, block: FisherBlock) -> tuple[Spectrum, InputMoment | None]:
+        """Return the eigenvalues and eigenvectors of a block.
 
         Args:
             block: A block with statistics.
-            formula: The block in a few symbols.
 
         Returns:
-            The block, in float64 on the host.
+            In float64 on the host; and the second moment of the inputs of the layer, None if it was
+            not measured.
 
         Raises:
             UnsupportedError: The block is a sum of Kronecker products.
         """
-        places, parts = self.places(block), self.parts(block)
         if isinstance(block, SeriesFB):
             raise UnsupportedError(
                 f"the block of {block.params} is a sum over lags, which has no eigenvalues in "
                 f"closed form; use approximation 'kron_indep'."
             )
         if isinstance(block, KroneckerProductFB):
-            spectrum, inputs = self._kronecker(block, parts)
-            return Block(parts, places, spectrum, formula, inputs)
+            return self._kronecker(block, self.parts(block))
         if isinstance(block, EigenbasisFB):
-            spectrum, inputs = self._eigenbasis(block)
-            return Block(parts, places, spectrum, formula, inputs)
+            return self._eigenbasis(block)
         assert isinstance(block, SingleFactorFB)  # the other branch of the class tree
-        return Block(parts, places, self._single(block.factor, places, parts), formula)
+        return self._single(block.factor, self.places(block), self.parts(block)), None
 
     def bases(self, block: EigenbasisFB) -> tuple[Float, Float]:
         """Return the eigenvectors of the two factors of a block, as columns."""

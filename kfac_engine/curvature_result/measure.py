@@ -1,32 +1,34 @@
 """Measures the curvature of a model on a data set, in passes that are not training."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
+from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.eigenbasis import Bases, EigenbasisFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
+from kfac_engine.curvature_result.assembly import assembled
 from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
-from kfac_engine.curvature_result.blocks import Block, Part
+from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.curvature import Curvature
-from kfac_engine.curvature_result.decomposition import Decomposer
-from kfac_engine.curvature_result.layer_choice import check_diagonals, last_layers
+from kfac_engine.curvature_result.example_gradients import LayerGradients
+from kfac_engine.curvature_result.example_moments import ExampleMoments, whole_matrix
+from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.options import CurvatureOptions
-from kfac_engine.curvature_result.parameter_vector import ParameterVector
-from kfac_engine.curvature_result.spectrum import Spectrum
-from kfac_engine.engine.build import Assembly, build
+from kfac_engine.curvature_result.spectrum import Spectrum, eigenbasis
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Objective
+from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.runtime.trace import Trace
 
 
 @by_keyword(CurvatureOptions)
@@ -53,19 +55,14 @@ def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
     pairs = pairs_of(batches, options.passes)
-    assembly, estimator = build(model, options.engine)
-    if options.layers == "last":
-        only = replace(options.engine, trainable=last_layers(assembly), freeze=None)
-        assembly, estimator = build(model, only)
-    measurement = _Measurement(TrainableModel(assembly), assembly, estimator, options)
-    check_diagonals(assembly, options.structure)
+    assembly, estimator = assembled(model, options)
+    measurement = _Measurement(TrainableModel(assembly), Layout(assembly, options), estimator)
     with single_threaded_blas(), quiet():
+        measurement.prepare()
         measurement.read_all(pairs)
         return Curvature(
-            assembly,
-            options,
-            tuple(measurement.blocks()),
-            measurement.vector,
+            measurement.layout,
+            measurement.blocks(),
             measurement.examples,
             measurement.log_likelihood,
         )
@@ -77,33 +74,49 @@ class _Measurement:
 
     Attributes:
         model: The model with its losses.
-        assembly: Its layers.
-        estimator: The statistics.
-        options: What is measured.
+        layout: Its blocks.
+        estimator: The statistics of layers.
+        moments: Sums over gradients of single examples; ``prepare`` sets them.
         examples: Examples so far.
         log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
-        draws: The draws of the user that are not used yet, by loss input.
+        draws: The draws of the user that are not used yet, by name of targets.
     """
 
     model: TrainableModel
-    assembly: Assembly
+    layout: Layout
     estimator: FisherEstimator
-    options: CurvatureOptions
+    moments: ExampleMoments = field(init=False)
     examples: int = 0
     log_likelihood: float | None = 0.0
     draws: dict[str, Array] = field(default_factory=dict)
 
-    @property
-    def vector(self) -> ParameterVector:
-        """All parameters."""
-        shapes = {name: value.shape for name, value in self.assembly.model.parameters.items()}
-        return ParameterVector(shapes, self.assembly.discovery.parts)
+    def prepare(self) -> None:
+        """Allocate what is measured from gradients of single examples.
+
+        Raises:
+            MemoryLimitError: The matrix of structure ``"full"`` does not fit into the memory.
+        """
+        layout, structure = self.layout, self.layout.options.structure
+        self.moments = ExampleMoments(
+            LayerGradients(layout.assembly),
+            [layout.decomposer.places(block) for _, block in layout.layers],
+            layout.assembly.collection.backend.scratch_bytes,
+            whole_matrix(layout.vector.shapes) if structure == "full" else None,
+        )
+        if structure == "diagonal":
+            self.moments.squares = {
+                number: np.zeros(layout.frames[number].places.shape)
+                for number, (_, block) in enumerate(layout.layers)
+                if not all(isinstance(factor, DiagonalFactor) for factor in block.factors)
+            }
 
     @property
-    def decomposer(self) -> Decomposer:
-        """Converts the blocks of the estimator."""
-        to_numpy = self.assembly.collection.backend.to_numpy
-        return Decomposer(self.vector, to_numpy, self.options.biases == "separate")
+    def factors(self) -> list[FisherFactor]:
+        """Factors of the blocks that are not measured from gradients of single examples."""
+        if self.moments.matrix is not None:
+            return []
+        blocks = (b for i, (_, b) in enumerate(self.layout.layers) if i not in self.moments.squares)
+        return list(dict.fromkeys(factor for block in blocks for factor in block.factors))
 
     def read_all(self, pairs: Iterable[Pair]) -> None:
         """Read the data once, or twice for factors that are measured in a basis of all data.
@@ -112,30 +125,44 @@ class _Measurement:
             pairs: Inputs and targets.
 
         Raises:
-            InputError: As for ``read``, or the second pass reads other data.
+            InputError: As for ``_read``, or the second pass reads other data.
         """
-        factors, generator = self.estimator.factors, self.estimator.rng.bit_generator.state
-        blocks = [b for b in self.estimator.blocks if isinstance(b, EigenbasisFB)]
-        scales = [block.factor for block in blocks]
-        self.read(pairs, [factor for factor in factors if factor not in scales])
-        if not blocks:
+        factors, generator = self.factors, self.estimator.rng.bit_generator.state
+        scales = [factor for factor in factors if isinstance(factor, EigenbasisFactor)]
+        self._read(pairs, [factor for factor in factors if factor not in scales])
+        if not scales:
             return
-        backend = self.assembly.collection.backend
-        for block in blocks:
-            dtype = block.factors[0].average.read().dtype
-            bases = (backend.asarray(basis.astype(dtype)) for basis in self.decomposer.bases(block))
-            assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
-            block.factor.restart(Bases(*bases))
+        for _, block in self.layout.layers:
+            if isinstance(block, EigenbasisFB):
+                assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
+                block.factor.restart(self.layout.decomposer.bases(block))
         examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
         self.estimator.rng.bit_generator.state = generator  # the targets of the first pass
-        self.read(pairs, scales)
+        self._read(pairs, scales)
         if self.examples != examples:
             raise InputError(
                 f"the first pass over the data had {examples} examples and the second "
                 f"{self.examples}; give data that do not change."
             )
 
-    def read(self, pairs: Iterable[Pair], factors: Sequence[FisherFactor]) -> None:
+    def blocks(self) -> tuple[Block, ...]:
+        """Return all blocks with their eigenvalues."""
+        frames, moments = list(self.layout.frames), self.moments
+        if moments.matrix is not None:
+            values, vectors = eigenbasis((moments.matrix / self.examples)[None], (slice(None),))
+            return (replace(frames[0], spectrum=Spectrum(values[:, :, None], vectors)),)
+        for number, (_, block) in enumerate(self.layout.layers):
+            if number in moments.squares:
+                spectrum = Spectrum(moments.squares[number] / self.examples)
+                frames[number] = replace(frames[number], spectrum=spectrum, formula="diag(F)")
+            else:
+                spectrum, inputs = self.layout.decomposer.decompose(block)
+                frames[number] = replace(frames[number], spectrum=spectrum, inputs=inputs)
+        return tuple(frames)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _read(self, pairs: Iterable[Pair], factors: Sequence[FisherFactor]) -> None:
         """Add all batches to the statistics.
 
         Args:
@@ -145,52 +172,50 @@ class _Measurement:
         Raises:
             InputError: There is no example, a batch is wrong, or the draws do not fit.
         """
-        objective = self.assembly.task.objective
-        if self.options.draws is not None:
-            self.draws = objective.named_targets(self.options.draws)
-        with_targets = None
+        objective, draws = self.layout.assembly.task.objective, self.layout.options.draws
+        self.draws = {} if draws is None else objective.named_targets(draws)
+        has_targets = None
         for number, pair in enumerate(pairs, 1):
             inputs, targets = checked_pair(pair, number)
-            if with_targets not in (None, targets is not None):
+            if has_targets not in (None, targets is not None):
                 raise InputError(
                     f"batch {number} has {'no ' * (targets is None)}targets, unlike the batches "
                     f"before it; give targets with all batches or with none."
                 )
-            with_targets = targets is not None
+            has_targets = targets is not None
             trace = self.model.trace(inputs, targets)
             examples = objective.examples(trace)
-            if not examples:
-                raise InputError(f"batch {number} has no example; leave it out.")
-            draws = self._draws(objective, trace)
-            self.estimator.accumulate(trace, examples, draws=draws, factors=factors)
+            self._measure(trace, examples, factors)
             self.examples += examples
-            if with_targets and self.log_likelihood is not None:
+            if has_targets and self.log_likelihood is not None:
                 self.log_likelihood -= examples * objective.value(trace)
         if not self.examples:
             raise InputError("the data have no example; pass one batch at least.")
-        if not with_targets:
+        if not has_targets:
             self.log_likelihood = None
-        self._check_draws()
+        for name, rest in self.draws.items():
+            if len(rest):
+                raise InputError(
+                    f"draws have {len(rest)} more targets for '{name}' than the data have examples."
+                )
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield all blocks; their places cover every entry of every parameter once."""
-        collection, vector, decomposer = self.assembly.collection, self.vector, self.decomposer
-        free = np.ones(vector.size, bool)
-        for layer in self.assembly.discovery.layers:
-            key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
-            block = collection.fisher_blocks[key]
-            formula = row(layer.kind, collection.approximation_of(key)).formula
-            result = decomposer.decompose(block, formula)
-            free[result.places] = False
-            yield result
-        yield from unused_entries(vector, free)
+    def _measure(self, trace: Trace, examples: int, factors: Sequence[FisherFactor]) -> None:
+        """Add a batch to factors and to sums over examples, with the same sampled targets."""
+        losses, rng = self.layout.assembly.task.objective.losses, self.estimator.rng
+        draws, generator = self._draws(losses, trace), rng.bit_generator.state
+        if self.moments.active:
+            mode = MODES[self.layout.options.engine.estimation_mode]
+            self.moments.add(trace, mode(losses, trace, rng, draws))
+        if factors:
+            rng.bit_generator.state = generator
+            self.estimator.accumulate(trace, examples, draws=draws, factors=factors)
 
-    def _draws(self, objective: Objective, trace: Mapping[str, Array]) -> dict[str, Array] | None:
+    def _draws(self, losses: Sequence[RegisteredLoss], trace: Trace) -> dict[str, Array] | None:
         """Return the next draws of each loss, one for each prediction of a batch."""
-        if self.options.draws is None:
+        if self.layout.options.draws is None:
             return None
         batch: dict[str, Array] = {}
-        for loss in objective.losses:
+        for loss in losses:
             (tower,) = loss.towers
             rows = len(trace[tower.inputs[0]])
             name = str(tower.targets)
@@ -201,28 +226,3 @@ class _Measurement:
                 )
             batch[loss.name], self.draws[name] = self.draws[name][:rows], self.draws[name][rows:]
         return batch
-
-    def _check_draws(self) -> None:
-        for name, rest in self.draws.items():
-            if len(rest):
-                raise InputError(
-                    f"draws have {len(rest)} more targets for '{name}' than the data have examples."
-                )
-
-
-def unused_entries(vector: ParameterVector, free: np.ndarray) -> Iterator[Block]:
-    """Yield a block of zeros for the entries of each parameter that the loss does not depend on.
-
-    Args:
-        vector: All parameters.
-        free: Whether an entry is in no other block, ``(size,)``.
-
-    Yields:
-        Diagonal blocks.
-    """
-    for name, start in vector.starts.items():
-        places = start + np.flatnonzero(free[start : start + int(np.prod(vector.shapes[name]))])
-        if places.size:
-            part = Part((name,), f"{name} (unused entries)", slice(None))
-            shape = (1, places.size, 1)
-            yield Block((part,), places.reshape(shape), Spectrum(np.zeros(shape)), "0")

@@ -8,7 +8,7 @@ from kfac_engine.arguments import one_of
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.options import EngineOptions
-from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.errors import InputError
 
 # Fisher matrix to the estimation mode that measures it.
 FISHERS: Mapping[str, str] = {"exact": "exact", "sampled": "gradients", "empirical": "empirical"}
@@ -83,14 +83,9 @@ class CurvatureOptions:
                 f"draws are targets of fisher='sampled', but fisher is '{self.fisher}'; leave them "
                 f"out."
             )
-        self._check_structure()
-        self.engine  # noqa: B018 (the options of the engine check themselves)
-
-    def _check_structure(self) -> None:
-        if self.structure == "full":
-            raise UnsupportedError("structure 'full' is not supported; use 'kron'.")
         if self.biases == "separate" and self.structure == "full":
             raise InputError("structure='full' is one matrix, in which no bias is separate.")
+        self.engine  # noqa: B018 (the options of the engine check themselves)
 
     @property
     def passes(self) -> int:

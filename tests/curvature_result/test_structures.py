@@ -184,12 +184,6 @@ def test_both_passes_of_ekfac_draw_the_same_targets():
     assert ekfac.trace() == pytest.approx(kron.trace(), rel=1e-10)
 
 
-def test_layer_without_a_diagonal_block_is_refused_by_name():
-    model = models.embedding()
-    with pytest.raises(ke.UnsupportedError, match=r"embedding|table"):
-        measured(model, (models.random_inputs(model), None), structure="diagonal")
-
-
 def test_input_moment_of_ekfac_equals_that_of_kron():
     model, inputs = mlp()
     x = oracle.evaluate(model, inputs, "act0")[0]

@@ -140,14 +140,15 @@ class EigenbasisFactor(DiagonalFactor):
                 factor.complete(moment)
             self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
-    def restart(self, bases: Bases) -> None:
+    def restart(self, bases: tuple[Array, Array]) -> None:
         """Set the basis, and forget the batches so far: the next batch is the first in the basis.
 
         Args:
-            bases: Eigenvectors of the input factor and of the output factor.
+            bases: Eigenvectors of the input factor and of the output factor, host arrays.
         """
-        self._set(bases)
-        zeros = self.backend.xp.zeros((len(bases.input), len(bases.output)), bases.input.dtype)
+        dtype = self.kronecker_factors[0].average.read().dtype
+        self._set(Bases(*(self.backend.asarray(basis.astype(dtype)) for basis in bases)))
+        zeros = self.backend.xp.zeros(tuple(map(len, bases)), dtype)
         self.average = MovingAverage(zeros, 0.0, name=self.name)
         self.traces_of_average = None
 

@@ -1,12 +1,36 @@
-"""Which layers are measured, and whether their blocks have a requested structure."""
+"""Assembly of the model whose curvature is measured, with all layers or the last layer."""
 
+from dataclasses import replace
 from glob import escape
 
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.engine.build import Assembly
-from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature_result.options import CurvatureOptions
+from kfac_engine.engine.build import Assembly, build
+from kfac_engine.errors import ModelError
+from kfac_engine.graph.load import ModelSource
+
+
+def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, FisherEstimator]:
+    """Return a model with its layers and an estimator of their blocks.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        options: What is measured.
+
+    Returns:
+        The model, without statistics.
+
+    Raises:
+        InputError: The file, the loss or an option is wrong.
+        ModelError: There is no layer.
+    """
+    assembly, estimator = build(model, options.engine)
+    if options.layers == "last":
+        only = replace(options.engine, trainable=last_layers(assembly), freeze=None)
+        assembly, estimator = build(model, only)
+    return assembly, estimator
 
 
 def last_layers(assembly: Assembly) -> list[str]:
@@ -39,23 +63,3 @@ def last_layers(assembly: Assembly) -> list[str]:
             raise ModelError(f"the loss on '{value}' depends on no layer; use layers='all'.")
         names |= dict.fromkeys(escape(owners[name]) for name in last.parameters)
     return list(names)
-
-
-def check_diagonals(assembly: Assembly, structure: str) -> None:
-    """Refuse a layer whose block is not diagonal, where the structure is diagonal.
-
-    Args:
-        assembly: The model with its layers.
-        structure: The structure of the measurement.
-
-    Raises:
-        UnsupportedError: A layer has no diagonal block; the message names its parameters.
-    """
-    if structure != "diagonal":
-        return
-    for block in assembly.collection.fisher_blocks.values():
-        if not all(isinstance(factor, DiagonalFactor) for factor in block.factors):
-            raise UnsupportedError(
-                f"the layer of {block.params} has no diagonal block; use structure='kron', or "
-                f"exclude it by freeze."
-            )
