@@ -25,6 +25,8 @@ COPIES = {
         "kfac_engine/cli/",
         "kfac_engine/graph/",
         "kfac_engine/layers/",
+        # A measured curvature is in float64 on the host.
+        "kfac_engine/curvature_result/",
         # Records of a run, and checks in float64, are arrays of the host.
         "kfac_engine/run_report/",
         "kfac_engine/verification/",
