@@ -41,11 +41,14 @@ class Decomposer:
     to_numpy: Callable[[Array], Array]
     separate: bool
 
-    def decompose(self, block: FisherBlock) -> tuple[Spectrum, InputMoment | None]:
+    def decompose(
+        self, block: FisherBlock, inputs: Float | None = None
+    ) -> tuple[Spectrum, InputMoment | None]:
         """Return the eigenvalues and eigenvectors of a block.
 
         Args:
             block: A block with statistics.
+            inputs: Eigenvalues of the input factor, for a block whose basis is set.
 
         Returns:
             In float64 on the host; and the second moment of the inputs of the layer, None if it was
@@ -62,18 +65,20 @@ class Decomposer:
         if isinstance(block, KroneckerProductFB):
             return self._kronecker(block, self.parts(block))
         if isinstance(block, EigenbasisFB):
-            return self._eigenbasis(block)
+            assert inputs is not None  # of the basis
+            return self._eigenbasis(block, inputs)
         assert isinstance(block, SingleFactorFB)  # the other branch of the class tree
         return self._single(block.factor, self.places(block), self.parts(block)), None
 
-    def bases(self, block: EigenbasisFB) -> tuple[Float, Float]:
-        """Return the eigenvectors of the two factors of a block, as columns."""
+    def bases(self, block: EigenbasisFB) -> tuple[Float, tuple[Float, Float]]:
+        """Return the eigenvalues of the input factor, and the eigenvectors of both factors."""
         A, G, _ = block.factors
-        _, left = self._side(A, tuple(part.rows for part in self.parts(block)))
+        rows = _rows(A, G.repeats)
+        a, left = self._side(A, tuple(part.rows for part in self.parts(block)), rows)
         _, right = self._side(G, (slice(None),))
         assert left is not None  # both factors are dense
         assert right is not None
-        return left[0], right[0]
+        return a, (left[0], right[0])
 
     def places(self, block: FisherBlock) -> Places:
         """Return the place of each entry of a packed vector of a block, ``(g, d_in, d_out)``."""
@@ -102,30 +107,32 @@ class Decomposer:
     ) -> tuple[Spectrum, InputMoment | None]:
         """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
         A, G = block.factors
-        a, left = self._side(A, tuple(part.rows for part in parts))
+        measured = type(A.statistic) in _INPUT_MOMENTS
+        rows = _rows(A, block.repeats) if measured else None
+        a, left = self._side(A, tuple(part.rows for part in parts), rows)
         g, right = self._side(G, (slice(None),))
         spectrum = Spectrum(block.repeats * a[:, :, None] * g[:, None, :], left, right)
-        measured = type(A.statistic) in _INPUT_MOMENTS and left is not None
-        return spectrum, InputMoment(a, block.repeats) if measured else None
+        return spectrum, InputMoment(a, block.repeats) if measured and left is not None else None
 
-    def _eigenbasis(self, block: EigenbasisFB) -> tuple[Spectrum, InputMoment]:
+    def _eigenbasis(self, block: EigenbasisFB, a: Float) -> tuple[Spectrum, InputMoment]:
         """Return the spectrum of measured eigenvalues, and the second moment of the inputs."""
-        A, G, scale = block.factors
+        _, G, scale = block.factors
         assert isinstance(scale, EigenbasisFactor)
         assert scale.bases is not None  # the measurement has set it
         left, right = (self._read(basis)[None] for basis in (scale.bases.input, scale.bases.output))
-        moment = self._read(A.get_cov())
-        a = np.einsum("gij,ik,gkj->gj", left, moment, left, optimize=True)
         eigenvalues = self._read(scale.average.read())[None].clip(min=0.0)
         return Spectrum(eigenvalues, left, right), InputMoment(a, G.repeats or 1)
 
-    def _side(self, factor: FisherFactor, rows: tuple[slice, ...]) -> tuple[Float, Float | None]:
+    def _side(
+        self, factor: FisherFactor, parts: tuple[slice, ...], rows: int | None = None
+    ) -> tuple[Float, Float | None]:
         """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity."""
+        average = factor.average.read()
         if isinstance(factor, DiagonalFactor):
-            return self._read(factor.average.read())[None].clip(min=0.0), None
-        if isinstance(factor, StackedSquareFactor):
-            return eigenbasis(self._read(factor.average.read()), rows)
-        return eigenbasis(self._read(factor.get_cov())[None], rows)
+            return self._read(average)[None].clip(min=0.0), None
+        stack = isinstance(factor, StackedSquareFactor)
+        matrices = self._read(average) if stack else self._read(factor.get_cov())[None]
+        return eigenbasis(matrices, parts, rows, float(np.finfo(average.dtype).eps))
 
     def _single(self, factor: FisherFactor, places: Places, parts: tuple[Part, ...]) -> Spectrum:
         """Return the spectrum of a diagonal, or of one dense matrix."""
@@ -137,6 +144,11 @@ class Decomposer:
 
     def _read(self, array: Array) -> Float:
         return np.asarray(self.to_numpy(array), np.float64)
+
+
+def _rows(factor: FisherFactor, repeats: int | None) -> int:
+    """Return the number of vectors whose outer products the average of a factor is the mean of."""
+    return int(factor.average.weight) * (repeats or 1)
 
 
 def _names(block: FisherBlock) -> tuple[str, ...]:

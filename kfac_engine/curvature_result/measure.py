@@ -21,7 +21,7 @@ from kfac_engine.curvature_result.example_gradients import LayerGradients
 from kfac_engine.curvature_result.example_moments import ExampleMoments, whole_matrix
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.options import CurvatureOptions
-from kfac_engine.curvature_result.spectrum import Spectrum, eigenbasis
+from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
@@ -80,6 +80,7 @@ class _Measurement:
         examples: Examples so far.
         log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
         draws: The draws of the user that are not used yet, by name of targets.
+        inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
     """
 
     model: TrainableModel
@@ -89,6 +90,7 @@ class _Measurement:
     examples: int = 0
     log_likelihood: float | None = 0.0
     draws: dict[str, Array] = field(default_factory=dict)
+    inputs: dict[int, Float] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Allocate what is measured from gradients of single examples.
@@ -132,10 +134,11 @@ class _Measurement:
         self._read(pairs, [factor for factor in factors if factor not in scales])
         if not scales:
             return
-        for _, block in self.layout.layers:
+        for number, (_, block) in enumerate(self.layout.layers):
             if isinstance(block, EigenbasisFB):
                 assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
-                block.factor.restart(self.layout.decomposer.bases(block))
+                self.inputs[number], bases = self.layout.decomposer.bases(block)
+                block.factor.restart(bases)
         examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
         self.estimator.rng.bit_generator.state = generator  # the targets of the first pass
         self._read(pairs, scales)
@@ -156,7 +159,7 @@ class _Measurement:
                 spectrum = Spectrum(moments.squares[number] / self.examples)
                 frames[number] = replace(frames[number], spectrum=spectrum, formula="diag(F)")
             else:
-                spectrum, inputs = self.layout.decomposer.decompose(block)
+                spectrum, inputs = self.layout.decomposer.decompose(block, self.inputs.get(number))
                 frames[number] = replace(frames[number], spectrum=spectrum, inputs=inputs)
         return tuple(frames)
 

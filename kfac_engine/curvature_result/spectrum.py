@@ -21,8 +21,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import qr
 
 Float = NDArray[np.float64]
+
+_EPSILON = float(np.finfo(np.float64).eps)
+# Random vectors beyond the rank, share of the side below which a rank is low, and largest accepted
+# error of the trace in units of the rounding error.
+_OVERSAMPLING, _LOW_RANK, _TRACE_ERRORS = 8, 0.25, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +76,17 @@ class Spectrum:
         return values if self.right is None else values @ (self.right**2).swapaxes(1, 2)
 
 
-def eigenbasis(matrices: Float, parts: tuple[slice, ...]) -> tuple[Float, Float]:
+def eigenbasis(
+    matrices: Float, parts: tuple[slice, ...], rows: int | None = None, epsilon: float = _EPSILON
+) -> tuple[Float, Float]:
     """Return the eigenvalues and eigenvectors of the diagonal blocks of symmetric matrices.
 
     Args:
         matrices: Positive semi-definite up to rounding, ``(g, d, d)``.
         parts: Rows of each diagonal block. Entries outside these blocks are ignored.
+        rows: Number of vectors whose outer products each matrix is the mean of, which bounds its
+            rank; None if unknown.
+        epsilon: Relative rounding error of the matrices.
 
     Returns:
         Eigenvalues ``(g, d)``, not negative, in the order of the parts and ascending in each; and
@@ -84,5 +95,53 @@ def eigenbasis(matrices: Float, parts: tuple[slice, ...]) -> tuple[Float, Float]
     values = np.empty(matrices.shape[:2])
     vectors = np.zeros(matrices.shape)
     for part in parts:
-        values[:, part], vectors[:, part, part] = np.linalg.eigh(matrices[:, part, part])
+        for group, matrix in enumerate(matrices[:, part, part]):
+            result = _of_low_rank(matrix, rows or len(matrix), epsilon) or np.linalg.eigh(matrix)
+            values[group, part], vectors[group, part, part] = result
     return values.clip(min=0.0), vectors
+
+
+def _of_low_rank(matrix: Float, rank: int, epsilon: float) -> tuple[Float, Float] | None:
+    """Return eigenvalues and eigenvectors of a matrix whose rank is far below its side.
+
+    Products of the matrix with random vectors span its range. The other eigenvalues are zeros,
+    which removes rounding errors of the matrix.
+
+    Args:
+        matrix: Positive semi-definite up to rounding, ``(d, d)``.
+        rank: Bound on the rank.
+        epsilon: Relative rounding error of the matrix.
+
+    Returns:
+        As ``numpy.linalg.eigh``; None if the bound is too large, or not true.
+
+    Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, sections 4 and 5.
+    """
+    side, columns = len(matrix), rank + _OVERSAMPLING
+    if columns > side * _LOW_RANK:
+        return None
+    vectors = np.random.default_rng(0).standard_normal((side, columns))
+    span, rest = _completed(matrix @ vectors)
+    values, rotation = np.linalg.eigh(span.T @ (matrix @ span))
+    if abs(np.trace(matrix) - values.sum()) > _TRACE_ERRORS * epsilon * np.trace(matrix):
+        return None
+    zeros = np.zeros(side - columns)
+    return np.concatenate([zeros, values]), np.hstack([rest, span @ rotation])
+
+
+def _completed(columns: Float) -> tuple[Float, Float]:
+    """Return orthonormal bases of the span of columns ``(d, k)`` and of its complement.
+
+    Householder reflections yield the columns of ``I − V T Vᵀ`` (Schreiber & Van Loan 1989); one
+    product is faster than the application of the reflections in blocks.
+    """
+    (reflectors, scales), _ = qr(columns, mode="raw")
+    count = len(scales)
+    V = np.tril(reflectors, -1)
+    V[np.arange(count), np.arange(count)] = 1.0
+    V[:, scales == 0] = 0.0  # reflections of columns that are zero are identities
+    inverse = np.diag(1 / np.where(scales == 0, 1.0, scales))
+    products = V @ np.linalg.solve(np.triu(V.T @ V, 1) + inverse, V.T)
+    basis = np.negative(products, out=products)
+    np.einsum("ii->i", basis)[:] += 1.0
+    return basis[:, :count], basis[:, count:]
