@@ -42,12 +42,15 @@ class Refreshes:
     def works(self) -> tuple[Work, ...]:
         """Every refresh with its cost, for ``schedule.Planner``; the shapes must be known."""
         shapes = refreshed_shapes(self._collection)
-        blocks = self._collection.fisher_blocks.items()
+        parameters: dict[int, list[str]] = {}
+        for params, block in self._collection.fisher_blocks.items():
+            for number in dict.fromkeys(map(id, block.factors)):
+                parameters.setdefault(number, []).extend(uses(params))
         return tuple(
             Work(
                 key,
                 sum(map(refresh_cost, shapes[id(factor)])),
-                tuple(name for params, b in blocks if factor in b.factors for name in uses(params)),
+                tuple(parameters[id(factor)]),
             )
             for key, factor in self._factors.items()
         )
@@ -230,28 +233,28 @@ def refreshed_shapes(collection: LayerCollection) -> dict[int, tuple[tuple[int, 
         eigenvalues of EKFAC read the two factors of their Kronecker product.
     """
     factors, shapes = collection.get_factors(), factor_shapes(collection)
+    read = averaged_shapes(factors, [shapes[id(factor)] for factor in factors])
     return {
-        id(factor): averaged_shapes(factor, factors, [shapes[id(f)] for f in factors])
-        for factor in factors
+        id(factor): averages
+        for factor, averages in zip(factors, read, strict=True)
         if factor.has_inverses
     }
 
 
 def averaged_shapes(
-    factor: FisherFactor, factors: Sequence[FisherFactor], shapes: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the averages that the refresh of a factor reads.
+    factors: Sequence[FisherFactor], shapes: Sequence[tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the shapes of the averages that the refresh of each factor reads.
 
     Args:
-        factor: The factor.
-        factors: Factors, among them all whose averages it reads.
+        factors: Factors, among them all whose averages they read.
         shapes: The shape of the average of each of them.
 
     Returns:
-        The shapes.
+        For each factor, the shapes.
     """
     known = {id(f.average): shape for f, shape in zip(factors, shapes, strict=True)}
-    return tuple(known[id(average)] for average in factor.averages)
+    return [tuple(known[id(average)] for average in f.averages) for f in factors]
 
 
 def refresh_cost(shape: tuple[int, ...]) -> float:

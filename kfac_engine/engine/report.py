@@ -156,9 +156,9 @@ def _report(
     stored = [f.stored_numbers(shape) for f, shape in zip(block.factors, shapes, strict=True)]
     refreshed = (
         shape
-        for factor, numbers in zip(block.factors, stored, strict=True)
+        for averages, numbers in zip(averaged_shapes(block.factors, shapes), stored, strict=True)
         if numbers
-        for shape in averaged_shapes(factor, block.factors, shapes)
+        for shape in averages
     )
     return LayerReport(
         kind=layer.kind,

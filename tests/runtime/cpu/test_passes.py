@@ -192,7 +192,7 @@ def test_page_lists_exactly_all_passes():
     ],
 )
 def test_command_line_accepts_passes(value, expected):
-    @click.command(cls=EngineCommand)
+    @click.command(cls=EngineCommand, example="arguments")
     @keywords()
     def arguments(options):
         return options["graph_passes"]
