@@ -116,6 +116,7 @@ def inspected(capsys, *arguments):
     assert main(["inspect", "m.onnx", "--json", *arguments]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["refresh_estimate"].pop("seconds") >= 0
+    assert report["step"].pop("seconds") > 0
     return report
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.refresh_time import RefreshEstimate
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
+    from kfac_engine.engine.step_time import StepTime
     from kfac_engine.graph.analysis.ties import Tie
     from kfac_engine.runtime.model import OnnxModel
 
@@ -84,6 +85,7 @@ def inspect(
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
     from kfac_engine.engine.refresh_time import estimate_refresh
+    from kfac_engine.engine.step_time import measure_step
 
     if plot is not None:
         _check_plot(plot, inputs, model)
@@ -94,14 +96,14 @@ def inspect(
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
     with working("measuring"):
         batch = batch or engine.losses[0].examples
-        report = _Report(
-            engine,
-            batch,
+        memory, refresh, untrained = (
             engine.memory(batch),
             estimate_refresh(engine),
             _untrained(engine),
-            spectra,
         )
+        # The step is the last measurement: it changes the statistics and the schedule.
+        step = measure_step(engine, batch, refresh)
+        report = _Report(engine, batch, memory, refresh, step, untrained, spectra)
     if as_json:
         print_json(_as_json(report))
     else:
@@ -117,6 +119,7 @@ class _Report:
         batch: Number of examples in a batch.
         memory: Peak memory for this batch.
         refresh: Cost of a refresh of all factors.
+        step: Time of a step without a refresh.
         untrained: Constants that are not trained.
         spectra: Eigenvalues of the factors; empty if they were not asked for.
     """
@@ -125,6 +128,7 @@ class _Report:
     batch: int
     memory: "MemoryReport"
     refresh: "RefreshEstimate"
+    step: "StepTime"
     untrained: "Sequence[Untrained]"
     spectra: "Sequence[FactorSpectrum]"
 
@@ -151,7 +155,7 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
         print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
     _say_all(_uncovered(engine))
     print_legend(engine.layers)
-    print_totals(engine, report.refresh)
+    print_totals(engine, report.refresh, report.step)
     print_choices(engine.layers)
     _say_all((f"{spelled(clause)}." for clause in report.warnings()), warn)
     _say_all(f"note: {spelled(note)}." for note in report.notes())
@@ -200,7 +204,7 @@ def _as_json(report: _Report) -> dict[str, object]:
     return {
         "backend": engine.collection.backend.name,
         "damping": engine.damping,
-        **summary(engine, report.refresh),
+        **summary(engine, report.refresh, report.step),
         "export_notes": list(engine.export_changes.notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],

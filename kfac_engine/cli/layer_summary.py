@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 from kfac_engine.cli.tables import print_table
+from kfac_engine.text.summary import counted as spelled_count
 
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine.engine.refresh_time import RefreshEstimate
+    from kfac_engine.engine.step_time import StepTime
 
 
 def print_legend(layers: "Sequence[ke.LayerReport]") -> None:
@@ -20,8 +22,8 @@ def print_legend(layers: "Sequence[ke.LayerReport]") -> None:
     print_table("symbols of the blocks", ("symbol", "meaning"), rows, sentences="meaning")
 
 
-def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate") -> None:
-    """Print the number of parameters, those in Kronecker blocks, and the cost of all factors."""
+def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> None:
+    """Print the number of parameters, those in Kronecker blocks, and the cost of a step."""
     total, covered = counted(engine)
     factors = sum(layer.factor_bytes for layer in engine.layers)
     seconds = f", {show_seconds(refresh.seconds)} on this machine (estimate)"
@@ -32,6 +34,12 @@ def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate") -> None:
         (
             "refresh of all factors",
             show_flops(refresh.flops) + (seconds if refresh.flops else ""),
+        ),
+        (
+            f"step of {spelled_count(step.examples, 'example')}",
+            f"not measured: {step.reason}"
+            if step.seconds is None
+            else f"{show_seconds(step.seconds)} on this machine, without a refresh",
         ),
     ]
     print_table("totals", ("quantity", "value"), rows, sentences="value")
@@ -69,7 +77,7 @@ def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tu
     return {kind: (names, accepted(kind)) for kind, names in used.items()}
 
 
-def summary(engine: "ke.Engine", refresh: "RefreshEstimate") -> dict[str, object]:
+def summary(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> dict[str, object]:
     """Return the numbers of the tables as values that JSON can hold."""
     total, covered = counted(engine)
     return {
@@ -77,6 +85,7 @@ def summary(engine: "ke.Engine", refresh: "RefreshEstimate") -> dict[str, object
         "parameters_in_kronecker_blocks": covered,
         "factor_bytes": sum(layer.factor_bytes for layer in engine.layers),
         "refresh_estimate": asdict(refresh),
+        "step": asdict(step),
         "approximations": {
             kind: {"in_use": used, "choices": names}
             for kind, (used, names) in choices(engine.layers).items()

@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.arguments import whole
+from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
 from kfac_engine.engine.build import Assembly
@@ -25,6 +28,8 @@ from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_ch
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inputs import disagreements
+from kfac_engine.runtime.memory import with_examples
+from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
 
@@ -235,6 +240,38 @@ class TrainableModel(Sealed):
         """
         with single_threaded_blas(), quiet(), self._history.explain():
             return self._evaluation.metrics(data, metrics)
+
+    def sample_batch(
+        self, examples: int, seed: int = 0
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return a batch for measurements of time and memory; its contents mean nothing.
+
+        Args:
+            examples: Number of examples. A model with a fixed batch size has that size.
+            seed: Seed of the targets.
+
+        Returns:
+            The inputs of the run that found the shapes, given as ``sample_inputs`` or generated,
+            with repeated examples; and targets that are drawn from the predictions of the model.
+
+        Raises:
+            InputError: ``examples`` is not a positive whole number.
+            KfacError: The model does not run on these inputs.
+        """
+        whole("examples", examples, least=1)
+        task, model, rng = self._task, self._model, np.random.default_rng(seed)
+        inputs = sample_batch(model.graph, model.facts, task.inputs)
+        if not task.batch.fixed:
+            inputs = with_examples(inputs, task.batch, examples)
+        trace = self.trace(inputs)
+        towers = (tower for loss in self.objective.losses for tower in loss.towers)
+        targets = {
+            task.objective.outputs.get(tower.inputs[0], tower.inputs[0]): tower.sample(
+                tower.read(trace, targets=False), rng
+            )
+            for tower in towers
+        }
+        return inputs, on_host(targets, self._assembly.collection.backend)
 
     @property
     def losses(self) -> tuple[LossReport, ...]:

@@ -83,10 +83,10 @@ def _sizes_at(
     # Two small batches suffice, because each example takes as much memory as in a step.
     for fewer in dict.fromkeys((1, batch.size)):
         try:
-            few = _sizes(model, graph, backward, _with_examples(feeds, batch, fewer))
+            few = _sizes(model, graph, backward, with_examples(feeds, batch, fewer))
             if size == fewer:
                 return few
-            one_more = _with_examples(feeds, batch, fewer + 1)
+            one_more = with_examples(feeds, batch, fewer + 1)
             more = _sizes(model, graph, backward, one_more)
         except BackendError:
             continue
@@ -94,7 +94,7 @@ def _sizes_at(
     raise AssertionError("the sample run failed")
 
 
-def _with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
+def with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
     """Return the inputs with ``count`` examples, repeated if the batch has fewer."""
     return {
         name: array.take(np.arange(count) % batch.size, batch.inputs[name])
