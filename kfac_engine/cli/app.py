@@ -7,16 +7,20 @@ import click
 
 from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
+from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.merge import merge
 from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
+from kfac_engine.cli.prune import prune
 from kfac_engine.cli.report import report
+from kfac_engine.cli.saliency import saliency
 from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
 from kfac_engine.errors import KfacError
@@ -66,7 +70,8 @@ def app(context: click.Context) -> None:
 
 
 COMMANDS = (
-    demo, train, find_rate, precondition, inspect, differentiate, report, verify, bench, doctor,
+    demo, train, find_rate, precondition, inspect, differentiate, report, verify, curvature,
+    saliency, prune, merge, bench, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.add_command(command)

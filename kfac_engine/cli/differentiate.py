@@ -67,10 +67,9 @@ _OPTIONS = (
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, read_inputs
+    from kfac_engine.cli.files import check_files, read_inputs, with_weights
 
-    weights = target.with_name(f"{target.name}.data") if target.name else None
-    check_files({"-o": target, "the weights of -o": weights}, {"--inputs": inputs}, model)
+    check_files(with_weights("-o", target), {"--inputs": inputs}, model)
 
     with working("differentiating the model"):
         sample = None if inputs is None else read_inputs(inputs, model)

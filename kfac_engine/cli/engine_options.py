@@ -15,13 +15,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import click
 
 from kfac_engine.cli.command import Choice, Command, Group, Option
-from kfac_engine.cli.options import one_or_all
+from kfac_engine.cli.options import one_or_all, one_or_more
 
 HEADING = "Options of the engine"
 # Fields that a command has as an option of its own (--exp, --refresh-every, --inputs), and fields
 # for products that no command computes.
 _ELSEWHERE = frozenset(
-    {"exps", "schedule", "sample_inputs", "compute_cholesky", "compute_cholesky_inverse"}
+    {"exps", "schedule", "sample_inputs", "draws", "compute_cholesky", "compute_cholesky_inverse"}
 )
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (
@@ -31,10 +31,6 @@ OBJECTIVE = (
 
 # Field to a value, for messages.
 _EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1", "periods": "conv*=20"}
-
-
-def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[Any, ...]) -> Any:
-    return values or None
 
 
 def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
@@ -97,6 +93,30 @@ def _policies() -> Collection[str]:
     return (*POLICIES, *ADAPTIVE)
 
 
+def _structures() -> Collection[str]:
+    from kfac_engine.curvature_result.options import STRUCTURES
+
+    return STRUCTURES
+
+
+def _fishers() -> Collection[str]:
+    from kfac_engine.curvature_result.options import FISHERS
+
+    return FISHERS
+
+
+def _biases() -> Collection[str]:
+    from kfac_engine.curvature_result.options import BIASES
+
+    return BIASES
+
+
+def _layers() -> Collection[str]:
+    from kfac_engine.curvature_result.options import LAYERS
+
+    return LAYERS
+
+
 def _backends() -> Collection[str]:
     from kfac_engine.backend.select import BackendName
 
@@ -140,6 +160,10 @@ SPELLINGS: Mapping[str, Spelling] = {
     "estimation_mode": Spelling(Group.CURVATURE, "--mode", {"metavar": "NAME"}, _modes),
     "approximations": Spelling(Group.CURVATURE, "--approx", {"metavar": "KIND=NAME"}),
     "seed": Spelling(Group.CURVATURE),
+    "structure": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_structures),
+    "fisher": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_fishers),
+    "biases": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_biases),
+    "layers": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_layers),
     "covariance_every": Spelling(Group.REFRESHES),
     "refresh_every": Spelling(Group.REFRESHES),
     "policy": Spelling(Group.REFRESHES, "--refresh-policy", {"metavar": "NAME"}, _policies),
@@ -159,19 +183,39 @@ SPELLINGS: Mapping[str, Spelling] = {
 }
 
 
+def engine_record() -> type[Any]:
+    """Return the record of the options of an engine."""
+    from kfac_engine.engine.options import EngineOptions
+
+    return EngineOptions
+
+
+def curvature_record() -> type[Any]:
+    """Return the record of the options of a measurement of curvature."""
+    from kfac_engine.curvature_result.options import CurvatureOptions
+
+    return CurvatureOptions
+
+
 class EngineCommand(Command):
-    """A command with the options of an engine next to its own.
+    """A command with the options of an engine, or of another record, next to its own.
 
     Args:
-        names: Fields of ``EngineOptions``; empty for all.
+        names: Fields of the record; empty for all.
         without: Fields that the command sets itself.
+        record: Returns the record; it is not called before the options are needed.
         settings: Arguments of ``Command``.
     """
 
     def __init__(
-        self, *args: Any, names: Sequence[str] = (), without: Sequence[str] = (), **settings: Any
+        self,
+        *args: Any,
+        names: Sequence[str] = (),
+        without: Sequence[str] = (),
+        record: Callable[[], type[Any]] = engine_record,
+        **settings: Any,
     ) -> None:
-        self._names, self._without = names, without
+        self._names, self._without, self._record = names, without, record
         self._shared: list[click.Option] = []
         super().__init__(*args, **settings)
 
@@ -179,9 +223,7 @@ class EngineCommand(Command):
     def params(self) -> list[click.Parameter]:
         """All parameters, those of the engine last; click extends this list."""
         if not self._shared:
-            from kfac_engine.engine.options import EngineOptions
-
-            options = options_of(EngineOptions, self._names)
+            options = options_of(self._record(), self._names)
             self._shared = [option for option in options if option.name not in self._without]
             self._params += self._shared
         return self._params
@@ -194,7 +236,7 @@ class EngineCommand(Command):
     @property
     def takes_all(self) -> bool:
         """Whether the command has all options of an engine, but those that it sets itself."""
-        return not self._names
+        return self._record is engine_record and not self._names
 
     def notes(
         self, options: Sequence[click.Option]
@@ -274,7 +316,7 @@ def _settings(annotation: Any) -> dict[str, Any]:
         item = float if generics[Sequence][0] is float else str
         single = str in members
         return {
-            "multiple": True, "type": item, "callback": one_or_all if single else _all_or_none,
+            "multiple": True, "type": item, "callback": one_or_all if single else one_or_more,
         }  # fmt: skip
     return {"type": next(kind for kind in (int, float, str) if kind in members)}
 

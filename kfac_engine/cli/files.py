@@ -37,6 +37,20 @@ def check_files(
     check_outputs(outputs, read)
 
 
+def with_weights(name: str, path: Path) -> dict[str, Path | None]:
+    """Return the files of a model to write: the model, and the weights of a large one beside it.
+
+    Args:
+        name: Name in messages.
+        path: File of the model.
+
+    Returns:
+        Outputs for ``check_files``.
+    """
+    weights = path.with_name(f"{path.name}.data") if path.name else None
+    return {name: path, f"the weights of {name}": weights}
+
+
 def read_inputs(path: Path, model: Path) -> dict[str, Array]:
     """Return the batch in a file.
 
@@ -153,10 +167,23 @@ def write_result(
     path: Path, gradients: Mapping[str, Array], natural_gradients: Mapping[str, Array]
 ) -> None:
     """Write both in one safetensors file; a failure leaves an older file unchanged."""
-    from safetensors.numpy import save
-
     arrays = {GRADIENT + name: array for name, array in gradients.items()}
     arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
+    write_arrays(path, arrays)
+
+
+def write_arrays(
+    path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; a failure leaves an older file unchanged.
+
+    Args:
+        path: The file.
+        arrays: Arrays by name.
+        metadata: Texts by name, for the header.
+    """
+    from safetensors.numpy import save
+
     # A view's strides would be ignored: the format stores C order.
-    data = save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-    write_file(path, [data])
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    write_file(path, [save(ordered, None if metadata is None else dict(metadata))])

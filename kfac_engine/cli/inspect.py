@@ -192,7 +192,7 @@ def _plotted(
     with working("computing eigenvalues"):
         engine.observe(sample)
         spectra = ke.factor_spectra(engine)
-        write_picture(plot, title, spectra)
+        write_picture(plot, f"Eigenvalues of the factors of {title}", spectra)
     return spectra
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 from kfac_engine.cli.tables import print_table
@@ -14,11 +14,19 @@ if TYPE_CHECKING:
     from kfac_engine.engine.step_time import StepTime
 
 
-def print_legend(layers: "Sequence[ke.LayerReport]") -> None:
-    """Print the meaning of the symbols in the blocks of layers."""
+class HasFormula(Protocol):
+    """A layer or a block."""
+
+    @property
+    def formula(self) -> str:
+        """The block in a few symbols."""
+
+
+def print_legend(blocks: "Sequence[HasFormula]") -> None:
+    """Print the meaning of the symbols in formulas of blocks."""
     from kfac_engine.curvature.approximations import explained
 
-    rows = list(explained(layer.formula for layer in layers).items())
+    rows = list(explained(block.formula for block in blocks).items())
     print_table("symbols of the blocks", ("symbol", "meaning"), rows, sentences="meaning")
 
 

@@ -60,6 +60,11 @@ _SPELLINGS = {
     "find_logits=False": "--no-find-logits",
     "sample_inputs": "--inputs",
     "train_form": "--train-form",
+    "one of sparsity, count, pattern, for example sparsity=": "one of --sparsity, --count, "
+    "--pattern, for example --sparsity ",
+    "are missing; pass them with the batch": "are missing; give their file by --targets",
+    "parameters=": "--parameters",
+    "pass loss=": "read it in Python with loss=",
 }
 
 
@@ -75,6 +80,13 @@ def one_or_all(
 ) -> str | tuple[Any, ...] | None:
     """Return the only value, a tuple of several, or None if the option was not given."""
     return values[0] if len(values) == 1 else values or None
+
+
+def one_or_more(
+    _: click.Context, __: click.Parameter, values: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Return the values, or None if the option was not given."""
+    return values or None
 
 
 def keywords(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:

@@ -46,7 +46,13 @@ def check_picture(path: Path) -> None:
 
 
 def write_picture(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
-    """Draw the spectra into a file, in the format of its name."""
+    """Draw the spectra into a file, in the format of its name.
+
+    Args:
+        path: File of the picture.
+        title: Title of the picture.
+        spectra: The spectra.
+    """
     _FORMATS[path.suffix.lower()](path, printable(title), spectra)
 
 
@@ -84,7 +90,7 @@ def figure(title: str, spectra: "Sequence[FactorSpectrum]") -> "Figure":
     omitted = (
         f"; {len(layers) - len(shown)} more layers are not shown" if layers[len(shown) :] else ""
     )
-    drawing.suptitle(f"Eigenvalues of the factors of {title}{omitted}", parse_math=False)
+    drawing.suptitle(f"{title}{omitted}", parse_math=False)
     return drawing
 
 
@@ -100,7 +106,7 @@ def _write_page(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> 
     from kfac_engine.run_report.page import spectrum_page
     from kfac_engine.training.description import described
 
-    text = spectrum_page(f"Factors of {title}", [described(spectrum) for spectrum in spectra])
+    text = spectrum_page(title, [described(spectrum) for spectrum in spectra])
     write_file(path, [text.encode()])
 
 

@@ -21,6 +21,7 @@ from kfac_engine.cli.options import (
     gathered,
     json_option,
     keywords,
+    one_or_more,
     sample_option,
     spelled,
 )
@@ -87,10 +88,6 @@ def _path_or_fraction(
         return None if value is None else float(value)
     except ValueError:
         return Path(str(value))
-
-
-def _all_or_none(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Any:
-    return values or None
 
 
 def _metrics() -> Collection[str]:
@@ -172,7 +169,7 @@ _COURSE = (
         "cosine, or constant.",
     ),
     Group.VALIDATION.option(
-        "--metrics", metavar="NAME", multiple=True, callback=_all_or_none, names=_metrics,
+        "--metrics", metavar="NAME", multiple=True, callback=one_or_more, names=_metrics,
         help="Metric of --validation; by default the loss, and the accuracy of classes. top5 may "
         "have another number. May be repeated.",
     ),
@@ -247,15 +244,13 @@ def train(
 
 def _check(files: Files, model: Path, *, resume: bool) -> None:
     """Refuse to overwrite a file that is read, or the checkpoint of another run."""
-    from kfac_engine.cli.files import check_files
+    from kfac_engine.cli.files import check_files, with_weights
     from kfac_engine.training.run_checkpoint import RunCheckpoint
 
-    weights = files.out.with_name(f"{files.out.name}.data") if files.out.name else None
     validation = files.validation if isinstance(files.validation, Path) else None
     check_files(
         {
-            "--out": files.out, "the weights of --out": weights, "--log": files.log,
-            "--report": files.report,
+            **with_weights("--out", files.out), "--log": files.log, "--report": files.report,
         },
         {
             "--data": files.data, "--targets": files.targets, "--validation": validation,

@@ -22,6 +22,7 @@ from kfac_engine.curvature_result.example_moments import ExampleMoments, whole_m
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
+from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
@@ -55,7 +56,26 @@ def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
     pairs = pairs_of(batches, options.passes)
-    assembly, estimator = assembled(model, options)
+    return measured(*assembled(model, options), options, pairs)
+
+
+def measured(
+    assembly: Assembly,
+    estimator: FisherEstimator,
+    options: CurvatureOptions,
+    pairs: Iterable[Pair],
+) -> Curvature:
+    """Return the curvature of an assembled model.
+
+    Args:
+        assembly: The model with its layers; ``assembled`` returns it.
+        estimator: The estimator of their blocks.
+        options: What is measured.
+        pairs: Inputs and targets, which are read ``options.passes`` times.
+
+    Returns:
+        The curvature.
+    """
     measurement = _Measurement(TrainableModel(assembly), Layout(assembly, options), estimator)
     with single_threaded_blas(), quiet():
         measurement.prepare()

@@ -13,6 +13,7 @@ from kfac_engine.errors import InputError
 # Fisher matrix to the estimation mode that measures it.
 FISHERS: Mapping[str, str] = {"exact": "exact", "sampled": "gradients", "empirical": "empirical"}
 STRUCTURES = ("kron", "ekfac", "diagonal", "full")
+BIASES, LAYERS = ("joint", "separate"), ("all", "last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,24 +21,26 @@ class CurvatureOptions:
     """What is measured, and on which parameters.
 
     Attributes:
-        loss: Name of the loss, a loss object, or a list with a loss for each output.
+        loss: Name of the loss. A loss object is accepted too, and a list with a loss for each
+            output.
         structure: Structure of the matrix. ``"kron"`` has a Kronecker product for each layer,
             ``"ekfac"`` its eigenvectors with measured eigenvalues, ``"diagonal"`` the diagonal of
             the Fisher matrix, ``"full"`` the whole matrix of all parameters.
         fisher: Which Fisher matrix: ``"exact"``, an estimate from one ``"sampled"`` target for each
             prediction, or the ``"empirical"`` matrix of the targets of the data.
-        biases: ``"joint"`` for a block of the weight with its bias, ``"separate"`` for a block of
-            the weight and a block of the bias.
-        layers: ``"all"``, or ``"last"`` for the last layer before each loss.
+        biases: Blocks of biases: ``"joint"`` for a block of the weight with its bias,
+            ``"separate"`` for a block of the weight and a block of the bias.
+        layers: Layers that are measured: ``"all"``, or ``"last"`` for the last layer before each
+            loss.
         draws: Targets for ``fisher="sampled"`` in the order of the examples, in place of random
             targets; for several losses by output.
         output: Output that a loss by name reads; by default the only output of the model.
         class_axis: Axis of the classes or features in that output.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
-        trainable: Pattern, or patterns, of the names of parameters to include; by default every
-            constant that the graph uses like a parameter.
-        freeze: Pattern, or patterns, of the names of parameters to exclude.
+        trainable: Pattern of the names of parameters to include; by default every constant that the
+            graph uses like a parameter. A list may have several patterns.
+        freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
         approximations: Approximation of a kind of layer, in place of that of the structure.
         threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
         scratch_bytes: Bound of the temporary memory of a statistic; by default 64 MiB.
@@ -76,8 +79,8 @@ class CurvatureOptions:
         """
         one_of("structure", self.structure, STRUCTURES)
         one_of("fisher", self.fisher, FISHERS)
-        one_of("biases", self.biases, ("joint", "separate"))
-        one_of("layers", self.layers, ("all", "last"))
+        one_of("biases", self.biases, BIASES)
+        one_of("layers", self.layers, LAYERS)
         if self.draws is not None and self.fisher != "sampled":
             raise InputError(
                 f"draws are targets of fisher='sampled', but fisher is '{self.fisher}'; leave them "

@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.suggestions import suggestion
@@ -23,15 +23,15 @@ class ExampleAxes:
     """The axes of the examples in the inputs and targets of a model.
 
     Args:
-        engine: The engine of the model.
+        model: The model with its losses.
 
     Attributes:
         inputs: Input name to axis.
         obstacle: Why the model does not run on a part of a batch; empty where it does.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        losses = engine.losses
+    def __init__(self, model: TrainableModel) -> None:
+        losses = model.losses
         self.inputs = losses[0].input_axes
         self._targets = {loss.output: loss.batch_axis for loss in losses}
         fixed = (loss.fixed_batch for loss in losses if loss.fixed_batch)

@@ -10,6 +10,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.curvature_result.options import FISHERS
 from kfac_engine.engine.metrics import METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
@@ -23,6 +24,11 @@ TYPED = {
     "loss": (["train", "--loss", "cross"], {"cross_entropy"}),
     "loss of a gradient": (["differentiate", "--loss", "m"], {"mse", "multi_bernoulli"}),
     "optimizer": (["train", "--optimizer", "ad"], {"adam", "adamw"}),
+    "structure": (["curvature", "--structure", "e"], {"ekfac"}),
+    "Fisher matrix": (["curvature", "--fisher", ""], set(FISHERS)),
+    "biases": (["curvature", "--biases", "s"], {"separate"}),
+    "layers": (["curvature", "--layers", "l"], {"last"}),
+    "saliency": (["prune", "--method", "ob"], {"obd", "obs"}),
     "mode": (["precondition", "--mode", ""], set(MODES)),
     "metric": (["train", "--metrics", ""], set(METRICS)),
     "refresh policy": (["train", "--refresh-policy", "dr"], {"drift"}),

@@ -1,7 +1,7 @@
 """An option of the engine is written once: the command line and its page follow from the record."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import click
@@ -12,6 +12,7 @@ from kfac_engine.cli.command import Group
 from kfac_engine.cli.engine_options import SPELLINGS, EngineCommand, Spelling, options_of
 from kfac_engine.cli.options import keywords
 from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.engine.options import EngineOptions
 from scripts import list_options
 
@@ -79,20 +80,22 @@ def test_the_type_of_a_field_decides_how_its_option_is_read(command):
         command.main(["--colour", "green"], standalone_mode=False)
 
 
-def test_defaults_of_the_command_line_are_those_of_the_record():
+@pytest.mark.parametrize("record", [EngineOptions, CurvatureOptions])
+def test_defaults_of_the_command_line_are_those_of_the_record(record):
     command = click.Command("none", callback=lambda **values: values)
-    command.params = options_of(EngineOptions)
+    command.params = options_of(record)
     values = command.main([], standalone_mode=False)
-    # An engine needs a loss; the command line has a default.
-    assert EngineOptions(**values) == EngineOptions(loss="categorical")
+    # A record needs a loss; the command line has a default.
+    assert asdict(record(**values)) == asdict(record(loss="categorical"))
 
 
 def test_every_field_has_a_text_and_every_spelling_a_field():
-    names = {field.name for record in (EngineOptions, Schedule) for field in fields(record)}
+    records = EngineOptions, Schedule, CurvatureOptions
+    names = {field.name for record in records for field in fields(record)}
     assert set(SPELLINGS) <= names
     assert all(
         option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-        for record in (EngineOptions, Schedule)
+        for record in records
         for option in options_of(record, names & set(SPELLINGS))
     )
 

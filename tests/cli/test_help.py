@@ -9,6 +9,7 @@ import click
 import numpy as np
 import pytest
 
+import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
@@ -16,13 +17,15 @@ from kfac_engine.cli.app import app
 from kfac_engine.cli.command import Command, Group, Option
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.curvature_result.options import FISHERS, STRUCTURES
 from kfac_engine.data import demo_model, digits
 from kfac_engine.engine.metrics import METRICS
 from kfac_engine.losses import LOSSES
+from kfac_engine.pruning.saliency import METHODS
 from kfac_engine.training.fit import OPTIMIZERS
 
 COMMANDS = sorted(app.commands)
-WITH_ENGINE = ("train", "find-rate", "precondition", "inspect", "verify")
+WITH_ENGINE = ("train", "find-rate", "precondition", "inspect", "verify", "curvature")
 
 
 def page_of(name, capsys):
@@ -73,6 +76,10 @@ NAMES = {
     "modes": ("inspect", "--mode", MODES),
     "metrics": ("train", "--metrics", METRICS),
     "optimizers": ("find-rate", "--optimizer", OPTIMIZERS),
+    "structures": ("curvature", "--structure", STRUCTURES),
+    "Fisher matrices": ("curvature", "--fisher", FISHERS),
+    "saliencies": ("saliency", "--method", METHODS),
+    "saliencies of pruning": ("prune", "--method", METHODS),
 }
 
 
@@ -107,13 +114,17 @@ SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(SLOW
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of the examples: the bundled model and digits, and the log of a run."""
+    """The folder of the examples: bundled model and digits, two curvatures, the log of a run."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mlp.onnx").write_bytes(demo_model("mlp"))
     images, labels = digits()
     np.savez("digits.npz", image=images, targets=labels)
     np.save("images.npy", images[:32])
     np.save("labels.npy", labels[:32])
+    for name, count in (("mlp", 32), ("other", 16)):
+        (tmp_path / f"{name}.onnx").write_bytes(demo_model("mlp"))
+        batch = {"image": images[:count]}, None
+        curvature = ke.curvature(f"{name}.onnx", batch, loss="categorical")
+        curvature.save(f"{name}.curvature.safetensors")
     (tmp_path / "run.jsonl").write_text('{"step": 1, "epoch": 0, "seconds": 0.1, "loss": 2.0}\n')
     return tmp_path
 

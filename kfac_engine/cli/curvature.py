@@ -1,0 +1,134 @@
+"""``curvature``: measure the Fisher matrix of a model on a data set, and store it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kfac_engine.cli.command import Group
+from kfac_engine.cli.display import report_beside, shown_warnings, working
+from kfac_engine.cli.engine_options import EngineCommand, curvature_record
+from kfac_engine.cli.options import debug_option, file_path, gathered, json_option, keywords
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that the command reads and writes."""
+
+    inputs: Path
+    targets: Path | None
+    plot: Path | None
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of the report."""
+
+    damping: float
+    wide: bool
+    as_json: bool
+
+
+_FILES = (
+    Group.DATA.option(
+        "--inputs",
+        type=file_path,
+        required=True,
+        help="Data: .npz by input name, or one .npy.",
+    ),
+    Group.DATA.option(
+        "--targets",
+        type=file_path,
+        help="Targets, .npz or .npy; optional, except with --fisher empirical.",
+    ),
+    Group.OUTPUT.option(
+        "--plot",
+        type=file_path,
+        help="Picture of the eigenvalues of the blocks, next to --damping: .png, .svg, .pdf or "
+        ".html. All but .html need matplotlib.",
+    ),
+    Group.OUTPUT.option(
+        "-o",
+        "--out",
+        type=file_path,
+        required=True,
+        help="File of the curvature (.safetensors).",
+    ),
+)
+_FORM = (
+    Group.OUTPUT.option(
+        "--damping",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1e-3,
+        show_default=True,
+        help="Damping λ > 0 of the log-determinants and effective dimensions of the table. The "
+        "file is stored without damping.",
+    ),
+    Group.OUTPUT.option(
+        "--wide", is_flag=True, help="Show all columns of the blocks in a narrow terminal."
+    ),
+    json_option,
+)
+
+
+@click.command(
+    cls=EngineCommand,
+    record=curvature_record,
+    example="kfac-engine curvature mlp.onnx --inputs images.npy --targets labels.npy \\\n"
+    "  --structure ekfac -o mlp.curvature.safetensors",
+)
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILES)
+@Group.DATA.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
+)
+@gathered("form", Form, _FORM)
+@keywords()
+@debug_option
+def curvature(
+    model: Path, files: Files, batch: int | None, form: Form, options: dict[str, Any]
+) -> None:
+    """Measure the Fisher matrix of a model on a data set, and store it."""
+    from kfac_engine.cli.curvature_report import print_curvature, write_spectra
+    from kfac_engine.cli.files import check_files
+    from kfac_engine.cli.spectra import check_picture
+
+    if files.plot is not None:
+        check_picture(files.plot)
+    outputs = {"--out": files.out, "--plot": files.plot}
+    check_files(outputs, {"--inputs": files.inputs, "--targets": files.targets}, model)
+    result = _measured(model, files, batch, options)
+    with working("writing"):
+        result.save(files.out)
+        if files.plot is not None:
+            write_spectra(files.plot, model.name, result, form.damping)
+    with report_beside(files.out):
+        print_curvature(result, form.damping, files.out, wide=form.wide, as_json=form.as_json)
+
+
+def _measured(
+    model: Path, files: Files, size: int | None, options: dict[str, Any]
+) -> "ke.Curvature":
+    """Return the curvature of a model on the data of files."""
+    from kfac_engine.cli.curvature_data import CurvatureData
+    from kfac_engine.curvature_result.assembly import assembled
+    from kfac_engine.curvature_result.measure import measured
+    from kfac_engine.curvature_result.options import CurvatureOptions
+
+    with working("reading"):
+        several = not isinstance(options["loss"], str)
+        data = CurvatureData(model, files.inputs, files.targets, several=several)
+        sample = data.sample(options["batch_axes"] or {}, size)
+    with working("preparing the model"), shown_warnings():
+        record = CurvatureOptions(**options, sample_inputs=sample)
+        assembly, estimator = assembled(model, record)
+        batches = data.batches(assembly, size, record.passes)
+    with shown_warnings():
+        return measured(assembly, estimator, record, batches)

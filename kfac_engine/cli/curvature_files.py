@@ -1,0 +1,40 @@
+"""The option ``--curvature`` of the commands that read a stored curvature."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfac_engine.cli.command import Group
+from kfac_engine.cli.display import shown_warnings, working
+from kfac_engine.cli.options import file_path
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+curvature_option = Group.DATA.option(
+    "--curvature",
+    type=file_path,
+    required=True,
+    help="Curvature of the model, a file that the command curvature wrote.",
+)
+
+
+def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.Curvature":
+    """Return the curvature in a file.
+
+    Args:
+        path: The file.
+        model: File of the model, with the weights of the time of the measurement.
+        sample: File of a batch from which shapes are inferred.
+
+    Returns:
+        The curvature.
+
+    Raises:
+        InputError: A file is wrong, or the model has other weights.
+    """
+    import kfac_engine as ke
+    from kfac_engine.cli.files import read_inputs
+
+    with working("reading the curvature"), shown_warnings():
+        inputs = None if sample is None else read_inputs(sample, model)
+        return ke.Curvature.load(path, model, sample_inputs=inputs)

@@ -1,0 +1,202 @@
+"""The report of ``curvature``: a table of the blocks, totals, a legend, JSON and a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kfac_engine.cli.display import print_json, print_lines, say, show_shape
+from kfac_engine.cli.layer_summary import print_legend
+from kfac_engine.cli.options import spelled
+from kfac_engine.cli.tables import print_table
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine.curvature_result.blocks import Block
+    from kfac_engine.engine.spectra import FactorSpectrum
+
+# Head of the column that a narrow terminal does not show.
+_OPTIONAL = " effective dimension"
+
+
+def print_curvature(
+    curvature: "ke.Curvature", damping: float, path: Path, *, wide: bool, as_json: bool
+) -> None:
+    """Print a report on a curvature.
+
+    Args:
+        curvature: The curvature.
+        damping: Damping of log-determinants and effective dimensions.
+        path: The file that has the curvature.
+        wide: Whether a narrow terminal has all columns, too.
+        as_json: Whether the report is JSON.
+    """
+    rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
+    if as_json:
+        names = ("structure", "fisher", "biases", "layers")
+        measured = {name: getattr(curvature.options, name) for name in names}
+        blocks = [asdict(row) for row in rows]
+        print_json({**measured, **totals, "blocks": blocks, "notes": notes, "out": str(path)})
+        return
+    if not _print_blocks(rows, wide=wide):
+        print_lines([f"not shown: the column{_OPTIONAL}; --wide shows it.", ""])
+    print_legend(curvature.blocks)
+    _print_totals(curvature, totals)
+    for note in notes:
+        say(f"note: {note}.")
+    say(f"written to {path}")
+
+
+def write_spectra(path: Path, name: str, curvature: "ke.Curvature", damping: float) -> None:
+    """Draw the eigenvalues of the blocks into a file, in the format of its name."""
+    from kfac_engine.cli.spectra import write_picture
+
+    title = f"Eigenvalues of the curvature of {name}"
+    write_picture(path, title, spectra_of(curvature, damping))
+
+
+def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpectrum]":
+    """Return the spectrum of each block, next to a damping."""
+    import numpy as np
+
+    from kfac_engine.engine.spectra import FactorSpectrum
+
+    return tuple(
+        FactorSpectrum(
+            block.parameters,
+            "F",
+            (block.places.size,) * 2,
+            max(block.places.shape[1:]) * _precision(curvature, block),
+            np.sort(block.spectrum.eigenvalues, axis=None),
+            np.asarray(damping),
+        )
+        for block in curvature.blocks
+    )
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+def _precision(curvature: "ke.Curvature", block: "Block") -> float:
+    """Return the rounding error of the averages of a block, single precision at least."""
+    import numpy as np
+
+    dtypes = [curvature.parameters[name].dtype for name in block.parameters]
+    return float(np.finfo(np.result_type(np.float32, *dtypes)).eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The numbers of a block.
+
+    Attributes:
+        names: Its parameters, or the slices of parameters that it has.
+        shapes: Their shapes; none for a slice.
+        formula: The block in a few symbols.
+        eigenvalues: Number of eigenvalues.
+        trace: Sum of the eigenvalues.
+        largest: Largest eigenvalue.
+        smallest: Smallest eigenvalue.
+        log_determinant: Sum of ``log(s + λ)`` over the eigenvalues.
+        effective_dimension: Sum of ``s / (s + λ)``.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    formula: str
+    eigenvalues: int
+    trace: float
+    largest: float
+    smallest: float
+    log_determinant: float
+    effective_dimension: float
+
+
+def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
+    rows = []
+    for block in curvature.blocks:
+        keys = [part.key for part in block.parts]
+        names = tuple(name for key in keys for name in ([key] if isinstance(key, str) else key))
+        values = block.spectrum.eigenvalues
+        rows.append(
+            _Row(
+                names,
+                tuple(curvature.vector.shapes.get(name) for name in names),
+                block.formula,
+                values.size,
+                float(values.sum()),
+                float(values.max()),
+                float(values.min()),
+                float(block.log_eigenvalues(damping).sum()),
+                float((values * block.powers(damping, -1.0)).sum()),
+            )
+        )
+    return rows
+
+
+def _notes(curvature: "ke.Curvature") -> list[str]:
+    """Return clauses on interpretations of the model that may be wrong."""
+    model = curvature.model
+    coupled = (
+        f"examples depend on each other, first by {loss.coupling}: the curvature takes them for "
+        f"independent"
+        for loss in model.losses
+        if loss.coupling
+    )
+    notes = (*curvature.layout.assembly.notes, *model.inference_notes, *coupled)
+    return [spelled(note) for note in dict.fromkeys(notes)]
+
+
+def _totals(curvature: "ke.Curvature", damping: float) -> dict[str, float | int | None]:
+    """Return the numbers of the whole matrix."""
+    above = (int((b.spectrum.eigenvalues > damping).sum()) for b in curvature.blocks)
+    return {
+        "examples": curvature.examples,
+        "log_likelihood": curvature.log_likelihood,
+        "parameters": curvature.vector.size,
+        "damping": damping,
+        "trace": curvature.trace(),
+        "log_determinant": curvature.log_determinant(damping),
+        "effective_dimension": curvature.effective_dimension(damping),
+        "above_damping": sum(above),
+    }
+
+
+def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
+    """Print a row for each block; return whether all columns are shown."""
+    return print_table(
+        "blocks",
+        ("parameters", "shapes", "block", " trace", " largest", " smallest", " log det", _OPTIONAL),
+        [
+            (
+                list(row.names),
+                ["" if shape is None else show_shape(shape) for shape in row.shapes],
+                row.formula,
+                f"{row.trace:.4g}",
+                f"{row.largest:.3g}",
+                f"{row.smallest:.3g}",
+                f"{row.log_determinant:.4g}",
+                f"{row.effective_dimension:.4g}",
+            )
+            for row in rows
+        ],
+        optional="" if wide else _OPTIONAL,
+    )
+
+
+def _print_totals(curvature: "ke.Curvature", totals: Mapping[str, float | int | None]) -> None:
+    options, likelihood = curvature.options, curvature.log_likelihood
+    rows = [
+        ("matrix", f"{options.structure}, Fisher matrix {options.fisher}"),
+        ("examples", f"{curvature.examples:,}"),
+        ("parameters", f"{curvature.vector.size:,}"),
+        ("damping λ", f"{totals['damping']:g}"),
+        ("trace of F", f"{totals['trace']:.6g}"),
+        ("log det of F + λI", f"{totals['log_determinant']:.6g}"),
+        ("effective dimension, tr F (F + λI)⁻¹", f"{totals['effective_dimension']:.6g}"),
+        ("eigenvalues above λ", f"{totals['above_damping']:,}"),
+    ]
+    if likelihood is not None:
+        mean = likelihood / curvature.examples
+        rows.insert(2, ("log-likelihood for an example", f"{mean:.6g} nats"))
+    print_table("totals", ("quantity", "value"), rows)

@@ -1,0 +1,143 @@
+"""``merge``: write the Fisher-weighted mean of several models."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.curvature_files import read_curvature
+from kfac_engine.cli.display import print_json, report_beside, say, show_shape, working
+from kfac_engine.cli.messages import tell
+from kfac_engine.cli.options import debug_option, file_path, json_option, sample_option
+from kfac_engine.cli.tables import print_table
+from kfac_engine.errors import InputError
+from kfac_engine.printable import printable
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine._types import Array
+
+# Number of names in a warning.
+_MOST_NAMES = 5
+
+
+@click.command(
+    cls=Command,
+    example="kfac-engine merge mlp.onnx other.onnx --curvature mlp.curvature.safetensors \\\n"
+    "  --curvature other.curvature.safetensors -o merged.onnx",
+)
+@click.argument("models", type=file_path, nargs=-1, required=True)
+@Group.DATA.option(
+    "--curvature",
+    "curvatures",
+    type=file_path,
+    multiple=True,
+    required=True,
+    help="Curvature of each model, a file that the command curvature wrote; once for each model, "
+    "in their order.",
+)
+@Group.DATA.option(
+    "--weight",
+    "weights",
+    type=click.FloatRange(min=0, min_open=True),
+    multiple=True,
+    help="Weight of each model, in their order; by default all are equal.",
+)
+@sample_option
+@Group.OUTPUT.option("-o", "--out", type=file_path, required=True, help="The merged model (.onnx).")
+@json_option
+@debug_option
+def merge(
+    models: tuple[Path, ...],
+    curvatures: tuple[Path, ...],
+    weights: tuple[float, ...],
+    inputs: Path | None,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Write the mean of models of one architecture, weighted by their Fisher matrices."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, with_weights
+
+    if len(models) < 2 or len(curvatures) != len(models):
+        raise InputError(
+            f"merge needs two or more models and --curvature for each, got {len(models)} models "
+            f"and {len(curvatures)} curvatures."
+        )
+    read = {f"--curvature '{path}'": path for path in curvatures} | {"--inputs": inputs}
+    for model in models:
+        check_files(with_weights("--out", out), read, model)
+    results = [
+        read_curvature(path, model, inputs) for path, model in zip(curvatures, models, strict=True)
+    ]
+    with working("merging"):
+        parameters = [result.parameters for result in results]
+        merged = ke.merge(parameters, results, weights or None)
+    _warn_of_constants(results)
+    with working("writing the model"):
+        first = results[0].model
+        distances = _distances(parameters, merged)
+        first.set_parameters(merged)
+        first.export(out)
+    with report_beside(out):
+        _report(merged, distances, models, out, as_json)
+
+
+def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
+    """Name the constants that differ between the models and are no parameters."""
+    from kfac_engine.curvature_result.files import weight_hashes
+
+    first, *others = (weight_hashes(entry.layout.assembly) for entry in curvatures)
+    names = [
+        name
+        for name in first
+        if name not in curvatures[0].vector.shapes
+        and any(other.get(name) != first[name] for other in others)
+    ]
+    if names:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        tell(
+            "warning",
+            printable(
+                f"{', '.join(names[:_MOST_NAMES])}{more} differ between the models and are not "
+                f"among the parameters; the merged model has those of the first model."
+            ),
+        )
+
+
+def _distances(
+    models: "Sequence[Mapping[str, Array]]", merged: "Mapping[str, Array]"
+) -> dict[str, list[float]]:
+    """Return the Euclidean distance of each parameter of each model from the merged one."""
+    import numpy as np
+
+    return {
+        name: [float(np.linalg.norm(array.astype(np.float64) - model[name])) for model in models]
+        for name, array in merged.items()
+    }
+
+
+def _report(
+    merged: "Mapping[str, Array]",
+    distances: Mapping[str, Sequence[float]],
+    models: Sequence[Path],
+    out: Path,
+    as_json: bool,
+) -> None:
+    if as_json:
+        parameters = {
+            name: {"shape": list(array.shape), "distances": distances[name]}
+            for name, array in merged.items()
+        }
+        files = [str(model) for model in models]
+        print_json({"models": files, "parameters": parameters, "out": str(out)})
+        return
+    heads = [f" from model {number}" for number in range(1, len(models) + 1)]
+    rows = [
+        (name, show_shape(array.shape), *(f"{distance:.4g}" for distance in distances[name]))
+        for name, array in merged.items()
+    ]
+    print_table("distance of the merged parameters", ("parameter", "shape", *heads), rows)
+    say(f"written to {out}")

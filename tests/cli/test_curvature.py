@@ -1,0 +1,275 @@
+"""``curvature``: numbers of closed forms for any batch size, and one error for bad input."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.cli.curvature_report import spectra_of
+from tests.models import Net, linear, two_outputs
+
+EXAMPLES, DAMPING = 20, 0.1
+# Rounding of a float32 forward pass; closed forms are float64.
+ROUNDING = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A directory with linear classifiers and a data set, and the shell in it."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(linear(), "m.onnx")
+    rng = np.random.default_rng(0)
+    np.savez("x.npz", input=rng.standard_normal((EXAMPLES, 4)).astype(np.float32))
+    np.savez("y.npz", targets=rng.integers(0, 3, EXAMPLES))
+    return tmp_path
+
+
+def run(*arguments, model="m.onnx", inputs="x.npz"):
+    words = ["--inputs", inputs, "--threads=1", "-o", "c.safetensors", f"--damping={DAMPING}"]
+    return main(["curvature", model, *words, *arguments])
+
+
+def report(capsys, *arguments, **files):
+    assert run("--json", *arguments, **files) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+class Truth:
+    """The classifier in float64: inputs ``a``, probabilities ``p``, log-likelihood."""
+
+    def __init__(self):
+        tensors = onnx.load("m.onnx").graph.initializer
+        weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors}
+        x = np.load("x.npz")["input"].astype(float)
+        y = np.load("y.npz")["targets"]
+        exponentials = np.exp(x @ weights["fc.weight"] + weights["fc.bias"])
+        self.p = exponentials / exponentials.sum(axis=1, keepdims=True)
+        self.a = np.hstack([x, np.ones((EXAMPLES, 1))])
+        self.residuals = self.p - np.eye(3)[y]
+        self.log_likelihood = np.log(self.p[np.arange(EXAMPLES), y]).sum()
+
+    def fisher(self):
+        """The Fisher matrix of each example, of all parameters."""
+        for a, p in zip(self.a, self.p, strict=True):
+            yield np.kron(np.outer(a, a), np.diag(p) - np.outer(p, p))
+
+    def kron(self, G=None):
+        """``A ⊗ G``, by default with the exact ``G``."""
+        exact = np.mean([np.diag(p) - np.outer(p, p) for p in self.p], axis=0)
+        return np.kron(self.a.T @ self.a / EXAMPLES, exact if G is None else G)
+
+
+def numbers(matrix):
+    """The numbers of a block of the report."""
+    s = np.linalg.eigvalsh(matrix).clip(0)
+    return {
+        "eigenvalues": s.size,
+        "trace": s.sum(),
+        "largest": s.max(),
+        "smallest": s.min(),
+        "log_determinant": np.log(s + DAMPING).sum(),
+        "effective_dimension": (s / (s + DAMPING)).sum(),
+    }
+
+
+def assert_numbers(entry, matrix):
+    expected = numbers(matrix)
+    for name, value in expected.items():
+        assert entry[name] == pytest.approx(value, rel=ROUNDING, abs=ROUNDING * expected["largest"])
+
+
+def test_numbers_of_a_kronecker_block_equal_its_closed_form(capsys):
+    result = report(capsys, "--targets", "y.npz")
+    truth = Truth()
+    (block,) = result["blocks"]
+    assert block["names"] == ["fc.weight", "fc.bias"]
+    assert block["shapes"] == [[4, 3], [3]]
+    assert_numbers(block, truth.kron())
+    assert_numbers({**result, **{k: block[k] for k in ("eigenvalues", "largest", "smallest")}},
+                   truth.kron())  # fmt: skip
+    assert result["log_likelihood"] == pytest.approx(truth.log_likelihood, rel=ROUNDING)
+    assert (result["examples"], result["parameters"], result["damping"]) == (EXAMPLES, 15, DAMPING)
+    above = np.linalg.eigvalsh(truth.kron()) > DAMPING
+    assert result["above_damping"] == above.sum()
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "ekfac"])
+def test_each_structure_has_the_trace_of_the_exact_fisher_matrix(structure, capsys):
+    mean = sum(Truth().fisher()) / EXAMPLES
+    result = report(capsys, "--structure", structure)
+    assert result["trace"] == pytest.approx(np.trace(mean), rel=ROUNDING)
+    assert result["log_likelihood"] is None
+    if structure == "full":
+        assert_numbers(result["blocks"][0], mean)
+    if structure == "diagonal":
+        assert_numbers(result["blocks"][0], np.diag(np.diag(mean)))
+
+
+def test_empirical_fisher_matrix_reads_the_targets(capsys):
+    result = report(capsys, "--fisher", "empirical", "--targets", "y.npz")
+    residuals = Truth().residuals
+    assert_numbers(result["blocks"][0], Truth().kron(residuals.T @ residuals / EXAMPLES))
+
+
+def test_biases_and_layers_divide_and_select_the_blocks(capsys):
+    truth = Truth()
+    A = truth.a.T @ truth.a / EXAMPLES
+    A[-1, :-1] = A[:-1, -1] = 0
+    G = np.mean([np.diag(p) - np.outer(p, p) for p in truth.p], axis=0)
+    assert_numbers(report(capsys, "--biases", "separate")["blocks"][0], np.kron(A, G))
+    net = Net()
+    net.dense("last", net.op("Tanh", net.dense("first", "input", 4, 5), to="h"), 5, 3)
+    onnx.save(net.model({"input": ["n", 4]}, {"last": ["n", 3]}), "two.onnx")
+    every = report(capsys, model="two.onnx")
+    last = report(capsys, "--layers", "last", model="two.onnx")
+    assert [block["names"][0] for block in every["blocks"]] == ["first.weight", "last.weight"]
+    assert [block["names"][0] for block in last["blocks"]] == ["last.weight"]
+    assert last["trace"] == pytest.approx(every["blocks"][1]["trace"], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_result_does_not_depend_on_the_batch(structure, capsys):
+    arguments = ("--targets", "y.npz", "--structure", structure)
+    whole = report(capsys, *arguments)
+    parts = report(capsys, *arguments, "--batch", "7")  # 20 = 7 + 7 + 6
+    for name in ("trace", "log_determinant", "effective_dimension", "log_likelihood", "examples"):
+        assert parts[name] == pytest.approx(whole[name], rel=ROUNDING)
+
+
+def test_file_has_the_curvature_of_the_library():
+    assert run("--structure", "ekfac", "--biases", "separate") == 0
+    stored = ke.Curvature.load("c.safetensors", "m.onnx")
+    x = np.load("x.npz")["input"]
+    options = {"structure": "ekfac", "biases": "separate", "threads": 1}
+    direct = ke.curvature("m.onnx", ({"input": x}, None), loss="categorical", **options)
+    assert stored.options.biases == "separate"
+    for name, array in direct.diagonal().items():
+        np.testing.assert_allclose(stored.diagonal()[name], array, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_examples_on_another_axis_are_divided_along_it(capsys):
+    net = Net()
+    net.dense("fc", net.op("Transpose", "input", to="rows", perm=(1, 0)), 4, 3)
+    onnx.save(net.model({"input": [4, "n"]}, {"fc": ["n", 3]}), "turned.onnx")
+    np.save("turned.npy", np.load("x.npz")["input"].T.copy())
+    whole = report(capsys, model="turned.onnx", inputs="turned.npy")
+    parts = report(capsys, "--batch", "3", model="turned.onnx", inputs="turned.npy")
+    assert whole["examples"] == parts["examples"] == EXAMPLES
+    assert parts["trace"] == pytest.approx(whole["trace"], rel=ROUNDING)
+
+
+def test_model_with_a_fixed_batch_reads_batches_of_its_size(capsys):
+    net = Net()
+    net.dense("fc", "input", 4, 3)
+    onnx.save(net.model({"input": [5, 4]}, {"fc": [5, 3]}), "fixed.onnx")
+    fixed = report(capsys, model="fixed.onnx")
+    net = Net()
+    net.dense("fc", "input", 4, 3)
+    onnx.save(net.model({"input": ["n", 4]}, {"fc": ["n", 3]}), "free.onnx")
+    free = report(capsys, model="free.onnx")
+    assert fixed["examples"] == EXAMPLES
+    assert fixed["trace"] == pytest.approx(free["trace"], rel=ROUNDING)
+    assert run("--batch", "4", model="fixed.onnx") == 2
+    assert "--batch is 4, but " in capsys.readouterr().err
+
+
+def test_positions_folded_into_the_axis_of_the_examples_stay_together(capsys):
+    net = Net()
+    rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 2])), to="flat")
+    net.dense("fc", rows, 2, 3)
+    onnx.save(net.model({"input": ["n", 4]}, {"fc": ["m", 3]}), "folded.onnx")
+    np.save("folded.npy", np.zeros(2 * EXAMPLES, np.int64))
+    arguments = "--targets", "folded.npy", "--fisher", "empirical"
+    result = report(capsys, *arguments, model="folded.onnx")
+    assert result["examples"] == EXAMPLES
+    assert run("--batch", "4", *arguments, model="folded.onnx") == 2
+    assert "examples and positions" in capsys.readouterr().err
+
+
+def test_several_losses_have_targets_by_output(capsys):
+    onnx.save(two_outputs(d=4), "two.onnx")
+    outputs = [entry.name for entry in onnx.load("two.onnx").graph.output]
+    arguments = [f"--output={name}" for name in outputs] + ["--loss=normal"] * 2
+    result = report(capsys, *arguments, model="two.onnx")
+    assert result["trace"] > 0
+
+
+# -- pictures
+
+
+def test_spectra_of_the_picture_are_those_of_the_closed_form(capsys):
+    assert run("--plot", "p.html") == 0
+    (spectrum,) = spectra_of(ke.Curvature.load("c.safetensors", "m.onnx"), DAMPING)
+    expected = np.linalg.eigvalsh(Truth().kron())
+    np.testing.assert_allclose(spectrum.eigenvalues, expected, atol=ROUNDING * expected.max())
+    assert spectrum.damping == DAMPING
+    assert spectrum.below_damping == (expected < DAMPING).sum()
+    # One class probability follows from the others: the matrix is singular.
+    assert spectrum.condition == np.inf
+    assert "Eigenvalues of the curvature of m.onnx" in Path("p.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_picture_has_the_format_of_its_name(suffix, start):
+    pytest.importorskip("matplotlib")
+    assert run("--plot", f"p.{suffix}") == 0
+    assert Path(f"p.{suffix}").read_bytes().startswith(start)
+
+
+def test_picture_without_matplotlib_is_one_error_before_the_measurement(monkeypatch, capsys):
+    monkeypatch.setattr("kfac_engine.cli.spectra.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "kfac_engine.curvature_result.measure", None)
+    assert run("--plot", "p.png") == 2
+    error = capsys.readouterr().err
+    assert "pip install 'kfac-engine[plot]'" in error
+    assert error.count("\n") == 1
+
+
+# -- refusals
+
+WRONG = {
+    "unknown structure": (["--structure", "krom"], "did you mean 'kron'"),
+    "unknown Fisher matrix": (["--fisher", "exakt"], "did you mean 'exact'"),
+    "unknown biases": (["--biases", "seperate"], "did you mean 'separate'"),
+    "unknown layers": (["--layers", "first"], "layers must be one of all, last"),
+    "unknown loss": (["--loss", "categorial"], "did you mean 'categorical'"),
+    "unknown parameter": (["--trainable", "fc.wieght"], "did you mean 'fc.weight'"),
+    "empirical without targets": (["--fisher", "empirical"], "give their file by --targets"),
+    "one matrix of separate biases": (["--structure=full", "--biases=separate"], "one matrix"),
+    "no examples in a batch": (["--batch", "0"], "--batch"),
+    "damping of zero": (["--damping", "0"], "--damping"),
+    "no data": (["--inputs", "none.npz"], "none.npz"),
+    "data of another name": (["--inputs", "named.npz"], "no array 'input' (did you mean 'inputs'"),
+    "too few targets": (["--targets", "few.npy"], "20 examples"),
+    "targets outside the classes": (["--targets", "far.npy"], "7"),
+    "NaN": (["--inputs", "nan.npz"], "NaN"),
+    "no example": (["--inputs", "none.npy"], "the batch is empty"),
+    "picture of no format": (["--plot", "p.bmp"], "no known format"),
+    "picture over the data": (["--plot", "x.svg"], "would overwrite"),
+    "file over the data": (["-o", "x.npz"], "would overwrite"),
+    "file in no folder": (["-o", "none/c"], "existing folder"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_error_and_leaves_files_unchanged(arguments, named, folder, capsys):
+    np.savez("named.npz", inputs=np.load("x.npz")["input"])
+    np.savez("nan.npz", input=np.full((6, 4), np.nan, np.float32))
+    np.save("none.npy", np.zeros((0, 4), np.float32))
+    np.save("few.npy", np.zeros(5, np.int64))
+    np.save("far.npy", np.full(EXAMPLES, 7))
+    Path("x.svg").symlink_to("x.npz")
+    Path("c.safetensors").write_bytes(b"an older result")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert run(*arguments) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert named in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
