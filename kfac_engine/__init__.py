@@ -112,6 +112,8 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
+    from kfac_engine.laplace.posterior import Laplace as Laplace
+    from kfac_engine.laplace.predictive import Predictive as Predictive
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
@@ -195,6 +197,8 @@ _HOMES = {
     "curvature": "curvature_result.measure",
     "Curvature": "curvature_result.curvature",
     "CurvatureOptions": "curvature_result.options",
+    "Laplace": "laplace.posterior",
+    "Predictive": "laplace.predictive",
     "saliency": "pruning.saliency",
     "prune": "pruning.pruning",
     "merge": "pruning.merging",

@@ -49,6 +49,8 @@ PUBLIC = (
     "curvature",
     "Curvature",
     "CurvatureOptions",
+    "Laplace",
+    "Predictive",
     "saliency",
     "prune",
     "merge",

@@ -14,7 +14,7 @@ from kfac_engine.curvature_result.assembly import assembled
 from kfac_engine.curvature_result.block_gradients import gradient_sources, jacobian_sources
 from kfac_engine.curvature_result.blocks import Block, checked_damping
 from kfac_engine.curvature_result.example_tiles import ExampleTile, tiles
-from kfac_engine.curvature_result.files import CurvatureFile, save_curvature, weight_hashes
+from kfac_engine.curvature_result.files import NUMBERS, CurvatureFile, save_curvature, weight_hashes
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.rollback import quiet
@@ -38,6 +38,7 @@ class Curvature:
         blocks: All blocks.
         examples: Number of examples.
         log_likelihood: Sum of the log-likelihoods of the targets.
+        predictions: Number of values of all examples that the losses read.
 
     Attributes:
         model: The model with its losses: ``parameters``, ``predict``, ``trace``.
@@ -48,6 +49,7 @@ class Curvature:
         examples: Number of examples.
         log_likelihood: Sum over all examples of the log-likelihood of the targets, in nats; None
             for data without targets.
+        predictions: Number of values of all examples that the losses read, such as logits or means.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Curvature:
         blocks: Sequence[Block],
         examples: int,
         log_likelihood: float | None,
+        predictions: int,
     ) -> None:
         self.model = TrainableModel(layout.assembly)
         self.options = layout.options
@@ -63,6 +66,7 @@ class Curvature:
         self.vector = layout.vector
         self.examples = examples
         self.log_likelihood = log_likelihood
+        self.predictions = predictions
         self.layout = layout
         self._backend = layout.assembly.collection.backend
 
@@ -309,7 +313,7 @@ class Curvature:
         Raises:
             InputError: The file cannot be written.
         """
-        about = {"examples": self.examples, "log_likelihood": self.log_likelihood}
+        about = {name: getattr(self, name) for name in NUMBERS}
         save_curvature(path, self.layout, self.blocks, about)
 
     @classmethod
@@ -334,7 +338,7 @@ class Curvature:
         file.check_weights(weight_hashes(assembly))
         layout = Layout(assembly, file.options(options))
         blocks = file.read(layout.frames)
-        return cls(layout, blocks, file.about["examples"], file.about["log_likelihood"])
+        return cls(layout, blocks, **file.about)
 
     # -- private ----------------------------------------------------------------------------------
 

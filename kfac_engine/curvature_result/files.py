@@ -23,6 +23,8 @@ from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import checked_path, write_file
 
 FORMAT = 1
+# Numbers of the whole curvature.
+NUMBERS = ("examples", "log_likelihood", "predictions")
 # Options that determine the matrix; the others determine how it is computed.
 _STORED = (
     "loss",
@@ -232,7 +234,11 @@ def _is_header(header: Any) -> bool:
     kinds = {"options": dict, "about": dict, "weights": dict, "positions": list}
     if any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
         return False
-    examples, likelihood = (header["about"].get(n) for n in ("examples", "log_likelihood"))
-    counts = all(p is None or (type(p) is int and p > 0) for p in header["positions"])
+    if header["about"].keys() != set(NUMBERS):
+        return False
+    likelihood = header["about"]["log_likelihood"]
+    counts = [header["about"]["examples"], header["about"]["predictions"]]
+    counts += [count for count in header["positions"] if count is not None]
     is_number = type(likelihood) in (int, float) and isfinite(likelihood)
-    return counts and type(examples) is int and examples > 0 and (likelihood is None or is_number)
+    are_counts = all(type(count) is int and count > 0 for count in counts)
+    return are_counts and (likelihood is None or is_number)

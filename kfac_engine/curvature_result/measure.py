@@ -85,6 +85,7 @@ def measured(
             measurement.blocks(),
             measurement.examples,
             measurement.log_likelihood,
+            measurement.predictions,
         )
 
 
@@ -99,6 +100,7 @@ class _Measurement:
         moments: Sums over gradients of single examples; ``prepare`` sets them.
         examples: Examples so far.
         log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
+        predictions: Number of values so far that the losses read.
         draws: The draws of the user that are not used yet, by name of targets.
         inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
     """
@@ -109,6 +111,7 @@ class _Measurement:
     moments: ExampleMoments = field(init=False)
     examples: int = 0
     log_likelihood: float | None = 0.0
+    predictions: int = 0
     draws: dict[str, Array] = field(default_factory=dict)
     inputs: dict[int, Float] = field(default_factory=dict)
 
@@ -160,6 +163,7 @@ class _Measurement:
                 self.inputs[number], bases = self.layout.decomposer.bases(block)
                 block.factor.restart(bases)
         examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
+        self.predictions = 0
         self.estimator.rng.bit_generator.state = generator  # the targets of the first pass
         self._read(pairs, scales)
         if self.examples != examples:
@@ -210,6 +214,7 @@ class _Measurement:
             examples = objective.examples(trace)
             self._measure(trace, examples, factors)
             self.examples += examples
+            self.predictions += sum(trace[name].size for name in objective.inputs)
             if has_targets and self.log_likelihood is not None:
                 self.log_likelihood -= examples * objective.value(trace)
         if not self.examples:

@@ -1,19 +1,20 @@
 """Writes new weights into the model of the user, with its nodes, names and element types."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import helper
 
 from kfac_engine._types import Array
-from kfac_engine.errors import ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.files import ModelFiles, model_files
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.graph.passes.upcast import in_types
+from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.tensors import nested_initializers
-from kfac_engine.graph.write import tensor
+from kfac_engine.graph.write import node_proto, tensor, value_info
 
 
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
@@ -36,6 +37,51 @@ def export_files(model: LoadedModel, values: Mapping[str, Array], location: str)
             have its name.
     """
     return model_files(*_with_nodes(model, values), location)
+
+
+def extended_files(
+    model: LoadedModel,
+    nodes: Sequence[Node],
+    constants: Mapping[str, Array],
+    outputs: Sequence[Input],
+    location: str,
+) -> ModelFiles:
+    """Return the files of a model with more nodes and outputs.
+
+    Args:
+        model: Result of ``load_model``.
+        nodes: Nodes to append, which read values of the file.
+        constants: Their constants, by name.
+        outputs: Outputs to append.
+        location: As for ``export_files``.
+
+    Returns:
+        The files.
+
+    Raises:
+        InputError: The file has no value that a node reads, or has a value that a node computes.
+    """
+    result, values = _with_nodes(model, {})
+    names = {entry.name for entry in (*result.graph.input, *result.graph.initializer)}
+    names.update(name for node in result.graph.node for name in node.output)
+    for name in (*constants, *(name for node in nodes for name in node.outputs)):
+        if name in names:
+            raise InputError(
+                f"the file has a value '{name}' already, so it cannot have a new one of this name; "
+                f"rename it in the file."
+            )
+        names.add(name)
+    for name in (name for node in nodes for name in node.inputs):
+        if name not in names:
+            raise InputError(
+                f"'{name}' is not a value of the file, because it is inside a function; export the "
+                f"model without functions."
+            )
+    versions = {entry.domain: entry.version for entry in result.opset_import}
+    result.graph.node.extend(node_proto(node, versions) for node in nodes)
+    result.graph.output.extend(map(value_info, outputs))
+    result.graph.initializer.extend(onnx.TensorProto(name=name) for name in constants)
+    return model_files(result, {**values, **constants}, location)
 
 
 def _with_nodes(

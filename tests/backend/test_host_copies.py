@@ -27,6 +27,8 @@ COPIES = {
         "kfac_engine/layers/",
         # A measured curvature is in float64 on the host.
         "kfac_engine/curvature_result/",
+        "kfac_engine/influence/",
+        "kfac_engine/laplace/",
         # Records of a run, and checks in float64, are arrays of the host.
         "kfac_engine/run_report/",
         "kfac_engine/verification/",

@@ -44,6 +44,7 @@ def test_loaded_curvature_equals_the_saved_one(tmp_path, options):
     loaded = load(tmp_path / "file.safetensors")
     assert loaded.examples == 5
     assert loaded.log_likelihood == saved.log_likelihood
+    assert loaded.predictions == saved.predictions == 5 * 3
     assert repr(loaded) == repr(saved)
     np.testing.assert_array_equal(dense(loaded, power=-0.5, damping=0.1),
                                   dense(saved, power=-0.5, damping=0.1))  # fmt: skip
@@ -134,7 +135,8 @@ def set_header(name, value):
         (set_array("1/left", np.eye(5)[None]), "shape \\(1, 6, 6\\)"),
         (set_array("2/right", np.full((1, 3, 3), np.nan)), "'2/right' is not a finite"),
         (set_header("format", 2), "not a curvature of format 1"),
-        (set_header("about", {"examples": 0, "log_likelihood": None}), "not a curvature"),
+        (set_header("about", {"examples": 0, "log_likelihood": None, "predictions": 3}), "not a c"),
+        (set_header("about", {"examples": 5, "log_likelihood": None}), "not a curvature"),
         (set_header("positions", [1]), "it has 1 blocks, the model has 3"),
         (set_header("positions", ["a", 1, 1]), "not a curvature"),
         (set_header("options", {"loss": "categorical", "speed": 1}), "damaged: .*speed"),

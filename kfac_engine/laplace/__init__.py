@@ -1,0 +1,1 @@
+"""Laplace approximations: how sure a trained model is."""
