@@ -27,18 +27,23 @@ PAGES = sorted(
 COMMAND_LINE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 
+def execute(page, capsys):
+    """Execute the blocks of Python and the commands of a page in the present folder, in order."""
+    names = {}
+    for language, code in blocks(page, "python", "console"):
+        if language == "python":
+            exec(compile(code, page.name, "exec"), names)
+            continue
+        for line in code.splitlines():
+            prompt, program, *arguments = shlex.split(line)
+            assert (prompt, program) == ("$", "kfac-engine")
+            assert main(arguments) == 0, capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_readme_examples_run_in_order(tmp_path, capsys):
-    names = {}
     with contextlib.chdir(tmp_path):
-        for language, code in blocks(ROOT / "README.md", "python", "console"):
-            if language == "python":
-                exec(compile(code, "README.md", "exec"), names)
-                continue
-            for line in code.splitlines():
-                prompt, program, *arguments = shlex.split(line)
-                assert (prompt, program) == ("$", "kfac-engine")
-                assert main(arguments) == 0, capsys.readouterr().err
+        execute(ROOT / "README.md", capsys)
     assert (tmp_path / "trained.onnx").exists()
 
 

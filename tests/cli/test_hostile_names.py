@@ -1,5 +1,6 @@
 """What a model calls its values never moves the cursor, and never fills the screen."""
 
+import numpy as np
 import onnx
 import pytest
 
@@ -23,12 +24,16 @@ def model(tmp_path, monkeypatch):
         for operands in (node.input, node.output):
             operands[:] = [renamed.get(name, name) for name in operands]
     onnx.save(made, "m.onnx")
+    np.save("x.npy", np.ones((6, 4), np.float32))
+    np.savez("x.npz", x=np.ones((6, 4), np.float32))
     return tmp_path
 
 
 COMMANDS = {
     "inspect": (["inspect", "m.onnx"], 0),
     "differentiate": (["differentiate", "m.onnx", "-o", "g.onnx"], 0),
+    "curvature": (["curvature", "m.onnx", "--inputs", "x.npy", "-o", "c.st"], 0),
+    "missing input": (["curvature", "m.onnx", "--inputs", "x.npz", "-o", "c.st"], 2),
     "unknown pattern": (["inspect", "m.onnx", "--trainable", HOSTILE[:50]], 2),
     "unknown output": (["inspect", "m.onnx", "--output", "z"], 2),
     "its traceback": (["inspect", "m.onnx", "--output", "z", "--debug"], 2),

@@ -173,6 +173,7 @@ COMMANDS = {
     "precondition": ["precondition", "m.onnx", "--inputs=pipe", "--targets=y.npz", "-o", "out"],
     "inspect": ["inspect", "m.onnx", "--inputs=pipe"],
     "differentiate": ["differentiate", "m.onnx", "--inputs=pipe", "-o", "out"],
+    "curvature": ["curvature", "m.onnx", "--inputs=pipe", "-o", "out"],
     "demo": ["demo", "--seconds=60", "--out=."],
     "bench": ["bench", "--suite=inverse", "--json=out", "--threads=1"],
     "doctor": ["doctor"],
