@@ -112,6 +112,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
+    from kfac_engine.influence.influence import Influence as Influence
     from kfac_engine.laplace.posterior import Laplace as Laplace
     from kfac_engine.laplace.predictive import Predictive as Predictive
     from kfac_engine.losses import (
@@ -197,6 +198,7 @@ _HOMES = {
     "curvature": "curvature_result.measure",
     "Curvature": "curvature_result.curvature",
     "CurvatureOptions": "curvature_result.options",
+    "Influence": "influence.influence",
     "Laplace": "laplace.posterior",
     "Predictive": "laplace.predictive",
     "saliency": "pruning.saliency",

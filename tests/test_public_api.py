@@ -49,6 +49,7 @@ PUBLIC = (
     "curvature",
     "Curvature",
     "CurvatureOptions",
+    "Influence",
     "Laplace",
     "Predictive",
     "saliency",

@@ -12,6 +12,9 @@ from kfac_engine.curvature_result.parameter_vector import Places
 from kfac_engine.curvature_result.spectrum import Float, Spectrum
 from kfac_engine.errors import InputError, UnknownNameError
 
+# The formula of a block of entries that the loss does not depend on.
+UNUSED = "0"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -63,6 +66,11 @@ class Block:
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters of the block."""
         return tuple(dict.fromkeys(name for part in self.parts for name in part.parameters))
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether the loss depends on no entry of the block."""
+        return self.formula == UNUSED
 
     def levels(self, damping: float | Mapping[str, float]) -> Float:
         """Return the damping of each row, ``(1, d_in, 1)``, or of all rows, ``(1, 1, 1)``."""

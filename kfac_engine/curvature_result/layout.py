@@ -9,7 +9,7 @@ import numpy as np
 
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import FisherBlock
-from kfac_engine.curvature_result.blocks import Block, Part
+from kfac_engine.curvature_result.blocks import UNUSED, Block, Part
 from kfac_engine.curvature_result.decomposition import Decomposer
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
@@ -81,7 +81,7 @@ class Layout:
             places = start + np.flatnonzero(free[start : start + prod(self.vector.shapes[name])])
             if places.size:
                 part = Part((name,), f"{name} (unused entries)", slice(None))
-                yield _frame((part,), places.reshape(1, -1, 1), "0")
+                yield _frame((part,), places.reshape(1, -1, 1), UNUSED)
 
 
 def _frame(parts: tuple[Part, ...], places: Places, formula: str) -> Block:

@@ -1,0 +1,1 @@
+"""Influence: what single examples did to the predictions of a trained model."""
