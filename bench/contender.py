@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from kfac_engine.bench.jobs import Job
+from kfac_engine.bench.jobs import INFLUENCE, LAPLACE, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +48,5 @@ class Contender:
 PRIMITIVES = frozenset({"dense", "patches", "depthwise", "inverse", "power", "precondition"})
 # Whole training steps.
 STEP = frozenset({"step"})
+# Uses of curvature.
+LAPLACE_USES, INFLUENCE_USES = frozenset(LAPLACE), frozenset(INFLUENCE)

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from kfac_engine.bench.contender import PRIMITIVES, STEP, Contender
+from kfac_engine.bench.contender import (
+    INFLUENCE_USES,
+    LAPLACE_USES,
+    PRIMITIVES,
+    STEP,
+    Contender,
+)
 from kfac_engine.bench.jobs import SELDOM
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
@@ -12,10 +18,11 @@ from kfac_engine.registry import Registry
 # A package of the repository that wheels leave out.
 _PEERS = "kfac_engine.bench.peers"
 DEFINITION, OURS, OURS_PLAIN = "definition", "ours", "ours-gradient"
+_USES = LAPLACE_USES | INFLUENCE_USES
 # The contenders that take part in every comparison.
 _OWN = {
-    DEFINITION: Contender("kfac_engine.bench.definition", PRIMITIVES, checks=STEP),
-    OURS: Contender("kfac_engine.bench.ours", PRIMITIVES | STEP),
+    DEFINITION: Contender("kfac_engine.bench.definition", PRIMITIVES, checks=STEP | _USES),
+    OURS: Contender("kfac_engine.bench.ours", PRIMITIVES | STEP | _USES),
     # The plain gradient, next to the steps in which curvature should add little time.
     OURS_PLAIN: Contender("kfac_engine.bench.ours_gradient", STEP, kinds=frozenset({SELDOM})),
 }

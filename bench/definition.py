@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kfac_engine._types import Array
-from kfac_engine.bench import data
+from kfac_engine.bench import data, reference_uses
 from kfac_engine.bench.jobs import DAMPING, DECAY, Run
 from kfac_engine.bench.reference_step import step
 
@@ -85,4 +85,5 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "power": _power,
     "precondition": _precondition,
     "step": step,
+    **reference_uses.OPERATIONS,
 }

@@ -128,6 +128,14 @@ def step(network: str, batch: int, kind: str) -> Job:
     )
 
 
+def use(operation: str, network: str, examples: int, queries: int) -> Job:
+    """Return the job: a use of the curvature of a network on so many examples."""
+    sizes = {"network": network, "examples": examples, "queries": queries}
+    name = f"{operation}, {network}, {examples} examples, {queries} queries"
+    # Gradients in single precision through a network with kinks.
+    return Job(operation, name, sizes, tolerance=2e-3)
+
+
 @dataclass(frozen=True, slots=True)
 class Periods:
     """Periods of the updates of factors and inverses.
@@ -173,6 +181,11 @@ STEPS: Mapping[str, Periods | None] = {
     SELDOM: Periods(measured=(3, 6), used=(10, 100)),
 }
 
+# Network to the numbers of examples and queries, and operations of the suite ``uses``.
+USES = {"mlp": (512, 32), "cnn": (128, 16)}
+LAPLACE = ("Laplace fit",)
+INFLUENCE = ("EKFAC fit",)
+
 SUITES: Mapping[str, tuple[Job, ...]] = Registry(
     "suite",
     {
@@ -204,6 +217,11 @@ SUITES: Mapping[str, tuple[Job, ...]] = Registry(
             step(network, batch, kind)
             for network, batch in (("mlp", 512), ("resnet20", 128), ("transformer", 32))
             for kind in STEPS
+        ),
+        "uses": tuple(
+            use(operation, network, *sizes)
+            for network, sizes in USES.items()
+            for operation in (*LAPLACE, *INFLUENCE)
         ),
     },
 )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.bench import data, ours_gradient
+from kfac_engine.bench import data, ours_gradient, ours_uses
 from kfac_engine.bench.jobs import (
     DAMPING,
     DECAY,
@@ -153,4 +153,5 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "power": _power,
     "precondition": _precondition,
     "step": _step,
+    **ours_uses.OPERATIONS,
 }

@@ -92,11 +92,25 @@ def differentiate(net: Network, tape: Tape, targets: Array) -> tuple[float, dict
     z = z - z.max(-1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
     hit = np.arange(z.shape[-1]) == targets[..., None]
-    cotangents: dict[str, Array] = {net.result: np.exp(log_p) - hit}
+    return -float(log_p[hit].sum()), propagate(tape, net.result, np.exp(log_p) - hit)
+
+
+def propagate(tape: Tape, result: str, cotangent: Array) -> dict[str, Array]:
+    """Return the derivatives of ``⟨cotangent, result⟩`` with respect to every value.
+
+    Args:
+        tape: Evaluation of the network.
+        result: Name of the result.
+        cotangent: Its cotangent.
+
+    Returns:
+        Value to derivative.
+    """
+    cotangents = {result: cotangent}
     for node, back in reversed(tape.backward):
-        for name, cotangent in zip(node.inputs, back(cotangents[node.outputs[0]]), strict=False):
-            cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
-    return -float(log_p[hit].sum()), cotangents
+        for name, term in zip(node.inputs, back(cotangents[node.outputs[0]]), strict=False):
+            cotangents[name] = cotangents[name] + term if name in cotangents else term
+    return cotangents
 
 
 def natural_gradients(

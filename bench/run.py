@@ -282,6 +282,7 @@ _SUBJECTS = {
     "power": "powers of damped factors",
     "precondition": "products of gradients with inverses",
     "step": "training steps of three networks",
+    "uses": "Laplace approximations and influence scores",
     "memory": "announced and measured memory of steps",
     "scaling": "growth of time and memory with each size",
     "gpu": "kernels and a network on a GPU",

@@ -173,6 +173,17 @@ def filters(channels: int, layers: int, side: int, classes: int) -> Network:
     return net.network(x, source, ("batch", classes), classes=classes)
 
 
+def small_cnn() -> Network:
+    """Return three 3 × 3 convolutions and a dense layer of 2048 features: 34,826 parameters."""
+    net, x, c_in = _Net(), "x", 3
+    for i, (c_out, stride) in enumerate(((16, 2), (32, 2), (32, 1))):
+        x = net.op("Relu", net.conv(f"{i}", x, c_in, c_out, 3, stride), to=f"a{i}")
+        c_in = c_out
+    x = net.op("Flatten", x, to="flat", axis=1)
+    x = net.dense("head", x, c_in * 8 * 8, CLASSES)
+    return net.network(x, Input("x", _F32, ("batch", 3, 32, 32)), ("batch", CLASSES))
+
+
 def resnet20() -> Network:
     """Return a ResNet-20: nineteen convolutions, two shortcuts and a dense layer."""
     net = _Net()

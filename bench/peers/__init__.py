@@ -2,7 +2,13 @@
 
 from collections.abc import Mapping
 
-from kfac_engine.bench.contender import PRIMITIVES, STEP, Contender
+from kfac_engine.bench.contender import (
+    INFLUENCE_USES,
+    LAPLACE_USES,
+    PRIMITIVES,
+    STEP,
+    Contender,
+)
 from kfac_engine.bench.jobs import PLAIN, STEPS
 
 # Kinds of steps with curvature: the plain gradients of these contenders are those of another.
@@ -20,5 +26,11 @@ PEERS: Mapping[str, Contender] = {
     "kfac-jax": Contender(f"{__name__}.kfac_jax_step", STEP, needs=("jax", "kfac_jax")),
     "curvlinops": Contender(
         f"{__name__}.curvlinops_step", STEP, needs=("torch", "curvlinops"), kinds=_CURVATURE
+    ),
+    "laplace-torch": Contender(
+        f"{__name__}.laplace_torch", LAPLACE_USES, needs=("torch", "laplace")
+    ),
+    "kronfluence": Contender(
+        f"{__name__}.kronfluence_scores", INFLUENCE_USES, needs=("torch", "kronfluence")
     ),
 }

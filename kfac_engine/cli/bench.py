@@ -18,7 +18,7 @@ from kfac_engine.cli.training_options import separated, training_options
     multiple=True,
     metavar="NAME",
     help="Suite to run; by default all but gpu and train. May be repeated. Names: dense, conv, "
-    "inverse, power, precondition, step, memory, scaling, gpu, build, train.",
+    "inverse, power, precondition, step, uses, memory, scaling, gpu, build, train.",
 )
 @Group.MEASUREMENTS.option(
     "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
@@ -28,7 +28,8 @@ from kfac_engine.cli.training_options import separated, training_options
     default="",
     metavar="NAMES",
     help="Libraries to compare with, in a checkout and if they are installed: torch, "
-    "torch-by-example, jax, kfac-jax, curvlinops. Separated by commas.",
+    "torch-by-example, jax, kfac-jax, curvlinops, laplace-torch, kronfluence. Separated by "
+    "commas.",
 )
 @Group.MACHINE.option(
     "--threads",

@@ -22,7 +22,7 @@ def test_measurements_are_named_after_day_and_kernel(kernel, stem):
 def test_an_older_kernel_is_measured_where_there_are_contenders():
     command = full_bench.command("Haswell", [], resume=False)
     chosen = [after for word, after in pairwise(command) if word == "--suite"]
-    assert chosen == ["dense", "conv", "inverse", "power", "precondition", "step"]
+    assert chosen == ["dense", "conv", "inverse", "power", "precondition", "step", "uses"]
     assert "--suite" not in full_bench.command("", [], resume=False)
 
 
