@@ -12,8 +12,10 @@ from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.find_rate import find_rate
+from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import merge
 from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import Invocation, debug_option, spelled
@@ -71,7 +73,7 @@ def app(context: click.Context) -> None:
 
 COMMANDS = (
     demo, train, find_rate, precondition, inspect, differentiate, report, verify, curvature,
-    saliency, prune, merge, bench, doctor,
+    laplace, influence, saliency, prune, merge, bench, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.add_command(command)

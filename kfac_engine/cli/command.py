@@ -28,6 +28,7 @@ class Group(Enum):
     LOSS = "Loss"
     MODEL = "Model"
     CURVATURE = "Curvature"
+    POSTERIOR = "Posterior"
     PRUNING = "Pruning"
     REFRESHES = "Refreshes of the inverses"
     KFAC_REFRESHES = "Refreshes of the inverses, with --optimizer kfac"

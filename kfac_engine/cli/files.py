@@ -1,7 +1,9 @@
 """Files of the commands: inputs and targets by name, gradients, and results."""
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -187,3 +189,10 @@ def write_arrays(
     # A view's strides would be ignored: the format stores C order.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     write_file(path, [save(ordered, None if metadata is None else dict(metadata))])
+
+
+def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays by name to a file of NumPy; a failure leaves an older file unchanged."""
+    content = BytesIO()
+    np.savez(content, **dict[str, Any](arrays))
+    write_file(path, [content.getbuffer()])

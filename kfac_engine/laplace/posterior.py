@@ -259,9 +259,9 @@ class Laplace:
 
     def _checked_prior(self, prior: Any) -> Prior:
         names = tuple(self.curvature.vector.shapes)
-        checked_damping(prior, names)
         for value in prior.values() if isinstance(prior, Mapping) else (prior,):
             checked_positive("prior_precision", value)
+        checked_damping(prior, names)
         for block in self.curvature.blocks:
             block.levels(prior)
         return dict(prior) if isinstance(prior, Mapping) else float(prior)

@@ -28,6 +28,7 @@ TYPED = {
     "Fisher matrix": (["curvature", "--fisher", ""], set(FISHERS)),
     "biases": (["curvature", "--biases", "s"], {"separate"}),
     "layers": (["curvature", "--layers", "l"], {"last"}),
+    "link": (["laplace", "--link", "b"], {"bridge", "bridge_norm"}),
     "saliency": (["prune", "--method", "ob"], {"obd", "obs"}),
     "mode": (["precondition", "--mode", ""], set(MODES)),
     "metric": (["train", "--metrics", ""], set(METRICS)),

@@ -20,6 +20,7 @@ from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature_result.options import FISHERS, STRUCTURES
 from kfac_engine.data import demo_model, digits
 from kfac_engine.engine.metrics import METRICS
+from kfac_engine.laplace.links import LINKS
 from kfac_engine.losses import LOSSES
 from kfac_engine.pruning.saliency import METHODS
 from kfac_engine.training.fit import OPTIMIZERS
@@ -78,6 +79,7 @@ NAMES = {
     "optimizers": ("find-rate", "--optimizer", OPTIMIZERS),
     "structures": ("curvature", "--structure", STRUCTURES),
     "Fisher matrices": ("curvature", "--fisher", FISHERS),
+    "links": ("laplace", "--link", LINKS),
     "saliencies": ("saliency", "--method", METHODS),
     "saliencies of pruning": ("prune", "--method", METHODS),
 }
@@ -120,9 +122,11 @@ def folder(tmp_path, monkeypatch):
     np.savez("digits.npz", image=images, targets=labels)
     np.save("images.npy", images[:32])
     np.save("labels.npy", labels[:32])
+    np.save("queries.npy", images[32:36])
+    np.save("answers.npy", labels[32:36])
     for name, count in (("mlp", 32), ("other", 16)):
         (tmp_path / f"{name}.onnx").write_bytes(demo_model("mlp"))
-        batch = {"image": images[:count]}, None
+        batch = {"image": images[:count]}, labels[:count]
         curvature = ke.curvature(f"{name}.onnx", batch, loss="categorical")
         curvature.save(f"{name}.curvature.safetensors")
     (tmp_path / "run.jsonl").write_text('{"step": 1, "epoch": 0, "seconds": 0.1, "loss": 2.0}\n')

@@ -1,0 +1,163 @@
+"""``influence``: scores of the examples of the training data for queries."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.curvature_files import curvature_option, read_curvature
+from kfac_engine.cli.display import print_json, report_beside, say, working
+from kfac_engine.cli.options import debug_option, file_path, gathered, json_option
+from kfac_engine.cli.tables import print_table
+from kfac_engine.errors import InputError
+
+if TYPE_CHECKING:
+    from kfac_engine._types import Array
+    from kfac_engine.cli.curvature_data import Batches
+    from kfac_engine.curvature_result.curvature import Curvature
+
+# Number of queries that have a row in the table.
+_MOST_QUERIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that the command reads and writes."""
+
+    curvature: Path
+    inputs: Path
+    targets: Path
+    queries: Path | None
+    query_targets: Path | None
+    out: Path
+
+
+_FILES = (
+    curvature_option,
+    Group.DATA.option(
+        "--inputs",
+        type=file_path,
+        required=True,
+        help="Training data: .npz by input name, or one .npy.",
+    ),
+    Group.DATA.option(
+        "--targets", type=file_path, required=True, help="Their targets, .npz or .npy."
+    ),
+    Group.DATA.option(
+        "--queries",
+        type=file_path,
+        help="Queries, .npz or .npy; without them, each example has the score for itself.",
+    ),
+    Group.DATA.option(
+        "--query-targets", type=file_path, help="Targets of the queries, .npz or .npy."
+    ),
+    Group.OUTPUT.option(
+        "-o",
+        "--out",
+        type=file_path,
+        required=True,
+        help="File of the scores (.npz): scores (queries, examples), or self_scores (examples).",
+    ),
+)
+
+
+@click.command(
+    cls=Command,
+    example="kfac-engine influence mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+    "  --inputs images.npy --targets labels.npy \\\n"
+    "  --queries queries.npy --query-targets answers.npy -o scores.npz",
+)
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILES)
+@Group.DATA.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
+)
+@Group.CURVATURE.option(
+    "--damping",
+    type=click.FloatRange(min=0),
+    help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of each "
+    "block.",
+)
+@Group.OUTPUT.option(
+    "--top",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of examples in each row of the table.",
+)
+@json_option
+@debug_option
+def influence(
+    model: Path, files: Files, batch: int | None, damping: float | None, top: int, as_json: bool
+) -> None:
+    """Score the examples of the training data for queries, or for themselves."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, write_npz
+
+    if (files.queries is None) != (files.query_targets is None):
+        raise InputError("queries need their targets; give --queries and --query-targets.")
+    read = {
+        "--curvature": files.curvature,
+        "--inputs": files.inputs,
+        "--targets": files.targets,
+        "--queries": files.queries,
+        "--query-targets": files.query_targets,
+    }
+    check_files({"--out": files.out}, read, model)
+    curvature = read_curvature(files.curvature, model, files.inputs)
+    with working("decomposing"):
+        scores = ke.Influence(curvature, damping)
+    train = _batches(curvature, model, files.inputs, files.targets, batch)
+    if files.queries is not None and files.query_targets is not None:
+        queries = _batches(curvature, model, files.queries, files.query_targets, batch)
+        name, result = "scores", scores.scores(queries, train)
+    else:
+        name, result = "self_scores", scores.self_scores(train)
+    with working("writing"):
+        write_npz(files.out, {name: result})
+    with report_beside(files.out):
+        _report(name, result, top, files.out, as_json)
+
+
+def _batches(
+    curvature: "Curvature", model: Path, inputs: Path, targets: Path, size: int | None
+) -> "Batches":
+    """Return the data of files in batches."""
+    from kfac_engine.cli.curvature_data import CurvatureData
+
+    several = not isinstance(curvature.options.loss, str)
+    data = CurvatureData(model, inputs, targets, several=several)
+    return data.batches(curvature.layout.assembly, size, 1)
+
+
+def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> None:
+    import numpy as np
+
+    rows = np.atleast_2d(scores)
+    order = np.argsort(-rows, axis=1, kind="stable")
+    if as_json:
+        helpful, harmful = order[:, :top].tolist(), order[:, ::-1][:, :top].tolist()
+        shape = list(scores.shape)
+        print_json({"shape": shape, "highest": helpful, "lowest": harmful, "out": str(out)})
+        return
+    if name == "self_scores":
+        pairs = [(str(i), f"{scores[i]:.4g}") for i in order[0, :top]]
+        print_table("examples with the largest self scores", ("example", " score"), pairs)
+    else:
+        heads = ("query", "highest scores: examples", "lowest scores: examples")
+        entries = [
+            (str(q), _joined(places[:top]), _joined(places[::-1][:top]))
+            for q, places in enumerate(order[:_MOST_QUERIES])
+        ]
+        print_table("influence on the queries", heads, entries)
+        if len(order) > _MOST_QUERIES:
+            say(f"{len(order) - _MOST_QUERIES} more queries are in the file")
+    say(f"written to {out}")
+
+
+def _joined(places: "Array") -> str:
+    return ", ".join(map(str, places))

@@ -1,0 +1,246 @@
+"""``laplace``: predictions with their uncertainty, and a model that computes it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.curvature_files import curvature_option, read_curvature
+from kfac_engine.cli.display import print_json, report_beside, say, working
+from kfac_engine.cli.options import debug_option, file_path, gathered, json_option
+from kfac_engine.cli.tables import print_table
+from kfac_engine.errors import InputError
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+    from kfac_engine._types import Array
+    from kfac_engine.laplace.predictive import Predictive
+
+_BY_EVIDENCE = "evidence"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that the command reads and writes."""
+
+    curvature: Path
+    inputs: Path | None
+    out: Path | None
+    export: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """Options of the posterior distribution."""
+
+    prior: float | str
+    noise: float | str
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Options of the predictions."""
+
+    link: str
+    samples: int
+    seed: int
+    joint: bool
+
+
+def _links() -> Iterable[str]:
+    from kfac_engine.laplace.links import LINKS
+
+    return LINKS
+
+
+def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str) -> float | str:
+    """Return a number, or the word that asks for the evidence.
+
+    Raises:
+        click.BadParameter: The text is neither.
+    """
+    if value == _BY_EVIDENCE:
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"'{value}' is neither a number nor '{_BY_EVIDENCE}'.", param=parameter
+        ) from None
+
+
+_FILES = (
+    curvature_option,
+    Group.DATA.option(
+        "--inputs",
+        type=file_path,
+        help="Queries: .npz by input name, or one .npy. Needed for --out.",
+    ),
+    Group.OUTPUT.option(
+        "-o",
+        "--out",
+        type=file_path,
+        help="File of mean, variance and probabilities of the queries (.npz).",
+    ),
+    Group.OUTPUT.option(
+        "--export",
+        type=file_path,
+        help="The model with one more output, the variance (.onnx). The curvature must be that of "
+        "the last layer.",
+    ),
+)
+_POSTERIOR = (
+    Group.POSTERIOR.option(
+        "--prior",
+        metavar="NUMBER|evidence",
+        default=_BY_EVIDENCE,
+        show_default=True,
+        callback=_number_or_evidence,
+        help="Precision λ > 0 of the prior of each parameter, or evidence for the most probable "
+        "precision, which needs a curvature with targets.",
+    ),
+    Group.POSTERIOR.option(
+        "--noise",
+        metavar="NUMBER|evidence",
+        default="1.0",
+        show_default=True,
+        callback=_number_or_evidence,
+        help="Standard deviation of the targets of a normal loss, or evidence for the most "
+        "probable deviation.",
+    ),
+    Group.POSTERIOR.option(
+        "--temperature",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="T > 0; the likelihood has the power 1/T.",
+    ),
+)
+_PREDICTION = (
+    Group.POSTERIOR.option(
+        "--link",
+        metavar="NAME",
+        default="probit",
+        show_default=True,
+        names=_links,
+        help="How means and variances of logits become probabilities.",
+    ),
+    Group.POSTERIOR.option(
+        "--samples",
+        type=click.IntRange(min=1),
+        default=1000,
+        show_default=True,
+        help="Number of samples of monte_carlo.",
+    ),
+    Group.POSTERIOR.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Seed of monte_carlo.",
+    ),
+    Group.POSTERIOR.option(
+        "--joint", is_flag=True, help="Write the covariance of the outputs of all queries, too."
+    ),
+)
+
+
+@click.command(
+    cls=Command,
+    example="kfac-engine laplace mlp.onnx --curvature mlp.curvature.safetensors \\\n"
+    "  --inputs queries.npy -o predictive.npz",
+)
+@click.argument("model", type=file_path)
+@gathered("files", Files, _FILES)
+@gathered("prior", Posterior, _POSTERIOR)
+@gathered("prediction", Prediction, _PREDICTION)
+@json_option
+@debug_option
+def laplace(
+    model: Path, files: Files, prior: Posterior, prediction: Prediction, as_json: bool
+) -> None:
+    """Predict with the uncertainty of the parameters, by a Laplace approximation."""
+    from kfac_engine.cli.files import check_files, read_inputs, with_weights, write_npz
+
+    if files.out is None and files.export is None:
+        raise InputError("nothing is asked for; name a file by --out, --export or both.")
+    if (files.out is None) != (files.inputs is None):
+        raise InputError("--inputs has the queries of --out; give both or none of them.")
+    outputs = {"--out": files.out}
+    if files.export is not None:
+        outputs |= with_weights("--export", files.export)
+    check_files(outputs, {"--curvature": files.curvature, "--inputs": files.inputs}, model)
+    curvature = read_curvature(files.curvature, model, files.inputs)
+    with working("choosing the prior"):
+        posterior = _posterior(curvature, prior)
+    predictive = None
+    if files.out is not None and files.inputs is not None:
+        with working("predicting"):
+            inputs = read_inputs(files.inputs, model)
+            predictive = posterior.predict(
+                inputs,
+                prediction.link,
+                joint=prediction.joint,
+                samples=prediction.samples,
+                seed=prediction.seed,
+            )
+            write_npz(files.out, _arrays(predictive))
+    if files.export is not None:
+        with working("writing the model"):
+            posterior.export(files.export)
+    written = [path for path in (files.out, files.export) if path is not None]
+    with report_beside(written[0]):
+        _report(posterior, predictive, written, as_json)
+
+
+def _posterior(curvature: "ke.Curvature", options: Posterior) -> "ke.Laplace":
+    import kfac_engine as ke
+
+    prior, noise = (
+        1.0 if isinstance(value, str) else value for value in (options.prior, options.noise)
+    )
+    posterior = ke.Laplace(curvature, prior, noise, options.temperature)
+    if isinstance(options.prior, str):
+        posterior.fit_prior(noise=isinstance(options.noise, str))
+    elif isinstance(options.noise, str):
+        raise InputError("--noise evidence needs --prior evidence: both are chosen together.")
+    return posterior
+
+
+def _arrays(predictive: "Predictive") -> "dict[str, Array]":
+    names = ("mean", "variance", "probabilities", "covariance")
+    arrays = {name: getattr(predictive, name) for name in names}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _report(
+    posterior: "ke.Laplace", predictive: "Predictive | None", written: list[Path], as_json: bool
+) -> None:
+    import numpy as np
+
+    numbers: dict[str, object] = {
+        "prior_precision": posterior.prior_precision,
+        "noise": posterior.noise,
+        "log_determinant": posterior.log_determinant(),
+    }
+    if posterior.curvature.log_likelihood is not None:
+        numbers["log_marginal_likelihood"] = posterior.log_marginal_likelihood()
+    if predictive is not None:
+        spread = np.sqrt(np.diagonal(predictive.variance, axis1=1, axis2=2))
+        numbers["queries"] = len(spread)
+        numbers["median_standard_deviation"] = float(np.median(spread))
+        numbers["largest_standard_deviation"] = float(spread.max())
+    if as_json:
+        print_json(numbers | {"written": [str(path) for path in written]})
+        return
+    rows = [
+        (name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+        for name, value in numbers.items()
+    ]
+    print_table("posterior", ("quantity", " value"), rows)
+    for path in written:
+        say(f"written to {path}")
