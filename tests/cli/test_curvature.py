@@ -10,6 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.cli.curvature_data import CurvatureData
 from kfac_engine.cli.curvature_report import spectra_of
 from tests.models import Net, linear, two_outputs
 
@@ -161,6 +162,21 @@ def test_examples_on_another_axis_are_divided_along_it(capsys):
     parts = report(capsys, "--batch", "3", model="turned.onnx", inputs="turned.npy")
     assert whole["examples"] == parts["examples"] == EXAMPLES
     assert parts["trace"] == pytest.approx(whole["trace"], rel=ROUNDING)
+
+
+def test_sample_has_the_first_examples_of_the_axis_that_is_named():
+    net = Net()
+    net.dense("fc", net.op("Transpose", "input", to="rows", perm=(1, 0)), 4, 3)
+    onnx.save(net.model({"input": ["d", "n"]}, {"fc": ["n", 3]}), "turned.onnx")
+    x = np.load("x.npz")["input"].T.copy()
+    np.save("turned.npy", x)
+    data = CurvatureData(Path("turned.onnx"), Path("turned.npy"), None, several=False)
+    np.testing.assert_array_equal(data.sample({"input": 1}, 3)["input"], x[:, :3])
+    np.testing.assert_array_equal(data.sample({}, 3)["input"], x[:3])
+    assert (
+        CurvatureData(Path("m.onnx"), Path("x.npz"), None, several=False).sample({"input": 1}, 3)
+        is None
+    )  # the model declares 4 features there
 
 
 def test_model_with_a_fixed_batch_reads_batches_of_its_size(capsys):
