@@ -183,8 +183,8 @@ STEPS: Mapping[str, Periods | None] = {
 
 # Network to the numbers of examples and queries, and operations of the suite ``uses``.
 USES = {"mlp": (512, 32), "cnn": (128, 16)}
-LAPLACE = ("Laplace fit",)
-INFLUENCE = ("EKFAC fit",)
+LAPLACE = ("Laplace fit", "variance", "evidence")
+INFLUENCE = ("EKFAC fit", "scores", "self scores")
 
 SUITES: Mapping[str, tuple[Job, ...]] = Registry(
     "suite",

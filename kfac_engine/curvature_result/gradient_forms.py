@@ -74,8 +74,8 @@ class FactoredGradients:
         """Return the gradients in the basis of the eigenvectors of their block."""
         U, W = spectrum.left, spectrum.right
         return FactoredGradients(
-            self.inputs if U is None else self.inputs @ U[0],
-            self.outputs if W is None else self.outputs @ W[0],
+            self.inputs if U is None else _times(self.inputs, U[0]),
+            self.outputs if W is None else _times(self.outputs, W[0]),
         )
 
     def matrices(self) -> Float:
@@ -99,6 +99,12 @@ class FactoredGradients:
             "qmo,mko->qmk", self.inputs[:, 0] @ vectors[:, 0], self.outputs[:, :, 0], optimize=True
         )
         return product
+
+
+def _times(rows: Float, matrix: Float) -> Float:
+    """Return rows ``(…, d)`` times a matrix, in one product instead of one for each example."""
+    product: Float = rows.reshape(-1, rows.shape[-1]) @ matrix
+    return product.reshape(*rows.shape[:-1], -1)
 
 
 Gradients = WholeGradients | FactoredGradients

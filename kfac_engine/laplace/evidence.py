@@ -10,7 +10,7 @@ For a prior N(0, P₀⁻¹) and the posterior precision ``P = hF + P₀``,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, inf, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 
 import numpy as np
 from scipy.optimize import minimize
@@ -29,6 +29,8 @@ Prior = float | Mapping[str, float]
 # Bounds of a prior precision and of a noise, and the precisions where the search starts.
 _LOWEST, _HIGHEST = 1e-12, 1e15
 _STARTS = np.logspace(-4, 6, 11)
+# Number of factors of a product whose logarithm is taken.
+_FACTORS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +47,12 @@ class Group:
     eigenvalues: Float
     square: float
 
-    def value(self, scale: float, precision: float) -> tuple[float, float, float]:
+    def value(self, scale: float, precision: float) -> float:
+        """Return the term of the evidence, ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``."""
+        logarithms = _sum_of_log1p(self.eigenvalues * (scale / precision))
+        return -0.5 * (logarithms + precision * self.square)
+
+    def derivatives(self, scale: float, precision: float) -> tuple[float, float, float]:
         """Return the term of the evidence, and its derivatives.
 
         Args:
@@ -113,7 +120,7 @@ class Evidence:
             InputError: The curvature was measured without targets.
         """
         scale = self.likelihood.scale(noise)
-        terms = (group.value(scale, precision_of(group, prior))[0] for group in self.groups)
+        terms = (group.value(scale, precision_of(group, prior)) for group in self.groups)
         return self.likelihood.value(noise) + sum(terms)
 
     def maximum(self, noise: float, *, fit_noise: bool) -> tuple[list[float], float]:
@@ -139,7 +146,7 @@ class Evidence:
             scale = self.likelihood.scale(deviation)
             gradient, total, determined = np.zeros_like(logs), self.likelihood.value(deviation), 0.0
             for index, group in enumerate(self.groups):
-                term, gradient[index], count = group.value(scale, exp(logs[index]))
+                term, gradient[index], count = group.derivatives(scale, exp(logs[index]))
                 total, determined = total + term, determined + count
             if fit_noise:
                 errors = self.likelihood.squared_errors() / deviation**2
@@ -184,6 +191,19 @@ class Evidence:
                 "the evidence has no maximum: the model has no error on these targets, so that it "
                 "grows as the noise falls; give the noise."
             )
+
+
+def _sum_of_log1p(values: Float) -> float:
+    """Return ``Σ log(1 + v)`` of numbers that are not negative.
+
+    Logarithms take most of the time: those of products of sixteen numbers are fewer.
+    """
+    whole = len(values) // _FACTORS * _FACTORS
+    factors = values + 1.0
+    with np.errstate(over="ignore"):
+        products = np.multiply.reduce(factors[:whole].reshape(_FACTORS, -1), axis=0)
+    total = float(np.log(products).sum() + np.log(factors[whole:]).sum())
+    return total if isfinite(total) else float(np.log1p(values).sum())
 
 
 def precision_of(group: Group, prior: Prior) -> float:

@@ -71,6 +71,7 @@ class Laplace:
         self._likelihood = Likelihood.of(curvature, self.temperature)
         self.prior_precision = self._checked_prior(prior_precision)
         self.noise = self._checked_noise(noise)
+        self._evidences: dict[bool, Evidence] = {}
 
     def __repr__(self) -> str:
         """Return the prior, and the noise of a normal loss."""
@@ -144,7 +145,7 @@ class Laplace:
         chosen = self.prior_precision if prior_precision is None else prior_precision
         prior = self._checked_prior(chosen)
         deviation = self.noise if noise is None else self._checked_noise(noise)
-        return Evidence.of(self.curvature, self._likelihood, prior).value(prior, deviation)
+        return self._evidence(prior).value(prior, deviation)
 
     def fit_prior(
         self, noise: bool = False, validation: tuple[Mapping[str, Array], Targets] | None = None
@@ -173,7 +174,7 @@ class Laplace:
             return self
         if noise and self._likelihood.variance is None:
             raise InputError("only targets of a normal loss with one variance have a noise.")
-        evidence = Evidence.of(self.curvature, self._likelihood, self.prior_precision)
+        evidence = self._evidence(self.prior_precision)
         precisions, self.noise = evidence.maximum(self.noise, fit_noise=noise)
         if isinstance(self.prior_precision, Mapping):
             self.prior_precision = {
@@ -256,6 +257,13 @@ class Laplace:
 
     def _powers(self, prior: Prior) -> dict[int, Float]:
         return {id(block): 1 / self._precisions(block, prior) for block in self.curvature.blocks}
+
+    def _evidence(self, prior: Prior) -> Evidence:
+        """Return the evidence for a prior with one number, or with one for each parameter."""
+        several = isinstance(prior, Mapping)
+        if several not in self._evidences:
+            self._evidences[several] = Evidence.of(self.curvature, self._likelihood, prior)
+        return self._evidences[several]
 
     def _checked_prior(self, prior: Any) -> Prior:
         names = tuple(self.curvature.vector.shapes)
