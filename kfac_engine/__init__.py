@@ -136,6 +136,10 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
+    from kfac_engine.spectra.lanczos import SpectrumEstimate as SpectrumEstimate
+    from kfac_engine.spectra.lanczos import estimate_spectrum as estimate_spectrum
+    from kfac_engine.spectra.operator import CurvatureOperator as CurvatureOperator
+    from kfac_engine.spectra.operator import curvature_operator as curvature_operator
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
     from kfac_engine.training.callbacks.tensorboard import TensorBoard as TensorBoard
@@ -198,6 +202,10 @@ _HOMES = {
     "curvature": "curvature_result.measure",
     "Curvature": "curvature_result.curvature",
     "CurvatureOptions": "curvature_result.options",
+    "curvature_operator": "spectra.operator",
+    "CurvatureOperator": "spectra.operator",
+    "estimate_spectrum": "spectra.lanczos",
+    "SpectrumEstimate": "spectra.lanczos",
     "Influence": "influence.influence",
     "Laplace": "laplace.posterior",
     "Predictive": "laplace.predictive",

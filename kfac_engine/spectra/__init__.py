@@ -1,0 +1,1 @@
+"""Spectra of whole curvature matrices, from products with vectors."""
