@@ -12,6 +12,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.graph.load import load_graph
 from kfac_engine.losses.objective import Targets
 from kfac_engine.suggestions import suggestion
+from kfac_engine.system.arrays import map_arrays
 from kfac_engine.training.examples import Batch, ExampleAxes
 
 # Examples in a batch, and in the batch from which shapes are inferred.
@@ -19,7 +20,7 @@ _BATCH, _SAMPLE = 128, 8
 
 
 class CurvatureData:
-    """The inputs and targets of a measurement.
+    """The inputs and targets of a measurement, mapped where their files allow it.
 
     Args:
         model: File of the model.
@@ -34,8 +35,8 @@ class CurvatureData:
 
     def __init__(self, model: Path, inputs: Path, targets: Path | None, *, several: bool) -> None:
         read = read_targets_by_output if several else read_targets
-        self.inputs = read_inputs(inputs, model)
-        self.targets: Targets = None if targets is None else read(targets)
+        self.inputs = read_inputs(inputs, model, map_arrays)
+        self.targets: Targets = None if targets is None else read(targets, map_arrays)
         self._model, self._path = model, inputs
 
     def sample(self, axes: Mapping[str, int], size: int | None) -> dict[str, Array] | None:

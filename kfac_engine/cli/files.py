@@ -1,9 +1,9 @@
 """Files of the commands: inputs and targets by name, gradients, and results."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import check_outputs, write_file
+
+# Returns the arrays of a file by name, a lone array under None.
+Reader: TypeAlias = Callable[[Path], dict[str | None, Array]]
 
 TARGETS = "targets"
 GRADIENT = "gradient/"
@@ -53,12 +56,13 @@ def with_weights(name: str, path: Path) -> dict[str, Path | None]:
     return {name: path, f"the weights of {name}": weights}
 
 
-def read_inputs(path: Path, model: Path) -> dict[str, Array]:
+def read_inputs(path: Path, model: Path, read: Reader = read_arrays) -> dict[str, Array]:
     """Return the batch in a file.
 
     Args:
         path: ``.npz`` keyed by input name, or ``.npy`` for a model with one input.
         model: The model's file, which names the input of a lone array.
+        read: Reads the arrays, or maps them.
 
     Returns:
         Input name to array; the engine checks the names.
@@ -66,7 +70,7 @@ def read_inputs(path: Path, model: Path) -> dict[str, Array]:
     Raises:
         InputError: The file is missing, broken, or a lone array for several inputs.
     """
-    arrays = read_arrays(path)
+    arrays = read(path)
     if None not in arrays:
         return {name: array for name, array in arrays.items() if name is not None}
     names = [entry.name for entry in load_graph(model).inputs]
@@ -78,11 +82,12 @@ def read_inputs(path: Path, model: Path) -> dict[str, Array]:
     return {names[0]: arrays[None]}
 
 
-def read_targets_by_output(path: Path) -> dict[str, Array]:
+def read_targets_by_output(path: Path, read: Reader = read_arrays) -> dict[str, Array]:
     """Return the targets of several losses.
 
     Args:
         path: ``.npz`` keyed by output.
+        read: Reads the arrays, or maps them.
 
     Returns:
         Output to targets.
@@ -90,7 +95,7 @@ def read_targets_by_output(path: Path) -> dict[str, Array]:
     Raises:
         InputError: The file is missing, broken or a lone array.
     """
-    arrays = {name: array for name, array in read_arrays(path).items() if name is not None}
+    arrays = {name: array for name, array in read(path).items() if name is not None}
     if not arrays:
         raise InputError(
             f"'{path}' must be an .npz file with the targets of each loss, keyed by output."
@@ -98,11 +103,12 @@ def read_targets_by_output(path: Path) -> dict[str, Array]:
     return arrays
 
 
-def read_targets(path: Path) -> Array:
+def read_targets(path: Path, read: Reader = read_arrays) -> Array:
     """Return the array ``targets`` of a file, or its only array.
 
     Args:
         path: ``.npz`` or ``.npy``.
+        read: Reads the arrays, or maps them.
 
     Returns:
         The array.
@@ -110,7 +116,7 @@ def read_targets(path: Path) -> Array:
     Raises:
         InputError: The file is missing, broken, or has several arrays and none of that name.
     """
-    arrays = read_arrays(path)
+    arrays = read(path)
     if TARGETS in arrays:
         return arrays[TARGETS]
     if len(arrays) != 1:

@@ -215,6 +215,17 @@ def test_several_losses_have_targets_by_output(capsys):
     assert result["trace"] > 0
 
 
+def test_data_may_be_larger_than_the_memory(monkeypatch, capsys):
+    whole = report(capsys, "--targets", "y.npz")
+    monkeypatch.setattr("kfac_engine.system.arrays.available_memory", lambda: 10)
+    assert report(capsys, "--targets", "y.npz", "--batch", "4")["trace"] == pytest.approx(
+        whole["trace"], rel=ROUNDING
+    )
+    np.savez_compressed("packed.npz", input=np.load("x.npz")["input"])
+    assert run(inputs="packed.npz") == 2
+    assert "bytes of memory are free" in capsys.readouterr().err
+
+
 # -- pictures
 
 
