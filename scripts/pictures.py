@@ -6,7 +6,11 @@ the page.
 
 import io
 import re
+from pathlib import Path
 from typing import Any
+
+# The folder of the tutorials and of the models that they read.
+TUTORIALS = Path(__file__).resolve().parent.parent / "docs/tutorials"
 
 # Stands for the colour of the text of the page, which is dark or light by the mode of the reader.
 GREY = "#808080"
