@@ -12,6 +12,7 @@ from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine._types import Params
     from kfac_engine.curvature_result.blocks import Block
     from kfac_engine.engine.spectra import FactorSpectrum
 
@@ -90,8 +91,9 @@ class _Row:
     """The numbers of a block.
 
     Attributes:
-        names: Its parameters, or the slices of parameters that it has.
-        shapes: Their shapes; none for a slice.
+        parameters: Its parameters.
+        parts: The entries of each that it has, such as ``[0:4, :]``; empty for all entries.
+        shapes: Shapes of the parameters.
         formula: The block in a few symbols.
         eigenvalues: Number of eigenvalues.
         trace: Sum of the eigenvalues.
@@ -101,8 +103,9 @@ class _Row:
         effective_dimension: Sum of ``s / (s + λ)``.
     """
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
+    parameters: tuple[str, ...]
+    parts: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     formula: str
     eigenvalues: int
     trace: float
@@ -113,15 +116,16 @@ class _Row:
 
 
 def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
-    rows = []
+    rows, extents = [], _extents(curvature)
     for block in curvature.blocks:
-        keys = [part.key for part in block.parts]
-        names = tuple(name for key in keys for name in ([key] if isinstance(key, str) else key))
+        owners = [name for part in block.parts for name in part.parameters]
+        keys = [key for part in block.parts for key in _several(part.key)]
         values = block.spectrum.eigenvalues
         rows.append(
             _Row(
-                names,
-                tuple(curvature.vector.shapes.get(name) for name in names),
+                tuple(owners),
+                tuple(extents.get(key, "") for key in keys),
+                tuple(curvature.vector.shapes[name] for name in owners),
                 block.formula,
                 values.size,
                 float(values.sum()),
@@ -132,6 +136,23 @@ def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
             )
         )
     return rows
+
+
+def _several(key: "Params") -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _extents(curvature: "ke.Curvature") -> dict[str, str]:
+    """Return the entries of a parameter that each slice in a block has, by name of the slice."""
+    from kfac_engine.engine.parameter_entries import ParameterEntries
+
+    assembly = curvature.layout.assembly
+    entries = ParameterEntries(assembly.discovery, assembly.model.parameters)
+    extents: dict[str, str] = {}
+    for layer in entries.layers:
+        extents |= zip(layer.parameters, entries.extents(layer), strict=True)
+    unused = (b.parts[0].key for b in curvature.blocks if b.formula == "0")
+    return extents | {key: "unused entries" for key in unused if isinstance(key, str)}
 
 
 def _notes(curvature: "ke.Curvature") -> list[str]:
@@ -169,8 +190,11 @@ def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
         ("parameters", "shapes", "block", " trace", " largest", " smallest", " log det", _OPTIONAL),
         [
             (
-                list(row.names),
-                ["" if shape is None else show_shape(shape) for shape in row.shapes],
+                [
+                    f"{name} {part}".rstrip()
+                    for name, part in zip(row.parameters, row.parts, strict=True)
+                ],
+                [show_shape(shape) for shape in row.shapes],
                 row.formula,
                 f"{row.trace:.4g}",
                 f"{row.largest:.3g}",

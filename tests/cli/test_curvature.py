@@ -10,6 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.bench.training.models import recurrent
 from kfac_engine.cli.curvature_data import CurvatureData
 from kfac_engine.cli.curvature_report import spectra_of
 from tests.models import Net, linear, two_outputs
@@ -88,7 +89,7 @@ def test_numbers_of_a_kronecker_block_equal_its_closed_form(capsys):
     result = report(capsys, "--targets", "y.npz")
     truth = Truth()
     (block,) = result["blocks"]
-    assert block["names"] == ["fc.weight", "fc.bias"]
+    assert block["parameters"] == ["fc.weight", "fc.bias"]
     assert block["shapes"] == [[4, 3], [3]]
     assert_numbers(block, truth.kron())
     assert_numbers({**result, **{k: block[k] for k in ("eigenvalues", "largest", "smallest")}},
@@ -128,8 +129,8 @@ def test_biases_and_layers_divide_and_select_the_blocks(capsys):
     onnx.save(net.model({"input": ["n", 4]}, {"last": ["n", 3]}), "two.onnx")
     every = report(capsys, model="two.onnx")
     last = report(capsys, "--layers", "last", model="two.onnx")
-    assert [block["names"][0] for block in every["blocks"]] == ["first.weight", "last.weight"]
-    assert [block["names"][0] for block in last["blocks"]] == ["last.weight"]
+    assert [block["parameters"][0] for block in every["blocks"]] == ["first.weight", "last.weight"]
+    assert [block["parameters"][0] for block in last["blocks"]] == ["last.weight"]
     assert last["trace"] == pytest.approx(every["blocks"][1]["trace"], rel=ROUNDING)
 
 
@@ -213,6 +214,35 @@ def test_several_losses_have_targets_by_output(capsys):
     arguments = [f"--output={name}" for name in outputs] + ["--loss=normal"] * 2
     result = report(capsys, *arguments, model="two.onnx")
     assert result["trace"] > 0
+
+
+def test_blocks_name_the_parameters_of_the_file_and_their_entries(capsys):
+    model = recurrent(28, seed=0)
+    Path("gru.onnx").write_bytes(model.data)
+    np.save("rows.npy", np.zeros((2, 28, 28), np.float32))
+    blocks = report(capsys, model="gru.onnx", inputs="rows.npy")["blocks"]
+    described = [[*zip(b["parameters"], b["parts"], strict=True)] for b in blocks]
+    assert described == [
+        [("gru.input", ""), ("gru.bias", "[:, 0:192]")],
+        [("gru.state", ""), ("gru.bias", "[:, 192:384]")],
+        [("head.weight", ""), ("head.bias", "")],
+    ]
+    assert blocks[1]["shapes"] == [[1, 192, 64], [1, 384]]
+
+
+def test_unused_entries_of_a_parameter_have_a_block_of_zeros(capsys):
+    net = Net()
+    ends = [net.constant(name, np.array([value])) for name, value in (("start", 0), ("end", 4))]
+    half = net.op(
+        "Slice", net.weight("wide", 6, 3), *ends, net.constant("axis", np.array([0])), to="half"
+    )
+    net.op("MatMul", "input", half, to="output")
+    onnx.save(net.model({"input": ["n", 4]}, {"output": ["n", 3]}), "wide.onnx")
+    used, unused = report(capsys, model="wide.onnx")["blocks"]
+    assert (used["parameters"], used["parts"]) == (["wide"], ["[0:4, :]"])
+    assert (unused["parameters"], unused["parts"]) == (["wide"], ["unused entries"])
+    assert (unused["eigenvalues"], unused["trace"]) == (6, 0)
+    assert unused["log_determinant"] == pytest.approx(6 * np.log(DAMPING))
 
 
 def test_data_may_be_larger_than_the_memory(monkeypatch, capsys):
