@@ -184,7 +184,7 @@ STEPS: Mapping[str, Periods | None] = {
 # Network to the numbers of examples and queries, and operations of the suite ``uses``.
 USES = {"mlp": (512, 32), "cnn": (128, 16)}
 LAPLACE = ("Laplace fit", "variance", "evidence")
-INFLUENCE = ("EKFAC fit", "scores", "self scores")
+INFLUENCE = ("EKFAC fit", "scores", "self-influence")
 
 SUITES: Mapping[str, tuple[Job, ...]] = Registry(
     "suite",

@@ -14,6 +14,7 @@ from kfac_engine.backend.threads import usable_cores
 
 _PACKAGES = (
     "numpy", "scipy", "onnxruntime", "torch", "jax", "kfac-jax", "curvlinops-for-pytorch",
+    "laplace-torch", "kronfluence",
 )  # fmt: skip
 # Environment variable that selects a kernel of OpenBLAS.
 _KERNEL_VARIABLE = "OPENBLAS_CORETYPE"

@@ -84,5 +84,5 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "evidence": _evidence,
     "EKFAC fit": _ekfac_fit,
     "scores": _scores,
-    "self scores": _self_scores,
+    "self-influence": _self_scores,
 }

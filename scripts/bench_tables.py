@@ -4,12 +4,13 @@
 
 Reads ``bench/results/*.json``. The README and ``docs/performance.md`` show the newest
 ``*-cpu.json``; ``bench/results/goals.md`` compares it with the newest ``*-cpu-haswell.json``.
-The section about training shows the newest ``*-train.json``.
+The section about training shows the newest ``*-train.json``, and the section about uses of
+curvature the newest ``*-uses.json``.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,19 @@ from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
-from scripts import bench_goals, training_tables
+from scripts import bench_goals, training_tables, uses_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 GOALS = RESULTS / "goals.md"
-BEGIN, END = "<!-- measurements: begin -->", "<!-- measurements: end -->"
-TRAINING_BEGIN, TRAINING_END = "<!-- training: begin -->", "<!-- training: end -->"
 NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
+# Sections of ``docs/performance.md`` by the name of their marks: file, and lines from its suites.
+SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
+    "training": (TRAINING, lambda suites: training_tables.comparisons(suites["train"])),
+    "uses": ("*-uses.json", uses_tables.section),
+}
 
 # Rows of the README about training, as label, task and rival of ``*-train.json``.
 SHOWN_TRAINING = (
@@ -135,21 +139,19 @@ def performance(text: str) -> str:
         "",
         f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_machine_line(report)}",
     ]
-    return training(_between_marks(text, lines))
+    return with_sections(_between_marks(text, lines))
 
 
-def training(text: str) -> str:
-    """Return ``docs/performance.md`` with the newest comparisons of training between its marks."""
-    newest = _newest(TRAINING)
-    if newest is None:
-        return text
-    report = load(newest)
-    lines = [
-        *training_tables.comparisons(report["suites"]["train"]),
-        "",
-        f"From [{newest.stem}](../bench/results/{newest.stem}.md): {_hardware(report)}.",
-    ]
-    return _between_marks(text, lines, (TRAINING_BEGIN, TRAINING_END))
+def with_sections(text: str) -> str:
+    """Return ``docs/performance.md`` with the newest measurements of ``SECTIONS``."""
+    for name, (pattern, section) in SECTIONS.items():
+        newest = _newest(pattern)
+        if newest is not None:
+            report = load(newest)
+            source = f"From [{newest.stem}](../bench/results/{newest.stem}.md): "
+            lines = [*section(report["suites"]), "", f"{source}{_hardware(report)}."]
+            text = _between_marks(text, lines, name)
+    return text
 
 
 def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -184,8 +186,8 @@ def _newest(pattern: str) -> Path | None:
     return max(RESULTS.glob(pattern), default=None)
 
 
-def _between_marks(text: str, lines: Sequence[str], marks: tuple[str, str] = (BEGIN, END)) -> str:
-    begin, end = marks
+def _between_marks(text: str, lines: Sequence[str], name: str = "measurements") -> str:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     marked = "\n".join([begin, "", *lines, end])
     return re.sub(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: marked, text, flags=re.S)
 

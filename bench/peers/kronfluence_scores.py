@@ -110,5 +110,5 @@ def _self_scores(**sizes: Any) -> Run:
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "EKFAC fit": _fit,
     "scores": _scores,
-    "self scores": _self_scores,
+    "self-influence": _self_scores,
 }

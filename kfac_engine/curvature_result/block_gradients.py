@@ -79,6 +79,7 @@ def block_tiles(
     layout: Layout,
     blocks: Sequence[Block],
     batch: Sources,
+    rotated: bool = True,
 ) -> Iterator[tuple[Block, slice, Gradients]]:
     """Yield the derivatives of a batch in the eigenvectors of each block.
 
@@ -86,6 +87,7 @@ def block_tiles(
         layout: The model with its layers.
         blocks: The blocks of its curvature, in the order of ``layout.frames``.
         batch: Of ``gradient_sources`` or ``jacobian_sources``.
+        rotated: Whether the derivatives are in the eigenvectors, or as they are.
 
     Yields:
         A block, the numbers of the examples, and their gradients in its basis; all examples of a
@@ -97,10 +99,11 @@ def block_tiles(
         (block,), start = blocks, 0
         places = [layout.decomposer.places(part) for _, part in layout.layers]
         for rows in whole_rows(readers, places, layout.vector.size, scratch_bytes):
-            whole = WholeGradients(rows[:, :, None, :, None]).into(block.spectrum)
-            yield block, slice(start, start + len(rows)), whole
+            whole = WholeGradients(rows[:, :, None, :, None])
+            examples = slice(start, start + len(rows))
+            yield block, examples, whole.into(block.spectrum) if rotated else whole
             start += len(rows)
         return
     for block, reader in zip(blocks, readers, strict=False):  # the last blocks are of zeros
         for examples, tile in numbered(reader, scratch_bytes, whole=False):
-            yield block, examples, tile.into(block.spectrum)
+            yield block, examples, tile.into(block.spectrum) if rotated else tile

@@ -22,6 +22,11 @@ class WholeGradients:
 
     values: Float
 
+    @property
+    def rows(self) -> int:
+        """Number of vectors of length ``d_in`` that ``into`` rotates."""
+        return self.values[..., 0, :].size
+
     def into(self, spectrum: Spectrum) -> "WholeGradients":
         """Return the gradients in the basis of the eigenvectors of their block."""
         return WholeGradients(spectrum.into(self.values))
@@ -69,6 +74,11 @@ class FactoredGradients:
 
     inputs: Float
     outputs: Float
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors of length ``d_in`` that ``into`` rotates."""
+        return self.inputs[..., 0].size
 
     def into(self, spectrum: Spectrum) -> "FactoredGradients":
         """Return the gradients in the basis of the eigenvectors of their block."""

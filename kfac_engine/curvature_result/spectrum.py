@@ -54,7 +54,7 @@ class Spectrum:
     def back(self, V: Float) -> Float:
         """Return ``U V Wᵀ``, the inverse of ``into``."""
         if self.left is not None:
-            V = self.left @ V
+            V = _left_product(self.left, V)
         return V if self.right is None else V @ self.right.swapaxes(1, 2)
 
     def multiply(self, V: Float, values: Float) -> Float:
@@ -74,6 +74,15 @@ class Spectrum:
         if self.left is not None:
             values = self.left**2 @ values
         return values if self.right is None else values @ (self.right**2).swapaxes(1, 2)
+
+
+def _left_product(U: Float, V: Float) -> Float:
+    """Return ``U V`` of vectors ``(…, g, d_in, d_out)``; one product for a single group."""
+    if len(U) > 1 or V.ndim < 4:
+        product: Float = U @ V
+        return product
+    columns = np.moveaxis(V, -2, 0)
+    return np.moveaxis((U[0] @ columns.reshape(len(columns), -1)).reshape(columns.shape), 0, -2)
 
 
 def eigenbasis(

@@ -14,6 +14,7 @@ from kfac_engine.curvature_result.gradient_forms import Gradients
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.influence.products import Products
 
 # The default damping in units of the mean eigenvalue of a block.
 _RELATIVE = 0.1
@@ -86,7 +87,8 @@ class Influence:
         with single_threaded_blas(), quiet():
             for query in self._batches(pairs_of(queries, 1), "queries"):
                 for vectors in self._preconditioned(query):
-                    rows.append(self._against(vectors, batches))
+                    products = {key: Products(vector) for key, vector in vectors.items()}
+                    rows.append(self._against(products, batches))
                     if len(rows[-1][0]) != len(rows[0][0]):
                         raise InputError(
                             f"the training data had {len(rows[0][0])} examples and then "
@@ -182,14 +184,15 @@ class Influence:
                     group[rows.start - start : rows.stop - start] = tile.sum(axis=1)
             yield {key: group * self._inverses[key] for key, group in vectors.items()}
 
-    def _against(self, vectors: Mapping[int, Float], train: Iterable[Pair]) -> Float:
+    def _against(self, products: Mapping[int, Products], train: Iterable[Pair]) -> Float:
         """Return the inner products of vectors with the gradients of all examples."""
-        count = len(next(iter(vectors.values())))
+        layout, blocks = self.curvature.layout, self.curvature.blocks
+        count = len(next(iter(products.values())).vectors)
         parts: list[Float] = []
         for batch in self._batches(train, "training data"):
             total = np.zeros((count, self._examples(batch)))
-            for block, examples, gradients in self._tiles(batch):
-                total[:, examples] += gradients.products(vectors[id(block)]).sum(axis=2)
+            for block, examples, gradients in block_tiles(layout, blocks, batch, rotated=False):
+                total[:, examples] += products[id(block)].of(gradients, block.spectrum)
             parts.append(_finite(total))
         return np.concatenate(parts, axis=1)
 

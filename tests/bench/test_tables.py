@@ -6,7 +6,7 @@ import pytest
 
 from kfac_engine.bench import contenders, jobs
 from kfac_engine.bench.contender import INFLUENCE_USES, LAPLACE_USES
-from scripts import bench_goals, bench_tables
+from scripts import bench_goals, bench_tables, uses_tables
 
 REPORTS = sorted(bench_tables.RESULTS.glob("*.json"))
 
@@ -70,6 +70,14 @@ GOALS = {
         report_of({("step", SELDOM): {"ours": 1.2, "ours-gradient": 1.0, "torch": 0.1}}),
         f"| step: {SELDOM} | ours-gradient | 1.30 | 1.20 |",
     ),
+    "CPU time of one thread": (
+        {"uses": [
+            {"case": "scores, mlp", "contender": who, "seconds": {"median": 7.0},
+             "cpu_seconds": seconds}
+            for who, seconds in (("ours", 1.0), ("kronfluence", 0.8))
+        ]},
+        "| uses: scores, mlp | kronfluence, CPU time | 1.00 | **1.25** |",
+    ),
     "scratch memory": (
         report_of({("conv", "32×512×7×7, 3×3, stride 1"): {"ours": 1.0}}),
         "| conv: 32×512×7×7, 3×3, stride 1 | temporary memory, MB | 32.00 | **40.00** |",
@@ -106,6 +114,24 @@ def test_an_older_kernel_has_a_column_beside():
     assert first == "1 of 1 goals are met."
     assert heads == "| case | compared with | at most | measured | older kernel |"
     assert line == "| dense: 256 rows of 1024 | torch | 0.60 | 0.50 | **1.00** |"
+
+
+def test_table_of_uses_has_the_quotients_of_cpu_time():
+    def use(contender, seconds, megabytes):
+        return {"case": "scores, mlp", "contender": contender, "cpu_seconds": seconds,
+                "peak_bytes": 1e6 * megabytes, "seconds": {"median": 9.0}}  # fmt: skip
+
+    suites = {"uses": [use("ours", 0.3, 20), use("kronfluence", 0.2, 10), use("other", 3.0, 90)]}
+    assert list(uses_tables.section(suites))[2:] == [
+        "| scores, mlp | 300 | kronfluence | 200 | 1.500 | 20 | 10 |",
+        "| scores, mlp | 300 | other | 3000 | 0.100 | 20 | 90 |",
+        "",
+        "0 of 1 goals are met.",
+        "",
+        "| case | compared with | at most | measured |",
+        "|---|---|---|---|",
+        "| uses: scores, mlp | kronfluence, CPU time | 1.00 | **1.50** |",
+    ]
 
 
 def test_every_goal_is_about_a_case_that_is_measured():
@@ -156,7 +182,9 @@ def shown(tmp_path, monkeypatch):
     def show(rows, courses):
         report = {"machine": machine(), "suites": {"step": rows}, "course": courses}
         (tmp_path / "day-cpu.json").write_text(json.dumps(report))
-        return bench_tables.readme(f"before {bench_tables.BEGIN} old {bench_tables.END} after")
+        return bench_tables.readme(
+            "before <!-- measurements: begin --> old <!-- measurements: end --> after"
+        )
 
     return show
 

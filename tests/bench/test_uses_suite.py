@@ -79,7 +79,7 @@ def test_ekfac_has_the_squares_of_gradients_in_the_eigenbasis(layer):
     scores = gradients[7:] @ inverse @ gradients[:7].T
     np.testing.assert_allclose(OPERATIONS["scores"](**SIZES)(), scores, rtol=TOLERANCE)
     selves = np.diag(gradients[:7] @ inverse @ gradients[:7].T)
-    np.testing.assert_allclose(OPERATIONS["self scores"](**SIZES)(), selves, rtol=TOLERANCE)
+    np.testing.assert_allclose(OPERATIONS["self-influence"](**SIZES)(), selves, rtol=TOLERANCE)
 
 
 def test_gradients_of_examples_add_up_to_the_gradient_of_the_loss():

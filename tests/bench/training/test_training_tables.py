@@ -40,11 +40,11 @@ def test_a_report_of_training_has_a_table_of_losses_and_one_of_comparisons():
 
 def test_the_page_about_performance_shows_the_newest_comparisons(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
-    marks = f"before\n{bench_tables.TRAINING_BEGIN}\nold\n{bench_tables.TRAINING_END}\nafter\n"
-    assert bench_tables.training(marks) == marks
+    marks = "before\n<!-- training: begin -->\nold\n<!-- training: end -->\nafter\n"
+    assert bench_tables.with_sections(marks) == marks
     for day, report in (("01", {"suites": {"train": []}}), ("02", REPORT)):
         (tmp_path / f"2026-01-{day}-train.json").write_text(json.dumps(report))
-    lines = bench_tables.training(marks).splitlines()
+    lines = bench_tables.with_sections(marks).splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "old" not in lines
     rows = [line for line in lines if line.startswith("|")][2:]
