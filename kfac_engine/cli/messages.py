@@ -1,5 +1,6 @@
 """Messages on stderr: a label, which has a colour in a terminal, and a text."""
 
+import sys
 from typing import Literal, TypeAlias
 
 import click
@@ -19,4 +20,5 @@ def tell(label: Label, text: str) -> None:
     console = Console(stderr=True)
     plain = console.no_color or console.color_system is None
     shown = f"{label}:" if plain else click.style(f"{label}:", fg=_COLOURS[label])
-    click.echo(f"{shown} {text}", err=True)
+    # A bar that is shown replaces sys.stderr, and writes lines above itself; click.echo passes by.
+    print(f"{shown} {text}", file=sys.stderr, flush=True)
