@@ -49,7 +49,7 @@ def text(path, *arguments, **options):
 pathlib.Path.is_file, pathlib.Path.read_text = is_there, text
 """
 IMPORT_ALL = """
-PEERS = {"torch", "jax", "kfac_jax", "curvlinops", "cupy", "cupyx"}
+PEERS = {"torch", "jax", "kfac_jax", "curvlinops", "laplace", "kronfluence", "cupy", "cupyx"}
 for name in sys.argv[5:]:
     try:
         importlib.import_module(name)

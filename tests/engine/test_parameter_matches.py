@@ -164,13 +164,13 @@ def test_arrays_with_equal_values_are_refused_by_name():
 def test_wrong_arrays_raise_errors_with_their_names():
     engine, state, _, _ = load("mlp-plain")
     matches = ke.match_parameters(engine, state)
-    with pytest.raises(ke.UnknownNameError, match="'weight' is none"):
+    with pytest.raises(ke.UnknownNameError, match=r"'weight' \(.*2\.weight'\?\) is none"):
         matches.to_engine({"weight": state["0.weight"]})
     with pytest.raises(ke.InputError, match=r"'0\.bias' is None"):
         matches.to_engine({"0.bias": None})
     with pytest.raises(ke.ShapeError, match=r"'0\.bias' has shape \(3,\), not \(5,\)"):
         matches.to_engine({"0.bias": np.zeros(3)})
-    with pytest.raises(ke.UnknownNameError, match="'bias' is not a parameter"):
+    with pytest.raises(ke.UnknownNameError, match=r"'bias' \(.*2\.bias'\?\) is not a parameter"):
         matches.to_module({"bias": np.zeros(3)})
     with pytest.raises(ke.ShapeError, match=r"'0\.bias' has shape \(4,\), not \(5,\)"):
         matches.to_module({"0.bias": np.zeros(4)})
