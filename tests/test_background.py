@@ -13,6 +13,7 @@ PAGE = (Path(__file__).resolve().parent.parent / "docs/background.md").read_text
 
 def test_program_of_the_page_equals_a_step_of_the_engine():
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    assert "assert_allclose(result.natural_gradients[" in program  # the comparison is in the page
     exec(compile(program, "background.md", "exec"), {})
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Group
+from kfac_engine.cli.curvature_files import batch_option
 from kfac_engine.cli.display import report_beside, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand, curvature_record
 from kfac_engine.cli.options import debug_option, file_path, gathered, json_option, keywords
@@ -84,11 +85,7 @@ _FORM = (
 )
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
-@Group.DATA.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
-)
+@batch_option
 @gathered("form", Form, _FORM)
 @keywords()
 @debug_option

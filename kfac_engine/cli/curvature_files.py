@@ -1,7 +1,9 @@
-"""The option ``--curvature`` of the commands that read a stored curvature."""
+"""Options of the commands on curvature, and the reading of a stored curvature."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import shown_warnings, working
@@ -15,6 +17,12 @@ curvature_option = Group.DATA.option(
     type=file_path,
     required=True,
     help="Curvature of the model, a file that the command curvature wrote.",
+)
+
+batch_option = Group.DATA.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
 )
 
 

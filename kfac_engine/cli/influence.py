@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.curvature_files import curvature_option, read_curvature
+from kfac_engine.cli.curvature_files import batch_option, curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
 from kfac_engine.cli.options import debug_option, file_path, gathered, json_option
 from kfac_engine.cli.tables import print_table
@@ -71,11 +71,7 @@ _FILES = (
 )
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
-@Group.DATA.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
-)
+@batch_option
 @Group.CURVATURE.option(
     "--damping",
     type=click.FloatRange(min=0),

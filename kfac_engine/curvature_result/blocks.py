@@ -18,7 +18,7 @@ UNUSED = "0"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Rows of a block that share no eigenvector with its other rows.
+    """Rows of a block whose eigenvectors are zero in all its other rows.
 
     Attributes:
         parameters: Names of the parameters of the rows.

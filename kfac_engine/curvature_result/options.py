@@ -18,7 +18,7 @@ BIASES, LAYERS = ("joint", "separate"), ("all", "last")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CurvatureOptions:
-    """What is measured, and on which parameters.
+    """Options of a measurement of curvature.
 
     Attributes:
         loss: Name of the loss. A loss object is accepted too, and a list with a loss for each

@@ -35,7 +35,7 @@ class Logits:
         return np.diagonal(self.covariance, axis1=1, axis2=2)
 
     def probabilities(self, z: Float) -> Float:
-        """Return the probabilities of logits ``(…, k)``."""
+        """Return the softmax of logits ``(…, k)``, or the sigmoid for independent classes."""
         result: Float = softmax(z, axis=-1) if self.exclusive else expit(z)
         return result
 

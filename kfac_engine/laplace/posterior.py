@@ -156,7 +156,8 @@ class Laplace:
             noise: Whether to choose the noise, too, for a loss ``normal``; not with
                 ``validation``.
             validation: Inputs and targets that the model was not trained on. One precision is then
-                chosen with the largest log-likelihood of these targets, by the link ``"probit"``.
+                chosen between 1e-4 and 1e6, with the largest log-likelihood of these targets by the
+                link ``"probit"``.
                 By default the evidence is maximized; a mapping as prior has a precision for each
                 block.
 

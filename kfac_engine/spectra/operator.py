@@ -67,6 +67,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
         self.examples = 0
         self._pairs, self._product = pairs, MATRICES[matrix]
         self._backend = backend
+        self._types = {name: array.dtype for name, array in model.parameters.items()}
         self._only: list[tuple[int, Product]] = []
 
     def __repr__(self) -> str:
@@ -79,9 +80,8 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
     def _matmat(self, X: Float) -> Float:
         """Return products with the columns of a matrix; each batch is evaluated once."""
         names = tuple(self.vector.shapes)
-        types = {name: array.dtype for name, array in self.model.parameters.items()}
         columns = [
-            self.vector.split(column[None], names, types, several=False)
+            self.vector.split(column[None], names, self._types, several=False)
             for column in np.asarray(X, np.float64).T
         ]
         total, examples = np.zeros(X.shape), 0

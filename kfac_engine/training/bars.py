@@ -22,7 +22,7 @@ _BAR_WIDTH = 20
 
 
 class _Labelled(ProgressColumn):
-    """A time with its name; empty if there is no time."""
+    """A column of a bar: a label and a time; empty where the time is unknown."""
 
     max_refresh = 0.5  # seconds, so that the remaining time does not flicker
 

@@ -3,13 +3,24 @@
 import numpy as np
 
 import kfac_engine as ke
-from tests import oracle
+from tests import models, oracle
 
 # float64 through ONNX Runtime, one eigendecomposition and matrix products, relative to the largest
 # entry. The finite differences of the oracle are good to 1e-11.
 DOUBLE = 1e-10
 # float32 activations and averages.
 SINGLE = 1e-4
+
+STRUCTURES = ("kron", "ekfac", "diagonal", "full")
+# Models with the output "output" that any structure can measure, and their tolerances.
+MODELS = {
+    "mlp": (lambda: models.mlp((4, 3, 3), dtype="float64"), DOUBLE),
+    "tokens": (lambda: models.token_mlp(tokens=2, widths=(2, 3, 2), dtype="float64"), DOUBLE),
+    "tied": (lambda: models.tied(dtype="float64"), DOUBLE),
+    "layer_norm": (models.layer_norm, SINGLE),
+    "embedding": (models.embedding, SINGLE),
+    "conv": (lambda: models.conv_linear(side=3, kernel=2, pads=0), SINGLE),
+}
 
 
 def dense(curvature, *, power=1.0, damping=0.0):

@@ -100,7 +100,7 @@ def gradients_of(model, inputs, labels, jacobian):
 
 
 def joined(curvature, tiles, *axes):
-    """All tiles as one array, ``(n, *axes, P)``, by the places of the parts of parameters."""
+    """Return the derivatives of all tiles with respect to all parameters, ``(n, *axes, P)``."""
     vector = curvature.vector
     rows = np.zeros((EXAMPLES, *axes, vector.size))
     for tile in tiles:

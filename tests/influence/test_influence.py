@@ -5,19 +5,17 @@ import pytest
 
 import kfac_engine as ke
 from tests import models, oracle
-from tests.curvature_result.dense import DOUBLE, SINGLE, assert_close, dense, measured, uneven
+from tests.curvature_result.dense import (
+    MODELS,
+    STRUCTURES,
+    assert_close,
+    dense,
+    measured,
+    uneven,
+)
 from tests.laplace.linear_regression import linear, regression
 
 N, Q = 7, 3
-STRUCTURES = ("kron", "ekfac", "diagonal", "full")
-MODELS = {
-    "mlp": (lambda: models.mlp((4, 3, 3), dtype="float64"), DOUBLE),
-    "tokens": (lambda: models.token_mlp(tokens=2, widths=(2, 3, 2), dtype="float64"), DOUBLE),
-    "tied": (lambda: models.tied(dtype="float64"), DOUBLE),
-    "layer_norm": (models.layer_norm, SINGLE),
-    "embedding": (models.embedding, SINGLE),
-    "conv": (lambda: models.conv_linear(side=3, kernel=2, pads=0), SINGLE),
-}
 
 
 @pytest.fixture(scope="module", params=MODELS)
