@@ -1,6 +1,6 @@
 """The Fisher estimator: updates factors from a trace and multiplies by the estimated matrix."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -14,13 +14,14 @@ from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping
+from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.estimator_options import check_counts, check_options
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
-from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, Measured
+from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.curvature.sources import ExampleGradients, Sources, ThunkRound, Trace
+from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
 from kfac_engine.errors import InputError
 from kfac_engine.sealed import Sealed
 
@@ -60,7 +61,7 @@ class FisherEstimator(Sealed):
             example.
         reads_gradients: Whether statistics read gradients of the training loss; see
             ``propagated``.
-        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
+        statistics: Measures batches and updates the averages.
         products: The same products for vectors that are given by parameter.
         refreshes: Refreshes of single factors, by key, with their costs.
 
@@ -99,7 +100,6 @@ class FisherEstimator(Sealed):
         self.name = name
         self.cov_ema_decay = cov_ema_decay
         self.colocate_gradients_with_ops = colocate_gradients_with_ops
-        self.params_stats: list[Array] = []
         self._collection = layer_collection
         self._mode = MODES[estimation_mode]
         self._sources = Sources(
@@ -110,12 +110,10 @@ class FisherEstimator(Sealed):
             examples,
             self.variables if compute_params_stats else (),
         )
-        self._batch_size = batch_size
         self.products = BlockProducts(
             layer_collection, exps, compute_cholesky, compute_cholesky_inverse, name
         )
         self.refreshes = Refreshes(layer_collection)
-        self._round: ThunkRound | None = None
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
         self.blocks = layer_collection.get_blocks()
@@ -123,8 +121,7 @@ class FisherEstimator(Sealed):
         self.factors = layer_collection.get_factors()
         self.differentiated, self.differentiated_alone = self._sources.read_values()
         self.reads_gradients = self._mode.needs_targets and not self._sources.variables
-        batches = (factor for factor in self.factors if factor not in self._sources.alone)
-        self._updater = self._updater_of(tuple(batches))
+        self.statistics = CovarianceUpdates(self._sources, self.factors, batch_size, name)
         self._sealed = True
 
     @property
@@ -169,13 +166,18 @@ class FisherEstimator(Sealed):
         averages are then those of the whole batch. An error of the function leaves all averages
         unchanged.
         """
-        return self._updater.combine
+        return self.statistics.updater.combine
 
     @combine.setter
     def combine(self, value: Combine | None) -> None:
         if value is not None and not callable(value):
             raise InputError(f"combine must be a function of measurements or None, got {value!r}.")
-        self._updater.combine = value
+        self.statistics.updater.combine = value
+
+    @property
+    def params_stats(self) -> list[Array]:
+        """``Σ_sources gradient / batch_size`` of the last update, for each variable."""
+        return self.statistics.params_stats
 
     @property
     def sums_sources(self) -> bool:
@@ -221,14 +223,7 @@ class FisherEstimator(Sealed):
                 estimator and its random generator have not changed.
         """
         decay = self.cov_ema_decay if should_decay else 1.0
-        stats: dict[str, Array] = {}
-        updater, alone = self._updater, self._sources.alone
-        singles = self._sources.measure_examples(alone, trace, draws, scales or {})
-        if propagated is None:
-            sources = self._sources.of_batch(updater.factors, trace, draws, scales or {}, stats)
-        else:
-            sources = self._sources.given(updater.factors, trace, propagated)
-        self._update(updater, sources, stats, decay, release, singles)
+        self.statistics.update(decay, trace, draws, scales, release, propagated)
 
     def accumulate(
         self,
@@ -248,12 +243,7 @@ class FisherEstimator(Sealed):
             factors: Factors to update; None for all. Raises as ``update_covariances`` does.
         """
         chosen = self.factors if factors is None else tuple(factors)
-        alone = tuple(factor for factor in chosen if factor in self._sources.alone)
-        updater = self._updater_of(tuple(factor for factor in chosen if factor not in alone))
-        updater.combine = self.combine
-        singles = self._sources.measure_examples(alone, trace, draws, scales or {})
-        sources = self._sources.of_batch(updater.factors, trace, draws, scales or {}, {})
-        self._update(updater, sources, {}, 1.0, measured=singles, weight=weight)
+        self.statistics.add(chosen, trace, 1.0, weight, draws, scales)
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages."""
@@ -347,52 +337,5 @@ class FisherEstimator(Sealed):
             if inverse:
                 block.register_cholesky_inverse()
 
-    def _updater_of(self, factors: tuple[FisherFactor, ...]) -> FactorUpdater:
-        return FactorUpdater(
-            factors,
-            self._collection.backend,
-            self._sources.gradients,
-            self._batch_size,
-            f"the batch_size of {self.name}",
-        )
-
     def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
-        now = self.rng.bit_generator.state
-        if self._round is None or not self._round.includes(trace, factor):
-            self._round = ThunkRound(trace, now)
-        first = not self._round.done
-        self.rng.bit_generator.state = self._round.generator
-        stats: dict[str, Array] = {}
-        decay = self.cov_ema_decay if should_decay else 1.0
-        alone = (factor,) if factor in self._sources.alone else ()
-        updater = self._updater_of(() if alone else (factor,))
-        updater.combine = self.combine
-        try:
-            singles = self._sources.measure_examples(alone, trace, None, {})
-            sources = self._sources.of_batch(updater.factors, trace, None, {}, stats)
-            self._update(updater, sources, stats, decay, measured=singles)
-        finally:
-            if not first:  # the first thunk of the pass has advanced the generator
-                self.rng.bit_generator.state = now
-        self._round.done.add(id(factor))
-
-    def _update(
-        self,
-        updater: FactorUpdater,
-        sources: Iterator[dict[str, Array]],
-        stats: Mapping[str, Array],
-        decay: float,
-        release: LetGo | None = None,
-        measured: Sequence[Measured] = (),
-        weight: float = 1.0,
-    ) -> None:
-        generator = self.rng.bit_generator.state
-        try:
-            if self._mode.one_source:
-                updater.average(next(sources), decay, release, measured, weight)
-            else:
-                updater.average_sum(sources, decay, measured, weight)
-        except BaseException:  # the draws of a failed update are not used
-            self.rng.bit_generator.state = generator
-            raise
-        self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
+        self.statistics.add_one(factor, trace, self.cov_ema_decay if should_decay else 1.0)

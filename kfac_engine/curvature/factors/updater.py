@@ -5,6 +5,7 @@ Values are released as soon as every factor that reads them has measured them.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -23,6 +24,31 @@ from kfac_engine.errors import InputError
 LetGo: TypeAlias = Callable[[Collection[str]], None]
 # A factor with a measurement that its average has not received yet.
 Measured: TypeAlias = tuple[FisherFactor, Measurement]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """An update by a checked batch, which no average has received yet.
+
+    Attributes:
+        measured: Factors with their measurements.
+        move: Measures the other factors into their averages; called with decay and weight.
+    """
+
+    measured: Sequence[Measured]
+    move: Callable[[float, float], None] | None = None
+
+    def commit(self, decay: float, weight: float = 1.0) -> None:
+        """Update the averages; the update cannot be used again.
+
+        Args:
+            decay: Weight of the old averages, in [0, 1].
+            weight: Weight of the batch.
+        """
+        if self.move is not None:
+            self.move(decay, weight)
+        for factor, measurement in self.measured:
+            factor.commit(measurement, decay, weight)
 
 
 class FactorUpdater:
@@ -89,28 +115,7 @@ class FactorUpdater:
         Raises:
             KfacError: The batch does not fit a factor; no average has moved.
         """
-        if self.combine is not None:
-            names = tuple(values)
-            self.average_sum(iter((values,)), decay, measured, weight)
-            if release is not None:
-                release(names)
-            return
-        checked = self._check(values)
-        readers, lock = self._readers.copy(), Lock()
-
-        def update(index: int) -> None:
-            factor, names = self.factors[index], self._names[index]
-            factor.commit(factor.measure(values, checked[index]), decay, weight)
-            with lock:
-                readers.subtract(names)
-                unread = [name for name in names if not readers[name]]
-                for name in unread:
-                    del values[name]
-                if release is not None:
-                    release(unread)
-
-        self._with_all(update, checked, values)
-        self._commit(measured, decay, weight)
+        self.combined(self.measure(values, release, measured)).commit(decay, weight)
 
     def average_sum(
         self,
@@ -131,6 +136,49 @@ class FactorUpdater:
         Raises:
             KfacError: A source does not fit a factor; no average has moved.
         """
+        self.combined(self.measure_sum(sources, measured)).commit(decay, weight)
+
+    def measure(
+        self, values: dict[str, Array], release: LetGo | None, measured: Sequence[Measured] = ()
+    ) -> PendingUpdate:
+        """Check a batch of one source, and measure it if ``combine`` is set.
+
+        Without ``combine``, factors measure when the update is committed, directly into averages.
+
+        Args:
+            values: As for ``average``.
+            release: As for ``average``.
+            measured: As for ``average``.
+
+        Returns:
+            The update that has not changed any average.
+
+        Raises:
+            KfacError: The batch does not fit a factor.
+        """
+        if self.combine is not None:
+            names = tuple(values)
+            update = self.measure_sum(iter((values,)), measured)
+            if release is not None:
+                release(names)
+            return update
+        return PendingUpdate(measured, partial(self._move, values, self._check(values), release))
+
+    def measure_sum(
+        self, sources: Iterator[dict[str, Array]], measured: Sequence[Measured] = ()
+    ) -> PendingUpdate:
+        """Measure the sum over the sources of a batch.
+
+        Args:
+            sources: As for ``average_sum``.
+            measured: As for ``average_sum``.
+
+        Returns:
+            The update that has not changed any average.
+
+        Raises:
+            KfacError: A source does not fit a factor.
+        """
         values = next(sources)
         checked = self._check(values)
         combined = self.combine is not None
@@ -149,7 +197,37 @@ class FactorUpdater:
         for values in sources:
             self._add_source(sums, values)
             values.clear()
-        self._commit([*((f, sums[id(f)]) for f in self.factors), *measured], decay, weight)
+        return PendingUpdate([*((f, sums[id(f)]) for f in self.factors), *measured])
+
+    def combined(self, update: PendingUpdate) -> PendingUpdate:
+        """Combine the measurements of an update with those of other processes, in place."""
+        if self.combine is not None:
+            self.combine([measurement for _, measurement in update.measured])
+        return update
+
+    def _move(
+        self,
+        values: dict[str, Array],
+        checked: Sequence[Sizes],
+        release: LetGo | None,
+        decay: float,
+        weight: float,
+    ) -> None:
+        """Measure a checked batch of one source directly into the averages."""
+        readers, lock = self._readers.copy(), Lock()
+
+        def update(index: int) -> None:
+            factor, names = self.factors[index], self._names[index]
+            factor.commit(factor.measure(values, checked[index]), decay, weight)
+            with lock:
+                readers.subtract(names)
+                unread = [name for name in names if not readers[name]]
+                for name in unread:
+                    del values[name]
+                if release is not None:
+                    release(unread)
+
+        self._with_all(update, checked, values)
 
     def _add_source(self, sums: dict[int, Measurement], values: dict[str, Array]) -> None:
         """Add a further source of a batch to the measurements that it changes."""
@@ -162,13 +240,6 @@ class FactorUpdater:
                 for factor, size in zip(self._moving, sizes, strict=True)
             ]
         )
-
-    def _commit(self, measured: Sequence[Measured], decay: float, weight: float) -> None:
-        """Combine measurements and update the averages by them."""
-        if self.combine is not None:
-            self.combine([measurement for _, measurement in measured])
-        for factor, measurement in measured:
-            factor.commit(measurement, decay, weight)
 
     def _check(self, values: Values) -> list[Sizes]:
         """Check a batch for all factors; return the sizes of their measurements."""

@@ -1,0 +1,190 @@
+"""Statistics of batches for the factors of an estimator: measured, then committed to averages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kfac_engine._types import Array
+from kfac_engine.curvature.estimation_modes import Draws
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PendingUpdate
+from kfac_engine.curvature.sources import Sources, ThunkRound, Trace
+
+
+class CovarianceUpdates:
+    """Measures batches for factors.
+
+    Args:
+        sources: Propagates the sources of the estimation mode.
+        factors: All factors.
+        batch_size: Size that every batch must have; None for any size.
+        name: Name of the estimator, for messages.
+
+    Attributes:
+        sources: Propagates the sources of the estimation mode; its generator draws.
+        updater: Updates the factors that read whole batches.
+        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        factors: Sequence[FisherFactor],
+        batch_size: int | None,
+        name: str,
+    ) -> None:
+        self.sources = sources
+        self.params_stats: list[Array] = []
+        self._batch_size, self._name = batch_size, name
+        self._round: ThunkRound | None = None
+        self.updater = self._updater_of(f for f in factors if f not in sources.alone)
+
+    def measure(
+        self,
+        trace: Trace,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+        release: LetGo | None = None,
+        propagated: dict[str, Array] | None = None,
+    ) -> PendingUpdate:
+        """Measure one batch for all factors; averages do not change.
+
+        Args:
+            trace: As for ``FisherEstimator.update_covariances``, with the other arguments.
+            draws: Fixes the randomness.
+            scales: Factors of cotangents.
+            release: Receives names of values.
+            propagated: Gradients that the caller has computed.
+
+        Returns:
+            The update; its ``commit`` changes the averages.
+
+        Raises:
+            KfacError: As for ``FisherEstimator.update_covariances``.
+        """
+        alone = self.sources.alone
+        return self._measured(self.updater, alone, trace, draws, scales, release, propagated)
+
+    def update(
+        self,
+        decay: float,
+        trace: Trace,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+        release: LetGo | None = None,
+        propagated: dict[str, Array] | None = None,
+    ) -> None:
+        """Update all averages by one batch, combined with those of other processes.
+
+        Args:
+            decay: Weight of the old averages, in [0, 1].
+            trace: As for ``measure``, with the other arguments.
+            draws: Fixes the randomness.
+            scales: Factors of cotangents.
+            release: Receives names of values.
+            propagated: Gradients that the caller has computed.
+
+        Raises:
+            KfacError: As for ``measure``; averages and generator have not changed.
+        """
+        with self._restored_on_error():
+            pending = self.measure(trace, draws, scales, release, propagated)
+            self.updater.combined(pending).commit(decay)
+
+    def add(
+        self,
+        factors: Sequence[FisherFactor],
+        trace: Trace,
+        decay: float,
+        weight: float = 1.0,
+        draws: Draws | None = None,
+        scales: Mapping[str, float] | None = None,
+    ) -> None:
+        """Update the averages of some factors by one batch.
+
+        Args:
+            factors: The factors.
+            trace: The evaluation of the batch.
+            decay: Weight of the old averages, in [0, 1].
+            weight: Weight of the batch.
+            draws: Fixes the randomness.
+            scales: Factors of cotangents.
+
+        Raises:
+            KfacError: As for ``measure``; averages and generator have not changed.
+        """
+        alone = tuple(factor for factor in factors if factor in self.sources.alone)
+        updater = self._updater_of(factor for factor in factors if factor not in alone)
+        updater.combine = self.updater.combine
+        with self._restored_on_error():
+            pending = self._measured(updater, alone, trace, draws, scales)
+            updater.combined(pending).commit(decay, weight)
+
+    def add_one(self, factor: FisherFactor, trace: Trace, decay: float) -> None:
+        """Update one average; all factors of a pass over a batch see the same draws.
+
+        Args:
+            factor: The factor.
+            trace: The evaluation of the batch.
+            decay: Weight of the old average, in [0, 1].
+
+        Raises:
+            KfacError: As for ``measure``; the average has not changed.
+        """
+        bits = self.sources.rng.bit_generator
+        now = bits.state
+        if self._round is None or not self._round.includes(trace, factor):
+            self._round = ThunkRound(trace, now)
+        first = not self._round.done
+        bits.state = self._round.generator
+        try:
+            self.add((factor,), trace, decay)
+        finally:
+            if not first:  # the first factor of the pass has advanced the generator
+                bits.state = now
+        self._round.done.add(id(factor))
+
+    def _measured(
+        self,
+        updater: FactorUpdater,
+        alone: tuple[FisherFactor, ...],
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float] | None,
+        release: LetGo | None = None,
+        propagated: dict[str, Array] | None = None,
+    ) -> PendingUpdate:
+        stats: dict[str, Array] = {}
+        scales = scales or {}
+        with self._restored_on_error():
+            singles = self.sources.measure_examples(alone, trace, draws, scales)
+            if propagated is None:
+                batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats)
+            else:
+                batch = self.sources.given(updater.factors, trace, propagated)
+            if self.sources.mode.one_source:
+                pending = updater.measure(next(batch), release, singles)
+            else:
+                pending = updater.measure_sum(batch, singles)
+        self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
+        return pending
+
+    def _updater_of(self, factors: Iterator[FisherFactor]) -> FactorUpdater:
+        return FactorUpdater(
+            tuple(factors),
+            self.sources.backend,
+            self.sources.gradients,
+            self._batch_size,
+            f"the batch_size of {self._name}",
+        )
+
+    @contextmanager
+    def _restored_on_error(self) -> Iterator[None]:
+        """Return a context that restores the generator after an error: its draws are not used."""
+        bits = self.sources.rng.bit_generator
+        before: Mapping[str, Any] = bits.state
+        try:
+            yield
+        except BaseException:
+            bits.state = before
+            raise
