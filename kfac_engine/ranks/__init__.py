@@ -1,0 +1,1 @@
+"""Several processes: collectives, agreement, owners of layers, and their cost."""
