@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import ModelError as ModelError
     from kfac_engine.errors import NonFiniteError as NonFiniteError
     from kfac_engine.errors import NotReadyError as NotReadyError
+    from kfac_engine.errors import RankError as RankError
     from kfac_engine.errors import RegistrationError as RegistrationError
     from kfac_engine.errors import ShapeError as ShapeError
     from kfac_engine.errors import UnknownAttributeError as UnknownAttributeError
@@ -132,6 +133,8 @@ if TYPE_CHECKING:
     from kfac_engine.pruning.merging import merge as merge
     from kfac_engine.pruning.pruning import prune as prune
     from kfac_engine.pruning.saliency import saliency as saliency
+    from kfac_engine.ranks.mpi import over_mpi as over_mpi
+    from kfac_engine.ranks.protocol import Communicator as Communicator
     from kfac_engine.run_report.report import report as report
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
@@ -178,6 +181,7 @@ _HOMES = {
     "BackendError": "errors",
     "MissingKernelError": "errors",
     "MemoryLimitError": "errors",
+    "RankError": "errors",
     "DivergenceError": "errors",
     "DivergenceWarning": "errors",
     "ExportWarning": "errors",
@@ -212,6 +216,8 @@ _HOMES = {
     "saliency": "pruning.saliency",
     "prune": "pruning.pruning",
     "merge": "pruning.merging",
+    "over_mpi": "ranks.mpi",
+    "Communicator": "ranks.protocol",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",
     "load_model": "runtime.load",

@@ -14,6 +14,7 @@ The tree of classes, with built-in parent classes in brackets::
     │   └── UnsupportedOpError                         an ONNX operator without derivative rule
     ├── NotReadyError           [RuntimeError]         read before it was computed
     ├── MemoryLimitError        [MemoryError]          a step needs more memory than is available
+    ├── RankError               [RuntimeError]         processes do not fit together, or one failed
     └── BackendError            [RuntimeError]         the array library or ONNX Runtime failed
         └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
@@ -76,6 +77,10 @@ class NotReadyError(KfacError, RuntimeError):
 
 class MemoryLimitError(KfacError, MemoryError):
     """A step needs more memory than is available."""
+
+
+class RankError(KfacError, RuntimeError):
+    """Ranks have different models, options or states, or one of them failed."""
 
 
 class BackendError(KfacError, RuntimeError):

@@ -27,6 +27,7 @@ RESERVED = {
     "onnx_ir": ("kfac_engine/graph/",),
     "onnxruntime": ("kfac_engine/sessions/session.py", "kfac_engine/sessions/device_session.py"),
     "cupy": ("kfac_engine/backend/cuda/device.py",),
+    "mpi4py": ("kfac_engine/ranks/mpi.py",),
     "sklearn": ("kfac_engine/sklearn/",),
     "torch": ("kfac_engine/torch.py", "bench/"),
     "cupyx": ("kfac_engine/backend/cuda/device.py",),

@@ -23,6 +23,9 @@ PUBLIC = (
     "UnsupportedOpError",
     "NotReadyError",
     "BackendError",
+    "Communicator",
+    "RankError",
+    "over_mpi",
     "MissingKernelError",
     "MemoryLimitError",
     "DivergenceError",
@@ -143,6 +146,7 @@ PARENTS = {
     "UnsupportedOpError": NotImplementedError,
     "NotReadyError": RuntimeError,
     "BackendError": RuntimeError,
+    "RankError": RuntimeError,
     "MemoryLimitError": MemoryError,
 }
 SECONDS_TO_IMPORT = 0.5

@@ -14,7 +14,11 @@ SOURCES = sorted(
 # What copies an array of CuPy to the host, to the places that may write it: those that make the
 # copies, and those that see arrays of the host only.
 COPIES = {
-    "asnumpy": ("kfac_engine/backend/cuda/device.py", "kfac_engine/backend/cuda/solvers.py"),
+    "asnumpy": (
+        "kfac_engine/backend/cuda/device.py",
+        "kfac_engine/backend/cuda/solvers.py",
+        "kfac_engine/ranks/mpi.py",  # messages of an MPI that reads host memory only
+    ),
     "get()": ("kfac_engine/backend/threads.py", "kfac_engine/compat/mixins/collection.py"),
     "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
     "tolist()": (

@@ -1,0 +1,90 @@
+"""Agreement of ranks: either all of them go on or all of them raise the same error."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from kfac_engine import errors
+from kfac_engine._types import Array
+from kfac_engine.errors import KfacError, RankError
+from kfac_engine.ranks.protocol import Communicator
+
+# Numbers that a vote carries beside the mark of an error.
+_NUMBERS = 4
+# Bytes of the message of an error that other ranks receive.
+_MESSAGE_BYTES = 2000
+
+
+class Agreement:
+    """Votes of all ranks.
+
+    Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
+    two votes may fail on one rank; code after the last vote must not.
+
+    Args:
+        communicator: The ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._agreed: BaseException | None = None
+
+    def vote(self, *numbers: float) -> Array:
+        """Meet all ranks, and exchange numbers.
+
+        Args:
+            numbers: At most four numbers.
+
+        Returns:
+            The numbers of all ranks, ``(ranks, len(numbers))``, float64.
+
+        Raises:
+            KfacError: A rank has failed. All ranks raise an error of the same class.
+        """
+        return self._meet(numbers, None)[:, : len(numbers)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which an error of one rank becomes an error of all ranks.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            KfacError: A rank has failed between two votes. An error that is no ``KfacError``
+                becomes a ``RankError``.
+        """
+        try:
+            yield
+        except Exception as error:
+            if error is self._agreed or self.communicator.size == 1:
+                raise
+            self._meet((), error)
+
+    def _meet(self, numbers: Sequence[float], error: Exception | None) -> Array:
+        ranks = self.communicator
+        table = np.zeros((ranks.size, 1 + _NUMBERS))
+        table[ranks.rank, 0] = error is not None
+        table[ranks.rank, 1 : 1 + len(numbers)] = numbers
+        flat = table.reshape(-1)
+        ranks.allreduce(flat)
+        failed = np.flatnonzero(table[:, 0])
+        if failed.size:
+            self._agreed = self._error_of(int(failed[0]), error)
+            raise self._agreed from error
+        return table[:, 1:]
+
+    def _error_of(self, rank: int, error: Exception | None) -> KfacError:
+        """Return the error of a rank, with its number, on all ranks."""
+        buffer = np.zeros(_MESSAGE_BYTES, np.float32)  # a byte in each number
+        if rank == self.communicator.rank and error is not None:
+            name = type(error).__name__
+            text = f"{name}\n{error}" if isinstance(error, KfacError) else f"\n{name}: {error}"
+            encoded = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
+            buffer[: len(encoded)] = encoded
+        self.communicator.broadcast(buffer, rank)
+        text = buffer.astype(np.uint8).tobytes().rstrip(b"\0").decode(errors="ignore")
+        name, _, message = text.partition("\n")
+        kind = getattr(errors, name, RankError) if name else RankError
+        return kind(f"rank {rank} of {self.communicator.size} refused: {message}")

@@ -1,0 +1,177 @@
+"""Ranks that MPI has started, by the library mpi4py."""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import BackendError
+from kfac_engine.ranks.protocol import Alone, Communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Entries of a message: MPI libraries before version 4 of the standard count in 32 bits.
+_LARGEST_MESSAGE = 2**30
+
+
+class OverMPI:
+    """The ranks of an MPI communicator.
+
+    Args:
+        comm: The communicator; it is duplicated, so that messages do not meet those of the caller.
+        device_buffers: Whether MPI reads arrays of a GPU. If False, they are copied to the host.
+
+    Attributes:
+        rank: Number of this process.
+        size: Number of processes.
+        local_size: Number of processes on this node.
+    """
+
+    def __init__(self, comm: "MPI.Intracomm", *, device_buffers: bool = False) -> None:
+        mpi = _load()
+        self._comm = comm.Dup()
+        self._in_place: Any = mpi.IN_PLACE
+        self._device_buffers = device_buffers
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_size: int = node.size
+        node.Free()
+
+    def allreduce(self, buffer: Array) -> None:
+        """Replace a buffer by its sum over all ranks."""
+        whole = self._readable(buffer)
+        for start in range(0, len(whole), _LARGEST_MESSAGE):
+            self._comm.Allreduce(self._in_place, whole[start : start + _LARGEST_MESSAGE])
+        _copy_back(whole, buffer)
+
+    def reduce_scatter(self, buffer: Array, counts: list[int]) -> Array:
+        """Return this rank's part of the sum of a buffer over all ranks."""
+        whole = self._readable(buffer)
+        part = array_module(whole).empty(counts[self.rank], whole.dtype)
+        if len(whole) <= _LARGEST_MESSAGE:
+            self._comm.Reduce_scatter(whole, part, counts)
+        else:
+            for owner, piece, place in _pieces(whole, counts):
+                receives = part[place] if owner == self.rank else None
+                self._comm.Reduce(piece, receives, root=owner)
+        received: Array = array_module(buffer).asarray(part)
+        return received
+
+    def allgather(self, buffer: Array, counts: list[int]) -> None:
+        """Fill a buffer, in which a rank has written its own part, with the parts of all ranks."""
+        whole = self._readable(buffer)
+        if len(whole) <= _LARGEST_MESSAGE:
+            self._comm.Allgatherv(self._in_place, [whole, counts])
+        else:
+            for owner, piece, _ in _pieces(whole, counts):
+                self._comm.Bcast(piece, root=owner)
+        _copy_back(whole, buffer)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Replace a buffer by that of the rank ``root``."""
+        whole = self._readable(buffer)
+        for start in range(0, len(whole), _LARGEST_MESSAGE):
+            self._comm.Bcast(whole[start : start + _LARGEST_MESSAGE], root=root)
+        _copy_back(whole, buffer)
+
+    def abort(self, status: int) -> None:
+        """End all ranks of the program at once with an exit status."""
+        self._comm.Abort(status)
+
+    def _readable(self, buffer: Array) -> Array:
+        """Return a buffer that MPI can read: the buffer itself, or a copy on the host."""
+        xp = array_module(buffer)
+        if xp is np:
+            return buffer
+        if self._device_buffers:
+            xp.cuda.get_current_stream().synchronize()
+            return buffer
+        on_host: Array = xp.asnumpy(buffer)
+        return on_host
+
+
+def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = False) -> Communicator:
+    """Return the ranks of a program that ``mpirun`` has started.
+
+    An exception that one rank does not catch ends all ranks with the exit status 1, because the
+    others would wait for the rank forever. A program that calls ``sys.exit`` on one rank only needs
+    ``mpirun … python -m mpi4py program.py``, which ends all ranks as well.
+
+    Args:
+        comm: A communicator of mpi4py; ``MPI.COMM_WORLD`` by default.
+        device_buffers: Whether the MPI library reads arrays of a GPU ("CUDA-aware"). If False, they
+            are copied to the host.
+
+    Returns:
+        A communicator; one rank if ``mpirun`` has not started the program.
+
+    Raises:
+        BackendError: mpi4py, or an MPI library, is not installed.
+    """
+    mpi = _load()
+    ranks = OverMPI(mpi.COMM_WORLD if comm is None else comm, device_buffers=device_buffers)
+    if ranks.size == 1:
+        return Alone()
+    _end_all_ranks_on_errors(ranks)
+    return ranks
+
+
+def _load() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        if error.name == "mpi4py":
+            raise BackendError(
+                "several processes need mpi4py and an MPI library: pip install 'kfac-engine[mpi]', "
+                "and the MPI of the cluster or pip install mpich."
+            ) from None
+        raise BackendError(_without_library(error)) from None
+    except RuntimeError as error:
+        raise BackendError(_without_library(error)) from None
+    return MPI
+
+
+def _without_library(error: Exception) -> str:
+    return (
+        f"mpi4py finds no MPI library ({error}); load the MPI of the cluster, or pip install mpich."
+    )
+
+
+def _end_all_ranks_on_errors(ranks: OverMPI) -> None:
+    """Have an exception that nothing catches end all ranks, after its traceback is printed."""
+    before = sys.excepthook
+    if getattr(before, "ends_all_ranks", False):
+        return
+
+    def end(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, error, traceback)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ranks.abort(1)
+
+    end.ends_all_ranks = True  # type: ignore[attr-defined] # a mark of the function
+    sys.excepthook = end
+
+
+def _pieces(whole: Array, counts: list[int]) -> list[tuple[int, Array, slice]]:
+    """Return the pieces of all parts: rank of the part, piece, and place in the part."""
+    pieces, start = [], 0
+    for owner, count in enumerate(counts):
+        for low in range(0, count, _LARGEST_MESSAGE):
+            place = slice(low, min(low + _LARGEST_MESSAGE, count))
+            pieces.append((owner, whole[start + place.start : start + place.stop], place))
+        start += count
+    return pieces
+
+
+def _copy_back(whole: Array, buffer: Array) -> None:
+    """Copy a result into the buffer, unless it is the buffer."""
+    if whole is not buffer:
+        buffer[...] = array_module(buffer).asarray(whole)
