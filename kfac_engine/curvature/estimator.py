@@ -23,6 +23,7 @@ from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
 from kfac_engine.errors import InputError
+from kfac_engine.ranks.shards import Rows
 from kfac_engine.sealed import Sealed
 
 
@@ -173,6 +174,22 @@ class FisherEstimator(Sealed):
         if value is not None and not callable(value):
             raise InputError(f"combine must be a function of measurements or None, got {value!r}.")
         self.statistics.updater.combine = value
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows of a batch that this process has; None for the whole batch. Can be set.
+
+        Each of several processes sets its rows before an update by its part of a batch. All draw
+        from equal generators, and each receives the sampled targets and random signs that one
+        process draws for these rows.
+        """
+        return self._sources.rows
+
+    @rows.setter
+    def rows(self, value: Rows | None) -> None:
+        if not isinstance(value, Rows | None):
+            raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
+        self._sources.rows = value
 
     @property
     def params_stats(self) -> list[Array]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import take
 from kfac_engine.curvature.factors.updater import Measured, computed
 from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.ranks.shards import RowGenerator, Rows
 
 
 class Trace(Protocol):
@@ -56,6 +57,7 @@ class Sources:
         variables: Parameters whose gradients are summed over the sources.
         gradients: Name of a gradient, as factors read it, to the differentiated value.
         alone: Factors whose statistics read gradients of single examples.
+        rows: The rows of the batch that this process has; None for all of them.
     """
 
     mode: EstimationMode
@@ -66,6 +68,7 @@ class Sources:
     variables: tuple[str, ...] = ()
     gradients: dict[str, str] = field(default_factory=dict)
     alone: tuple[FisherFactor, ...] = ()
+    rows: Rows | None = None
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict)
 
     def gradient_name(self, value: str) -> str:
@@ -120,7 +123,10 @@ class Sources:
     def _cotangents(
         self, trace: Trace, draws: Draws | None, scales: Mapping[str, float]
     ) -> Iterator[dict[str, Array]]:
-        for source in self.mode(self.losses, trace, self.rng, draws):
+        rng = self.rng
+        if self.rows is not None:
+            rng = cast("np.random.Generator", RowGenerator(rng, self.rows))
+        for source in self.mode(self.losses, trace, rng, draws):
             yield {name: scales.get(name, 1.0) * array for name, array in source.items()}
 
     def measure_examples(

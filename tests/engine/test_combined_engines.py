@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.ranks.shards import Rows
 from tests import models
 
 # Of the largest entry, for sums of tens of products. ONNX Runtime has no convolution in float64.
@@ -60,6 +61,7 @@ def observed(name, **options):
     processes = TwoProcesses()
     for rank, engine in enumerate(parts):
         engine.combine = processes.of(rank)
+        engine.estimator.rows = Rows.of((2, 4), rank)
     with ThreadPoolExecutor(2) as threads:
         for seed in range(2):
             inputs, targets = batch(name, seed)
@@ -81,12 +83,13 @@ def assert_same_averages(engine, whole):
         np.testing.assert_allclose(found.cov / scale, wanted.cov / scale, atol=close)
 
 
-@pytest.mark.parametrize("mode", ["empirical", "exact"])
+@pytest.mark.parametrize("mode", ["empirical", "exact", "gradients", "curvature_prop"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "layer_norm", "token_mlp"])
 def test_combined_averages_equal_those_of_the_whole_batch(name, mode):
     whole, parts, processes = observed(name, estimation_mode=mode)
     for engine in parts:
         assert_same_averages(engine, whole)
+        assert engine.estimator.rng.bit_generator.state == whole.estimator.rng.bit_generator.state
     assert processes.calls == [2, 2]
 
 
@@ -149,6 +152,24 @@ def test_an_error_of_the_combination_leaves_the_engine_unchanged():
     engine.combine = None
     engine.observe(inputs)
     assert engine.counter == 2
+
+
+def test_a_failed_update_of_rows_restores_the_generator():
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    engine.estimator.rows = Rows(1, 3, 6)
+    before = engine.estimator.rng.bit_generator.state
+    with pytest.raises(ke.ShapeError, match="for 3 examples"):
+        engine.observe(models.random_inputs(models.mlp(), batch=4))
+    assert engine.estimator.rng.bit_generator.state == before
+    engine.observe(models.random_inputs(models.mlp(), batch=3))
+    assert engine.counter == 1
+
+
+def test_rows_must_be_rows():
+    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
+    with pytest.raises(ke.InputError, match="rows must be"):
+        engine.estimator.rows = (0, 2, 4)
+    assert engine.estimator.rows is None
 
 
 def test_combine_must_be_a_function():
