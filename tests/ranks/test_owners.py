@@ -1,0 +1,174 @@
+"""Owners depend on names and loads alone, and divide the work of known models evenly."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kfac_engine.errors import InputError
+from kfac_engine.ranks.owners import Load, loads, owners, slots, together
+from tests.ranks.known_models import MODELS
+
+# Integers: sums of costs are exact, so that bounds hold without a tolerance.
+costs = st.lists(st.integers(0, 50), min_size=1, max_size=7)
+
+
+def works(numbers):
+    return {f"work {index}": Load(cost) for index, cost in enumerate(numbers)}
+
+
+def makespan(table, assigned, size):
+    return max(load.cost for load in loads(table, assigned, size))
+
+
+def test_owners_of_a_small_case_are_those_of_a_hand():
+    # 7 → 0; 5 → 1; 4 → 1, as 5 < 7; 3 → 0, as 7 < 9; 3 → 1, as 9 < 10
+    table = {"a": Load(3), "b": Load(7), "c": Load(4), "d": Load(3), "e": Load(5)}
+    assert owners(table, 2) == {"b": 0, "e": 1, "c": 1, "a": 0, "d": 1}
+    assert loads(table, owners(table, 2), 2) == [Load(10), Load(12)]
+
+
+def test_ties_are_decided_by_bytes_and_then_by_key():
+    table = {"b": Load(1, 5), "a": Load(1, 5), "c": Load(1, 9), "free": Load(0, 1)}
+    # the most bytes first; then 'a' before 'b'; the work without a cost to the fewest bytes
+    assert list(owners(table, 3)) == ["c", "a", "b", "free"]
+    assert owners(table, 3) == {"c": 0, "a": 1, "b": 2, "free": 1}
+
+
+@given(st.data(), costs, st.integers(1, 5), st.integers(1, 4))
+def test_assignments_are_the_same_for_every_order_of_the_works(data, numbers, size, period):
+    table = works(numbers)
+    permuted = dict(data.draw(st.permutations(list(table.items()))))
+    assert list(owners(permuted, size).items()) == list(owners(table, size).items())
+    assert slots(permuted, size, period) == slots(table, size, period)
+
+
+@given(costs, st.integers(1, 4))
+def test_makespan_is_within_grahams_bound_of_the_best_assignment(numbers, size):
+    table = works(numbers)
+    best = min(
+        makespan(table, dict(zip(table, places, strict=True)), size)
+        for places in product(range(size), repeat=len(table))
+    )
+    # times 3·size, in integers
+    assert 3 * size * makespan(table, owners(table, size), size) <= (4 * size - 1) * best
+
+
+@given(costs, st.integers(1, 5), st.integers(1, 4))
+def test_every_work_has_a_rank_and_a_phase(numbers, size, period):
+    table = works(numbers)
+    assert owners(table, size).keys() == slots(table, size, period).keys() == table.keys()
+    assert set(owners(table, size).values()) <= set(range(size))
+    for slot in slots(table, size, period).values():
+        assert 0 <= slot.rank < size
+        assert 0 <= slot.phase < period
+
+
+def test_one_rank_owns_everything():
+    assert set(owners(works([3, 1, 2]), 1).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("table", "size", "named"),
+    [
+        ({"a": Load(1)}, 0, "size must be a whole number of at least 1, got 0"),
+        ({"a": Load(-1.0)}, 2, "the work 'a'"),
+        ({"a": Load(float("nan"))}, 2, "the work 'a'"),
+        ({"a": Load(float("inf"))}, 2, "the work 'a'"),
+        ({"a": Load(1.0, -4)}, 2, "the work 'a'"),
+    ],
+)
+def test_loads_without_an_order_are_refused(table, size, named):
+    with pytest.raises(InputError, match=named):
+        owners(table, size)
+
+
+def test_a_period_without_a_phase_is_refused():
+    with pytest.raises(InputError, match="period must be"):
+        slots({"a": Load(1)}, 2, 0)
+
+
+@given(costs, st.integers(1, 5), st.integers(1, 4))
+def test_slots_of_few_works_are_in_the_first_phases(numbers, size, period):
+    table = works(numbers)
+    assigned = slots(table, size, period)
+    if len(table) <= size * period:
+        expected = [(i % size, i // size) for i in range(len(table))]
+        assert sorted((s.rank, s.phase) for s in assigned.values()) == sorted(expected)
+    sizes = [table[key].cost for key in assigned]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_blocks_that_share_a_factor_need_one_owner():
+    blocks = {"q": ["A", "Gq"], "fc": ["B", "H"], "k": ["Gk", "A"], "bias": [], "v": ["Gv", "Gk"]}
+    assert together(blocks) == [["q", "k", "v"], ["fc"], ["bias"]]
+    assert together({}) == []
+
+
+# -- known models ---------------------------------------------------------------------------------
+
+
+def refreshes(model):
+    """The inverse of each factor, at d³."""
+    sizes = [size for layer in MODELS[model] for size in layer.sizes]
+    return works([size**3 for size in sizes])
+
+
+def blocks(model):
+    """The inverses of each layer, on one rank."""
+    return works([sum(size**3 for size in layer.sizes) for layer in MODELS[model]])
+
+
+def bound(table, size):
+    costs = [work.cost for work in table.values()]
+    return max(sum(costs) / size, max(costs))
+
+
+def in_turn(table, size):
+    return {key: index % size for index, key in enumerate(table)}
+
+
+SIZES = (4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("of", [refreshes, blocks])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("model", MODELS)
+def test_inverses_of_known_models_take_at_most_a_tenth_longer_than_the_bound(model, size, of):
+    table = of(model)
+    assert makespan(table, owners(table, size), size) <= 1.10 * bound(table, size)
+
+
+@pytest.mark.parametrize("of", [refreshes, blocks])
+@pytest.mark.parametrize("model", MODELS)
+def test_owners_in_turn_are_never_better_and_mostly_worse(model, of):
+    table = of(model)
+    ratios = [
+        makespan(table, in_turn(table, size), size) / makespan(table, owners(table, size), size)
+        for size in SIZES
+    ]
+    assert min(ratios) >= 1
+    assert max(ratios) >= 1.4
+
+
+def spans(table, places, size, period):
+    """The largest cost of a rank in each phase."""
+    totals = [[0.0] * size for _ in range(period)]
+    for key, (rank, phase) in places.items():
+        totals[phase][rank] += table[key].cost
+    return [max(ranks) for ranks in totals]
+
+
+@pytest.mark.parametrize("size", [2, *SIZES])
+@pytest.mark.parametrize("model", MODELS)
+def test_slots_waste_less_time_than_phases_and_owners_chosen_apart(model, size):
+    table, period = refreshes(model), 10
+    joint = {key: (slot.rank, slot.phase) for key, slot in slots(table, size, period).items()}
+    ranks, phases = owners(table, size), owners(table, period)
+    apart = {key: (ranks[key], phases[key]) for key in table}
+    times = spans(table, joint, size, period)
+    # No assignment takes less than the bound, summed over the phases of a period.
+    assert bound(table, size) <= sum(times) <= 1.5 * bound(table, size)
+    assert max(times) <= 4 / 3 * bound(table, size * period)
+    assert sum(spans(table, apart, size, period)) >= 1.5 * sum(times)
