@@ -131,9 +131,9 @@ class ConvInputMultiKF(ConvInputKroneckerFactor):
             patch_mask,
             **options,
         )
-        self.statistic = self._moment = replace(
-            self._moment, num_uses=uses_in(self._moment.tensors, num_uses)
-        )
+        uses = uses_in(self._moment.tensors, num_uses)
+        self._moment = replace(self._moment, num_uses=uses)
+        self._continue_from(0)
 
 
 class ConvInputSUAKroneckerFactor(SpatiallyUncorrelatedFactor):

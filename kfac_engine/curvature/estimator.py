@@ -22,7 +22,7 @@ from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.sealed import Sealed
 
@@ -180,8 +180,8 @@ class FisherEstimator(Sealed):
         """The rows of a batch that this process has; None for the whole batch. Can be set.
 
         Each of several processes sets its rows before an update by its part of a batch. All draw
-        from equal generators, and each receives the sampled targets and random signs that one
-        process draws for these rows.
+        from equal generators, and each receives the sampled targets, random signs and sampled
+        statistics that one process draws for these rows. Losses have one tower.
         """
         return self._sources.rows
 
@@ -189,7 +189,11 @@ class FisherEstimator(Sealed):
     def rows(self, value: Rows | None) -> None:
         if not isinstance(value, Rows | None):
             raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
+        if value is not None and any(len(loss.towers) > 1 for loss in self._sources.losses):
+            raise UnsupportedError("a batch in towers cannot be divided over ranks as well.")
         self._sources.rows = value
+        for factor in self.factors:
+            factor.set_rows(value)
 
     @property
     def params_stats(self) -> list[Array]:

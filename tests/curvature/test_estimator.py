@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.ranks.shards import Rows
 from tests.two_layers import (
     EXACT,
     TARGETS,
@@ -141,6 +142,16 @@ def test_two_towers_are_one_tower_of_both(mode, approx):
         np.testing.assert_allclose(
             found.full_fisher_block(), expected.full_fisher_block(), rtol=EXACT, atol=EXACT
         )
+
+
+def test_a_batch_in_towers_is_not_divided_over_ranks():
+    collection = layers(towers="01")
+    for tower in "01":
+        collection.register_categorical_predictive_distribution(f"z{tower}", name="loss")
+    estimator = estimator_of(collection)
+    with pytest.raises(ke.UnsupportedError, match="towers"):
+        estimator.rows = Rows(0, 2, 4)
+    assert estimator.rows is None
 
 
 def test_losses_on_one_output_add_their_fishers():

@@ -27,6 +27,7 @@ from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
 from kfac_engine.curvature.factors.statistics import Sizes, Statistic
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 from kfac_engine.printable import shortened
+from kfac_engine.ranks.shards import Rows
 from kfac_engine.text.summary import dimensions
 
 _WIDE = np.dtype(np.float64)
@@ -167,6 +168,13 @@ class FisherFactor(FactorOperations, ABC):
         Args:
             values: Checked values of the batch, or of its first source.
             combine: As for ``update``.
+        """
+
+    def set_rows(self, rows: Rows | None) -> None:
+        """Set the rows of the batch that this process measures. Default: do nothing.
+
+        Args:
+            rows: The rows; None for the whole batch.
         """
 
     def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:

@@ -257,6 +257,7 @@ class Measurement:
 # in the same order on all processes: once for each update, and before the first update also once
 # for each EKFAC layer, with the factors of its basis. An error leaves all averages unchanged.
 #
-# The result is the measurement of the joined batches, except for ``SampledMoment``: each process
-# draws from its own part, so that the mean estimates the same statistic from other draws.
+# The result is the measurement of the joined batches. A ``SampledMoment`` needs the rows of each
+# process; without them, each process draws from its own part, so that the mean estimates the same
+# statistic from other draws.
 Combine: TypeAlias = Callable[[Sequence[Measurement]], None]

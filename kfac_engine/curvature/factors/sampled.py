@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
@@ -11,7 +14,54 @@ from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
+from kfac_engine.errors import ShapeError
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
+from kfac_engine.ranks.shards import Rows
+
+Indices: TypeAlias = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What is read of a tensor.
+
+    Attributes:
+        images: Indices of the images, ascending; None for all.
+        rows: Indices of the rows of these images, ascending; None for all.
+        length: Number of the images.
+        positions: Number of rows of an image.
+    """
+
+    images: Indices | None
+    rows: Indices | None
+    length: int
+    positions: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows that are read."""
+        return self.length * self.positions if self.rows is None else len(self.rows)
+
+    def part(self, shard: Rows, batch: int, uses: int) -> "_Draw":
+        """Return the part of the draw that lies in the images of a shard.
+
+        Args:
+            shard: The rows that have the images.
+            batch: Number of images in the whole batch.
+            uses: Number of uses in the tensor, one after the other, each with all examples.
+        """
+        images = np.arange(batch) if self.images is None else self.images
+        use, index = np.divmod(images, batch // uses)
+        start, length = (n * batch // (uses * shard.whole) for n in (shard.start, shard.count))
+        inside = (start <= index) & (index < start + length)
+        numbers = (use * length + index - start)[inside]
+        rows = self.rows
+        if rows is not None:
+            image, position = np.divmod(rows, self.positions)
+            # The images of the shard are numbered in the order in which they are read.
+            number = np.cumsum(inside)[image] - 1
+            rows = (number * self.positions + position)[inside[image]]
+        return _Draw(None if self.images is None else numbers, rows, len(numbers), self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,40 +71,60 @@ class SampledMoment(KroneckerMoment):
     Attributes:
         sampling: Numbers of examples and positions to draw.
         seed: Seed of the draws; the factor sets it for each batch.
+        rows: The rows of the batch that the tensors have; None for all. The draws are those of the
+            whole batch, and those among the rows are measured. The mean over all ranks, weighted by
+            their examples, is the measurement of the whole batch.
     """
 
     sampling: Sampling = EVERYTHING
     seed: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
+    rows: Rows | None = field(default=None, compare=False, repr=False)
+
+    def batch_size(self, values: Values) -> int:
+        examples = KroneckerMoment.batch_size(self, values)
+        if self.rows is not None and (not self.rows.count or examples % self.rows.count):
+            raise ShapeError(
+                f"{', '.join(self.names())} have {examples} examples, but the rows of this process "
+                f"are {self.rows.count} examples; set the rows of each batch."
+            )
+        return examples
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
         rng = np.random.default_rng(self.seed)
+        shard = self.rows or Rows(0, 1, 1)
         for towers, uses in self._towers():
-            pieces = self._drawn(self._arrays(uses, values, backend), values, rng)
+            arrays = self._arrays(uses, values, backend)
+            # Images of the whole batch in each tensor.
+            batches = [len(x) // shard.count * shard.whole for x in arrays]
+            draws = self._draws(batches, arrays, self.features(values), rng)
             # ÷ number of drawn rows: the mean of a sample estimates the mean of all rows.
-            total = sum(self._size(piece) for piece in pieces)
-            for array, rows in pieces:
-                self._add_piece(out, array, rows, backend, alpha / (total * towers))
+            total = sum(draw.count for draw in draws)
+            # Ranks weigh this measurement by their examples: their mean is the sum over all draws.
+            weight = alpha * shard.whole / (shard.count * total * towers)
+            for x, draw, batch in zip(arrays, draws, batches, strict=True):
+                if self.rows is not None:
+                    draw = draw.part(shard, batch, self.num_uses if len(uses) == 1 else 1)
+                if draw.count:
+                    images = x if draw.images is None else x[draw.images]
+                    self._add_piece(out, images, draw.rows, backend, weight)
 
-    def _drawn(
-        self, tensors: Sequence[Array], values: Values, rng: np.random.Generator
-    ) -> list[tuple[Array, Array | None]]:
-        """Return the drawn images of each tensor of a tower with their drawn rows (None: all)."""
-        arrays = []
-        for x in tensors:
-            drawn = self.sampling.examples(len(x), rng)
-            arrays.append(x if drawn is None else x[drawn])
-        counts = [self.view.count(x.shape) for x in arrays]
-        rows = self.sampling.patches(counts, self.features(values), rng)
-        if rows is None:
-            return [(x, None) for x in arrays]
-        return list(zip(arrays, rows, strict=True))
-
-    def _size(self, piece: tuple[Array, Array | None]) -> int:
-        array, rows = piece
-        return self.view.count(array.shape) if rows is None else len(rows)
+    def _draws(
+        self,
+        batches: Sequence[int],
+        arrays: Sequence[Array],
+        features: int,
+        rng: np.random.Generator,
+    ) -> list[_Draw]:
+        """Draw from the tensors of a tower, which have ``batches`` images in the whole batch."""
+        drawn = [self.sampling.examples(images, rng) for images in batches]
+        lengths = [n if i is None else len(i) for n, i in zip(batches, drawn, strict=True)]
+        positions = [self.view.count((1, *x.shape[1:])) for x in arrays]
+        counts = [n * t for n, t in zip(lengths, positions, strict=True)]
+        rows = self.sampling.patches(counts, features, rng) or repeat(None)
+        return list(map(_Draw, drawn, rows, lengths, positions))
 
     def _add_piece(
         self, out: Array, array: Array, rows: Array | None, backend: Backend, alpha: float
@@ -98,6 +168,10 @@ class SampledFactor(DenseSquareMatrixFactor):
         super().__init__(statistic, backend=backend, config=config)
         self._moment = statistic
         self._continue_from(0)
+
+    def set_rows(self, rows: Rows | None) -> None:
+        self._moment = replace(self._moment, rows=rows)
+        self._continue_from(self._batches)
 
     def arrays(self) -> dict[str, Array]:
         return super().arrays() | {"batches": np.array(self._batches)}

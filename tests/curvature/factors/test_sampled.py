@@ -11,6 +11,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.compat import convolution_factors
+from kfac_engine.ranks.shards import Rows
 from tests.lifecycle import observe, second_moment
 
 SIDE = 4
@@ -151,3 +153,122 @@ def test_few_images_at_a_time_give_the_same_numbers():
         collection.register_conv2d(("w", "b"), [1, 1], "SAME", "x", "s")
         found.append(observe(collection, [["ds"]], [values]).input_factor.cov)
     np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-14)  # float64 rounding
+
+
+SAMPLINGS = {
+    "images": {"sub_sample_inputs": True, "inputs_to_extract_patches_factor": 0.3},
+    "patches": {"sub_sample_patches": True, "max_num_patches": 9},
+    "patches of images": {
+        "sub_sample_inputs": True,
+        "inputs_to_extract_patches_factor": 0.6,
+        "sub_sample_patches": True,
+        "max_num_patches": 9,
+    },
+    "everything": {},
+}
+TENSORS = {"one use": "x0", "two tensors": ("x0", "x1"), "two uses in a tensor": "x"}
+
+
+def sampled_factor(uses, config):
+    """An input factor of a convolution with a kernel of 2 × 2 and a bias."""
+    name = "ConvInputKroneckerFactor" if uses == "one use" else "ConvInputMultiKF"
+    options = {} if uses == "one use" else {"num_uses": 2}
+    factor = getattr(convolution_factors, name)
+    return factor([TENSORS[uses]], (2, 2, 3, 1), "SAME", has_bias=True, config=config, **options)
+
+
+def images_of(rows):
+    """Two uses of a batch of images, apart and with all uses along the first axis."""
+    x = np.random.default_rng(1).normal(size=(2, 7, SIDE, SIDE, 3))[:, rows]
+    return {"x0": x[0], "x1": x[1], "x": x.reshape(-1, SIDE, SIDE, 3)}
+
+
+@pytest.mark.parametrize("uses", TENSORS)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("counts", [(7,), (3, 4), (2, 1, 4), (1,) * 7], ids=len)
+def test_ranks_measure_the_draws_of_one_process(uses, sampling, counts):
+    config = ke.CollectionConfig(**SAMPLINGS[sampling], seed=3)
+    whole = sampled_factor(uses, config)
+    factors = [sampled_factor(uses, config) for _ in counts]
+    for _ in range(2):  # the second batch has other draws
+        whole.update(whole.read(images_of(slice(None))), 0.5)
+        measurements = []
+        for rank, factor in enumerate(factors):
+            rows = Rows.of(counts, rank)
+            factor.set_rows(rows)
+            shard = images_of(slice(rows.start, rows.start + rows.count))
+            measurements.append(factor.measure(factor.read(shard), combined=True))
+            assert measurements[-1].examples == rows.count
+        mean = sum(m.examples * m.array for m in measurements) / sum(counts)
+        for factor, measurement in zip(factors, measurements, strict=True):
+            measurement.array[...] = mean
+            factor.commit(measurement, 0.5)
+    for factor in factors:
+        # Float64 rounding of a hundred terms of size one.
+        np.testing.assert_allclose(factor.cov, whole.cov, atol=1e-12)
+
+
+def test_a_rank_without_a_drawn_example_measures_zero():
+    config = ke.CollectionConfig(**SAMPLINGS["images"], seed=3)
+    zeros = 0
+    for rank in range(7):
+        factor = sampled_factor("one use", config)
+        factor.set_rows(Rows.of((1,) * 7, rank))
+        measurement = factor.measure(factor.read(images_of(slice(rank, rank + 1))))
+        zeros += not measurement.array.any()
+        assert measurement.examples == 1
+    assert zeros == 7 - ceil(0.3 * 7)
+
+
+@pytest.mark.parametrize("rows", [Rows(0, 2, 7), Rows(0, 0, 7)])
+def test_rows_of_another_batch_are_refused(rows):
+    factor = sampled_factor("one use", ke.CollectionConfig())
+    factor.set_rows(rows)
+    with pytest.raises(ke.ShapeError, match=f"are {rows.count} examples"):
+        factor.read(images_of(slice(0, 3)))
+    factor.set_rows(None)
+    factor.update(factor.read(images_of(slice(0, 3))), 0.5)
+
+
+class ImageTrace(dict):
+    """A convolution with one output as the loss input; the gradient of its weight is not asked."""
+
+    def vjp(self, cotangents, wrt):
+        return {name: cotangents[name] for name in wrt}
+
+
+def conv_estimator(config):
+    collection = ke.LayerCollection(graph={"w": (1, 1, 3, 2)}, config=config)
+    collection.register_conv2d("w", [1, 1], "SAME", "x", "z")
+    collection.register_categorical_predictive_distribution("z", name="loss")
+    return ke.FisherEstimator(["w"], 0.5, 0.1, collection, estimation_mode="gradients")
+
+
+def test_an_estimator_sets_the_rows_of_its_factors():
+    config = ke.CollectionConfig(**SAMPLINGS["images"], seed=3)
+    rng = np.random.default_rng(1)
+    x, z = rng.normal(size=(7, SIDE, SIDE, 3)), rng.normal(size=(7, SIDE, SIDE, 2))
+    whole = conv_estimator(config)
+    whole.update_covariances(ImageTrace(x=x, z=z))
+    sums = [0.0, 0.0]
+    for rank in range(2):
+        estimator = conv_estimator(config)
+        rows = estimator.rows = Rows.of((3, 4), rank)
+        part = slice(rows.start, rows.start + rows.count)
+        estimator.update_covariances(ImageTrace(x=x[part], z=z[part]))
+        sums = [
+            total + rows.count * f.cov for total, f in zip(sums, estimator.factors, strict=True)
+        ]
+    for total, factor in zip(sums, whole.factors, strict=True):
+        np.testing.assert_allclose(total / 7, factor.cov, atol=1e-12)  # float64 rounding
+
+
+def test_several_uses_draw_the_first_batch_with_the_seed_of_the_configuration():
+    averages = []
+    for seed in (1, 1, 2):
+        config = ke.CollectionConfig(**SAMPLINGS["images"], seed=seed)
+        factor = sampled_factor("two tensors", config)
+        factor.update(factor.read(images_of(slice(None))), 0.5)
+        averages.append(factor.cov)
+    np.testing.assert_array_equal(averages[0], averages[1])
+    assert not np.allclose(averages[0], averages[2])
