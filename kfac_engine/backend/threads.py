@@ -77,10 +77,33 @@ class Workers:
         return [slice(a, b) for a, b in pairwise(edges)]
 
 
-def default_count() -> int:
-    """Return the number of BLAS threads outside this module, at most the number of usable cores."""
+def default_count(ranks_on_node: int = 1) -> int:
+    """Return the number of BLAS threads outside this module, at most the number of usable cores.
+
+    Args:
+        ranks_on_node: Number of processes of one program on this node, which share its cores.
+    """
     with _BLAS_LIMIT.lock:
-        return _BLAS_LIMIT.blas_threads if _BLAS_LIMIT.count else _blas_threads()
+        count = _BLAS_LIMIT.blas_threads if _BLAS_LIMIT.count else _blas_threads()
+    return min(count, threads_of_a_rank(usable_cores(), ranks_on_node, os.cpu_count()))
+
+
+def threads_of_a_rank(cores: int, ranks_on_node: int, machine: int | None = None) -> int:
+    """Return the number of threads of a process that shares a node with others.
+
+    A process may use all cores of the node, or those to which its launcher has bound it. In the
+    first case the cores are divided. In the second case they are its share already, unless it is
+    larger than an equal share of the node.
+
+    Args:
+        cores: Number of cores that the process may use.
+        ranks_on_node: Number of processes on the node.
+        machine: Number of cores of the node; None, as a smaller number, for ``cores``.
+
+    Returns:
+        At least one.
+    """
+    return max(1, min(cores, max(cores, machine or 0) // ranks_on_node))
 
 
 def usable_cores() -> int:

@@ -177,7 +177,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
         ("cores", f"{cores['usable']} usable of {cores['machine']}"),
         (
             "threads",
-            f"{report['threads']} by default, in ONNX Runtime and outside, BLAS on one in each",
+            f"{report['threads']} by default, in ONNX Runtime and outside, BLAS on one in each; "
+            "divided by the ranks of MPI on this node",
         ),
         *((name, version or "not installed") for name, version in report["packages"].items()),
         *(

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from kfac_engine.backend.threads import Workers, default_count, single_threaded_blas, usable_cores
+from kfac_engine.backend.threads import (
+    Workers,
+    default_count,
+    single_threaded_blas,
+    threads_of_a_rank,
+    usable_cores,
+)
 
 SECONDS = 20  # that a thread waits for another before it gives up
 
@@ -143,6 +149,34 @@ def test_default_count_is_number_of_blas_threads():
         assert default_count() == usable_cores()
         with single_threaded_blas():
             assert default_count() == usable_cores()
+
+
+# Cores of the process, ranks on the node, cores of the node, threads.
+SHARES = {
+    "one process": (8, 1, 8, 8),
+    "all cores for all": (64, 4, 64, 16),
+    "a remainder": (8, 3, 8, 2),
+    "more ranks than cores": (2, 8, 2, 1),
+    "bound to one core": (1, 4, 64, 1),
+    "bound to a share": (8, 4, 32, 8),
+    "two ranks on a socket": (32, 4, 64, 16),
+    "a container": (8, 1, 64, 8),
+    "an unknown node": (8, 4, None, 2),
+    "a wrong count of the node": (8, 1, 2, 8),
+}
+
+
+@pytest.mark.parametrize(("cores", "ranks", "machine", "expected"), SHARES.values(), ids=SHARES)
+def test_ranks_of_a_node_share_its_cores(cores, ranks, machine, expected):
+    assert threads_of_a_rank(cores, ranks, machine) == expected
+
+
+@pytest.mark.parametrize(("limit", "ranks", "expected"), [(64, 3, 4), (64, 20, 1), (2, 3, 2)])
+def test_default_count_is_divided_by_the_ranks_of_a_node(limit, ranks, expected, monkeypatch):
+    monkeypatch.setattr("kfac_engine.backend.threads.usable_cores", lambda: 12)
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    with threadpool_limits(limit, user_api="blas"):
+        assert default_count(ranks) == expected
 
 
 @pytest.mark.parametrize(
