@@ -27,13 +27,12 @@ from itertools import product
 from math import sqrt
 from typing import Literal, TypeAlias
 
-import numpy as np
-
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
 from kfac_engine.losses.checks import Named, require_shape
+from kfac_engine.ranks.shards import AnyGenerator, generator_of
 from kfac_engine.registry import Registry
 
 MatType: TypeAlias = Literal["Fisher", "Empirical_Fisher", "GGN"]
@@ -41,7 +40,7 @@ Cotangents: TypeAlias = dict[str, Array]
 # What fixes the randomness: loss name to targets or signs; several towers have a tuple of them.
 Draws: TypeAlias = Mapping[str, Array | tuple[Array, ...]]
 Sources: TypeAlias = Callable[
-    [Sequence[RegisteredLoss], Values, np.random.Generator, Draws], Iterator[Cotangents]
+    [Sequence[RegisteredLoss], Values, AnyGenerator, Draws], Iterator[Cotangents]
 ]
 
 
@@ -69,7 +68,7 @@ class EstimationMode:
         self,
         losses: Sequence[RegisteredLoss],
         values: Named,
-        rng: np.random.Generator,
+        rng: AnyGenerator,
         draws: Draws | None = None,
     ) -> Iterator[Cotangents]:
         """Return the sources of a batch, computed one at a time; the batch is checked first.
@@ -77,7 +76,7 @@ class EstimationMode:
         Args:
             losses: The losses, with their towers.
             values: The loss inputs of the batch by name, and targets where the mode needs them.
-            rng: Generator of sampled targets and signs.
+            rng: Generator of sampled targets and signs, of the batch or of some of its rows.
             draws: Fixes them for some losses: sampled targets in mode ``gradients``, ±1 signs of
                 the inner shape in ``curvature_prop``. Modes without randomness do not read it.
 
@@ -105,13 +104,13 @@ class EstimationMode:
 
 
 def _sampled_gradients(
-    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+    losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
         for tower, draw in _towers_with_draws(loss, draws):
             if draw is None:
-                targets = tower.sample(values, rng)
+                targets = tower.sample(values, generator_of(rng, loss.name))
             else:
                 targets = array_module(values[tower.inputs[0]]).asarray(draw)
                 tower.check_target_array(values, targets)
@@ -120,7 +119,7 @@ def _sampled_gradients(
 
 
 def _data_gradients(
-    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+    losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
@@ -131,22 +130,23 @@ def _data_gradients(
 
 
 def _random_signs(
-    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+    losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
         for tower, draw in _towers_with_draws(loss, draws):
             shape = tower.inner_shape(values)
-            signs = rng.integers(0, 2, shape) * 2 - 1 if draw is None else draw
+            if draw is None:
+                draw = generator_of(rng, loss.name).integers(0, 2, shape) * 2 - 1
             like = values[tower.inputs[0]]
-            signs = array_module(like).asarray(signs, dtype=like.dtype)
+            signs = array_module(like).asarray(draw, dtype=like.dtype)
             _check_signs(loss.name, signs, shape)
             _add(source, tower.fisher_factor(values, signs), sqrt(loss.coefficient))
     yield source
 
 
 def _every_coordinate(
-    losses: Sequence[RegisteredLoss], values: Values, rng: np.random.Generator, draws: Draws
+    losses: Sequence[RegisteredLoss], values: Values, rng: AnyGenerator, draws: Draws
 ) -> Iterator[Cotangents]:
     for loss in losses:
         for index in product(*map(range, _coordinates(loss, values))):

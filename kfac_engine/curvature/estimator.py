@@ -23,7 +23,7 @@ from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
 from kfac_engine.errors import InputError, UnsupportedError
-from kfac_engine.ranks.shards import Rows
+from kfac_engine.ranks.shards import Placement, Rows
 from kfac_engine.sealed import Sealed
 
 
@@ -194,6 +194,14 @@ class FisherEstimator(Sealed):
         self._sources.rows = value
         for factor in self.factors:
             factor.set_rows(value)
+
+    def place_draws(self, placements: Mapping[str, Placement]) -> None:
+        """Set where the examples lie in random numbers, for ``rows``; by default the first axis.
+
+        Args:
+            placements: Name of a loss to the place.
+        """
+        self._sources.placements = placements
 
     @property
     def params_stats(self) -> list[Array]:

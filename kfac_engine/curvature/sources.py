@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import take
 from kfac_engine.curvature.factors.updater import Measured, computed
 from kfac_engine.losses.base import RegisteredLoss
-from kfac_engine.ranks.shards import RowGenerator, Rows
+from kfac_engine.ranks.shards import AnyGenerator, Placement, RowGenerator, Rows
 
 
 class Trace(Protocol):
@@ -58,6 +58,8 @@ class Sources:
         gradients: Name of a gradient, as factors read it, to the differentiated value.
         alone: Factors whose statistics read gradients of single examples.
         rows: The rows of the batch that this process has; None for all of them.
+        placements: Name of a loss to the place of the examples in its draws; the first axis where
+            absent.
     """
 
     mode: EstimationMode
@@ -69,6 +71,7 @@ class Sources:
     gradients: dict[str, str] = field(default_factory=dict)
     alone: tuple[FisherFactor, ...] = ()
     rows: Rows | None = None
+    placements: Mapping[str, Placement] = field(default_factory=dict)
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict)
 
     def gradient_name(self, value: str) -> str:
@@ -123,9 +126,9 @@ class Sources:
     def _cotangents(
         self, trace: Trace, draws: Draws | None, scales: Mapping[str, float]
     ) -> Iterator[dict[str, Array]]:
-        rng = self.rng
+        rng: AnyGenerator = self.rng
         if self.rows is not None:
-            rng = cast("np.random.Generator", RowGenerator(rng, self.rows))
+            rng = RowGenerator(self.rng, self.rows, self.placements)
         for source in self.mode(self.losses, trace, rng, draws):
             yield {name: scales.get(name, 1.0) * array for name, array in source.items()}
 

@@ -5,10 +5,10 @@ draws for the whole batch, each rank those of its rows. The generators of all ra
 of that process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +60,26 @@ class Rows:
         return cls(sum(counts[:rank]), counts[rank], sum(counts))
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the examples lie in random numbers.
+
+    Attributes:
+        axis: Index of the axis that contains the examples, or the examples and their positions; a
+            negative index counts from the last axis.
+        positions_first: Whether that axis has the entries of all examples for one position after
+            the other. False if it has the positions of one example after the other; None if the
+            order is not known.
+    """
+
+    axis: int = 0
+    positions_first: bool | None = False
+
+
 class RowGenerator:
     """Draws the numbers of some rows, where ``numpy.random.Generator`` draws those of all rows.
 
-    The first axis of a draw contains the examples, or the examples and the positions of each. The
-    generator advances past the numbers of all rows.
+    The generator advances past the numbers of all rows.
 
     Uniform numbers and random signs of other rows are skipped in logarithmic time. Normal numbers
     of other rows are drawn, in pieces, because each takes a varying number of random words.
@@ -72,10 +87,25 @@ class RowGenerator:
     Args:
         rng: Generator with the state of one process; advanced by each draw.
         rows: The rows to draw.
+        placements: Name of a loss to the place of the examples in its draws; the first axis, with
+            positions behind examples, where absent.
+        loss: Name of the loss that draws.
     """
 
-    def __init__(self, rng: np.random.Generator, rows: Rows) -> None:
-        self._rng, self._rows = rng, rows
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        rows: Rows,
+        placements: Mapping[str, Placement] | None = None,
+        loss: str = "",
+    ) -> None:
+        self._rng, self._rows, self._loss = rng, rows, loss
+        self._placements = placements or {}
+
+    def of(self, loss: str) -> np.random.Generator:
+        """Return the generator of the draws of a loss."""
+        generator = RowGenerator(self._rng, self._rows, self._placements, loss)
+        return cast("np.random.Generator", generator)
 
     @property
     def bit_generator(self) -> np.random.BitGenerator:
@@ -119,7 +149,8 @@ class RowGenerator:
         skip: Callable[[int], None] | None = None,
     ) -> npt.NDArray[Number]:
         """Draw the numbers of the rows; without ``skip``, draw those of the others as well."""
-        rows, numbers = self._rows, self._numbers_per_example(tuple(size))
+        rows = self._rows
+        runs, numbers = self._layout(tuple(size))
 
         def advance(examples: int) -> None:
             if skip is not None:
@@ -127,21 +158,35 @@ class RowGenerator:
             else:
                 _discard(draw, examples * numbers)
 
-        advance(rows.start)
-        drawn = draw(rows.count * numbers)
-        advance(rows.whole - rows.start - rows.count)
-        return drawn.reshape(size)
+        drawn = []
+        for run in range(runs):
+            advance(rows.whole - rows.count if run else rows.start)
+            drawn.append(draw(rows.count * numbers))
+        if runs:
+            advance(rows.whole - rows.start - rows.count)
+        return (drawn[0] if runs == 1 else np.concatenate([draw(0), *drawn])).reshape(size)
 
-    def _numbers_per_example(self, size: tuple[int, ...]) -> int:
-        length, count = size[0], self._rows.count
+    def _layout(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Return how often all examples come one after the other, and the numbers of each."""
+        placement = self._placements.get(self._loss, Placement())
+        axis, count = placement.axis % len(size), self._rows.count
         # Without an example, the number of positions on the axis cannot be determined.
-        positions, rest = divmod(length, count) if count else (1, length)
+        positions, rest = divmod(size[axis], count) if count else (1, size[axis])
         if rest:
             raise ShapeError(
-                f"random numbers of shape {size} are drawn for {count} examples, but {length} is "
-                f"no multiple of {count}; the first axis must contain the examples of this rank."
+                f"random numbers of shape {size} are drawn for {count} examples, but {size[axis]} "
+                f"is no multiple of {count}; axis {axis} must contain the examples of this rank."
             )
-        return positions * prod(size[1:])
+        if placement.positions_first is None and positions > 1:
+            raise UnsupportedError(
+                f"axis {axis} of the output of loss '{self._loss}' has positions and examples in "
+                f"an unknown order, so that ranks cannot draw targets for it. Pass sample_inputs "
+                f"with several different examples, or choose estimation_mode 'empirical'."
+            )
+        outer, inner = prod(size[:axis]), prod(size[axis + 1 :])
+        if placement.positions_first:
+            return outer * positions, inner
+        return outer, positions * inner
 
     def _skip_words(self, count: int) -> None:
         """Advance past 64-bit words: one for each uniform number."""
@@ -162,6 +207,14 @@ class RowGenerator:
             # The last word is drawn, because its second half may remain for the next draw.
             bits.advance((count - 1) // 2)
             self._rng.integers(0, 2, 2 - count % 2)
+
+
+AnyGenerator: TypeAlias = np.random.Generator | RowGenerator
+
+
+def generator_of(rng: AnyGenerator, loss: str) -> np.random.Generator:
+    """Return the generator of the draws of a loss, for a batch or for some of its rows."""
+    return rng.of(loss) if isinstance(rng, RowGenerator) else rng
 
 
 def _discard(draw: Callable[[int], object], count: int) -> None:

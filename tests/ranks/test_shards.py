@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
 from kfac_engine.losses import RegisteredLoss
-from kfac_engine.ranks.shards import RowGenerator, Rows
+from kfac_engine.ranks.shards import Placement, RowGenerator, Rows
 from tests.losses.loss_cases import CASES, by_name
 
 RANKS = (1, 2, 3, 8)
@@ -78,6 +78,34 @@ def test_a_rank_without_examples_draws_nothing_and_advances(counts, calls):
         expected = DRAWS[kind](one, (sum(counts), width))
         np.testing.assert_array_equal(drawn_by_ranks(rngs, counts, kind, (1, width)), expected)
         assert_same_state(rngs, one)
+
+
+@given(
+    counts=shards(least=1, most=4),
+    kind=st.sampled_from(list(DRAWS)),
+    shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    axis=st.integers(-3, 2),
+    positions=st.integers(1, 3),
+    positions_first=st.booleans(),
+)
+def test_examples_may_lie_on_any_axis(counts, kind, shape, axis, positions, positions_first):
+    axis = max(-len(shape), min(axis, len(shape) - 1))
+    examples = sum(counts)
+    order = (positions, examples) if positions_first else (examples, positions)
+    index = axis % len(shape)
+    split = (*shape[:index], *order, *shape[index + 1 :])
+    one = np.random.default_rng(2)
+    # The axis of the examples alone.
+    expected = DRAWS[kind](one, split)
+    alone = index + positions_first
+    placements = {"loss": Placement(axis, positions_first)}
+    for rows in rows_of(counts):
+        rng = np.random.default_rng(2)
+        generator = RowGenerator(rng, rows, placements).of("loss")
+        size = (*shape[:index], rows.count * positions, *shape[index + 1 :])
+        part = np.take(expected, range(rows.start, rows.start + rows.count), alone)
+        np.testing.assert_array_equal(DRAWS[kind](generator, size), part.reshape(size))
+        assert_same_state([rng], one)
 
 
 @pytest.mark.parametrize("kind", DRAWS)
