@@ -84,7 +84,14 @@ class LossFunction(LossOperations, ABC):
 
     @abstractmethod
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        """Draw targets from the distribution, independently for each example and position."""
+        """Draw targets from the distribution, independently for each example and position.
+
+        Args:
+            values: The inputs by name.
+            rng: Over several processes it has the methods ``random``, ``integers`` and
+                ``standard_normal`` only, for arrays with the axes of an input; the class axis may
+                be missing. Each process receives the numbers of its examples.
+        """
 
     @abstractmethod
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:

@@ -1,5 +1,7 @@
 """Ranks draw the numbers that one process draws for the whole batch, each those of its rows."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,6 +118,16 @@ def test_numbers_of_others_are_drawn_in_several_pieces(kind):
     expected = DRAWS[kind](one, (sum(counts), 2))
     np.testing.assert_array_equal(drawn_by_ranks(rngs, counts, kind, size), expected)
     assert_same_state(rngs, one)
+
+
+def test_numbers_of_others_take_little_memory():
+    generator = RowGenerator(np.random.default_rng(0), Rows(1_000_000, 3, 3_000_000))
+    tracemalloc.start()
+    try:
+        generator.standard_normal((3, 1))
+        assert tracemalloc.get_traced_memory()[1] < 2e6  # all of them: 24 MB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", ["random", "signs"])
