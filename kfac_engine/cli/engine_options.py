@@ -18,10 +18,11 @@ from kfac_engine.cli.command import Choice, Command, Group, Option
 from kfac_engine.cli.options import one_or_all, one_or_more
 
 HEADING = "Options of the engine"
-# Fields that a command has as an option of its own (--exp, --refresh-every, --inputs), and fields
-# for products that no command computes.
+# Fields that a command has as an option of its own (--exp, --refresh-every, --inputs) or sets
+# itself, and fields for products that no command computes.
 _ELSEWHERE = frozenset(
     {"exps", "schedule", "sample_inputs", "draws", "compute_cholesky", "compute_cholesky_inverse"}
+    | {"communicator", "distribution"}
 )
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (

@@ -87,7 +87,7 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``measure``; averages and generator have not changed.
         """
-        with self._restored_on_error():
+        with self.restored_on_error():
             pending = self.measure(trace, draws, scales, release, propagated)
             self.updater.combined(pending).commit(decay)
 
@@ -116,7 +116,7 @@ class CovarianceUpdates:
         alone = tuple(factor for factor in factors if factor in self.sources.alone)
         updater = self._updater_of(factor for factor in factors if factor not in alone)
         updater.combine = self.updater.combine
-        with self._restored_on_error():
+        with self.restored_on_error():
             pending = self._measured(updater, alone, trace, draws, scales)
             updater.combined(pending).commit(decay, weight)
 
@@ -156,7 +156,7 @@ class CovarianceUpdates:
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
         scales = scales or {}
-        with self._restored_on_error():
+        with self.restored_on_error():
             singles = self.sources.measure_examples(alone, trace, draws, scales)
             if propagated is None:
                 batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats)
@@ -179,8 +179,12 @@ class CovarianceUpdates:
         )
 
     @contextmanager
-    def _restored_on_error(self) -> Iterator[None]:
-        """Return a context that restores the generator after an error: its draws are not used."""
+    def restored_on_error(self) -> Iterator[None]:
+        """Return a context that restores the generator after an error: its draws are not used.
+
+        Yields:
+            Nothing.
+        """
         bits = self.sources.rng.bit_generator
         before: Mapping[str, Any] = bits.state
         try:

@@ -17,8 +17,9 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.refresh import begin_refresh
-from kfac_engine.curvature.schedule import Planner, Schedule, Work
+from kfac_engine.curvature.factors.refresh import Division, begin_refresh
+from kfac_engine.curvature.schedule import ADAPTIVE, Planner, Schedule, Work
+from kfac_engine.errors import UnsupportedError
 
 _SAMPLED_ROWS = 16
 
@@ -30,6 +31,9 @@ class Refreshes:
 
     Args:
         collection: The registered layers; their factors are instantiated.
+
+    Attributes:
+        division: Divides the refreshes among processes; None in one process.
     """
 
     def __init__(self, collection: LayerCollection) -> None:
@@ -37,6 +41,7 @@ class Refreshes:
         self._samples: dict[str, tuple[Array, ...]] = {}
         self._planner: Planner | None = None
         self._latest: tuple[tuple[str, ...], float] = ((), 0.0)
+        self.division: Division | None = None
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -69,7 +74,7 @@ class Refreshes:
             NonFiniteError: An average contains NaN or infinity.
         """
         factors = [self._factors[key] for key in (self._factors if keys is None else keys)]
-        return begin_refresh(factors, self._collection.backend)
+        return begin_refresh(factors, self._collection.backend, self.division)
 
     @property
     def planner(self) -> Planner:
@@ -117,6 +122,7 @@ class Refreshes:
             KfacError: As for ``begin``.
         """
         planner, start = planner or self.planner, perf_counter()
+        self._check_policy(planner.schedule.policy)
         due = planner.refreshes(counter, self._drifts_for(planner, counter, moved=moved), bound)
         finish = self.begin(due)
         if not planner.schedule.overlap or counter == 0:
@@ -187,6 +193,14 @@ class Refreshes:
                 samples = tuple(backend.asarray(arrays[name]).copy() for name in names)
                 if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
                     self._samples[key] = samples
+
+    def _check_policy(self, policy: str) -> None:
+        """Refuse a policy by which several processes would choose different factors."""
+        if self.division is not None and policy in ADAPTIVE:
+            raise UnsupportedError(
+                f"policy '{policy}' reads times or averages of one process; with a communicator, "
+                f"choose 'all_at_once', 'round_robin' or 'balanced'."
+            )
 
     def _drifts_for(
         self, planner: Planner, counter: int, *, moved: bool

@@ -31,12 +31,14 @@ class BackwardResult:
     outputs: dict[str, Array] | None = None
 
 
-def reported_loss(trace: Trace, objective: Objective) -> float:
+def reported_loss(trace: Trace, objective: Objective, examples: int | None = None) -> float:
     """Return the reduced loss of a batch; checks the targets and the loss.
 
     Args:
         trace: The batch.
         objective: The loss.
+        examples: Number of examples of the larger batch of which the batch is a shard; None if it
+            is the whole batch.
 
     Returns:
         The loss, finite.
@@ -45,7 +47,7 @@ def reported_loss(trace: Trace, objective: Objective) -> float:
         InputError: Targets are missing, or not possible observations.
         NonFiniteError: The loss is NaN or infinite.
     """
-    loss = objective.value(trace)
+    loss = objective.value(trace, examples=examples)
     if not isfinite(loss):
         raise NonFiniteError(
             f"the loss of the batch is {loss:g}; check the targets, the inputs and the parameters "
@@ -59,6 +61,7 @@ def run_backward(
     objective: Objective,
     parameters: Sequence[str],
     outputs: Sequence[str] | None = None,
+    examples: int | None = None,
 ) -> BackwardResult:
     """Compute the loss of a batch and its gradients.
 
@@ -68,6 +71,7 @@ def run_backward(
         parameters: Names.
         outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
             modes, and if no statistics are due.
+        examples: As for ``reported_loss``.
 
     Returns:
         Gradients of the parameters. Gradients of the outputs are included if the ratio between
@@ -76,11 +80,12 @@ def run_backward(
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    loss = reported_loss(trace, objective)
-    ratio = None if outputs is None else objective.fisher_ratio(trace)
+    loss = reported_loss(trace, objective, examples)
+    ratio = None if outputs is None else objective.fisher_ratio(trace, examples=examples)
     if outputs is None or ratio is None:
-        return BackwardResult(loss, trace.writable_vjp(objective.cotangents(trace), parameters))
-    cotangents = objective.cotangents(trace, times=ratio)
+        cotangents = objective.cotangents(trace, examples=examples)
+        return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))
+    cotangents = objective.cotangents(trace, times=ratio, examples=examples)
     gradients, read = trace.vjp_pair(cotangents, parameters, outputs)
     for gradient in gradients.values():
         gradient *= 1 / ratio

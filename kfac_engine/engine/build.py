@@ -121,7 +121,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         UnsupportedError: The mode needs the examples on another axis.
         ModelError: The loss depends on no trainable parameter.
     """
-    threads = options.threads or default_count()
+    threads = options.threads or default_count(getattr(options.communicator, "local_size", 1))
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
     inputs = options.sample_inputs
     if isinstance(inputs, Mapping):

@@ -3,18 +3,18 @@
 Read ``Engine.step`` first; it calls all stages in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import number
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
+from kfac_engine.curvature.factors.updater import PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
@@ -22,22 +22,26 @@ from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.large_factors import large_factor_notes
-from kfac_engine.engine.measured_model import MeasuredModel
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
+from kfac_engine.engine.preconditioning import PreconditioningModel
 from kfac_engine.engine.profiling import Recorder
+from kfac_engine.engine.rank_checks import check_parameters, check_ranks
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
-from kfac_engine.engine.validation import batch_size, check_products, checked_vectors
-from kfac_engine.errors import NotReadyError
+from kfac_engine.engine.validation import batch_size
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Targets
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
 
+# Calls between two comparisons of the parameters of several processes.
+_CHECKED_EVERY = 100
 
-class Engine(Summarized, MeasuredModel):
+
+class Engine(Summarized, PreconditioningModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
     ``from_onnx`` returns an engine. Its options ``damping`` and ``schedule`` can be changed later;
@@ -88,12 +92,15 @@ class Engine(Summarized, MeasuredModel):
             InputError: The file, the loss or an option is wrong.
             UnknownNameError: An option names no layer kind, loss, output or parameter.
             UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
+            RankError: Processes have different models, options or parameters.
 
         Warns:
             ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
         """
-        assembly, estimator = build(model, options)
-        engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+        with Agreement(options.communicator or Alone()).together():
+            assembly, estimator = build(model, options)
+            engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
+            check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
         engine._warn_of_export()
         return engine
 
@@ -176,27 +183,31 @@ class Engine(Summarized, MeasuredModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start, record = perf_counter(), Recorder(profile)
-        with single_threaded_blas():
+        with single_threaded_blas(), self._together():
             self._require_memory(inputs)
             self.prepare()
             with record("forward"):
                 trace = self.trace(inputs, targets)
-            due = self.estimator.refreshes.planner.updates_covariances(self.counter)
-            along = due and self.estimator.reads_gradients
+            examples = self._meet(trace)
+            along = self._is_due and self.estimator.reads_gradients
             with record("backward"):
                 read = self.estimator.differentiated if along else None
-                backward = self._differentiate(trace, read)
+                backward = self._differentiate(trace, examples, read)
             moved = self._updated_buffers(trace) if update_buffers else {}
+            update = self._measure(trace, examples, record, backward.outputs)
+            sums = *backward.gradients.values(), *moved.values()
+            loss = self._distribution.combine(backward.loss, update, sums)
+            self._record(loss, backward.gradients)
             gradients = self._model.to_file_layout(backward.gradients)
             types = self._model.result_types
             with undone_on_overflow(self.estimator, backward.gradients, types, self._exps[0]):
-                self._observe(trace, record, backward.outputs)
+                self._update(update, record)
                 with record("precondition"):
                     natural = self._precondition(backward.gradients, self._exps[0])
-            self.estimator.refreshes.advance(self.counter, perf_counter() - start)
-            self.counter += 1
+                seconds = self._shards.mean(perf_counter() - start)
+            self._advance(seconds)
             self._model.buffers.update(moved)
-            return Result(backward.loss, gradients, natural, self._notes(trace), record.stages)
+            return Result(loss, gradients, natural, self._notes(trace), record.stages)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
@@ -211,83 +222,19 @@ class Engine(Summarized, MeasuredModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start = perf_counter()
-        with single_threaded_blas():
+        with single_threaded_blas(), self._together():
             self._require_memory(inputs)
             trace = self.trace(inputs, targets)
+            examples = self._meet(trace)
             with quiet():
                 if targets is not None:
                     with self._history.explain():
                         reported_loss(trace, self.objective)
-                self._observe(trace, Recorder())
-        self.estimator.refreshes.advance(self.counter, perf_counter() - start)
-        self.counter += 1
-
-    def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
-        """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
-
-        Args:
-            gradients: Parameter name to array, from any library. A block needs the gradients of
-                all its parameters; blocks without gradients are left out.
-            exp: One of ``exps``, or 1, which reads the current averages.
-
-        Returns:
-            Parameter name to a new array.
-
-        Raises:
-            UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
-            InputError: The bias or the weight of a block is missing.
-            ShapeError: A gradient has another shape than its parameter.
-            NonFiniteError: A gradient contains NaN or infinity.
-            NotReadyError: Nothing was observed yet.
-        """
-        number("exp", exp)
-        vectors = self._checked(gradients)
-        with single_threaded_blas():
-            return self._precondition(vectors, exp)
-
-    def multiply_cholesky(
-        self, vectors: Mapping[str, Array], transpose: bool = False
-    ) -> dict[str, Array]:
-        """Return ``B v`` with the factor ``B`` of the damped Fisher matrix, ``B Bᵀ = F + λI``.
-
-        ``B`` belongs to the last refresh and needs the option ``compute_cholesky``.
-
-        Args:
-            vectors: Parameter name to array, as for ``precondition``.
-            transpose: Whether the product is ``Bᵀ v``.
-
-        Returns:
-            Parameter name to array, new.
-
-        Raises:
-            KfacError: As for ``precondition``, or the option is not set.
-        """
-        product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
-        with single_threaded_blas():
-            return self._multiply(checked, product, 0.5)
-
-    def multiply_cholesky_inverse(
-        self, vectors: Mapping[str, Array], transpose: bool = False
-    ) -> dict[str, Array]:
-        """Return ``B⁻¹ v``; see ``multiply_cholesky``. It needs ``compute_cholesky_inverse``.
-
-        With ``transpose`` the product is ``B⁻ᵀ v``: of standard normal numbers ``v`` it has the
-        covariance ``(F + λI)⁻¹``.
-
-        Args:
-            vectors: Parameter name to array, as for ``precondition``.
-            transpose: Whether the product is ``B⁻ᵀ v``.
-
-        Returns:
-            Parameter name to array, new.
-
-        Raises:
-            KfacError: As for ``multiply_cholesky``.
-        """
-        product = self.estimator.products.cholesky_inverse(transpose)
-        checked = self._checked(vectors)
-        with single_threaded_blas():
-            return self._multiply(checked, product, -0.5)
+                update = self._measure(trace, examples, Recorder())
+                self._distribution.combine(0.0, update)
+                self._update(update, Recorder())
+            seconds = self._shards.mean(perf_counter() - start)
+        self._advance(seconds)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -298,6 +245,7 @@ class Engine(Summarized, MeasuredModel):
         buffers; ``extras`` are stored with it.
         """
         self.estimator.wait()
+        self._distribution.complete()
         schedule = self.estimator.refreshes.saved()
         rest = *self._arrays.on_host(), self.damping, *schedule, extras or Extras()
         state = State(self.counter, self.estimator.rng.bit_generator.state, *rest)
@@ -321,6 +269,7 @@ class Engine(Summarized, MeasuredModel):
         state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
+        self._distribution.forget_division()
         self.estimator.refreshes.restore(state.planner, state.samples)
         if parameters:
             self._model.set_parameters(state.parameters)
@@ -340,36 +289,52 @@ class Engine(Summarized, MeasuredModel):
             examples = batch_size(self._task.batch, inputs) or self._task.batch.size
             self._footprint.require(examples, available_memory)
 
-    def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
-        """Return vectors by parameter name, checked; a factor without statistics is an error."""
-        if any(factor.average.value is None for factor in self.estimator.factors):
-            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
-        return checked_vectors(self._model, self.collection.backend, vectors)
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Return a context in which an error of one process changes the state of none."""
+        with self._shards.together(), self.estimator.statistics.restored_on_error():
+            yield
 
-    def _observe(
-        self, trace: Trace, record: Recorder, gradients: dict[str, Array] | None = None
-    ) -> None:
-        refreshes = self.estimator.refreshes
-        refreshes.wait()
-        if refreshes.planner.updates_covariances(self.counter):
-            scales = self.objective.fisher_scales(trace)
-            with record("statistics"), self._history.explain():
-                self.estimator.update_covariances(
-                    trace, scales=scales, release=trace.release, propagated=gradients
-                )
+    def _meet(self, trace: Trace) -> int | None:
+        """Exchange the sizes of shards; return the size of the whole batch if there are several."""
+        examples = self._shards.meet(trace)
+        if examples is not None:
+            self.estimator.rows = self._shards.rows
+            if self.counter % _CHECKED_EVERY == 0:
+                check_parameters(self._shards, self._arrays.on_host()[0])
+        return examples
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the next call updates statistics."""
+        return self.estimator.refreshes.planner.updates_covariances(self.counter)
+
+    def _measure(
+        self,
+        trace: Trace,
+        examples: int | None,
+        record: Recorder,
+        gradients: dict[str, Array] | None = None,
+    ) -> PendingUpdate | None:
+        """Measure the statistics of a shard if they are due."""
+        self.estimator.refreshes.wait()
+        if not self._is_due:
+            return None
+        scales = self.objective.fisher_scales(trace, examples=examples)
+        with record("statistics"), self._history.explain():
+            return self.estimator.statistics.measure(
+                trace, scales=scales, release=trace.release, propagated=gradients
+            )
+
+    def _update(self, update: PendingUpdate | None, record: Recorder) -> None:
+        """Update the averages by a measured batch, and refresh inverses, as scheduled."""
+        if update is not None:
+            with record("statistics"):
+                self._distribution.commit(update)
         with record("inverses"):
-            refreshes.run(self.counter)
+            self.estimator.refreshes.run(self.counter)
 
-    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
-        return self._multiply(gradients, self.estimator.products.matpower(exp), exp)
-
-    def _multiply(
-        self, vectors: Mapping[str, Array], product: Product, exp: float
-    ) -> dict[str, Array]:
-        """Multiply vectors by blocks, and entries of parameters without a layer by the damping."""
-        slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
-        with quiet():
-            blocks = self.estimator.products.multiply(split(slices, vectors), product)
-            products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}
-        check_products(products, self.collection.backend, exp)
-        return self._model.to_file_layout(products)
+    def _advance(self, seconds: float) -> None:
+        """Record that a call has succeeded."""
+        self.estimator.refreshes.advance(self.counter, seconds)
+        self.counter += 1

@@ -5,16 +5,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import inf
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, number, one_of, positive, texts, whole
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.batch_shards import check_communicator
 from kfac_engine.engine.loss_bindings import LossChoice, LossOptions
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.ranks.protocol import Communicator
 from kfac_engine.runtime.cpu.passes import chosen_passes
 from kfac_engine.suggestions import suggestion
 
@@ -24,6 +26,9 @@ _DICTIONARIES = {
     "batch_axes": "{'input': 1}",
     "sample_inputs": "{'input': array}",
 }
+
+Distribution: TypeAlias = Literal["replicate"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("replicate",)
 
 Options = ParamSpec("Options")
 Owner = TypeVar("Owner")
@@ -76,6 +81,11 @@ class EngineOptions:
             into training form. The file of ``export`` has the form of the model's file.
         graph_passes: Graph passes that make sessions faster or smaller. The table is in
             ``docs/performance.md``; all by default, none for an empty list.
+        communicator: The processes among which each batch is divided, such as ``over_mpi()``; None
+            for a single process. Each process passes its part of the batch, and all receive the
+            results of the whole batch.
+        distribution: Division of the work among them: with ``"replicate"`` all processes store all
+            inverses.
     """
 
     loss: LossChoice | Sequence[LossChoice]
@@ -104,6 +114,8 @@ class EngineOptions:
     batch_axes: Mapping[str, int] | None = None
     train_form: bool = False
     graph_passes: Sequence[str] | None = None
+    communicator: Communicator | None = None
+    distribution: Distribution = "replicate"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -122,6 +134,8 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1)
         whole("seed", self.seed, least=0)
+        check_communicator(self.communicator)
+        one_of("distribution", self.distribution, DISTRIBUTIONS)
         for name in ("tie_weights", "train_form", "compute_cholesky", "compute_cholesky_inverse"):
             flag(name, getattr(self, name))
         chosen_passes(self.graph_passes)

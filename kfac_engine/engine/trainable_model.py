@@ -13,6 +13,7 @@ from kfac_engine.arguments import whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
+from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.divergence import LossHistory
@@ -51,6 +52,7 @@ class TrainableModel(Sealed):
         self._task = assembly.task
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self._evaluation = Evaluation(assembly, self._arrays)
+        self._shards = BatchShards(assembly.options.communicator, self.objective)
         self._history = LossHistory()
         self._standing_notes = assembly.notes
 
@@ -176,8 +178,10 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-        with single_threaded_blas(), quiet(), self._history.explain():
-            return reported_loss(self.trace(inputs, targets), self.objective)
+        with single_threaded_blas(), quiet(), self._shards.together(), self._history.explain():
+            trace = self.trace(inputs, targets)
+            examples = self._shards.meet(trace)
+            return self._shards.total(reported_loss(trace, self.objective, examples))
 
     def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
@@ -328,21 +332,33 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
-        with single_threaded_blas():
+        with single_threaded_blas(), self._shards.together():
             trace = self.trace(inputs, targets)
-            backward = self._differentiate(trace)
+            backward = self._differentiate(trace, self._shards.meet(trace))
             buffers = self._updated_buffers(trace) if update_buffers else {}
+            loss = self._shards.total(backward.loss)
+            self._shards.sum(list(backward.gradients.values()))
+            self._record(loss, backward.gradients)
             gradients = self._model.to_file_layout(backward.gradients)
             self._model.buffers.update(buffers)
-            return Result(backward.loss, gradients, {}, self._notes(trace))
+            return Result(loss, gradients, {}, self._notes(trace))
 
-    def _differentiate(self, trace: Trace, outputs: Sequence[str] | None = None) -> BackwardResult:
-        """Compute loss and gradients of a batch; ``outputs`` is as for ``run_backward``."""
+    def _differentiate(
+        self, trace: Trace, examples: int | None, outputs: Sequence[str] | None = None
+    ) -> BackwardResult:
+        """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
+        parameters = tuple(self._model.parameters)
         with quiet(), self._history.explain():
-            backward = run_backward(trace, self.objective, tuple(self._model.parameters), outputs)
+            backward = run_backward(trace, self.objective, parameters, outputs, examples)
             check_finite(backward.gradients, self._model.memory_space)
-        self._history.add(backward.loss)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
+
+    def _record(self, loss: float, gradients: Mapping[str, Array]) -> None:
+        """Record the loss of a batch, and check sums of gradients over several processes."""
+        if not self._shards.alone:
+            with self._history.explain():
+                check_finite(gradients, self._model.memory_space)
+        self._history.add(loss)
 
     def _warn_of_export(self) -> None:
         for note in self.export_changes.notes:

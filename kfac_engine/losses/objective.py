@@ -189,6 +189,11 @@ class Objective:
         """Return the number of examples in a batch."""
         return len(values[self.batch or self.inputs[0]])
 
+    def positions(self, values: Values) -> int:
+        """Return the number of predictions of all losses for each example of a batch."""
+        towers = (tower for loss in self.losses for tower in loss.towers)
+        return sum(_predictions(tower, values) for tower in towers) // self.examples(values)
+
     def _gradient_weight(
         self, loss: LossFunction, values: Values, examples: int | None = None
     ) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from kfac_engine.ranks.protocol import Communicator
 _NUMBERS = 4
 # Bytes of the message of an error that other ranks receive.
 _MESSAGE_BYTES = 2000
+# Attribute of errors that all ranks raise.
+_MARK = "_raised_by_all_ranks"
 
 
 class Agreement:
@@ -28,7 +31,6 @@ class Agreement:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._agreed: BaseException | None = None
 
     def vote(self, *numbers: float) -> Array:
         """Meet all ranks, and exchange numbers.
@@ -58,9 +60,21 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if error is self._agreed or self.communicator.size == 1:
+            if hasattr(error, _MARK) or self.communicator.size == 1:
                 raise
             self._meet((), error)
+
+    def refuse(self, error: KfacError) -> NoReturn:
+        """Raise an error that all ranks raise in the same place.
+
+        Args:
+            error: The error, the same on all ranks.
+
+        Raises:
+            KfacError: The error.
+        """
+        setattr(error, _MARK, True)
+        raise error
 
     def _meet(self, numbers: Sequence[float], error: Exception | None) -> Array:
         ranks = self.communicator
@@ -71,8 +85,9 @@ class Agreement:
         ranks.allreduce(flat)
         failed = np.flatnonzero(table[:, 0])
         if failed.size:
-            self._agreed = self._error_of(int(failed[0]), error)
-            raise self._agreed from error
+            agreed = self._error_of(int(failed[0]), error)
+            setattr(agreed, _MARK, True)
+            raise agreed from error
         return table[:, 1:]
 
     def _error_of(self, rank: int, error: Exception | None) -> KfacError:

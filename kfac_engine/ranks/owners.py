@@ -82,7 +82,8 @@ def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
 
     Ranks are assigned together with phases: the works of one phase are about as large as each
     other, so that no rank waits long for another one in any phase. If there are fewer works than
-    slots, each slot has at most one work, and the first phases have all of them.
+    slots, and all have a cost, each slot has at most one work, and the first phases have all
+    of them.
 
     Args:
         works: Key of a work to its load.

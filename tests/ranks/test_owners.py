@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfac_engine.errors import InputError
@@ -12,6 +12,7 @@ from tests.ranks.known_models import MODELS
 
 # Integers: sums of costs are exact, so that bounds hold without a tolerance.
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=7)
+positive_costs = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 
 
 def works(numbers):
@@ -44,7 +45,8 @@ def test_assignments_are_the_same_for_every_order_of_the_works(data, numbers, si
     assert slots(permuted, size, period) == slots(table, size, period)
 
 
-@given(costs, st.integers(1, 4))
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 3))
 def test_makespan_is_within_grahams_bound_of_the_best_assignment(numbers, size):
     table = works(numbers)
     best = min(
@@ -89,7 +91,7 @@ def test_a_period_without_a_phase_is_refused():
         slots({"a": Load(1)}, 2, 0)
 
 
-@given(costs, st.integers(1, 5), st.integers(1, 4))
+@given(positive_costs, st.integers(1, 5), st.integers(1, 4))
 def test_slots_of_few_works_are_in_the_first_phases(numbers, size, period):
     table = works(numbers)
     assigned = slots(table, size, period)

@@ -293,6 +293,11 @@ class FisherFactor(FactorOperations, ABC):
     def has_inverses(self) -> bool:
         """Whether ``refresh`` computes anything."""
 
+    @property
+    def only_refreshes_read(self) -> bool:
+        """Whether products use results of refreshes only, and the average is linear in batches."""
+        return False
+
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
         """Return how many numbers a refresh stores next to an average of this shape."""
         del shape

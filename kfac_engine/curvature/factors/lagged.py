@@ -205,6 +205,10 @@ class LaggedFactor(DenseSquareMatrixFactor):
     def has_inverses(self) -> bool:
         return bool(self._series) or super().has_inverses
 
+    @property
+    def only_refreshes_read(self) -> bool:
+        return super().only_refreshes_read and not self.has_lag
+
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
         sides = (sum(1 for _ in fields(_SIDES[option][1])) for option, _ in self._series)
         return super().stored_numbers(shape) + shape[-1] ** 2 * sum(sides)

@@ -233,6 +233,10 @@ class Measurement:
             average += self._array
         self._array = None
 
+    def widen(self) -> None:
+        """Convert the array to the least exact type that the factor allows."""
+        self._array = self.widened(self.array)
+
     def zeros(self) -> Array:
         """Return a new array of zeros with the measurement's shape and element type."""
         # Entries that statistics do not write (an upper triangle) are scaled and added as well.

@@ -18,6 +18,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.errors import NonFiniteError
+from kfac_engine.ranks.packing import Form
 
 # Returns the current damping; called at each refresh. Two callables with equal hashable attributes
 # ``func_id`` are the same registration.
@@ -104,6 +105,28 @@ class Refreshable(Protocol):
         """Set the function that ``wait`` calls."""
 
 
+# Starts to compute requests; returns a function that waits for their results.
+Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request, Result]]]
+
+
+class Division(Protocol):
+    """Divides refreshes among processes."""
+
+    def hand_over(self, due: Sequence[Any]) -> None:
+        """Complete the averages of factors where their refresh is computed."""
+
+    def compute(
+        self, due: Sequence[Any], tasks: Sequence[RefreshTask], compute: Compute
+    ) -> Mapping[Request, Result]:
+        """Compute the requests of factors, each on one process, and return all results.
+
+        Args:
+            due: The factors.
+            tasks: Their refreshes.
+            compute: Computes requests on this process.
+        """
+
+
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
     """Recompute everything registered with factors from their averages and dampings.
 
@@ -121,12 +144,16 @@ def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
     begin_refresh(factors, backend)()
 
 
-def begin_refresh(factors: Sequence[Refreshable], backend: Backend) -> Callable[[], None]:
+def begin_refresh(
+    factors: Sequence[Refreshable], backend: Backend, division: Division | None = None
+) -> Callable[[], None]:
     """Begin a refresh, so that a device computes inverses while the host continues.
 
     Args:
         factors: As for ``refresh``.
         backend: As for ``refresh``.
+        division: Divides the refreshes among processes, which then wait for the results; None in
+            one process.
 
     Returns:
         A function that waits for the results and stores them at its first call. A factor calls it
@@ -141,9 +168,18 @@ def begin_refresh(factors: Sequence[Refreshable], backend: Backend) -> Callable[
         return lambda: None
     for factor in due:
         factor.wait()
+    if division is not None:
+        division.hand_over(due)
     _measure(due, backend)
     tasks = [factor.refresh_task() for factor in due]
-    results = _begin([request for task in tasks for request in task.requests], backend)
+    compute = partial(_begin, backend)
+    if division is None:
+        results = compute([request for task in tasks for request in task.requests])
+    else:
+        shared = division.compute(due, tasks, compute)
+
+        def results() -> Mapping[Request, Result]:
+            return shared
 
     def finish() -> None:
         for factor in due:
@@ -168,6 +204,7 @@ def _measure(due: Sequence[Refreshable], backend: Backend) -> None:
     averages = list({id(a): a for factor in due for a in factor.averages}.values())
     partners = list({id(p): p for factor in due for p in factor.partners}.values())
     lower = [average.lower() for average in averages]
+    partners = [factor for factor in partners if factor.traces_of_average is None]
     traces = [factor.measured_traces() for factor in partners]
     finite, *traces = backend.download([backend.are_finite(lower), *traces])
     for average, is_finite in zip(averages, finite, strict=True):
@@ -182,7 +219,7 @@ def _is_finite(array: Array, backend: Backend) -> bool:
     return bool(backend.download([backend.are_finite([array])])[0].all())
 
 
-def _begin(requests: Sequence[Request], backend: Backend) -> Callable[[], Mapping[Request, Result]]:
+def _begin(backend: Backend, requests: Sequence[Request]) -> Callable[[], Mapping[Request, Result]]:
     """Begin all requests by operation; return a function that waits for their results."""
     groups = []
     for operation, start in OPERATIONS.items():
@@ -270,3 +307,25 @@ OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
     "powers": _later(_powers),
     "eigh": _later(_eighs),
 }
+
+
+def result_forms(request: Request) -> tuple[Form, ...]:
+    """Return the arrays that the result of a request consists of.
+
+    Args:
+        request: The request.
+
+    Returns:
+        The form of each array, in order.
+    """
+    matrix = request.matrix
+    symmetric = Form(matrix.shape, matrix.dtype, "symmetric")
+    lower = Form(matrix.shape, matrix.dtype, "lower")
+    wide = np.dtype(np.float64)
+    forms: Mapping[str, tuple[Form, ...]] = {
+        "inverse": (symmetric,),
+        "cholesky": (lower, lower),
+        "powers": (symmetric,) * len(request.powers),
+        "eigh": (Form(matrix.shape[:-1], wide), Form(matrix.shape, wide)),
+    }
+    return forms[request.operation]

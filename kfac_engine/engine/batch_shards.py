@@ -1,0 +1,148 @@
+"""The shard of a batch that a process has, and sums over the shards of all processes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from zlib import crc32
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.errors import InputError, RankError, ShapeError
+from kfac_engine.losses.objective import Objective
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone, Communicator
+from kfac_engine.ranks.shards import Rows
+from kfac_engine.ranks.sums import sum_arrays
+from kfac_engine.runtime.trace import Trace
+
+
+class BatchShards:
+    """The shards of each batch over the ranks of a communicator, in the order of the ranks.
+
+    Args:
+        communicator: The ranks; None for a single process.
+        objective: The loss.
+
+    Attributes:
+        agreement: Votes of the ranks.
+        rows: The rows of this rank in the current batch.
+    """
+
+    def __init__(self, communicator: Communicator | None, objective: Objective) -> None:
+        self.agreement = Agreement(communicator or Alone())
+        self.rows = Rows(0, 0, 0)
+        self._objective = objective
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.communicator.size == 1
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+        return self.agreement.communicator
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which an error of one rank becomes an error of all ranks."""
+        with self.agreement.together():
+            yield
+
+    def require_equal(self, values: Mapping[str, str | bytes]) -> None:
+        """Check that all ranks have equal values.
+
+        Args:
+            values: Name to value; the names are part of the message.
+
+        Raises:
+            RankError: Values differ between ranks.
+        """
+        if self.alone:
+            return
+        names = list(values)
+        encoded = (v.encode() if isinstance(v, str) else v for v in values.values())
+        sums = self.agreement.vote(*(float(crc32(value)) for value in encoded))
+        for name, column in zip(names, sums.T, strict=True):
+            others = np.flatnonzero(column != column[0])
+            if others.size:
+                self.agreement.refuse(
+                    RankError(
+                        f"rank {others[0]} has other {name} than rank 0; start all ranks with the "
+                        f"same {name}."
+                    )
+                )
+
+    def meet(self, trace: Trace) -> int | None:
+        """Exchange the sizes of the shards of a batch.
+
+        Args:
+            trace: The shard of this rank.
+
+        Returns:
+            Number of examples of the whole batch; None for a single process.
+
+        Raises:
+            ShapeError: Ranks have different numbers of positions for each example.
+            KfacError: A rank has failed.
+        """
+        if self.alone:
+            return None
+        count = self._objective.examples(trace)
+        table = self.agreement.vote(count, self._objective.positions(trace))
+        counts, positions = table.T
+        others = np.flatnonzero(positions != positions[0])
+        if others.size:
+            self.agreement.refuse(
+                ShapeError(
+                    f"rank {others[0]} has {positions[others[0]]:g} predictions for each example "
+                    f"and rank 0 has {positions[0]:g}; pad the examples of all ranks to one length."
+                )
+            )
+        self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
+        return self.rows.whole
+
+    def total(self, number: float) -> float:
+        """Meet all ranks, and return the sum of a number.
+
+        Args:
+            number: The number of this rank.
+
+        Returns:
+            The sum over the ranks, with the same bits on all of them.
+
+        Raises:
+            KfacError: A rank has failed.
+        """
+        return number if self.alone else float(self.agreement.vote(number).sum())
+
+    def mean(self, number: float) -> float:
+        """Meet all ranks, and return the mean of a number; see ``total``.
+
+        Args:
+            number: The number of this rank.
+
+        Returns:
+            The mean over the ranks.
+
+        Raises:
+            KfacError: A rank has failed.
+        """
+        return self.total(number) / self.communicator.size
+
+    def sum(self, arrays: Sequence[Array]) -> None:
+        """Replace arrays by their sums over all ranks, in place.
+
+        Args:
+            arrays: Arrays of the same shapes and element types on all ranks.
+        """
+        sum_arrays(self.communicator, arrays)
+
+
+def check_communicator(communicator: object) -> None:
+    """Refuse an object that is not a communicator, with an InputError."""
+    if communicator is not None and not isinstance(communicator, Communicator):
+        raise InputError(
+            f"communicator must have rank, size, allreduce, reduce_scatter, allgather and "
+            f"broadcast, such as kfac_engine.over_mpi(), got {communicator!r:.80}."
+        )

@@ -1,0 +1,82 @@
+"""Checks that all ranks train the same model, and that its examples can be divided among them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from zlib import crc32
+
+from kfac_engine._types import Array
+from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.options import EngineOptions
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.runtime.batch_axis import find_coupling
+
+# Options that may differ between ranks.
+_LOCAL = ("communicator", "threads", "scratch_bytes", "sample_inputs")
+
+
+def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str, Array]) -> None:
+    """Check that all ranks have the same model, options and parameters.
+
+    Args:
+        shards: The ranks.
+        assembly: The model of this rank.
+        parameters: Its parameters on the host.
+
+    Raises:
+        RankError: They differ.
+        UnsupportedError: The results of an example depend on other examples, which other ranks may
+            have.
+    """
+    if shards.alone:
+        return
+    graph = assembly.model.graph
+    nodes = "\n".join(f"{node.op} {node.inputs} {node.outputs}" for node in graph.nodes)
+    shapes = {name: array.shape for name, array in parameters.items()}
+    options = _spelled(assembly.options)
+    shards.require_equal({"models": f"{nodes}\n{shapes}", "options": options})
+    check_parameters(shards, parameters)
+    _check_coupling(assembly)
+
+
+def check_parameters(shards: BatchShards, parameters: Mapping[str, Array]) -> None:
+    """Check that all ranks have the same parameters.
+
+    Args:
+        shards: The ranks.
+        parameters: The parameters of this rank on the host.
+
+    Raises:
+        RankError: They differ.
+    """
+    sums = (crc32(array.tobytes()) for array in parameters.values())
+    shards.require_equal({"parameters": " ".join(map(str, sums))})
+
+
+def _check_coupling(assembly: Assembly) -> None:
+    """Refuse a model whose examples depend on each other."""
+    task, model = assembly.task, assembly.model
+    outputs = [head.output for head in task.heads]
+    node = find_coupling(model.graph, model.facts, outputs, task.batch, task.inputs)
+    if node:
+        raise UnsupportedError(
+            f"the results of an example depend on other examples, first by {node}; several ranks "
+            f"would compute other results than one. Export the model in inference form, or train "
+            f"it in one process."
+        )
+
+
+def _spelled(value: object) -> str:
+    """Return a text that is equal for equal options."""
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in fields(value))
+        chosen = (n for n in names if not (isinstance(value, EngineOptions) and n in _LOCAL))
+        parts = (f"{name}={_spelled(getattr(value, name))}" for name in chosen)
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_spelled(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return type(value).__name__

@@ -1,0 +1,105 @@
+"""Messages of many arrays, of which each has an owner among the ranks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.ranks.packing import Form, pack, unpack
+from kfac_engine.ranks.protocol import Communicator
+
+
+class OwnedArrays:
+    """Arrays that have owners, in one message whatever their number.
+
+    Args:
+        communicator: The ranks.
+        backend: The library of the arrays.
+        forms: Forms of the arrays, the same on all ranks.
+        owners: The rank that owns each array, ascending.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        backend: Backend,
+        forms: Sequence[Form],
+        owners: Sequence[int],
+    ) -> None:
+        self._communicator, self._backend = communicator, backend
+        self._forms, self._owners = tuple(forms), tuple(owners)
+        self._dtype = np.result_type(*(form.dtype for form in forms))
+
+    def sum(self, arrays: Sequence[Array]) -> list[Array | None]:
+        """Return the sums over all ranks of the arrays that this rank owns.
+
+        Args:
+            arrays: The arrays of this rank; they do not change.
+
+        Returns:
+            For each array its sum, in a new array, or None if another rank owns it.
+        """
+        counts = self._counts(marks=False)
+        buffer = self._backend.xp.empty(sum(counts), self._dtype)
+        start = 0
+        for array, form in zip(arrays, self._forms, strict=True):
+            pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
+            start += form.size
+        received = self._communicator.reduce_scatter(buffer, counts)
+        sums: list[Array | None] = []
+        start = 0
+        for form, owner in zip(self._forms, self._owners, strict=True):
+            if owner != self._communicator.rank:
+                sums.append(None)
+                continue
+            sums.append(unpack(received[start : start + form.size], form))
+            start += form.size
+        return sums
+
+    def gather(self, arrays: Sequence[Array] | None) -> list[Array] | None:
+        """Send the arrays that this rank owns to all ranks, and receive the others.
+
+        All ranks return the same bits in the same memory order.
+
+        Args:
+            arrays: The arrays that this rank owns, in order; None if it could not compute them.
+
+        Returns:
+            All arrays, new; None if a rank could not compute its arrays.
+        """
+        counts = self._counts(marks=True)
+        buffer = self._backend.xp.zeros(sum(counts), self._dtype)
+        # The part of a rank begins with a mark: whether the rank has failed.
+        marks = np.cumsum([0, *counts[:-1]])
+        start = int(marks[self._communicator.rank])
+        buffer[start] = arrays is None
+        start += 1
+        forms = (
+            form
+            for form, owner in zip(self._forms, self._owners, strict=True)
+            if owner == self._communicator.rank
+        )
+        for array, form in zip(arrays or (), forms, strict=arrays is not None):
+            pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
+            start += form.size
+        self._communicator.allgather(buffer, counts)
+        if self._backend.download([buffer[marks]])[0].any():
+            return None
+        received: list[Array] = []
+        start, last = 0, -1
+        for form, owner in zip(self._forms, self._owners, strict=True):
+            if owner != last:
+                start, last = int(marks[owner]) + 1, owner
+            received.append(unpack(buffer[start : start + form.size], form))
+            start += form.size
+            if form.triangle == "symmetric":
+                self._backend.mirror(received[-1])
+        return received
+
+    def _counts(self, *, marks: bool) -> list[int]:
+        """Return the number of entries of each rank's part."""
+        counts = [int(marks)] * self._communicator.size
+        for form, owner in zip(self._forms, self._owners, strict=True):
+            counts[owner] += form.size
+        return counts

@@ -1,0 +1,119 @@
+"""Engines over several ranks give the results of one process on the whole batch."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import models
+from tests.ranks.threads import run
+
+# Of the largest entry. ONNX Runtime has no convolution in float64.
+TOLERANCES = {"float64": 1e-12, "float32": 3e-5}
+DTYPES = {"mlp": "float64", "token_mlp": "float64", "cnn": "float32", "layer_norm": "float32"}
+CUTS = {1: [0, 12], 2: [0, 5, 12], 3: [0, 2, 7, 12], 4: [0, 1, 5, 6, 12], 8: [*range(8), 12]}
+
+
+def model_of(name):
+    return models.MODELS[name](dtype=DTYPES[name])
+
+
+def batches(name, count, rows=12):
+    """Inputs and targets of some batches."""
+    model = model_of(name)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    for seed in range(count):
+        inputs = models.random_inputs(model, batch=rows, seed=seed)
+        shape = engine.trace(inputs)["output"].shape
+        yield inputs, np.random.default_rng(seed).integers(0, shape[-1], shape[:-1])
+
+
+def follow(name, size, steps=4, **options):
+    """Parameters and results of one process, and the results of ranks with these parameters."""
+    # A large damping: small ones magnify the rounding of float32.
+    options = {"damping": 0.1, "schedule": ke.Schedule(refresh_every=2), **options}
+    options["loss"] = "categorical"
+    alone = ke.Engine.from_onnx(model_of(name), **options)
+    data, parameters, expected = list(batches(name, steps)), [], []
+    for inputs, targets in data:
+        parameters.append({name: value.copy() for name, value in alone.parameters.items()})
+        result = alone.step(inputs, targets)
+        expected.append(result)
+        alone.set_parameters(
+            {n: v - 0.05 * result.natural_gradients[n] for n, v in alone.parameters.items()}
+        )
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(model_of(name), communicator=communicator, **options)
+        rows = slice(*CUTS[size][communicator.rank :][:2])
+        results = []
+        for (inputs, targets), values in zip(data, parameters, strict=True):
+            engine.set_parameters(values)
+            part = {key: array[rows] for key, array in inputs.items()}
+            results.append(engine.step(part, targets[rows]))
+        engine._distribution.complete()
+        averages = [factor.cov for factor in engine.estimator.factors]
+        return results, averages, engine.estimator.rng.bit_generator.state
+
+    return alone, expected, run(size, work)
+
+
+def assert_equal_to_one_process(name, size, **options):
+    alone, expected, ranks = follow(name, size, **options)
+    tolerance = TOLERANCES[DTYPES[name]]
+    for results, averages, generator in ranks:
+        assert generator == alone.estimator.rng.bit_generator.state
+        for result, wanted, first in zip(results, expected, ranks[0][0], strict=True):
+            assert result.loss == pytest.approx(wanted.loss, rel=tolerance)
+            for kind in ("gradients", "natural_gradients"):
+                for key, array in getattr(wanted, kind).items():
+                    scale = abs(array).max()
+                    np.testing.assert_allclose(
+                        getattr(result, kind)[key] / scale, array / scale, atol=tolerance
+                    )
+                    np.testing.assert_array_equal(
+                        getattr(result, kind)[key], getattr(first, kind)[key]
+                    )
+        for average, factor in zip(averages, alone.estimator.factors, strict=True):
+            scale = abs(factor.cov).max()
+            np.testing.assert_allclose(average / scale, factor.cov / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size):
+    assert_equal_to_one_process("mlp", size)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "layer_norm", "token_mlp"])
+def test_steps_equal_those_of_one_process_in_every_mode(name, mode):
+    assert_equal_to_one_process(name, 3, estimation_mode=mode)
+
+
+@pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
+def test_steps_equal_those_of_one_process_for_every_reduction(reduction):
+    assert_equal_to_one_process("mlp", 3, reduction=reduction)
+
+
+@pytest.mark.parametrize("approximation", ["diagonal", "kron_sua", "kron_reduce", "ekfac"])
+def test_steps_equal_those_of_one_process_for_approximations_of_convolutions(approximation):
+    assert_equal_to_one_process("cnn", 3, approximations={"conv2d": approximation})
+
+
+@pytest.mark.parametrize("approximation", ["diagonal", "ekfac"])
+def test_steps_equal_those_of_one_process_for_approximations_of_dense_layers(approximation):
+    assert_equal_to_one_process("mlp", 3, approximations={"fully_connected": approximation})
+
+
+@pytest.mark.parametrize("policy", ["all_at_once", "round_robin", "balanced"])
+def test_steps_equal_those_of_one_process_for_every_policy(policy):
+    schedule = ke.Schedule(refresh_every=2, policy=policy)
+    assert_equal_to_one_process("mlp", 3, schedule=schedule)
+
+
+@pytest.mark.parametrize("exps", [(-0.5,), (-0.5, -1)])
+def test_steps_equal_those_of_one_process_for_other_powers(exps):
+    assert_equal_to_one_process("mlp", 3, exps=exps)
+
+
+def test_relative_damping_reads_the_traces_of_all_ranks():
+    assert_equal_to_one_process("mlp", 3, damping=ke.RelativeDamping(0.1))
