@@ -24,12 +24,13 @@ _BY_EVIDENCE = "evidence"
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files that the command reads and writes."""
+    """Files that the command reads and writes, and the bound of the exported one."""
 
     curvature: Path
     inputs: Path | None
     out: Path | None
     export: Path | None
+    node_limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,15 @@ _FILES = (
     Group.OUTPUT.option(
         "--export",
         type=file_path,
-        help="The model with one more output, the variance (.onnx). The curvature must be that of "
-        "the last layer.",
+        help="The model with one more output, the variance (.onnx).",
+    ),
+    Group.OUTPUT.option(
+        "--node-limit",
+        type=click.IntRange(min=1),
+        default=20_000,
+        show_default=True,
+        help="Largest number of nodes of the file of --export. It has a backward pass for each "
+        "output of an example, unless the curvature is that of a last dense layer.",
     ),
 )
 _POSTERIOR = (
@@ -191,7 +199,7 @@ def laplace(
             write_npz(files.out, _arrays(predictive))
     if files.export is not None:
         with working("writing the model"):
-            posterior.export(files.export)
+            posterior.export(files.export, node_limit=files.node_limit)
     written = [path for path in (files.out, files.export) if path is not None]
     with report_beside(written[0]):
         _report(posterior, predictive, written, as_json)

@@ -107,7 +107,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     graph, facts = lowered(graph, names, sample_inputs)
     if loss is None:
         value = _only_output(graph, facts, output)
-        shape = _declared(loaded, value, facts[value])
+        shape = declared_shape(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
         graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
@@ -130,11 +130,17 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     return result
 
 
-# -- private ---------------------------------------------------------------------------------------
+def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
+    """Return the declared shape of an output; sizes are None if the sample run contradicts it.
 
+    Args:
+        loaded: The model.
+        value: Name of the output.
+        fact: Shape of the output in the sample run.
 
-def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
-    """Return the declared shape of an output; sizes are None if the sample run contradicts it."""
+    Returns:
+        One entry for each axis.
+    """
     shape = loaded.output_shapes.get(value, ())
     fits = len(shape) == len(fact.shape) and all(
         declared == size
@@ -142,6 +148,44 @@ def _declared(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
         if type(declared) is int
     )
     return shape if fits else (None,) * len(fact.shape)
+
+
+def joint_model(
+    joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
+) -> tuple[ModelProto, dict[str, Array]]:
+    """Return a model of the nodes that the outputs need, with casts to and from stored types.
+
+    Args:
+        joint: A forward graph with the nodes that were added to it.
+        inputs: Inputs of the model.
+        outputs: Outputs of the model.
+        stored: Element types in the file that differ from those of the graph, by name.
+
+    Returns:
+        The model, and the values of its initializers.
+    """
+    names = [entry.name for entry in outputs]
+    nodes = needed(joint.nodes, names)
+    read = _operands(nodes)
+    constants = {name: array for name, array in joint.constants.items() if name in read}
+    stored_names = (*(entry.name for entry in inputs), *constants)
+    model = build_model(
+        with_borders(
+            nodes,
+            {name: stored[name] for name in stored_names if name in stored},
+            {name: stored[name] for name in names if name in stored},
+        ),
+        [_in_type(entry, stored) for entry in inputs],
+        [_in_type(entry, stored) for entry in outputs],
+        {},
+        joint.opset,
+        name=joint.name,
+        domains=joint.domains,
+    )
+    return model, in_types(constants, stored)
+
+
+# -- private ---------------------------------------------------------------------------------------
 
 
 def _append_losses(
@@ -156,7 +200,7 @@ def _append_losses(
     heads, batch = bind_losses(graph, facts, options, inputs)
     terms = []
     for head, weight in zip(heads, options.coefficients, strict=True):
-        declared = _declared(loaded, head.output, facts[head.output])
+        declared = declared_shape(loaded, head.output, facts[head.output])
         if head.logits:
             constants = {**graph.constants, **head.logits.constants}
             nodes = (*graph.nodes, *head.logits.nodes)
@@ -238,33 +282,14 @@ def _written(
         declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
         wrt_shape = graph.constants[name].shape if name in graph.constants else declared
         outputs.append(Input(target, facts[name].dtype, wrt_shape))
-    return _model(replace(joint, nodes=tuple(nodes), constants=constants), inputs, outputs, stored)
+    name = f"gradient of {joint.name}"
+    joint = replace(joint, nodes=tuple(nodes), constants=constants, name=name)
+    read = _operands(needed(nodes, [entry.name for entry in outputs]))
+    return joint_model(joint, [e for e in inputs if e.name in read], outputs, stored)
 
 
-def _model(
-    joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
-) -> tuple[ModelProto, dict[str, Array]]:
-    """Return a model of the nodes that the outputs need, with casts to and from stored types."""
-    names = [entry.name for entry in outputs]
-    nodes = needed(joint.nodes, names)
-    read = {name for node in nodes for name in (*node.inputs, *node.captures)}
-    inputs = [entry for entry in inputs if entry.name in read]
-    constants = {name: array for name, array in joint.constants.items() if name in read}
-    stored_names = (*(entry.name for entry in inputs), *constants)
-    model = build_model(
-        with_borders(
-            nodes,
-            {name: stored[name] for name in stored_names if name in stored},
-            {name: stored[name] for name in names if name in stored},
-        ),
-        [_in_type(entry, stored) for entry in inputs],
-        [_in_type(entry, stored) for entry in outputs],
-        {},
-        joint.opset,
-        name=f"gradient of {joint.name}",
-        domains=joint.domains,
-    )
-    return model, in_types(constants, stored)
+def _operands(nodes: Sequence[Node]) -> set[str]:
+    return {name for node in nodes for name in (*node.inputs, *node.captures)}
 
 
 def _free(name: str, graph: Graph) -> str:

@@ -232,22 +232,26 @@ class Laplace:
             probabilities = outputs.probabilities(mean, variance, function, samples, generator)
         return Predictive(mean, variance, probabilities, covariance)
 
-    def export(self, path: str | Path) -> None:
+    def export(self, path: str | Path, *, node_limit: int = 20_000) -> None:
         """Write the model with one more output, ``variance``, which any runtime computes.
 
-        The output is the diagonal of ``Predictive.variance``, ``(n, k)``, computed from the inputs
-        of the last layer.
+        The output is ``Predictive.variance``, ``(n, k, k)``. A last dense layer needs a few nodes
+        after those of the file. All other posteriors need a backward pass for each of the ``k``
+        outputs of an example, and the file has the nodes of all of them.
 
         Args:
             path: File to write.
+            node_limit: Largest number of nodes of a file with backward passes.
 
         Raises:
-            UnsupportedError: The curvature is not that of the last layer alone
-                (``layers="last"``), or the layer is not a dense layer whose output the loss reads.
-            InputError: The path is wrong.
+            UnsupportedError: The gradients of examples cannot be written for a layer or the model:
+                a parameter is part of no layer, examples depend on each other, or sizes that must
+                be fixed are not. The message names the layer.
+            InputError: The path is wrong, or the file would have more nodes than ``node_limit``.
         """
+        whole("node_limit", node_limit, least=1)
         blocks = [(block, 1 / self._precisions(block)) for block in self.curvature.blocks]
-        export_variance(self.curvature, blocks, path)
+        export_variance(self.curvature.layout, blocks, path, node_limit)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A model with the output ``variance`` computes that of the library, in ONNX Runtime."""
+"""A model with the variance of an uncertain last layer computes that of the library."""
 
 import numpy as np
 import onnx
@@ -100,29 +100,6 @@ def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
     # The features are rounded to half precision, 1e-3, in the file only.
     expected = posterior.predict(inputs).variance
     np.testing.assert_allclose(results["variance"], expected, rtol=1e-2, atol=1e-3)
-
-
-def test_curvature_of_all_layers_is_refused(tmp_path):
-    model = models.mlp((4, 3, 3))
-    curvature = measured(model, (models.random_inputs(model), None))
-    with pytest.raises(ke.UnsupportedError, match="measure it with layers='last'"):
-        ke.Laplace(curvature).export(tmp_path / "uncertain.onnx")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "make", [models.token_mlp, lambda: models.conv_linear(side=3, kernel=2, pads=0)]
-)
-def test_last_layer_of_another_kind_is_refused(tmp_path, make):
-    model = make()
-    if any(node.op_type == "Conv" for node in model.graph.node):
-        only = [node for node in model.graph.node if node.op_type == "Conv"]
-        options = {"trainable": list(only[0].input[1:])}
-    else:
-        options = {"layers": "last"}
-    curvature = measured(model, (models.random_inputs(model), None), **options)
-    with pytest.raises(ke.UnsupportedError, match="output 'variance' needs"):
-        ke.Laplace(curvature).export(tmp_path / "uncertain.onnx")
 
 
 def test_file_with_a_value_of_the_same_name_is_refused(tmp_path):
