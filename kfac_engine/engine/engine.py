@@ -20,6 +20,7 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
+from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.large_factors import large_factor_notes
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
@@ -101,6 +102,8 @@ class Engine(Summarized, PreconditioningModel):
             assembly, estimator = build(model, options)
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
+            if not engine._shards.alone:
+                estimator.place_draws(draw_placements(assembly))
         engine._warn_of_export()
         return engine
 

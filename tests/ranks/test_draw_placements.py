@@ -1,7 +1,5 @@
 """Ranks draw for examples on any axis, alone or with positions, as one process does."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ import kfac_engine as ke
 from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.ranks.shards import Placement, Rows
 from tests import models
-from tests.engine.test_combined_engines import TwoProcesses
+from tests.ranks.threads import run
 
 STEPS, WIDTH, CLASSES = 4, 3, 2
 
@@ -55,20 +53,36 @@ EXPECTED = {
     "steps of each example": Placement(0),
     "examples of each step": Placement(0, positions_first=True),
 }
-SHAPES = {
-    "examples first": (6, WIDTH),
-    "steps first": (STEPS, 6, WIDTH),
-    "steps, classes": (STEPS, 6, WIDTH),
+CUTS = [0, 1, 4, 6]
+# From (examples, steps, …) to the axes of the model.
+ARRANGED = {
+    "examples first": lambda x: x[:, 0],
+    "steps first": lambda x: x.swapaxes(0, 1),
+    "steps, classes": lambda x: np.moveaxis(x, 0, -1),
+    "steps of each example": lambda x: x.reshape(-1, *x.shape[2:]),
+    "examples of each step": lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]),
 }
 
 
-def engine_of(name, mode="gradients", loss="categorical"):
+def batch_of(name, loss, rows):
+    """Inputs and targets of some of six examples."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, STEPS, WIDTH))[rows]
+    bits = rng.integers(0, CLASSES, (6, STEPS, CLASSES))[rows]
+    targets = ARRANGED[name](bits[..., 0] if loss == "categorical" else 1.0 * bits)
+    arranged = {"examples first": x[:, 0], "steps first": x.swapaxes(0, 1)}
+    arranged["steps, classes"] = arranged["steps first"]
+    return {"input": arranged.get(name, x)}, targets
+
+
+def engine_of(name, mode="gradients", loss="categorical", communicator=None):
     return ke.Engine.from_onnx(
         MODELS[name](),
         loss=loss,
         class_axis=CLASS_AXES.get(name, -1),
         estimation_mode=mode,
         batch_axes={"input": INPUT_AXES.get(name, 0)},
+        communicator=communicator,
     )
 
 
@@ -78,30 +92,28 @@ def test_placements_are_those_of_the_model(name):
     assert draw_placements(engine._assembly) == {"loss_0": EXPECTED[name]}
 
 
+MODES = ["gradients", "curvature_prop", "empirical"]
+
+
 @pytest.mark.parametrize("loss", ["categorical", "normal", "multi_bernoulli"])
-@pytest.mark.parametrize("mode", ["gradients", "curvature_prop"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_statistics_of_ranks_are_those_of_one_process(name, mode, loss):
+def test_steps_of_ranks_are_those_of_one_process(name, mode, loss):
     whole = engine_of(name, mode, loss)
-    parts = [engine_of(name, mode, loss) for _ in range(2)]
-    x = np.random.default_rng(0).normal(size=SHAPES.get(name, (6, STEPS, WIDTH)))
-    whole.observe({"input": x})
-    processes, shards = TwoProcesses(), np.split(x, [2], axis=INPUT_AXES.get(name, 0))
-    with ThreadPoolExecutor(2) as threads:
-        runs = []
-        for rank, (engine, shard) in enumerate(zip(parts, shards, strict=True)):
-            engine.combine = processes.of(rank)
-            engine.estimator.rows = Rows.of((2, 4), rank)
-            engine.estimator.place_draws(draw_placements(engine._assembly))
-            runs.append(threads.submit(engine.observe, {"input": shard}))
-        for run in runs:
-            run.result()
-    for engine in parts:
-        state = engine.estimator.rng.bit_generator.state
+    expected = whole.step(*batch_of(name, loss, slice(0, 6)))
+
+    def work(communicator):
+        engine = engine_of(name, mode, loss, communicator)
+        result = engine.step(*batch_of(name, loss, slice(*CUTS[communicator.rank :][:2])))
+        return result, engine.estimator.rng.bit_generator.state
+
+    for result, state in run(3, work):
         assert state == whole.estimator.rng.bit_generator.state
-        for factor, expected in zip(engine.estimator.factors, whole.estimator.factors, strict=True):
-            # Float64 rounding of tens of terms of size one.
-            np.testing.assert_allclose(factor.cov, expected.cov, atol=1e-12)
+        assert result.loss == pytest.approx(expected.loss, rel=1e-12)
+        for key, gradient in expected.natural_gradients.items():
+            # Float64 rounding of tens of terms; the inverse multiplies it by its condition.
+            close = 1e-10 * abs(gradient).max()
+            np.testing.assert_allclose(result.natural_gradients[key], gradient, atol=close)
 
 
 @pytest.mark.parametrize("steps_first", [False, True])
