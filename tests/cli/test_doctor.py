@@ -48,6 +48,11 @@ def test_threads_are_those_of_an_engine(report):
         assert doctor.examine()["threads"] == 1
 
 
+def test_the_text_says_that_ranks_divide_the_threads(capsys):
+    assert main(["doctor"]) == 0
+    assert "divided by the ranks of MPI on this node" in " ".join(capsys.readouterr().out.split())
+
+
 def library(**changes):
     settings = {"library": "openblas", "kernel": "Haswell", "threads": 2, "path": "/x/libblas.so"}
     return settings | changes
