@@ -19,17 +19,26 @@ from kfac_engine.cli.display import (
     warn,
     working,
 )
-from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.layer_summary import print_choices, print_legend, print_totals, summary
+from kfac_engine.cli.engine_options import EngineCommand, options_of
+from kfac_engine.cli.layer_summary import (
+    print_choices,
+    print_legend,
+    print_memory,
+    print_totals,
+    summary,
+)
 from kfac_engine.cli.options import (
     debug_option,
     file_path,
+    gathered,
     json_option,
     keywords,
     sample_option,
     spelled,
 )
+from kfac_engine.cli.ranks_table import print_ranks, ranks_as_values
 from kfac_engine.cli.tables import print_table
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
 
 if TYPE_CHECKING:
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.engine.step_time import StepTime
     from kfac_engine.graph.analysis.ties import Tie
+    from kfac_engine.ranks.report import RanksReport
     from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.
@@ -48,17 +58,43 @@ if TYPE_CHECKING:
 
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
+# Fields of the schedule, for the mean over a period.
+_SCHEDULE = ("covariance_every", "refresh_every")
 # Head of the column of the cost of a refresh.
 _REFRESH = " refresh"
 
 
-@click.command(cls=EngineCommand, example="kfac-engine inspect mlp.onnx --batch 128")
-@click.argument("model", type=file_path)
-@Group.MODEL.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    help="Number of examples in a batch, for the peak memory; by default that of --inputs, or 1.",
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Numbers of examples and of processes."""
+
+    batch: int | None
+    ranks: int | None
+
+
+_SIZES = (
+    Group.MODEL.option(
+        "--batch",
+        type=click.IntRange(min=1),
+        help="Number of examples in a batch, for the peak memory; by default that of --inputs, or "
+        "1.",
+    ),
+    Group.MODEL.option(
+        "--ranks",
+        type=click.IntRange(min=1),
+        help="Number of processes. Show traffic, memory and work of one of them, with --batch "
+        "examples for each process.",
+    ),
 )
+
+
+@click.command(
+    cls=EngineCommand,
+    example="kfac-engine inspect mlp.onnx --batch 128",
+    params=options_of(Schedule, _SCHEDULE),
+)
+@click.argument("model", type=file_path)
+@gathered("size", Size, _SIZES)
 @sample_option
 @Group.OUTPUT.option(
     "--plot",
@@ -74,7 +110,7 @@ _REFRESH = " refresh"
 @debug_option
 def inspect(
     model: Path,
-    batch: int | None,
+    size: Size,
     inputs: Path | None,
     plot: Path | None,
     wide: bool,
@@ -92,18 +128,20 @@ def inspect(
     with working("preparing the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = None if inputs is None else read_inputs(inputs, model)
-        engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
+        schedule = Schedule(**{name: options.pop(name) for name in _SCHEDULE})
+        engine = ke.Engine.from_onnx(model, sample_inputs=sample, schedule=schedule, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
     with working("measuring"):
-        batch = batch or engine.losses[0].examples
+        batch = size.batch or engine.losses[0].examples
         memory, refresh, untrained = (
             engine.memory(batch),
             estimate_refresh(engine),
             _untrained(engine),
         )
+        divided = None if size.ranks is None else engine.ranks_report(size.ranks, batch)
         # The step is the last measurement: it changes the statistics and the schedule.
         step = measure_step(engine, batch, refresh)
-        report = _Report(engine, batch, memory, refresh, step, untrained, spectra)
+        report = _Report(engine, batch, memory, refresh, step, untrained, spectra, divided)
     if as_json:
         print_json(_as_json(report))
     else:
@@ -122,6 +160,7 @@ class _Report:
         step: Time of a step without a refresh.
         untrained: Constants that are not trained.
         spectra: Eigenvalues of the factors; empty if they were not asked for.
+        ranks: The cost of one of several processes; None if it was not asked for.
     """
 
     engine: "ke.Engine"
@@ -131,6 +170,7 @@ class _Report:
     step: "StepTime"
     untrained: "Sequence[Untrained]"
     spectra: "Sequence[FactorSpectrum]"
+    ranks: "RanksReport | None"
 
     def warnings(self) -> list[str]:
         """Return a clause for each layer whose factors are too large."""
@@ -168,7 +208,9 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
         from kfac_engine.cli.spectra import print_spectra
 
         print_spectra(report.spectra)
-    _print_memory(report.memory, report.batch)
+    print_memory(report.memory, report.batch)
+    if report.ranks is not None:
+        print_ranks(report.ranks, report.batch)
 
 
 def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
@@ -217,6 +259,7 @@ def _as_json(report: _Report) -> dict[str, object]:
         "ties": [asdict(tie) for tie in engine.ties],
         "memory": {**asdict(report.memory), "total": report.memory.total},
         "spectra": [described(spectrum) for spectrum in report.spectra],
+        "ranks": None if report.ranks is None else ranks_as_values(report.ranks),
     }
 
 
@@ -354,12 +397,3 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
             f"examples depend on each other, first by {loss.coupling}: "
             f"the curvature takes them for independent."
         )
-
-
-def _print_memory(memory: "MemoryReport", batch: int) -> None:
-    parts = {**asdict(memory), "total": memory.total}
-    on_device = parts.pop("device")
-    if on_device:
-        parts["of it on the GPU"] = on_device
-    rows = [(part, show_bytes(count)) for part, count in parts.items()]
-    print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)

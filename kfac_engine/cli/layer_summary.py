@@ -10,6 +10,7 @@ from kfac_engine.text.summary import counted as spelled_count
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine.engine.memory import MemoryReport
     from kfac_engine.engine.refresh_time import RefreshEstimate
     from kfac_engine.engine.step_time import StepTime
 
@@ -63,6 +64,16 @@ def print_choices(layers: "Sequence[ke.LayerReport]") -> None:
     if rows:
         heads = ("KIND", "in use", "other choices of NAME")
         print_table("approximations: --approx KIND=NAME", heads, rows, sentences=heads[-1])
+
+
+def print_memory(memory: "MemoryReport", batch: int) -> None:
+    """Print the parts of the peak memory of a step."""
+    parts = {**asdict(memory), "total": memory.total}
+    on_device = parts.pop("device")
+    if on_device:
+        parts["of it on the GPU"] = on_device
+    rows = [(part, show_bytes(count)) for part, count in parts.items()]
+    print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)
 
 
 def counted(engine: "ke.Engine") -> tuple[int, int]:

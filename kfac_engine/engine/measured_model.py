@@ -7,9 +7,12 @@ from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.ranks.cost import Periods
+from kfac_engine.ranks.report import RanksReport, ranks_report
 
 
 class MeasuredModel(TrainableModel):
@@ -60,6 +63,25 @@ class MeasuredModel(TrainableModel):
         """
         whole("batch_size", batch_size, least=1)
         return self._footprint.peak(batch_size)
+
+    def ranks_report(self, ranks: int, batch_size: int = 1) -> RanksReport:
+        """Return traffic, memory and work of one of several processes, without running the model.
+
+        Args:
+            ranks: Number of processes.
+            batch_size: Number of examples in the part of the batch that a process has.
+
+        Returns:
+            The cost for each distribution, predicted times of a step, and advice.
+
+        Raises:
+            InputError: A number is not a positive whole number.
+        """
+        whole("batch_size", batch_size, least=1)
+        schedule = self.estimator.refreshes.schedule
+        itemsize = max(array.dtype.itemsize for array in self._model.parameters.values())
+        size = model_size(self._assembly, self.layers, batch_size, max(itemsize, 4))
+        return ranks_report(size, ranks, Periods(schedule.refresh_every, schedule.covariance_every))
 
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)

@@ -52,7 +52,7 @@ def owners(works: Mapping[str, Load], size: int) -> dict[str, int]:
     The works are assigned one by one, the largest first, each to the rank with the least load
     (longest processing time first). The largest cost of a rank is at most ``4/3 - 1/(3·size)``
     times that of the best assignment (Graham 1969). Works of equal load are assigned in the order
-    of their keys, ranks of equal load in their order.
+    of their keys; of ranks of equal load, the one with the fewest works is next.
 
     Args:
         works: Key of a work to its load.
@@ -68,12 +68,13 @@ def owners(works: Mapping[str, Load], size: int) -> dict[str, int]:
     for key, work in works.items():
         if not (isfinite(work.cost) and work.cost >= 0 and work.bytes >= 0):
             raise InputError(f"the work '{key}' has the load {work}; both numbers must be >= 0.")
-    heap = [(Load(), rank) for rank in range(size)]
+    # The first work is of rank 0, the second of one of the first two ranks, and so on.
+    heap = [(Load(), 0, rank) for rank in range(min(size, len(works)))]
     assigned = {}
     for key in sorted(works, key=lambda key: (-works[key].cost, -works[key].bytes, key)):
-        load, rank = heap[0]
+        load, count, rank = heap[0]
         assigned[key] = rank
-        heapreplace(heap, (load + works[key], rank))
+        heapreplace(heap, (load + works[key], count + 1, rank))
     return assigned
 
 

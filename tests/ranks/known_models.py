@@ -5,6 +5,8 @@ A layer is the size of ``A`` (with the bias), the size of ``G``, and its rows fo
 
 from typing import NamedTuple
 
+from kfac_engine.ranks.cost import BlockSize, FactorSize, ModelSize
+
 
 class Layer(NamedTuple):
     a: int
@@ -42,3 +44,32 @@ def transformer(tokens):
 GPT2 = [*transformer(1024), Layer(50257, 768, 1024, diagonal=True)]
 VIT = [*transformer(197), Layer(769, 1000, 1), Layer(769, 768, 197)]
 MODELS = {"ResNet-50": resnet50(), "GPT-2 small": GPT2, "ViT-B/16": VIT}
+
+# Examples of one rank, and operations of its forward pass between layers: products of queries with
+# keys, and of attention with values.
+BATCHES = {
+    "ResNet-50": (32, 0.0),
+    "GPT-2 small": (8, 4.0 * 12 * 8 * 1024**2 * 768),
+    "ViT-B/16": (32, 4.0 * 12 * 32 * 197**2 * 768),
+}
+
+
+def model_size(name):
+    """The sizes of a model with the batch of one rank."""
+    examples, between = BATCHES[name]
+    factors, blocks = {}, {}
+    for index, layer in enumerate(MODELS[name]):
+        sides = {f"layer {index}: A": layer.a, f"layer {index}: G": layer.g}
+        for factor, side in sides.items():
+            factors[factor] = FactorSize((side, side), side**2, side**3, True, True)
+        if layer.diagonal:
+            factors[f"layer {index}: A"] = FactorSize((layer.a,))
+        rows, numbers = layer.rows * examples, layer.a * layer.g
+        blocks[f"layer {index}"] = BlockSize(
+            numbers,
+            tuple(sides),
+            rows,
+            2 * rows * numbers + between / len(MODELS[name]),
+            2 * numbers * sum(layer.sizes),
+        )
+    return ModelSize(blocks, factors)

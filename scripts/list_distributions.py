@@ -1,0 +1,107 @@
+"""Writes the tables of docs/distributed.md from the cost model of ``kfac_engine.ranks``.
+
+Run from the repository root after a change of the model or its constants:
+``python -m scripts.list_distributions``; a test compares the tables with the model.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kfac_engine.ranks.cost import DISTRIBUTIONS, Periods, rank_cost
+from kfac_engine.ranks.machines import MACHINES, Machine, predict_step
+from tests.ranks.known_models import BATCHES, MODELS, model_size
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "distributed.md"
+RANKS = (1, 8, 64, 512, 4096)
+PERIODS = (Periods(10, 1), Periods(100, 10))
+SIZES = {name: model_size(name) for name in MODELS}
+_MANY = 1_000_000
+
+
+def page(text: str) -> str:
+    """Return the page with the tables that follow from the cost model.
+
+    Args:
+        text: The page, with a pair of comments around each table.
+
+    Returns:
+        The page; everything outside the tables is unchanged.
+    """
+    for name, lines in _tables():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)
+        body = "".join(f"{line}\n" for line in lines)
+        text, count = pattern.subn(f"{begin}\n{body}{end}", text)
+        assert count == 1, f"the page needs one table '{name}'"
+    return text
+
+
+def _tables() -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the name and the lines of each table."""
+    yield "traffic", _table(("model", "refresh, statistics every", *DISTRIBUTIONS), _traffic())
+    yield "memory", _table(("model", "replicate", "shard"), _memory())
+    for machine in MACHINES:
+        heads = ("model", "distribution", *(f"{ranks}" for ranks in RANKS))
+        yield machine.name, _table(heads, _steps(machine))
+    yield "constants", _table(("constant", *(m.name for m in MACHINES)), _constants())
+
+
+def _traffic() -> Iterator[tuple[str, ...]]:
+    """Yield the megabytes that a rank sends in a step, among many ranks."""
+    for name, size in SIZES.items():
+        for periods in PERIODS:
+            costs = (rank_cost(size, kind, _MANY, periods) for kind in DISTRIBUTIONS)
+            times = f"{periods.refresh_every}, {periods.covariance_every}"
+            yield name, times, *(f"{cost.traffic / 1e6:.0f}" for cost in costs)
+
+
+def _memory() -> Iterator[tuple[str, ...]]:
+    """Yield the gigabytes of averages and inverses on the rank that has most, of 64."""
+    for name, size in SIZES.items():
+        costs = (rank_cost(size, kind, 64) for kind in ("replicate", "shard"))
+        yield name, *(f"{cost.memory / 1e9:.2f}" for cost in costs)
+
+
+def _steps(machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Yield the predicted milliseconds of a step, and the efficiency of weak scaling."""
+    for name, size in SIZES.items():
+        for kind in DISTRIBUTIONS:
+            seconds = [
+                predict_step(size, rank_cost(size, kind, ranks), machine).total for ranks in RANKS
+            ]
+            cells = (f"{_digits(1e3 * s)} ({seconds[0] / s:.2f})" for s in seconds[1:])
+            title = f"{name}, {BATCHES[name][0]} examples" if kind == "sgd" else ""
+            yield title, kind, _digits(1e3 * seconds[0]), *cells
+
+
+def _constants() -> Iterator[tuple[str, ...]]:
+    """Yield the constants of the machines."""
+    rates = {
+        "passes, Tflop/s": lambda m: m.passes / 1e12,
+        "statistics and products, Tflop/s": lambda m: m.products / 1e12,
+        "large inverses, 10¹² d³/s": lambda m: m.inverses / 1e12,
+        "size at half of this rate": lambda m: m.half,
+        "latency, µs": lambda m: m.latency * 1e6,
+        "between nodes, GB/s a rank": lambda m: m.network / 1e9,
+        "in a node, GB/s a rank": lambda m: m.local / 1e9,
+        "ranks in a node": lambda m: m.node,
+    }
+    for name, rate in rates.items():
+        yield name, *(f"{float(rate(machine)):.4g}" for machine in MACHINES)
+    yield "source", *(machine.source for machine in MACHINES)
+
+
+def _digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):,g}"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    heads = tuple(heads)
+    for row in (heads, ("---",) * len(heads), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

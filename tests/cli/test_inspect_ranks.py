@@ -1,0 +1,86 @@
+"""`inspect --ranks` shows the cost of a rank, in 80 columns and as JSON."""
+
+import json
+import sys
+
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from kfac_engine.cli.display import show_bytes, show_flops
+from kfac_engine.data import demo_model
+
+RANKS, BATCH = 64, 32
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "cnn.onnx"
+    path.write_bytes(demo_model("cnn"))
+    return path
+
+
+@pytest.fixture
+def report():
+    engine = ke.Engine.from_onnx(
+        demo_model("cnn"), loss="categorical", schedule=ke.Schedule(refresh_every=20)
+    )
+    return engine.ranks_report(RANKS, BATCH)
+
+
+OPTIONS = ["--ranks", str(RANKS), "--batch", str(BATCH), "--refresh-every", "20"]
+
+
+def test_json_has_the_cost_of_a_rank_for_each_distribution(model, report, capsys):
+    assert main(["inspect", str(model), "--json", *OPTIONS]) == 0
+    shown = json.loads(capsys.readouterr().out)["ranks"]
+    assert shown["ranks"] == RANKS
+    assert shown["distributions"].keys() == {"sgd", "replicate", "shard"}
+    for name, cost in report.costs.items():
+        values = shown["distributions"][name]
+        assert values["handed_over_bytes"] == cost.handed_over
+        assert values["traffic_bytes"] == cost.traffic
+        assert values["curvature_bytes"] == cost.memory
+        assert values["refresh_multiplications"] == cost.refresh
+        assert values["product_operations"] == cost.products
+        seconds = {machine: steps[name].total for machine, steps in report.steps.items()}
+        assert values["predicted_seconds"] == seconds
+    assert shown["advice"] == report.advice
+
+
+def test_json_has_no_ranks_without_the_option(model, capsys):
+    assert main(["inspect", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals need a POSIX system")
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_of_ranks_fits_the_terminal(model, report, width):
+    from tests.cli.terminals import run_in_terminal
+
+    lines = run_in_terminal(["inspect", str(model), *OPTIONS], width).lines
+    start = lines.index("one of 64 ranks, 32 examples each")
+    rows = [line.strip() for line in lines[start + 2 : lines.index("", start + 2)]]
+    assert rows[0].split() == ["quantity", "SGD", "replicate", "shard"]
+    cells = {row[:29].strip(): row[29:].split("   ") for row in rows[2:]}
+    costs = report.costs.values()
+    for name, measure, show in (
+        ("handed to collectives", "handed_over", show_bytes),
+        ("traffic", "traffic", show_bytes),
+        ("averages and inverses", "memory", show_bytes),
+        ("refresh, slowest rank", "refresh", show_flops),
+        ("products, slowest rank", "products", show_flops),
+    ):
+        values = [getattr(cost, measure) for cost in costs]
+        shown = [cell.strip() for cell in cells[name] if cell.strip()]
+        assert shown == [show(value) if value else "–" for value in values]
+    assert len([name for name in cells if name.startswith("predicted, ")]) == len(report.steps)
+    text = " ".join(lines[start:])
+    assert "the mean over a refresh every 20 calls. The times are predictions" in text
+    assert report.advice[1:] in text
+    assert max(map(len, lines)) <= width
+
+
+def test_a_number_of_ranks_below_one_is_refused(model, capsys):
+    assert main(["inspect", str(model), "--ranks", "0"]) == 2
+    assert "--ranks" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""The sizes of a model, from which the cost of a rank follows, are those of its formula."""
+
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.data import demo_model
+from kfac_engine.engine.model_size import model_size
+from kfac_engine.errors import InputError
+from tests.models import VOCABULARY, Net, embedding
+
+# Rows of A and G; positions of an example, of which the convolutions have 8², 4² and 2².
+CNN = [(10, 16, 64), (145, 32, 16), (289, 32, 4), (129, 64, 1), (65, 10, 1)]
+
+
+def engine_of(model, **options):
+    return ke.Engine.from_onnx(model, **{"loss": "categorical", **options})
+
+
+def size_of(engine, examples=1):
+    return model_size(engine._assembly, engine.layers, examples, 4)
+
+
+def test_bytes_of_the_demo_network_are_those_of_its_sides():
+    engine = engine_of(demo_model("cnn"), schedule=ke.Schedule(refresh_every=4))
+    P = 4 * sum(a * g for a, g, _ in CNN)
+    S = 4 * sum(d * (d + 1) // 2 for a, g, _ in CNN for d in (a, g))
+    costs = engine.ranks_report(64).costs
+    assert costs["sgd"].handed_over == P
+    assert costs["replicate"].handed_over == pytest.approx(P + 2 * S / 4, rel=1e-12)
+    assert costs["shard"].handed_over == pytest.approx(2 * P + S / 4, rel=1e-12)
+    assert costs["replicate"].memory == sum(layer.factor_bytes for layer in engine.layers)
+
+
+def test_rows_and_operations_of_the_demo_network_are_those_of_its_formula():
+    blocks = size_of(engine_of(demo_model("cnn")), 32).blocks.values()
+    assert [block.rows for block in blocks] == [32 * t for _, _, t in CNN]
+    assert [block.numbers for block in blocks] == [a * g for a, g, _ in CNN]
+    assert [block.forward for block in blocks] == [2 * 32 * t * a * g for a, g, t in CNN]
+    assert [block.products for block in blocks] == [2 * a * g * (a + g) for a, g, _ in CNN]
+
+
+def test_refresh_costs_are_those_of_the_planner():
+    engine = engine_of(demo_model("cnn"))
+    factors = size_of(engine).factors.values()
+    assert [f.refresh for f in factors] == [work.cost for work in engine.estimator.refreshes.works]
+
+
+def three_from_one():
+    """Queries, keys and values: three layers of one input, which share A."""
+    net = Net()
+    parts = [net.op("MatMul", "input", net.weight(f"{n}.weight", 4, 4), to=n) for n in "qkv"]
+    net.op("Sum", *parts, to="output")
+    return net.model({"input": ["batch", 4]}, {"output": ["batch", 4]})
+
+
+def test_a_shared_factor_is_sent_once_and_its_layers_have_one_owner():
+    report = engine_of(three_from_one(), schedule=ke.Schedule(refresh_every=1)).ranks_report(8)
+    P, triangle = 4 * 3 * 16, 4 * 10
+    assert report.costs["shard"].handed_over == 2 * P + 4 * triangle
+    assert len(set(report.costs["shard"].block_owners.values())) == 1
+
+
+def test_a_table_has_rows_for_its_tokens_and_no_product():
+    size = size_of(engine_of(embedding(length=3)), 5)
+    table = size.blocks["table"]
+    ids, columns = (size.factors[name] for name in table.factors)
+    assert ids.shape == (VOCABULARY,)
+    assert not (ids.stored)
+    assert not (ids.divided)
+    assert columns.divided
+    assert table.forward == 0
+    assert table.rows == 5 * 3
+    assert table.products == 2 * table.numbers * columns.shape[0]
+
+
+def test_diagonal_approximations_are_sent_with_each_update():
+    engine = engine_of(
+        demo_model("mlp"),
+        approximations={"fully_connected": "diagonal"},
+        schedule=ke.Schedule(covariance_every=2),
+    )
+    P = 4 * sum(array.size for array in engine.parameters.values())
+    costs = engine.ranks_report(4).costs
+    assert costs["replicate"].handed_over == P + P / 2
+    assert costs["shard"].handed_over == 2 * P + P / 2
+    assert costs["replicate"].refresh == costs["shard"].refresh == 0
+    assert costs["shard"].memory < costs["replicate"].memory == P
+
+
+def test_bases_of_ekfac_are_sent_whole():
+    plain, rotated = (
+        size_of(engine_of(demo_model("mlp"), approximations={"fully_connected": name}))
+        for name in ("kron", "ekfac")
+    )
+    for block in rotated.blocks.values():
+        a, g = (rotated.factors[name].shape[0] for name in block.factors[:2])
+        scales = rotated.factors[block.factors[2]]
+        assert scales.shape == (a, g)
+        assert scales.results == a * a + g * g
+        assert not any(rotated.factors[name].divided for name in block.factors)
+    assert all(factor.divided for factor in plain.factors.values())
+    # Into the basis and back: twice the products.
+    products = [[b.products for b in size.blocks.values()] for size in (plain, rotated)]
+    assert products[1] == [2 * count for count in products[0]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sources"), [("gradients", 1), ("curvature_prop", 1), ("empirical", 0), ("exact", 10)]
+)
+def test_sources_are_those_of_the_estimation_mode(mode, sources):
+    engine = engine_of(demo_model("mlp"), estimation_mode=mode)
+    assert size_of(engine).sources == sources
+
+
+def test_float64_models_have_entries_of_eight_bytes():
+    net = Net("float64")
+    net.dense("output", "input", 4, 3)
+    engine = engine_of(net.model({"input": ["batch", 4]}, {"output": ["batch", 3]}))
+    assert engine.ranks_report(2).costs["sgd"].handed_over == 8 * 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((0, 1), "ranks must be"), ((2, 0), "batch_size must be")]
+)
+def test_counts_below_one_are_refused(arguments, named):
+    with pytest.raises(InputError, match=named):
+        engine_of(demo_model("mlp")).ranks_report(*arguments)

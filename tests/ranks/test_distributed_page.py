@@ -1,0 +1,48 @@
+"""The page on several processes has the figures of the cost model, and its example runs."""
+
+from math import ceil
+from pathlib import Path
+
+import pytest
+
+from scripts import list_distributions
+from tests.pages import blocks
+from tests.ranks.known_models import MODELS
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "distributed.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_cost_model():
+    assert list_distributions.page(TEXT) == TEXT, "run python -m scripts.list_distributions"
+
+
+def test_example_of_the_section_on_distributions_runs(capsys):
+    examples = [code for _, code in blocks(PAGE, "python") if "ranks_report" in code]
+    assert len(examples) == 1
+    exec(compile(examples[0], PAGE.name, "exec"), {})
+    assert "choose" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sentence"),
+    [
+        ("ResNet-50", 5, "a refresh is not shorter on more than five ranks"),
+        ("GPT-2 small", 31, "The limit of GPT-2 small and of ViT-B/16 is 31 ranks"),
+        ("ViT-B/16", 31, "The limit of GPT-2 small and of ViT-B/16 is 31 ranks"),
+    ],
+)
+def test_limits_of_a_refresh_are_those_of_the_largest_factors(model, ranks, sentence):
+    costs = [size**3 for layer in MODELS[model] for size in layer.sizes]
+    assert ceil(sum(costs) / max(costs)) == ranks
+    assert sentence in TEXT
+
+
+def test_shares_of_the_text_are_those_of_the_models():
+    numbers = [layer.a * layer.g for layer in MODELS["GPT-2 small"]]
+    assert "has 31 % of them" in TEXT
+    assert round(100 * max(numbers) / sum(numbers)) == 31
+    costs = [size**3 for layer in MODELS["ResNet-50"] for size in layer.sizes]
+    assert "three factors of 4608 rows, each with 22 %" in TEXT
+    assert costs.count(4608**3) == 3
+    assert round(100 * 4608**3 / sum(costs)) == 22
