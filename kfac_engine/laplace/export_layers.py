@@ -58,10 +58,11 @@ class VarianceBuilder(NodeBuilder):
     Args:
         dtype: Element type of the computation.
         sources: Number ``k`` of cotangents.
+        prefix: Start of all new names.
     """
 
-    def __init__(self, dtype: DType, sources: int) -> None:
-        super().__init__(PREFIX)
+    def __init__(self, dtype: DType, sources: int, prefix: str = PREFIX) -> None:
+        super().__init__(prefix)
         self.dtype, self.sources = dtype, sources
 
     def numbers(self, values: Array) -> str:
@@ -239,6 +240,52 @@ def _rotated(b: VarianceBuilder, rows: str, basis: Float | None) -> str:
     if basis is None:
         return rows
     return b.op("MatMul", rows, b.numbers(basis[0] if len(basis) == 1 else basis))
+
+
+# -- gradients as whole matrices -------------------------------------------------------------------
+
+
+def weighted(b: VarianceBuilder, gradients: str, spectrum: Spectrum, values: Float) -> str:
+    """Write whole gradients in the eigenvectors of a block, times roots of eigenvalues.
+
+    Args:
+        b: Collects the nodes.
+        gradients: Name of packed gradients in row-major order, ``(n, k, entries)``.
+        spectrum: Eigenvectors of the block.
+        values: Eigenvalues of the covariance of the parameters, ``(g, d_in, d_out)``.
+
+    Returns:
+        Name of rows ``(n, k, entries)``.
+    """
+    roots = np.sqrt(values)
+    if spectrum.left is None and spectrum.right is None:
+        return b.op("Mul", gradients, b.numbers(roots.reshape(-1)))
+    G = b.reshaped(gradients, 0, 0, *values.shape)
+    if spectrum.left is not None:
+        G = b.op("MatMul", b.numbers(spectrum.left.swapaxes(1, 2)), G)
+    if spectrum.right is not None:
+        G = b.op("MatMul", G, b.numbers(spectrum.right))
+    return b.reshaped(b.op("Mul", G, b.numbers(roots)), 0, 0, -1)
+
+
+def packed_gradients(
+    b: VarianceBuilder, parameters: Sequence[tuple[str, int]], places: Array
+) -> str:
+    """Write the gradients of several parameters in the order of a packed vector.
+
+    Args:
+        b: Collects the nodes.
+        parameters: Name of the gradients ``(n, k, size)`` of each parameter, and the size.
+        places: Places of the entries of the packed vector in the concatenation of the parameters.
+
+    Returns:
+        Name of rows ``(n, k, entries)``.
+    """
+    names = [name for name, _ in parameters]
+    joined = names[0] if len(names) == 1 else b.op("Concat", *names, axis=2)
+    if np.array_equal(places, np.arange(sum(size for _, size in parameters))):
+        return joined
+    return b.op("Gather", joined, b.constant(places, "int64"), axis=2)
 
 
 # -- scales and shifts -----------------------------------------------------------------------------

@@ -1,38 +1,41 @@
 """Writes a model with the variance of its outputs under uncertain parameters of all layers.
 
 The file has the forward graph and a backward graph for each of the ``k`` outputs of an example, in
-standard operators. The backward graph of output ``j`` starts at the unit vector ``e_j`` for every
-example. Nodes that do not depend on the cotangent are written once.
+standard operators. The gradients of each example with respect to a layer follow from its inputs and
+output gradients. Parameters for which they do not take a ``Scan`` over the examples.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.layout import Layout
+from kfac_engine.curvature_result.packed import packed
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.export.gradient_model import declared_shape, joint_model
 from kfac_engine.graph.files import declare, model_files, write_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
-from kfac_engine.graph.passes.bodies import renamed
-from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.structure import Input
+from kfac_engine.laplace.export_backward import Network, example_gradients, unrolled
 from kfac_engine.laplace.export_layers import (
     PREFIX,
     Operand,
     Use,
     VarianceBuilder,
     is_readable,
+    packed_gradients,
     row_gradients,
     scale_shift_gradients,
+    weighted,
 )
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.views import RowView
@@ -40,27 +43,7 @@ from kfac_engine.runtime.batch_axis import find_coupling
 from kfac_engine.system.writing import checked_path
 
 OUTPUT = "variance"
-_WAY_OUT = "measure the curvature without it (freeze=…), or that of the last layer (layers='last')"
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A model whose variance is written.
-
-    Attributes:
-        layout: The model with its layers.
-        value: Name of the value that the loss reads.
-        backward: The backward graph from the value to the outputs of the layers.
-    """
-
-    layout: Layout
-    value: str
-    backward: Backward
-
-    @property
-    def sources(self) -> int:
-        """Number ``k`` of outputs of an example."""
-        return int(np.prod(self.layout.assembly.model.facts[self.value].shape[1:]))
+Layer = tuple[LayerMatch, FisherBlock]
 
 
 def export_network(
@@ -75,22 +58,18 @@ def export_network(
         node_limit: Largest number of nodes of the file.
 
     Raises:
-        UnsupportedError: The gradients of examples cannot be written for a layer or the model.
+        UnsupportedError: Examples depend on each other or on chance, a size that must be fixed is
+            not, or a parameter without a layer meets a model of one batch size.
         InputError: The path is wrong, the file would have more nodes, or it has a value
             ``variance`` already.
     """
     target = checked_path(path)
-    value = _checked_value(layout)
-    layers = [(layer, block) for layer, block in layout.layers if _is_reached(layout, value, layer)]
-    for layer, block in layers:
-        _require_readable(layout, layer, block)
-    model = layout.assembly.model
-    names = tuple(dict.fromkeys(n for layer, _ in layers for n in uses(layer.outputs)))
-    network = Network(layout, value, model.backward((value,), names))
-    builder = VarianceBuilder(model.facts[value].dtype, network.sources)
-    stacked = _unrolled(builder, network, node_limit)
-    _write_terms(builder, network, blocks, stacked)
-    _write(builder, network, target, node_limit)
+    network = Network(layout, _checked_value(layout), node_limit)
+    b = network.builder()
+    rows = _rows(b, network, blocks)
+    terms = [b.op("MatMul", R, b.op("Transpose", R, perm=(0, 2, 1))) for R in rows]
+    b.op("Sum", *terms, result=OUTPUT)
+    _write(b, network, target)
 
 
 # -- what can be written ---------------------------------------------------------------------------
@@ -113,9 +92,11 @@ def _checked_value(layout: Layout) -> str:
             f"the output '{OUTPUT}' needs examples that do not depend on each other or on chance, "
             f"but {why}; export the model in the form of inference."
         )
-    if len(model.facts[value].shape) > 2:
-        _require_sizes(layout, f"'{value}' has the shape {model.facts[value].shape} in the sample "
-                       f"run, and each entry of an example is an output of its own")  # fmt: skip
+    if len(model.facts[value].shape) > 2 and (size := _open_size(layout)):
+        raise UnsupportedError(
+            f"the output '{OUTPUT}' needs a fixed number of outputs of each example, but '{value}' "
+            f"has several axes and {size}; declare a number in the file."
+        )
     for name in model.graph.values():
         if name == OUTPUT or name.startswith(PREFIX):
             raise InputError(
@@ -125,47 +106,27 @@ def _checked_value(layout: Layout) -> str:
     return value
 
 
-def _require_sizes(layout: Layout, reason: str) -> None:
-    """Raise an error if an axis of an input other than that of the examples has no fixed size."""
+def _open_size(layout: Layout) -> str:
+    """Return an axis without a fixed size, other than that of the examples; ``""`` for none."""
     batch = layout.assembly.task.batch
     for entry in layout.assembly.model.graph.inputs:
         for axis, size in enumerate(entry.shape or (None,)):
             if not isinstance(size, int) and axis != batch.inputs.get(entry.name):
-                raise UnsupportedError(
-                    f"the output '{OUTPUT}' needs inputs of fixed sizes: {reason}, but axis {axis} "
-                    f"of the input '{entry.name}' has the size {size}; declare a number in the "
-                    f"file."
-                )
+                return f"axis {axis} of the input '{entry.name}' has the size {size}"
+    return ""
 
 
-def _is_reached(layout: Layout, value: str, layer: LayerMatch) -> bool:
-    """Return whether the value depends on the parameters of a layer."""
-    if layer.outputs:
-        return True
-    model, owners = layout.assembly.model, layout.vector.owners
-    names = tuple(dict.fromkeys(owners[name][0] for name in layer.parameters))
-    return bool(model.backward((value,), names).gradients)
-
-
-def _require_readable(layout: Layout, layer: LayerMatch, block: FisherBlock) -> None:
-    """Raise an error if no nodes compute the gradient of each example for a layer."""
-    inputs, outputs = uses(layer.inputs), uses(layer.outputs)
-    why = ""
+def _is_readable(layout: Layout, layer: LayerMatch, block: FisherBlock) -> bool:
+    """Return whether the gradients of each example follow from inputs and output gradients."""
     if isinstance(block, ScaleShiftFB):
-        pass
-    elif not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
-        why = f"it is no part of a layer with known inputs ({layer.reason})"
-    elif not is_readable(block.form, len(inputs), len(outputs)):
-        why = "one tensor has all uses of the layer, or its patches have a mask"
-    else:
-        views = ((inputs, block.form.input_view), (outputs, block.form.output_view))
-        mixed = [n for names, view in views for n in names if not _holds_examples(layout, n, view)]
-        why = f"the first axis of '{mixed[0]}' does not begin with the examples" if mixed else ""
-    if why:
-        raise UnsupportedError(
-            f"the output '{OUTPUT}' cannot be written for {', '.join(layer.parameters)} of kind "
-            f"{layer.kind}: {why}; {_WAY_OUT}."
-        )
+        return True
+    if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
+        return False
+    inputs, outputs = uses(layer.inputs), uses(layer.outputs)
+    if not is_readable(block.form, len(inputs), len(outputs)):
+        return False
+    views = ((inputs, block.form.input_view), (outputs, block.form.output_view))
+    return all(_holds_examples(layout, name, view) for names, view in views for name in names)
 
 
 def _holds_examples(layout: Layout, name: str, view: object) -> bool:
@@ -174,122 +135,97 @@ def _holds_examples(layout: Layout, name: str, view: object) -> bool:
     batch, shape = layout.assembly.task.batch.size, layout.assembly.model.facts[name].shape
     if place is None or place.comes_first:
         return shape[0] == batch
-    if place.axis != 0 or len(shape) != 2 or type(view) is not RowView:
-        return False
-    _require_sizes(layout, f"the first axis of '{name}' has {place.repeats} rows of each example")
-    return True
+    rows = place.axis == 0 and len(shape) == 2 and type(view) is RowView
+    return rows and not _open_size(layout)
 
 
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def _unrolled(b: VarianceBuilder, network: Network, node_limit: int) -> dict[str, str]:
-    """Write the backward graphs of all outputs.
-
-    Args:
-        b: Collects the nodes.
-        network: The model with its backward graph.
-        node_limit: Largest number of nodes.
-
-    Returns:
-        Output of a layer to its gradients for all cotangents, along the first axis.
-    """
-    backward, shape = network.backward, network.layout.assembly.model.facts[network.value].shape
-    shared, copied = _divided(backward, network.value)
-    _check_count(network, network.sources * (1 + len(copied)), len(copied), node_limit)
-    b.nodes += shared
-    b.constants |= backward.constants
-    sizes = b.op("Shape", network.value)
-    parts: dict[str, list[str]] = {name: [] for name in backward.gradients}
-    local = {backward.cotangents[network.value], *(n for node in copied for n in node.outputs)}
-    units = np.eye(network.sources).reshape(-1, 1, *shape[1:])
-    for j, unit in enumerate(units):
-        names = {name: f"{PREFIX}{j}/{name}" for name in local if name}
-        start = names[backward.cotangents[network.value]]
-        b.op("Expand", b.numbers(unit), sizes, result=start)
-        copies = (renamed(node, names) for node in copied)
-        b.nodes += (replace(node, name=f"{PREFIX}{j}/{node.name}") for node in copies)
-        for name, gradient in backward.gradients.items():
-            parts[name].append(names.get(gradient, gradient))
-    return {name: b.op("Concat", *gradients, axis=0) for name, gradients in parts.items()}
-
-
-def _divided(backward: Backward, value: str) -> tuple[list[Node], list[Node]]:
-    """Return the nodes of a backward graph that do not depend on the cotangent, and the others."""
-    dependent, shared, copied = {backward.cotangents[value]}, [], []
-    for node in backward.nodes:
-        if dependent.isdisjoint((*node.inputs, *node.captures)):
-            shared.append(node)
-        else:
-            copied.append(node)
-            dependent.update(name for name in node.outputs if name)
-    return shared, copied
-
-
-def _write_terms(
-    b: VarianceBuilder,
-    network: Network,
-    blocks: Sequence[tuple[Block, Float]],
-    stacked: Mapping[str, str],
-) -> None:
-    """Write ``R Rᵀ`` for the rows ``R`` of each block, and their sum."""
+def _rows(b: VarianceBuilder, network: Network, blocks: Sequence[tuple[Block, Float]]) -> list[str]:
+    """Write rows ``R``, ``(n, k, entries)``, so that the variance is the sum of their ``R Rᵀ``."""
     layout = network.layout
-    full = layout.options.structure == "full"
+    stacked, whole = _derivatives(b, network)
     rows = []
     for number, (layer, block) in enumerate(layout.layers):
         operands = _uses(b, network, layer, stacked)
-        if operands and full:
-            places = layout.decomposer.places(block)
-            rows.append(_in_root(b, block, operands, *blocks[0], places.reshape(-1)))
-        elif operands:
-            rows.append(_in_eigenvectors(b, block, operands, *blocks[number]))
-    if full and len(rows) > 1:
-        rows = [b.op("Sum", *rows)]
-    terms = [b.op("MatMul", R, b.op("Transpose", R, perm=(0, 2, 1))) for R in rows]
-    b.op("Sum", *terms, result=OUTPUT)
+        if not operands and layer.parameters[0] not in whole:
+            continue  # the value does not depend on the layer
+        if layout.options.structure == "full":
+            gradients = _gradients(b, layout, (layer, block), operands, whole)
+            places = layout.decomposer.places(block).reshape(-1)
+            rows.append(b.op("MatMul", gradients, b.numbers(_root(*blocks[0])[places])))
+        elif operands and isinstance(block, KroneckerProductFB | LayerDiagonalFB):
+            result, variances = blocks[number]
+            rows.append(row_gradients(b, block.form, operands, result.spectrum, variances))
+        else:
+            gradients = _gradients(b, layout, (layer, block), operands, whole)
+            result, variances = blocks[number]
+            rows.append(weighted(b, gradients, result.spectrum, variances))
+    if layout.options.structure == "full" and len(rows) > 1:
+        return [b.op("Sum", *rows)]
+    return rows
 
 
-def _in_eigenvectors(
-    b: VarianceBuilder, layer: FisherBlock, operands: Sequence[Use], block: Block, variances: Float
-) -> str:
-    """Return ``R`` of one block, ``(n, k, entries)``."""
-    if not isinstance(layer, ScaleShiftFB):
-        assert isinstance(layer, KroneckerProductFB | LayerDiagonalFB), "checked before"
-        return row_gradients(b, layer.form, operands, block.spectrum, variances)
-    gradients, roots = scale_shift_gradients(b, layer, operands), np.sqrt(variances).reshape(-1)
-    if block.spectrum.left is None:
-        return b.op("Mul", gradients, b.numbers(roots))
-    return b.op("MatMul", gradients, b.numbers(block.spectrum.left[0] * roots))
+def _derivatives(
+    b: VarianceBuilder, network: Network
+) -> tuple[dict[str, str], dict[str, tuple[str, int]]]:
+    """Write the backward passes.
+
+    Returns:
+        Output of a layer to its gradients for all cotangents along the first axis; and parameter to
+        its gradients ``(n, k, size)`` with the size, for parameters that take a Scan.
+    """
+    layout, outputs, others = network.layout, dict[str, None](), list[tuple[str, ...]]()
+    for layer, block in layout.layers:
+        if _is_readable(layout, layer, block):
+            outputs |= dict.fromkeys(uses(layer.outputs))
+        else:
+            others.append(layer.parameters)
+    gradients: dict[str, list[str]] = {}
+    if outputs:
+        backward = network.model.backward((network.value,), tuple(outputs))
+        gradients = unrolled(b, network, backward)
+    stacked = {name: b.op("Concat", *parts, axis=0) for name, parts in gradients.items()}
+    return stacked, example_gradients(b, network, others) if others else {}
 
 
-def _in_root(
+def _gradients(
     b: VarianceBuilder,
-    layer: FisherBlock,
+    layout: Layout,
+    layer: Layer,
     operands: Sequence[Use],
-    block: Block,
-    variances: Float,
-    places: np.ndarray,
+    whole: Mapping[str, tuple[str, int]],
 ) -> str:
-    """Return the part of one layer in ``R = J Σ^½`` for a dense covariance ``Σ``."""
-    if isinstance(layer, ScaleShiftFB):
-        gradients = scale_shift_gradients(b, layer, operands)
-    else:
-        assert isinstance(layer, KroneckerProductFB | LayerDiagonalFB), "checked before"
-        gradients = row_gradients(b, layer.form, operands)
+    """Write the gradients of a layer as packed vectors, ``(n, k, entries)``."""
+    match, block = layer
+    if operands and isinstance(block, ScaleShiftFB):
+        return scale_shift_gradients(b, block, operands)
+    if operands:
+        assert isinstance(block, KroneckerProductFB | LayerDiagonalFB), "it is readable"
+        return row_gradients(b, block.form, operands)
+    ends = np.cumsum([0, *(whole[name][1] for name in match.parameters)])
+    numbers = tuple(
+        np.arange(start, end, dtype=np.intp).reshape(layout.vector.places(name).shape)
+        for name, start, end in zip(match.parameters, ends, ends[1:], strict=False)
+    )
+    return packed_gradients(
+        b, [whole[name] for name in match.parameters], packed(block, numbers).reshape(-1)
+    )
+
+
+def _root(block: Block, variances: Float) -> Float:
+    """Return ``C^½`` of a dense covariance ``C`` of all parameters, ``(P, P)``."""
     assert block.spectrum.left is not None, "a dense matrix has eigenvectors"
-    root = block.spectrum.left[0][places] * np.sqrt(variances).reshape(-1)
-    return b.op("MatMul", gradients, b.numbers(root))
+    root: Float = block.spectrum.left[0] * np.sqrt(variances).reshape(-1)
+    return root
 
 
 def _uses(
-    b: VarianceBuilder,
-    network: Network,
-    layer: LayerMatch,
-    stacked: Mapping[str, str],
+    b: VarianceBuilder, network: Network, layer: LayerMatch, stacked: Mapping[str, str]
 ) -> list[Use]:
     """Return the tensors of the uses of a layer that the value depends on."""
-    assembly = network.layout.assembly
-    facts, places = assembly.model.facts, assembly.task.batch.places
+    facts, places = network.model.facts, network.layout.assembly.task.batch.places
 
     def operand(name: str, value: str) -> Operand:
         repeats = places[name].repeats if name in places else 1
@@ -297,10 +233,11 @@ def _uses(
             value = b.op("Cast", value, to=FLOAT_CODES[b.dtype.name])
         return Operand(value, facts[name].shape, repeats)
 
-    inputs = uses(layer.inputs) if layer.inputs else ("",) * len(uses(layer.outputs))
+    outputs = uses(layer.outputs)
+    inputs = uses(layer.inputs) if layer.inputs else ("",) * len(outputs)
     return [
         Use(operand(a, a) if a else None, operand(s, stacked[s]))
-        for a, s in zip(inputs, uses(layer.outputs), strict=True)
+        for a, s in zip(inputs, outputs, strict=False)
         if s in stacked
     ]
 
@@ -308,19 +245,9 @@ def _uses(
 # -- the file --------------------------------------------------------------------------------------
 
 
-def _check_count(network: Network, count: int, repeated: int, node_limit: int) -> None:
-    if count > node_limit:
-        raise InputError(
-            f"the file would have more than {count} nodes, which is above the limit of "
-            f"{node_limit}: each of {network.sources} outputs of an example takes {repeated} nodes "
-            f"of a backward pass; raise node_limit, or measure the curvature of the last layer "
-            f"(layers='last')."
-        )
-
-
-def _write(b: VarianceBuilder, network: Network, target: Path, node_limit: int) -> None:
+def _write(b: VarianceBuilder, network: Network, target: Path) -> None:
     """Write the forward graph with the nodes of the variance."""
-    model, k = network.layout.assembly.model, network.sources
+    model, k = network.model, network.sources
     graph, loaded, facts = model.extended_graph(), model.loaded, model.facts
     outputs = [
         Input(name, facts[name].dtype, declared_shape(loaded, name, facts[name]))
@@ -331,6 +258,6 @@ def _write(b: VarianceBuilder, network: Network, target: Path, node_limit: int) 
     )
     declared = Input(OUTPUT, b.dtype, (None, k, k))
     message, constants = joint_model(joint, graph.inputs, [*outputs, declared], loaded.stored)
-    _check_count(network, len(message.graph.node), len(network.backward.nodes), node_limit)
+    network.check_count(sum(1 for _ in all_nodes(message.graph.node)))
     files = model_files(declare(message, constants), constants, f"{target.name}.data")
     write_model(target, files)

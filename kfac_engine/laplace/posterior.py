@@ -235,19 +235,21 @@ class Laplace:
     def export(self, path: str | Path, *, node_limit: int = 20_000) -> None:
         """Write the model with one more output, ``variance``, which any runtime computes.
 
-        The output is ``Predictive.variance``, ``(n, k, k)``. A last dense layer needs a few nodes
-        after those of the file. All other posteriors need a backward pass for each of the ``k``
-        outputs of an example, and the file has the nodes of all of them.
+        The output is ``Predictive.variance``, ``(n, k, k)``, in operators of the ONNX standard. A
+        last dense layer takes a few nodes after those of the file. Other posteriors take the nodes
+        of a backward pass for each of the ``k`` outputs of an example. Parameters that belong to no
+        layer take a ``Scan`` over the examples.
 
         Args:
             path: File to write.
             node_limit: Largest number of nodes of a file with backward passes.
 
         Raises:
-            UnsupportedError: The gradients of examples cannot be written for a layer or the model:
-                a parameter is part of no layer, examples depend on each other, or sizes that must
-                be fixed are not. The message names the layer.
-            InputError: The path is wrong, or the file would have more nodes than ``node_limit``.
+            UnsupportedError: Several losses read several values, examples depend on each other or
+                on chance, the number of outputs of an example is not fixed, or a parameter that
+                belongs to no layer is in a model that runs with one batch size only.
+            InputError: The path is wrong, the file would have more nodes than ``node_limit``, or
+                the model has a value ``variance``.
         """
         whole("node_limit", node_limit, least=1)
         blocks = [(block, 1 / self._precisions(block)) for block in self.curvature.blocks]

@@ -130,7 +130,8 @@ class Linearization:
             yield inputs
             return
         (value,) = assembly.task.objective.inputs[:1]
-        names = [name for layer in assembly.discovery.layers for name in uses(layer.outputs)]
+        layers = [layer for layer in assembly.discovery.layers if layer.outputs]
+        names = [name for layer in layers for name in uses(layer.outputs)]
         entries = sum(prod(facts[name].shape) for name in (value, *names)) // batch.size
         outputs = prod(facts[value].shape) // batch.size
         scratch = assembly.collection.backend.scratch_bytes

@@ -155,7 +155,9 @@ def test_node_limit_bounds_the_file(tmp_path):
     posterior.export(path, node_limit=nodes)
     path.unlink()
     for limit in (nodes - 1, 3):
-        with pytest.raises(ke.InputError, match=r"3 outputs of an example takes .* node_limit"):
+        with pytest.raises(
+            ke.InputError, match="each of 3 outputs of an example; raise node_limit"
+        ):
             posterior.export(path, node_limit=limit)
     assert not list(tmp_path.iterdir())
 
@@ -177,20 +179,6 @@ def refused(model, tmp_path, error, match, **options):
     with pytest.raises(error, match=match):
         ke.Laplace(curvature).export(tmp_path / "uncertain.onnx")
     assert not list(tmp_path.iterdir())
-
-
-def test_parameter_without_a_layer_is_refused(tmp_path):
-    net = models.Net()
-    weight = net.op("Exp", net.weight("logarithm", 4, 3), to="weight")
-    act = net.op("Tanh", net.dense("h", "input", 4, 4), to="act")
-    net.op("MatMul", act, weight, to="output")
-    model = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
-    refused(
-        model,
-        tmp_path,
-        ke.UnsupportedError,
-        "cannot be written for logarithm of kind generic: .*freeze=",
-    )
 
 
 def test_outputs_of_positions_need_a_fixed_number_of_them(tmp_path):
