@@ -17,7 +17,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.refresh import Division, begin_refresh
+from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
 from kfac_engine.curvature.schedule import ADAPTIVE, Planner, Schedule, Work
 from kfac_engine.errors import UnsupportedError
 
@@ -33,7 +33,7 @@ class Refreshes:
         collection: The registered layers; their factors are instantiated.
 
     Attributes:
-        division: Divides the refreshes among processes; None in one process.
+        division: Divides the refreshes among processes.
     """
 
     def __init__(self, collection: LayerCollection) -> None:
@@ -41,7 +41,7 @@ class Refreshes:
         self._samples: dict[str, tuple[Array, ...]] = {}
         self._planner: Planner | None = None
         self._latest: tuple[tuple[str, ...], float] = ((), 0.0)
-        self.division: Division | None = None
+        self.division: Division = UNDIVIDED
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -196,7 +196,7 @@ class Refreshes:
 
     def _check_policy(self, policy: str) -> None:
         """Refuse a policy by which several processes would choose different factors."""
-        if self.division is not None and policy in ADAPTIVE:
+        if self.division is not UNDIVIDED and policy in ADAPTIVE:
             raise UnsupportedError(
                 f"policy '{policy}' reads times or averages of one process; with a communicator, "
                 f"choose 'all_at_once', 'round_robin' or 'balanced'."

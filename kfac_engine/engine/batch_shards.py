@@ -116,20 +116,6 @@ class BatchShards:
         """
         return number if self.alone else float(self.agreement.vote(number).sum())
 
-    def mean(self, number: float) -> float:
-        """Meet all ranks, and return the mean of a number; see ``total``.
-
-        Args:
-            number: The number of this rank.
-
-        Returns:
-            The mean over the ranks.
-
-        Raises:
-            KfacError: A rank has failed.
-        """
-        return self.total(number) / self.communicator.size
-
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.
 

@@ -198,19 +198,21 @@ class Engine(Summarized, PreconditioningModel):
                 backward = self._differentiate(trace, examples, read)
             moved = self._updated_buffers(trace) if update_buffers else {}
             update = self._measure(trace, examples, record, backward.outputs)
-            sums = *backward.gradients.values(), *moved.values()
-            loss = self._distribution.combine(backward.loss, update, sums)
-            self._record(loss, backward.gradients)
-            gradients = self._model.to_file_layout(backward.gradients)
-            types = self._model.result_types
-            with undone_on_overflow(self.estimator, backward.gradients, types, self._exps[0]):
-                self._update(update, record)
+            every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
+            totals = self._distribution.meet(backward.loss, update, every)
+            with undone_on_overflow(self.estimator, every, types, exp, totals.norm_bound):
+                with record("statistics"):
+                    gradients = self._distribution.combine(update, every)
+                self._record(totals.loss, gradients)
+                in_file = self._model.to_file_layout(gradients)
+                with record("inverses"):
+                    self.estimator.refreshes.run(self.counter)
                 with record("precondition"):
-                    natural = self._precondition(backward.gradients, self._exps[0])
-                seconds = self._shards.mean(perf_counter() - start)
-            self._advance(seconds)
+                    natural = self._precondition(gradients, exp, tuple(every))
+                self._distribution.conclude()
+            self._advance(perf_counter() - start)
             self._model.buffers.update(moved)
-            return Result(loss, gradients, natural, self._notes(trace), record.stages)
+            return Result(totals.loss, in_file, natural, self._notes(trace), record.stages)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
@@ -234,10 +236,11 @@ class Engine(Summarized, PreconditioningModel):
                     with self._history.explain():
                         reported_loss(trace, self.objective)
                 update = self._measure(trace, examples, Recorder())
-                self._distribution.combine(0.0, update)
-                self._update(update, Recorder())
-            seconds = self._shards.mean(perf_counter() - start)
-        self._advance(seconds)
+                self._distribution.meet(0.0, update)
+                self._distribution.combine(update)
+                self.estimator.refreshes.run(self.counter)
+            self._shards.agreement.vote()
+        self._advance(perf_counter() - start)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -328,14 +331,6 @@ class Engine(Summarized, PreconditioningModel):
             return self.estimator.statistics.measure(
                 trace, scales=scales, release=trace.release, propagated=gradients
             )
-
-    def _update(self, update: PendingUpdate | None, record: Recorder) -> None:
-        """Update the averages by a measured batch, and refresh inverses, as scheduled."""
-        if update is not None:
-            with record("statistics"):
-                self._distribution.commit(update)
-        with record("inverses"):
-            self.estimator.refreshes.run(self.counter)
 
     def _advance(self, seconds: float) -> None:
         """Record that a call has succeeded."""

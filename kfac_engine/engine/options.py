@@ -27,8 +27,8 @@ _DICTIONARIES = {
     "sample_inputs": "{'input': array}",
 }
 
-Distribution: TypeAlias = Literal["replicate"]
-DISTRIBUTIONS: tuple[Distribution, ...] = ("replicate",)
+Distribution: TypeAlias = Literal["replicate", "shard"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("replicate", "shard")
 
 Options = ParamSpec("Options")
 Owner = TypeVar("Owner")
@@ -84,8 +84,10 @@ class EngineOptions:
         communicator: The processes among which each batch is divided, such as ``over_mpi()``; None
             for a single process. Each process passes its part of the batch, and all receive the
             results of the whole batch.
-        distribution: Division of the work among them: with ``"replicate"`` all processes store all
-            inverses.
+        distribution: Division of the work among them. With ``"replicate"``, all processes store all
+            inverses, and each computes some. With ``"shard"``, each layer has an owner, which
+            stores its inverses and preconditions its gradient; gradients of a step are those of
+            the layers of the process.
     """
 
     loss: LossChoice | Sequence[LossChoice]

@@ -8,12 +8,16 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.distribution import Distribution
 from kfac_engine.engine.measured_model import MeasuredModel
 from kfac_engine.engine.replicate import Replicate
 from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products, checked_vectors
 from kfac_engine.errors import NotReadyError
 from kfac_engine.layers.parameter_slices import join, split
+
+DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
 
 
 class PreconditioningModel(MeasuredModel):
@@ -29,7 +33,8 @@ class PreconditioningModel(MeasuredModel):
         self, assembly: Assembly, estimator: FisherEstimator, exps: Sequence[float]
     ) -> None:
         super().__init__(assembly, estimator, exps)
-        self._distribution = Replicate(self._shards, estimator)
+        distribution = DISTRIBUTIONS[assembly.options.distribution]
+        self._distribution = distribution(self._shards, assembly, estimator)
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -106,16 +111,40 @@ class PreconditioningModel(MeasuredModel):
             raise NotReadyError("there are no statistics yet; call observe() or step() first.")
         return checked_vectors(self._model, self.collection.backend, vectors)
 
-    def _precondition(self, gradients: Mapping[str, Array], exp: float) -> dict[str, Array]:
-        return self._multiply(gradients, self.estimator.products.matpower(exp), exp)
+    def _precondition(
+        self, gradients: Mapping[str, Array], exp: float, names: Sequence[str] | None = None
+    ) -> dict[str, Array]:
+        return self._multiply(gradients, self.estimator.products.matpower(exp), exp, names)
 
     def _multiply(
-        self, vectors: Mapping[str, Array], product: Product, exp: float
+        self,
+        vectors: Mapping[str, Array],
+        product: Product,
+        exp: float,
+        names: Sequence[str] | None = None,
     ) -> dict[str, Array]:
-        """Multiply vectors by blocks, and entries of parameters without a layer by the damping."""
+        """Multiply vectors by blocks, and entries of parameters without a layer by the damping.
+
+        Args:
+            vectors: Parameter to array.
+            product: A product of a block.
+            exp: The power that it is, for parameters without a block.
+            names: Parameters of all products, if ``vectors`` has those of this process only.
+
+        Returns:
+            Parameter to product.
+        """
+        if exp == 1:
+            self._distribution.complete()
         slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
-        with quiet():
-            blocks = self.estimator.products.multiply(split(slices, vectors), product)
-            products = {n: join(slices[n], blocks, v, rest) for n, v in vectors.items()}
-        check_products(products, self.collection.backend, exp)
-        return self._model.to_file_layout(products)
+
+        def multiply() -> dict[str, Array]:
+            owned = self._distribution.owned(vectors)
+            with quiet():
+                blocks = self.estimator.products.multiply(split(slices, owned), product)
+                products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
+            check_products(products, self.collection.backend, exp)
+            return products
+
+        names = tuple(vectors) if names is None else names
+        return self._model.to_file_layout(self._distribution.share(names, multiply))

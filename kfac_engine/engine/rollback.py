@@ -3,7 +3,7 @@
 A natural gradient can be checked only after the averages have changed in place. A copy of all
 averages in every step would double their memory. For a power between −1 and 0, the norm of the
 natural gradient is at most that of the gradient times ``damping ** exp``. Averages are therefore
-copied only if this bound, or another power, allows an overflow.
+copied only if this bound, the norm of the gradient, or another power, allows an overflow.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,11 +29,13 @@ class _Saved:
         self._factor, self._narrowest = factor, factor.narrowest
         self._arrays = {name: np.array(array) for name, array in factor.arrays().items()}
         self._numbers = factor.average.weight, factor.repeats
+        self._traces = factor.traces_of_average
 
     def restore(self) -> None:
         """Restore the state of the factor."""
         self._factor.restore(self._arrays, *self._numbers)
         self._factor.narrowest = self._narrowest
+        self._factor.traces_of_average = self._traces
 
 
 @contextmanager
@@ -42,6 +44,7 @@ def undone_on_overflow(
     gradients: Mapping[str, Array],
     types: Mapping[str, DType],
     exp: float,
+    norm: float | None = None,
 ) -> Iterator[None]:
     """Return a context that restores averages, inverses and generator after an error.
 
@@ -50,6 +53,8 @@ def undone_on_overflow(
         gradients: Parameter name to the gradient that the context multiplies.
         types: Parameter name to the element type of the product, where it differs.
         exp: The power of the damped Fisher matrix.
+        norm: Upper bound of the norm of the gradient; None to compute the norm. Several processes
+            pass one bound, so that they decide equally.
 
     Yields:
         Nothing.
@@ -58,7 +63,7 @@ def undone_on_overflow(
         KfacError: The error that was raised in the context.
     """
     with quiet():
-        if not _may_overflow(estimator, gradients, types, exp):
+        if not _may_overflow(estimator, gradients, types, exp, norm):
             yield
             return
         saved = [_Saved(factor) for factor in estimator.factors]
@@ -85,15 +90,18 @@ def _may_overflow(
     gradients: Mapping[str, Array],
     types: Mapping[str, DType],
     exp: float,
+    norm: float | None,
 ) -> bool:
     """Return whether products may overflow their element types; False excludes an overflow."""
     if not -1 <= exp <= 0 or not estimator.factors:
         return True
-    norms = estimator.factors[0].backend.squared_norms(list(gradients.values()))
+    if norm is None:
+        squares = estimator.factors[0].backend.squared_norms(list(gradients.values()))
+        norm = sqrt(fsum(squares))
     dtypes = (types.get(name, array.dtype) for name, array in gradients.items())
     largest = min(map(_largest, dtypes), default=1.0)
     damping = estimator.least_damping
-    return not (damping and sqrt(fsum(norms)) * damping**exp < _MARGIN * largest)
+    return not (damping and norm * max(1.0, damping**exp) < _MARGIN * largest)
 
 
 def _largest(dtype: DType) -> float:

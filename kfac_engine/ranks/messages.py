@@ -40,7 +40,7 @@ class OwnedArrays:
         Returns:
             For each array its sum, in a new array, or None if another rank owns it.
         """
-        counts = self._counts(marks=False)
+        counts = self._counts()
         buffer = self._backend.xp.empty(sum(counts), self._dtype)
         start = 0
         for array, form in zip(arrays, self._forms, strict=True):
@@ -57,49 +57,41 @@ class OwnedArrays:
             start += form.size
         return sums
 
-    def gather(self, arrays: Sequence[Array] | None) -> list[Array] | None:
+    def gather(self, arrays: Sequence[Array]) -> list[Array]:
         """Send the arrays that this rank owns to all ranks, and receive the others.
 
         All ranks return the same bits in the same memory order.
 
         Args:
-            arrays: The arrays that this rank owns, in order; None if it could not compute them.
+            arrays: The arrays that this rank owns, in order.
 
         Returns:
-            All arrays, new; None if a rank could not compute its arrays.
+            All arrays, new.
         """
-        counts = self._counts(marks=True)
+        counts = self._counts()
         buffer = self._backend.xp.zeros(sum(counts), self._dtype)
-        # The part of a rank begins with a mark: whether the rank has failed.
-        marks = np.cumsum([0, *counts[:-1]])
-        start = int(marks[self._communicator.rank])
-        buffer[start] = arrays is None
-        start += 1
+        start = sum(counts[: self._communicator.rank])
         forms = (
             form
             for form, owner in zip(self._forms, self._owners, strict=True)
             if owner == self._communicator.rank
         )
-        for array, form in zip(arrays or (), forms, strict=arrays is not None):
+        for array, form in zip(arrays, forms, strict=True):
             pack(array.astype(self._dtype, copy=False), form, buffer[start : start + form.size])
             start += form.size
         self._communicator.allgather(buffer, counts)
-        if self._backend.download([buffer[marks]])[0].any():
-            return None
         received: list[Array] = []
-        start, last = 0, -1
-        for form, owner in zip(self._forms, self._owners, strict=True):
-            if owner != last:
-                start, last = int(marks[owner]) + 1, owner
+        start = 0
+        for form in self._forms:
             received.append(unpack(buffer[start : start + form.size], form))
             start += form.size
             if form.triangle == "symmetric":
                 self._backend.mirror(received[-1])
         return received
 
-    def _counts(self, *, marks: bool) -> list[int]:
+    def _counts(self) -> list[int]:
         """Return the number of entries of each rank's part."""
-        counts = [int(marks)] * self._communicator.size
+        counts = [0] * self._communicator.size
         for form, owner in zip(self._forms, self._owners, strict=True):
             counts[owner] += form.size
         return counts

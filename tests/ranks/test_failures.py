@@ -6,7 +6,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.ranks.test_replicate import batches
+from tests.ranks.test_distributions import batches
 from tests.ranks.threads import run
 
 SIZE = 3

@@ -88,14 +88,3 @@ def test_all_ranks_receive_the_arrays_of_all_owners_with_equal_bits():
         for index, (array, form) in enumerate(zip(arrays, FORMS, strict=True)):
             assert (array.shape, array.dtype) == (form.shape, form.dtype)
             np.testing.assert_array_equal(array, array_of(form, index))
-
-
-@pytest.mark.parametrize("failing", [0, 1, 3])
-def test_a_mark_tells_all_ranks_that_one_could_not_compute_its_arrays(failing):
-    def work(communicator):
-        message = OwnedArrays(communicator, select("numpy"), FORMS, OWNERS)
-        pairs = zip(FORMS, OWNERS, strict=True)
-        own = [array_of(form, 0) for form, owner in pairs if owner == communicator.rank]
-        return message.gather(None if communicator.rank == failing else own)
-
-    assert run(4, work) == [None] * 4

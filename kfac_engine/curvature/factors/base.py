@@ -298,6 +298,11 @@ class FisherFactor(FactorOperations, ABC):
         """Whether products use results of refreshes only, and the average is linear in batches."""
         return False
 
+    @property
+    def measures_with_results(self) -> bool:
+        """Whether measurements read results of the last refresh, such as a basis."""
+        return False
+
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
         """Return how many numbers a refresh stores next to an average of this shape."""
         del shape

@@ -111,6 +111,10 @@ class EigenbasisFactor(DiagonalFactor):
     def has_inverses(self) -> bool:
         return True
 
+    @property
+    def measures_with_results(self) -> bool:
+        return True
+
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
         return sum(size * size for size in shape)
 

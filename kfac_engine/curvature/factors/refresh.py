@@ -112,19 +112,47 @@ Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request,
 class Division(Protocol):
     """Divides refreshes among processes."""
 
-    def hand_over(self, due: Sequence[Any]) -> None:
-        """Complete the averages of factors where their refresh is computed."""
+    def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
+        """Complete the averages of factors where their refresh is computed.
+
+        Args:
+            due: Factors.
+
+        Returns:
+            The factors that store results on this process.
+        """
 
     def compute(
         self, due: Sequence[Any], tasks: Sequence[RefreshTask], compute: Compute
-    ) -> Mapping[Request, Result]:
-        """Compute the requests of factors, each on one process, and return all results.
+    ) -> Callable[[], Mapping[Request, Result]]:
+        """Start to compute the requests of factors, each on one process.
 
         Args:
-            due: The factors.
+            due: The factors that store results on this process.
             tasks: Their refreshes.
             compute: Computes requests on this process.
+
+        Returns:
+            A function that waits for the results of all requests.
         """
+
+
+class Undivided:
+    """The division of a single process."""
+
+    def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
+        """Return the factors."""
+        return due
+
+    def compute(
+        self, due: Sequence[Any], tasks: Sequence[RefreshTask], compute: Compute
+    ) -> Callable[[], Mapping[Request, Result]]:
+        """Start to compute all requests."""
+        del due
+        return compute([request for task in tasks for request in task.requests])
+
+
+UNDIVIDED = Undivided()
 
 
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
@@ -145,15 +173,14 @@ def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
 
 
 def begin_refresh(
-    factors: Sequence[Refreshable], backend: Backend, division: Division | None = None
+    factors: Sequence[Refreshable], backend: Backend, division: Division = UNDIVIDED
 ) -> Callable[[], None]:
     """Begin a refresh, so that a device computes inverses while the host continues.
 
     Args:
         factors: As for ``refresh``.
         backend: As for ``refresh``.
-        division: Divides the refreshes among processes, which then wait for the results; None in
-            one process.
+        division: Divides the refreshes among processes.
 
     Returns:
         A function that waits for the results and stores them at its first call. A factor calls it
@@ -168,18 +195,12 @@ def begin_refresh(
         return lambda: None
     for factor in due:
         factor.wait()
-    if division is not None:
-        division.hand_over(due)
+    due = list(division.hand_over(due))
+    if not due:
+        return lambda: None
     _measure(due, backend)
     tasks = [factor.refresh_task() for factor in due]
-    compute = partial(_begin, backend)
-    if division is None:
-        results = compute([request for task in tasks for request in task.requests])
-    else:
-        shared = division.compute(due, tasks, compute)
-
-        def results() -> Mapping[Request, Result]:
-            return shared
+    results = division.compute(due, tasks, partial(_begin, backend))
 
     def finish() -> None:
         for factor in due:

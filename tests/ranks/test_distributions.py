@@ -57,63 +57,85 @@ def follow(name, size, steps=4, **options):
     return alone, expected, run(size, work)
 
 
+DISTRIBUTIONS = ["replicate", "shard"]
+
+
 def assert_equal_to_one_process(name, size, **options):
     alone, expected, ranks = follow(name, size, **options)
-    tolerance = TOLERANCES[DTYPES[name]]
+    close = TOLERANCES[DTYPES[name]]
+    shared = options.get("distribution") == "shard"
     for results, averages, generator in ranks:
         assert generator == alone.estimator.rng.bit_generator.state
         for result, wanted, first in zip(results, expected, ranks[0][0], strict=True):
-            assert result.loss == pytest.approx(wanted.loss, rel=tolerance)
-            for kind in ("gradients", "natural_gradients"):
-                for key, array in getattr(wanted, kind).items():
-                    scale = abs(array).max()
-                    np.testing.assert_allclose(
-                        getattr(result, kind)[key] / scale, array / scale, atol=tolerance
-                    )
-                    np.testing.assert_array_equal(
-                        getattr(result, kind)[key], getattr(first, kind)[key]
-                    )
+            assert result.loss == pytest.approx(wanted.loss, rel=close)
+            assert_close(result.natural_gradients, wanted.natural_gradients, close)
+            for key, array in first.natural_gradients.items():
+                np.testing.assert_array_equal(result.natural_gradients[key], array)
+            assert_close(
+                result.gradients, {k: wanted.gradients[k] for k in result.gradients}, close
+            )
         for average, factor in zip(averages, alone.estimator.factors, strict=True):
-            scale = abs(factor.cov).max()
-            np.testing.assert_allclose(average / scale, factor.cov / scale, atol=tolerance)
+            assert_close({"": average}, {"": factor.cov}, close)
+    owned = [set(results[-1].gradients) for results, _, _ in ranks]
+    assert set().union(*owned) == set(expected[-1].gradients)
+    assert not shared or sum(map(len, owned)) == len(expected[-1].gradients)
 
 
+def assert_close(arrays, expected, tolerance):
+    """Compare arrays, relative to the largest entry of each."""
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        scale = abs(array).max() or 1.0
+        np.testing.assert_allclose(arrays[key] / scale, array / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size):
-    assert_equal_to_one_process("mlp", size)
+def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size, distribution):
+    assert_equal_to_one_process("mlp", size, distribution=distribution)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "layer_norm", "token_mlp"])
-def test_steps_equal_those_of_one_process_in_every_mode(name, mode):
-    assert_equal_to_one_process(name, 3, estimation_mode=mode)
+def test_steps_equal_those_of_one_process_in_every_mode(name, mode, distribution):
+    assert_equal_to_one_process(name, 3, estimation_mode=mode, distribution=distribution)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
-def test_steps_equal_those_of_one_process_for_every_reduction(reduction):
-    assert_equal_to_one_process("mlp", 3, reduction=reduction)
+def test_steps_equal_those_of_one_process_for_every_reduction(reduction, distribution):
+    assert_equal_to_one_process("mlp", 3, reduction=reduction, distribution=distribution)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("approximation", ["diagonal", "kron_sua", "kron_reduce", "ekfac"])
-def test_steps_equal_those_of_one_process_for_approximations_of_convolutions(approximation):
-    assert_equal_to_one_process("cnn", 3, approximations={"conv2d": approximation})
+def test_steps_equal_those_of_one_process_for_convolutions(approximation, distribution):
+    chosen = {"conv2d": approximation}
+    assert_equal_to_one_process("cnn", 3, approximations=chosen, distribution=distribution)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("approximation", ["diagonal", "ekfac"])
-def test_steps_equal_those_of_one_process_for_approximations_of_dense_layers(approximation):
-    assert_equal_to_one_process("mlp", 3, approximations={"fully_connected": approximation})
+def test_steps_equal_those_of_one_process_for_dense_layers(approximation, distribution):
+    chosen = {"fully_connected": approximation}
+    assert_equal_to_one_process("mlp", 3, approximations=chosen, distribution=distribution)
 
 
-@pytest.mark.parametrize("policy", ["all_at_once", "round_robin", "balanced"])
-def test_steps_equal_those_of_one_process_for_every_policy(policy):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("policy", ["round_robin", "balanced"])
+def test_steps_equal_those_of_one_process_for_every_policy(policy, distribution):
     schedule = ke.Schedule(refresh_every=2, policy=policy)
-    assert_equal_to_one_process("mlp", 3, schedule=schedule)
+    assert_equal_to_one_process("mlp", 3, schedule=schedule, distribution=distribution)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("exps", [(-0.5,), (-0.5, -1)])
-def test_steps_equal_those_of_one_process_for_other_powers(exps):
-    assert_equal_to_one_process("mlp", 3, exps=exps)
+def test_steps_equal_those_of_one_process_for_other_powers(exps, distribution):
+    assert_equal_to_one_process("mlp", 3, exps=exps, distribution=distribution)
 
 
-def test_relative_damping_reads_the_traces_of_all_ranks():
-    assert_equal_to_one_process("mlp", 3, damping=ke.RelativeDamping(0.1))
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_relative_damping_reads_the_traces_of_all_ranks(distribution):
+    damping = ke.RelativeDamping(0.1)
+    assert_equal_to_one_process("mlp", 3, damping=damping, distribution=distribution)

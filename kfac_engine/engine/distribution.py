@@ -1,0 +1,279 @@
+"""Averages over several ranks.
+
+An average that only refreshes read is divided among the ranks: each rank averages its shards of the
+batches, and the average is the sum over the ranks. Moving averages are linear, so ranks exchange
+such averages only before a refresh. Then the owner of a factor receives the sum, and the others
+start from zero.
+
+Other averages are whole on all ranks: those that products read, and squares of sums.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import fsum, sqrt
+from types import MappingProxyType
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.measurement import Measurement
+from kfac_engine.curvature.factors.refresh import (
+    Compute,
+    RefreshTask,
+    Request,
+    Result,
+    result_forms,
+)
+from kfac_engine.curvature.factors.updater import PendingUpdate
+from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.build import Assembly
+from kfac_engine.ranks.messages import OwnedArrays
+from kfac_engine.ranks.packing import Form
+
+_WIDE = np.dtype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Numbers of a batch over all ranks.
+
+    Attributes:
+        loss: The loss.
+        norm_bound: Upper bound of the norm of the gradient; None in one process.
+    """
+
+    loss: float
+    norm_bound: float | None = None
+
+
+class Distribution(ABC):
+    """Averages and inverses of an engine over several ranks; see ``Replicate`` and ``Shard``.
+
+    Args:
+        shards: The ranks.
+        assembly: The model.
+        estimator: Its estimator, whose updates and refreshes are those of all ranks from now on.
+
+    Attributes:
+        divided: Factors whose averages are divided among the ranks.
+    """
+
+    def __init__(self, shards: BatchShards, assembly: Assembly, estimator: FisherEstimator) -> None:
+        self._shards, self._assembly, self._estimator = shards, assembly, estimator
+        self._communicator = shards.communicator
+        readers = Counter(id(a) for factor in estimator.factors for a in factor.averages)
+        self.divided = tuple(
+            factor
+            for factor in estimator.factors
+            if factor.only_refreshes_read and readers[id(factor.average)] == 1
+        )
+        self._whole = True  # whether divided averages are whole on all ranks
+        if not shards.alone:
+            estimator.combine = self._combine_bases
+            estimator.refreshes.division = self
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def meet(
+        self,
+        loss: float,
+        update: PendingUpdate | None,
+        gradients: Mapping[str, Array] = MappingProxyType({}),
+    ) -> Totals:
+        """Meet all ranks after they have differentiated and measured their shards.
+
+        Args:
+            loss: The loss of the shard.
+            update: A measured batch, which no average has received; None if none is due. Its
+                measurements become the shares of this rank in those of the batch.
+            gradients: The gradients of the shard.
+
+        Returns:
+            The loss of the batch, and a bound of the norm of its gradient.
+
+        Raises:
+            KfacError: A rank has failed.
+        """
+        if self._shards.alone:
+            if update is not None:
+                self._estimator.statistics.updater.combined(update)
+            return Totals(loss)
+        norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
+        measured = [] if update is None else list(update.measured)
+        wide = sum(measurement.array.dtype == _WIDE for _, measurement in measured)
+        losses, wides, norms = self._shards.agreement.vote(loss, wide, norm).T
+        if len(set(wides)) > 1:  # numbers of one rank need float64
+            for factor, measurement in measured:
+                factor.narrowest = _WIDE
+                measurement.widen()
+        self._weigh([measurement for _, measurement in measured])
+        return Totals(float(losses.sum()), float(norms.sum()))
+
+    def combine(
+        self, update: PendingUpdate | None, gradients: dict[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """Update the averages, and sum the gradients over the ranks.
+
+        Args:
+            update: The update of ``meet``.
+            gradients: The gradients of the shard; may be changed.
+
+        Returns:
+            The gradients of the batch that this rank preconditions.
+        """
+        gradients, decay = gradients or {}, self._estimator.cov_ema_decay
+        if self._shards.alone:
+            if update is not None:
+                update.commit(decay)
+            return gradients
+        measured = () if update is None else update.measured
+        divided = [pair for pair in measured if pair[0] in self.divided]
+        whole = [pair for pair in measured if pair[0] not in self.divided]
+        self._divide()
+        PendingUpdate(divided).commit(decay)
+        traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
+        summed = [*(measurement.array for _, measurement in whole), *traces]
+        gradients = self.sum_gradients(gradients, summed)
+        PendingUpdate(whole).commit(decay)
+        for (factor, _), trace in zip(divided, self._backend.download(traces), strict=True):
+            factor.traces_of_average = trace
+        return gradients
+
+    def complete(self) -> None:
+        """Make all averages whole on all ranks; a collective call."""
+        if self._whole or self._shards.alone:
+            return
+        averages = [factor.average.read() for factor in self.divided]
+        self._shards.sum(averages)
+        self._whole = True
+
+    def forget_division(self) -> None:
+        """Record that all averages are whole, because they were replaced on all ranks."""
+        self._whole = True
+
+    def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
+        self._shards.agreement.vote()
+        self._weigh(measurements)
+        self._shards.sum([measurement.array for measurement in measurements])
+
+    def _weigh(self, measurements: Sequence[Measurement]) -> None:
+        rows = self._shards.rows
+        for measurement in measurements:
+            array = measurement.array
+            array *= rows.count / rows.whole
+            measurement.examples = rows.whole
+
+    def _divide(self) -> None:
+        """Let the first rank have the divided averages, and the others start from zero."""
+        if not self._whole:
+            return
+        for factor in self.divided:
+            if factor.average.value is not None:
+                factor.traces()  # of the whole average
+                if self._communicator.rank:
+                    factor.average.value[...] = 0.0
+        self._whole = False
+
+    # -- products and refreshes -------------------------------------------------------------------
+
+    @abstractmethod
+    def sum_gradients(
+        self, gradients: dict[str, Array], others: Sequence[Array]
+    ) -> dict[str, Array]:
+        """Sum gradients and other arrays over the ranks.
+
+        Args:
+            gradients: Parameter to gradient of the shard; may be changed.
+            others: Arrays to sum in place.
+
+        Returns:
+            The gradients of the batch that this rank preconditions.
+        """
+
+    @abstractmethod
+    def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the vectors that this rank multiplies.
+
+        Args:
+            vectors: Parameter to array.
+        """
+
+    @abstractmethod
+    def share(
+        self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
+    ) -> dict[str, Array]:
+        """Compute the products of this rank, and return those of all ranks.
+
+        Args:
+            names: Parameters of all products.
+            multiply: Computes the products of ``owned`` vectors.
+
+        Returns:
+            Parameter to product, on all ranks.
+        """
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Meet all ranks at the end of a step, unless ``share`` has done so."""
+
+    @abstractmethod
+    def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
+        """See ``curvature.factors.refresh.Division``."""
+
+    @abstractmethod
+    def compute(
+        self, due: Sequence[FisherFactor], tasks: Sequence[RefreshTask], compute: Compute
+    ) -> Callable[[], Mapping[Request, Result]]:
+        """See ``curvature.factors.refresh.Division``."""
+
+    def _give_to_owners(self, factors: Sequence[FisherFactor], ranks: Mapping[int, int]) -> None:
+        """Give the sum of each divided average to its owner; the others start from zero.
+
+        Args:
+            factors: Factors; those whose averages are whole are left out.
+            ranks: ``id`` of a factor to the rank that owns it.
+        """
+        self._divide()
+        factors = sorted((f for f in factors if f in self.divided), key=lambda f: ranks[id(f)])
+        if not factors:
+            return
+        averages = [factor.average.lower() for factor in factors]
+        forms = [Form(average.shape, average.dtype, "lower") for average in averages]
+        message = self._message(forms, [ranks[id(factor)] for factor in factors])
+        for factor, average, total in zip(factors, averages, message.sum(averages), strict=True):
+            average[...] = 0.0 if total is None else total
+            factor.average.rest = factor.complete
+
+    def _compute_on_owners(
+        self, tasks: Sequence[RefreshTask], ranks: Sequence[int], compute: Compute
+    ) -> Callable[[], Mapping[Request, Result]]:
+        """Compute the requests of each task on the rank of the task, and send results to all."""
+        owner = {
+            request: rank
+            for task, rank in zip(tasks, ranks, strict=True)
+            for request in task.requests
+        }
+        requests = sorted(owner, key=owner.__getitem__)
+        forms = {request: result_forms(request) for request in requests}
+        mine = [request for request in requests if owner[request] == self._communicator.rank]
+        results = compute(mine)()
+        message = self._message(
+            list(chain(*forms.values())), [owner[r] for r in requests for _ in forms[r]]
+        )
+        self._shards.agreement.vote()
+        arrays = iter(message.gather([array for r in mine for array in results[r]]))
+        shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}
+        return lambda: shared
+
+    def _message(self, forms: Sequence[Form], ranks: Sequence[int]) -> OwnedArrays:
+        return OwnedArrays(self._communicator, self._backend, forms, ranks)
+
+    @property
+    def _backend(self) -> Backend:
+        return self._assembly.collection.backend
