@@ -83,12 +83,14 @@ class Expected:
         damping: Damping of the engine, which is compared with that of the state. A difference
             yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
+        meet: Called before anything changes and after all checks; may raise an error.
     """
 
     generator: np.random.Generator
     shapes: Mapping[int, tuple[int, ...]]
     damping: float | None
     accept: Accept | None = None
+    meet: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +183,26 @@ def load_state(
         faults.append("the state of the random generator is not valid")
     if faults:
         raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
-    # Before anything moves: a caller may have warnings raised as errors.
-    known = None if expected is None else expected.damping
+    if expected is not None:
+        _before_changes(path, state, expected)
+    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+        factor.restore(its_arrays, entry.weight, entry.repeats)
+    return state
+
+
+def _before_changes(path: str | Path, state: State, expected: Expected) -> None:
+    """Warn of another damping, and meet other processes, before anything changes."""
+    known = expected.damping
     if known is not None and state.damping not in (None, known):
+        # A caller may have warnings raised as errors.
         warnings.warn(
             f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
             f"{known:g}: stored inverses have the saved damping until their next "
             f"refresh. Set engine.damping to continue with the saved damping.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
-        factor.restore(its_arrays, entry.weight, entry.repeats)
-    return state
+    if expected.meet is not None:
+        expected.meet()
 
 
 def _extras(

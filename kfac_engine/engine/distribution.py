@@ -10,7 +10,8 @@ Other averages are whole on all ranks: those that products read, and squares of 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import fsum, sqrt
@@ -153,9 +154,18 @@ class Distribution(ABC):
         self._shards.sum(averages)
         self._whole = True
 
-    def forget_division(self) -> None:
-        """Record that all averages are whole, because they were replaced on all ranks."""
+    def restart(self) -> None:
+        """Continue from averages and results that were replaced on all ranks."""
         self._whole = True
+
+    @contextmanager
+    def all_results(self) -> Iterator[None]:
+        """Return a context in which the first rank has the results of all refreshes.
+
+        Yields:
+            Nothing.
+        """
+        yield
 
     def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
         self._shards.agreement.vote()

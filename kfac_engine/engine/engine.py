@@ -248,14 +248,20 @@ class Engine(Summarized, PreconditioningModel):
         """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
 
         The state consists of averages, inverses, counter, random generator, parameters and
-        buffers; ``extras`` are stored with it.
+        buffers; ``extras`` are stored with it. The first of several processes writes the file.
         """
-        self.estimator.wait()
-        self._distribution.complete()
+        with self._together():
+            self.estimator.wait()
+            self._distribution.complete()
+            with self._distribution.all_results():
+                if self._shards.communicator.rank == 0:
+                    save_state(path, self.estimator.factors, self._state(extras))
+            self._shards.agreement.vote()
+
+    def _state(self, extras: Extras | None) -> State:
         schedule = self.estimator.refreshes.saved()
         rest = *self._arrays.on_host(), self.damping, *schedule, extras or Extras()
-        state = State(self.counter, self.estimator.rng.bit_generator.state, *rest)
-        save_state(path, self.estimator.factors, state)
+        return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
 
     def load(
         self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
@@ -271,11 +277,13 @@ class Engine(Summarized, PreconditioningModel):
             InputError: The file does not fit this engine; every difference is listed.
         """
         damping = None if accept else self.damping  # a caller with extras restores it
-        expected = Expected(self.estimator.rng, factor_shapes(self.collection), damping, accept)
-        state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
+        shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
+        expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
+        with self._together():
+            state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
+        self._distribution.restart()
         self.estimator.rng.bit_generator.state = state.generator
         self.counter = state.counter
-        self._distribution.forget_division()
         self.estimator.refreshes.restore(state.planner, state.samples)
         if parameters:
             self._model.set_parameters(state.parameters)

@@ -1,6 +1,7 @@
 """The distribution ``"shard"``: each layer has an owner, which stores its inverses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refresh
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
+from kfac_engine.ranks.messages import broadcast_arrays
 from kfac_engine.ranks.owners import Load, owners, together
 from kfac_engine.ranks.packing import Form
 
@@ -80,6 +82,34 @@ class Shard(Distribution):
             ranks = [self._factor_owners[id(factor)] for factor, _ in shared]
             results |= self._compute_on_owners([task for _, task in shared], ranks, compute)()
         return lambda: results
+
+    def restart(self) -> None:
+        super().restart()
+        self._release()
+
+    @contextmanager
+    def all_results(self) -> Iterator[None]:
+        for factor in self._estimator.factors:
+            rank = self._factor_owners[id(factor)]
+            arrays = factor.arrays()
+            received = broadcast_arrays(self._communicator, rank, arrays)
+            if self._communicator.rank == 0 != rank:
+                self._replace(factor, received)
+        yield
+        self._release()
+
+    def _release(self) -> None:
+        """Release the results of refreshes that other ranks own."""
+        for factor in self._estimator.factors:
+            if not self._is_owned(factor) and not factor.measures_with_results:
+                arrays = factor.arrays()
+                # Names of results have several parts.
+                self._replace(factor, {n: array for n, array in arrays.items() if "/" not in n})
+
+    def _replace(self, factor: FisherFactor, arrays: Mapping[str, Array]) -> None:
+        traces = factor.traces_of_average
+        factor.restore(arrays, factor.average.weight, factor.repeats)
+        factor.traces_of_average = traces
 
     def _is_owned(self, factor: FisherFactor) -> bool:
         return self._factor_owners[id(factor)] == self._communicator.rank

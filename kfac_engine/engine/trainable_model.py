@@ -114,7 +114,7 @@ class TrainableModel(Sealed):
         """Write the ONNX model of the file with the current parameters and buffers.
 
         Weights of more than 2 GB are written to a second file in the same folder,
-        ``<name>.data``.
+        ``<name>.data``. The first of several processes writes the file.
 
         Args:
             path: File to write.
@@ -122,7 +122,10 @@ class TrainableModel(Sealed):
         Raises:
             InputError: The file cannot be written.
         """
-        self._arrays.export(path)
+        with self._shards.together():
+            if self._shards.communicator.rank == 0:
+                self._arrays.export(path)
+            self._shards.agreement.vote()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""

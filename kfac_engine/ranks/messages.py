@@ -1,6 +1,8 @@
 """Messages of many arrays, of which each has an owner among the ranks."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
@@ -95,3 +97,33 @@ class OwnedArrays:
         for form, owner in zip(self._forms, self._owners, strict=True):
             counts[owner] += form.size
         return counts
+
+
+def broadcast_arrays(
+    communicator: Communicator, root: int, arrays: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return the arrays of one rank on all ranks.
+
+    Args:
+        communicator: The ranks.
+        root: The rank that sends its arrays.
+        arrays: Name to host array; those of other ranks are not read.
+
+    Returns:
+        Name to array, with the element types of the sender.
+    """
+    header = json.dumps([[n, a.shape, a.dtype.str] for n, a in arrays.items()]).encode()
+    size = np.array([len(header)], np.float64)
+    communicator.broadcast(size, root)
+    text = np.zeros(int(size[0]), np.float32)  # a byte in each number
+    if communicator.rank == root:
+        text[:] = np.frombuffer(header, np.uint8)
+    communicator.broadcast(text, root)
+    received: dict[str, Array] = {}
+    for name, shape, dtype in json.loads(text.astype(np.uint8).tobytes()):
+        buffer = np.zeros(prod(shape), np.float64 if np.dtype(dtype).kind != "f" else dtype)
+        if communicator.rank == root:
+            buffer[:] = arrays[name].reshape(-1)
+        communicator.broadcast(buffer, root)
+        received[name] = buffer.reshape(shape).astype(dtype)
+    return received

@@ -51,7 +51,10 @@ class FisherFactor(FactorOperations, ABC):
         partners: The factors of all blocks that use this factor. Dampings depend on their traces.
         traces_of_average: Result of ``traces`` for the current average; None if it is unknown.
         registrations_closed: Whether the set of registered powers is fixed.
+        measures_with_results: Whether measurements read results of refreshes, such as a basis.
     """
+
+    measures_with_results = False
 
     def __init__(
         self,
@@ -171,11 +174,7 @@ class FisherFactor(FactorOperations, ABC):
         """
 
     def set_rows(self, rows: Rows | None) -> None:
-        """Set the rows of the batch that this process measures. Default: do nothing.
-
-        Args:
-            rows: The rows; None for the whole batch.
-        """
+        """Set the rows of the batch that this process measures; None for all. Default: nothing."""
 
     def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:
         """Update the average by a measurement, in place.
@@ -296,11 +295,6 @@ class FisherFactor(FactorOperations, ABC):
     @property
     def only_refreshes_read(self) -> bool:
         """Whether products use results of refreshes only, and the average is linear in batches."""
-        return False
-
-    @property
-    def measures_with_results(self) -> bool:
-        """Whether measurements read results of the last refresh, such as a basis."""
         return False
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:

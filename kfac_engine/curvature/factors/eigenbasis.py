@@ -93,6 +93,8 @@ class EigenbasisFactor(DiagonalFactor):
         bases: The current basis; ``refresh`` and the first batch set it.
     """
 
+    measures_with_results = True
+
     def __init__(
         self,
         statistic: RotatedSquare,
@@ -109,10 +111,6 @@ class EigenbasisFactor(DiagonalFactor):
 
     @property
     def has_inverses(self) -> bool:
-        return True
-
-    @property
-    def measures_with_results(self) -> bool:
         return True
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
