@@ -9,6 +9,7 @@ from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.engine.build import Assembly
@@ -44,6 +45,7 @@ def model_size(
         rows = _rows(assembly, layer) * examples
         blocks[label] = BlockSize(
             numbers=layer.numbers,
+            parameters=layer.parameters,
             factors=tuple(dict.fromkeys(names[id(factor)] for factor in factors)),
             rows=rows,
             # An embedding copies rows of its table.
@@ -69,6 +71,8 @@ def _factor_sizes(
                 refresh=sum(map(refresh_cost, refreshed.get(id(factor), ()))),
                 symmetric=_is_symmetric(factor),
                 divided=factor.only_refreshes_read,
+                needed=isinstance(factor, EigenbasisFactor),
+                wide=isinstance(factor, EigenbasisFactor),
             ),
         )
 

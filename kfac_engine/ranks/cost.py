@@ -28,6 +28,7 @@ from kfac_engine.ranks.owners import Load, owners, together
 
 Distribution: TypeAlias = Literal["sgd", "replicate", "shard"]
 
+_WIDE = 8  # bytes of a float64
 # Passes of a buffer over the network, by collective: an all-reduce is a reduce-scatter, then an
 # all-gather. A rank sends (R - 1)/R of the buffer in each pass.
 PASSES: Mapping[str, int] = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1}
@@ -43,6 +44,8 @@ class FactorSize:
         refresh: Number of multiplications of a refresh, d³ for each matrix.
         symmetric: Whether the average is symmetric, and the results of a refresh as well.
         divided: Whether the average is divided among the ranks between refreshes.
+        needed: Whether measurements need the results of a refresh on all ranks.
+        wide: Whether the results of a refresh are sent as float64, such as eigenvectors.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +53,8 @@ class FactorSize:
     refresh: float = 0.0
     symmetric: bool = False
     divided: bool = False
+    needed: bool = False
+    wide: bool = False
 
     @property
     def numbers(self) -> int:
@@ -80,6 +85,7 @@ class BlockSize:
     Attributes:
         numbers: Number of entries of its parameters.
         factors: Names of its factors.
+        parameters: Names of its parameters. Blocks of slices of one parameter share it.
         rows: Number of rows of its statistics in the batch of one rank.
         forward: Number of operations of its forward pass for this batch.
         products: Number of operations to precondition its gradient.
@@ -87,6 +93,7 @@ class BlockSize:
 
     numbers: int
     factors: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
     rows: float = 0.0
     forward: float = 0.0
     products: float = 0.0
@@ -119,16 +126,24 @@ class ModelSize:
         return {name: factor for name, factor in self.factors.items() if factor.stored}
 
     @cached_property
+    def result_bytes(self) -> Mapping[str, int]:
+        """Bytes of the results of each refresh, as they are sent."""
+        return {
+            name: (_WIDE if factor.wide else self.itemsize) * factor.results
+            for name, factor in self.inverted.items()
+        }
+
+    @cached_property
     def divided_bytes(self) -> Mapping[str, int]:
         """Bytes of each average that is divided among the ranks, as it is sent."""
         factors = self.factors.items()
         return {name: self.itemsize * factor.packed for name, factor in factors if factor.divided}
 
-    @cached_property
-    def whole_bytes(self) -> Mapping[str, int]:
-        """Bytes of each average that is whole."""
-        factors = self.factors.items()
-        return {n: self.itemsize * factor.numbers for n, factor in factors if not factor.divided}
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all averages that are whole."""
+        factors = self.factors.values()
+        return self.itemsize * sum(factor.numbers for factor in factors if not factor.divided)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +248,20 @@ def rank_cost(
 def _sgd(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
     """Plain SGD: an all-reduce of the gradients."""
     del periods
-    gradients = Message("allreduce", model.parameter_bytes, 1, model.parameter_bytes / ranks)
+    gradients = _to_all(model.parameter_bytes, 1, ranks)
     return RankCost("sgd", ranks, _sent((gradients,), ranks), 0, 0.0, 0.0, {}, {})
 
 
 def _replicate(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
     """Each factor has an owner, which receives its statistic and sends its inverse to all."""
-    item, every = model.itemsize, periods.refresh_every
-    results = {name: item * factor.results for name, factor in model.inverted.items()}
+    item, every, results = model.itemsize, periods.refresh_every, model.result_bytes
     works = {name: Load(f.refresh, results[name]) for name, f in model.inverted.items()}
     assigned = owners(works, ranks)
-    whole = sum(model.whole_bytes.values())
     messages = (
         *_sgd(model, ranks, periods).messages,
         _to_owners("reduce_scatter", model.divided_bytes, assigned, every),
         _to_owners("allgather", results, assigned, every),
-        Message("allreduce", whole, periods.covariance_every, whole / ranks),
+        _to_all(model.whole_bytes, periods.covariance_every, ranks),
     )
     return RankCost(
         "replicate",
@@ -268,23 +281,22 @@ def _shard(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
     assigned = block_owners(model, ranks, periods.refresh_every)
     of_factor = {name: assigned[key] for key, block in blocks.items() for name in block.factors}
     gradients = {key: item * block.numbers for key, block in blocks.items()}
+    needed = {n: count for n, count in model.result_bytes.items() if model.factors[n].needed}
     messages = (
         _to_owners("reduce_scatter", gradients, assigned, 1),
         _to_owners("allgather", gradients, assigned, 1),
         _to_owners("reduce_scatter", model.divided_bytes, of_factor, periods.refresh_every),
-        _to_owners("reduce_scatter", model.whole_bytes, of_factor, periods.covariance_every),
+        _to_owners("allgather", needed, of_factor, periods.refresh_every),
+        _to_all(model.whole_bytes, periods.covariance_every, ranks),
     )
-    # Every rank adds up its share of each divided average; only owners have the others.
-    shares = sum(factor.numbers for factor in model.factors.values() if factor.divided)
-    of_owner = {
-        name: factor.stored + (0 if factor.divided else factor.numbers)
-        for name, factor in model.factors.items()
-    }
+    # Every rank has each average: its share of it, or the whole.
+    everywhere = sum(f.numbers + f.needed * f.stored for f in model.factors.values())
+    of_owner = {name: f.stored for name, f in model.inverted.items() if not f.needed}
     return RankCost(
         "shard",
         ranks,
         _sent(messages, ranks),
-        item * (shares + int(_most(of_owner, of_factor))),
+        item * (everywhere + int(_most(of_owner, of_factor))),
         _most({name: factor.refresh for name, factor in model.inverted.items()}, of_factor),
         _most({key: block.products for key, block in blocks.items()}, assigned),
         of_factor,
@@ -303,7 +315,7 @@ def block_owners(model: ModelSize, ranks: int, refresh_every: int = 10) -> dict[
     """Return the owner of each block under ``"shard"``, by its work in a step.
 
     The work is the share of a refresh in one step, and the preconditioning. Blocks that share a
-    factor have one owner.
+    factor or a parameter have one owner.
 
     Args:
         model: Sizes of the model.
@@ -313,7 +325,12 @@ def block_owners(model: ModelSize, ranks: int, refresh_every: int = 10) -> dict[
     Returns:
         Name of a block to its rank.
     """
-    groups = together({key: block.factors for key, block in model.blocks.items()})
+    groups = together(
+        {
+            key: [*block.factors, *(f"parameter {name}" for name in block.parameters)]
+            for key, block in model.blocks.items()
+        }
+    )
     works = {group[0]: _group_load(model, group, refresh_every) for group in groups}
     assigned = owners(works, ranks)
     return {key: assigned[group[0]] for group in groups for key in group}
@@ -328,6 +345,11 @@ def _group_load(model: ModelSize, group: Iterable[str], refresh_every: int) -> L
     return Load(
         refresh / refresh_every + products, model.itemsize * sum(block.numbers for block in blocks)
     )
+
+
+def _to_all(count: int, every: int, ranks: int) -> Message:
+    """Return the message of a sum that all ranks receive."""
+    return Message("allreduce", count, every, count / ranks)
 
 
 def _to_owners(

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from math import isfinite
 
-import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
-
 from kfac_engine.arguments import whole
 from kfac_engine.errors import InputError
 
@@ -131,16 +127,14 @@ def together(members: Mapping[str, Iterable[str]]) -> list[list[str]]:
     Returns:
         The keys of each group, in the order of the works.
     """
-    numbers: dict[str, int] = {}
-    edges = [
-        (work, len(members) + numbers.setdefault(name, len(numbers)))
-        for work, names in enumerate(members.values())
-        for name in names
-    ]
-    rows, columns = np.array(edges, int).reshape(-1, 2).T
-    nodes = len(members) + len(numbers)
-    graph = coo_array((np.ones(len(edges)), (rows, columns)), (nodes, nodes))
-    groups: dict[int, list[str]] = {}
-    for key, label in zip(members, connected_components(graph, directed=False)[1], strict=False):
-        groups.setdefault(int(label), []).append(key)
-    return list(groups.values())
+    groups = {key: [key] for key in members}
+    users: dict[str, str] = {}  # member to the first work that has it
+    for key, names in members.items():
+        for name in names:
+            first, second = groups[users.setdefault(name, key)], groups[key]
+            if first is not second:
+                first += second
+                groups.update(dict.fromkeys(second, first))
+    places = {key: place for place, key in enumerate(members)}
+    different = {id(group): group for group in groups.values()}.values()
+    return [sorted(group, key=places.__getitem__) for group in different]

@@ -68,8 +68,8 @@ def model_size(name):
         blocks[f"layer {index}"] = BlockSize(
             numbers,
             tuple(sides),
-            rows,
-            2 * rows * numbers + between / len(MODELS[name]),
-            2 * numbers * sum(layer.sizes),
+            rows=rows,
+            forward=2 * rows * numbers + between / len(MODELS[name]),
+            products=2 * numbers * sum(layer.sizes),
         )
     return ModelSize(blocks, factors)

@@ -116,6 +116,25 @@ def test_a_shared_factor_counts_once_and_its_layers_have_one_owner():
     assert assigned["one"] == assigned["three"] != assigned["two"]
 
 
+def test_slices_of_a_parameter_have_one_owner():
+    model = two_layers()
+    blocks = {key: replace(block, parameters=("stack",)) for key, block in model.blocks.items()}
+    assert block_owners(replace(model, blocks=blocks), 2) == {"one": 0, "two": 0}
+    assert block_owners(model, 2) == {"one": 1, "two": 0}
+
+
+def test_results_that_measurements_need_are_on_all_ranks():
+    # Eigenvalues 2 × 3 with eigenvectors of 2² + 3² entries
+    for needed in (False, True):
+        bases = FactorSize((2, 3), stored=13, refresh=35, needed=needed)
+        model = ModelSize({"one": BlockSize(6, ("s",)), "two": BlockSize(4, ())}, {"s": bases})
+        cost = rank_cost(model, "shard", 2, Periods(refresh_every=4))
+        assert cost.handed_over == 4 * (2 * 10 + 6 + needed * 13 / 4)
+        assert cost.memory == 4 * (6 + 13)
+        replicate = rank_cost(model, "replicate", 2, Periods(refresh_every=4))
+        assert replicate.handed_over == 4 * (10 + 6 + 13 / 4)
+
+
 def test_a_diagonal_is_sent_with_each_update_and_has_no_inverse():
     # A table of 10 × 2: its diagonal A has 10 entries and no inverse.
     table = {"ids": FactorSize((10,)), "G": square(2)}
@@ -127,6 +146,7 @@ def test_a_diagonal_is_sent_with_each_update_and_has_no_inverse():
     assert replicate.traffic == pytest.approx((2 * 80 + 2 * 12 / 8 + 2 * 40 / 2) / 2, rel=1e-12)
     shard = rank_cost(model, "shard", 2, periods)
     assert shard.handed_over == pytest.approx(2 * 80 + 12 / 8 + 40 / 2, rel=1e-12)
+    assert shard.traffic == pytest.approx((2 * 80 + 12 / 8 + 2 * 40 / 2) / 2, rel=1e-12)
     assert replicate.memory == shard.memory == 4 * (10 + 4 + 4)
 
 
