@@ -30,12 +30,10 @@ class Operand:
     Attributes:
         name: Name of the value.
         shape: Shape in the sample run.
-        repeats: Number of positions of an example that the first axis contains.
     """
 
     name: str
     shape: tuple[int, ...]
-    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ def _has_one_row(form: LayerForm, uses: Sequence[Use]) -> bool:
     assert first.inputs is not None
     dense = type(form.input_view) is RowView and type(form.output_view) is RowView
     operands = (first.inputs, first.outputs)
-    return dense and not others and all(len(o.shape) == 2 and o.repeats == 1 for o in operands)
+    return dense and not others and all(len(operand.shape) == 2 for operand in operands)
 
 
 def _grouped(b: VarianceBuilder, view: View, operand: Operand, groups: int) -> str:
@@ -180,7 +178,7 @@ def _rows(b: VarianceBuilder, view: RowView, operand: Operand) -> str:
     axis, rank = view.feature_axis % len(operand.shape), len(operand.shape)
     width = operand.shape[axis]
     if rank == 2:
-        return b.reshaped(operand.name, -1, operand.repeats, width)
+        return b.op("Unsqueeze", operand.name, b.constant([1]))
     order = (*(i for i in range(rank) if i != axis), axis)
     moved = b.transposed(operand.name, *order)
     return moved if rank == 3 else b.reshaped(moved, 0, -1, width)

@@ -38,7 +38,6 @@ from kfac_engine.laplace.export_layers import (
     weighted,
 )
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.views import RowView
 from kfac_engine.runtime.batch_axis import find_coupling
 from kfac_engine.system.writing import checked_path
 
@@ -125,18 +124,12 @@ def _is_readable(layout: Layout, layer: LayerMatch, block: FisherBlock) -> bool:
     inputs, outputs = uses(layer.inputs), uses(layer.outputs)
     if not is_readable(block.form, len(inputs), len(outputs)):
         return False
-    views = ((inputs, block.form.input_view), (outputs, block.form.output_view))
-    return all(_holds_examples(layout, name, view) for names, view in views for name in names)
-
-
-def _holds_examples(layout: Layout, name: str, view: object) -> bool:
-    """Return whether the first axis of a value has the examples, or a row's positions with them."""
-    place = layout.assembly.task.batch.places.get(name)
-    batch, shape = layout.assembly.task.batch.size, layout.assembly.model.facts[name].shape
-    if place is None or place.comes_first:
-        return shape[0] == batch
-    rows = place.axis == 0 and len(shape) == 2 and type(view) is RowView
-    return rows and not _open_size(layout)
+    facts, batch = layout.assembly.model.facts, layout.assembly.task.batch
+    for name in (*inputs, *outputs):
+        place = batch.places.get(name)
+        if facts[name].shape[0] != batch.size or (place is not None and not place.comes_first):
+            return False
+    return True
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -148,7 +141,7 @@ def _rows(b: VarianceBuilder, network: Network, blocks: Sequence[tuple[Block, Fl
     stacked, whole = _derivatives(b, network)
     rows = []
     for number, (layer, block) in enumerate(layout.layers):
-        operands = _uses(b, network, layer, stacked)
+        operands = _uses(b, network, layer, stacked) if _is_readable(layout, layer, block) else []
         if not operands and layer.parameters[0] not in whole:
             continue  # the value does not depend on the layer
         if layout.options.structure == "full":
@@ -225,13 +218,12 @@ def _uses(
     b: VarianceBuilder, network: Network, layer: LayerMatch, stacked: Mapping[str, str]
 ) -> list[Use]:
     """Return the tensors of the uses of a layer that the value depends on."""
-    facts, places = network.model.facts, network.layout.assembly.task.batch.places
+    facts = network.model.facts
 
     def operand(name: str, value: str) -> Operand:
-        repeats = places[name].repeats if name in places else 1
         if facts[name].dtype != b.dtype and facts[name].dtype.kind == "f":
             value = b.op("Cast", value, to=FLOAT_CODES[b.dtype.name])
-        return Operand(value, facts[name].shape, repeats)
+        return Operand(value, facts[name].shape)
 
     outputs = uses(layer.outputs)
     inputs = uses(layer.inputs) if layer.inputs else ("",) * len(outputs)

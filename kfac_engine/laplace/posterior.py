@@ -238,7 +238,8 @@ class Laplace:
         The output is ``Predictive.variance``, ``(n, k, k)``, in operators of the ONNX standard. A
         last dense layer takes a few nodes after those of the file. Other posteriors take the nodes
         of a backward pass for each of the ``k`` outputs of an example. Parameters that belong to no
-        layer take a ``Scan`` over the examples.
+        layer, and layers with examples and positions on one axis, take a ``Scan`` over the
+        examples.
 
         Args:
             path: File to write.
@@ -246,8 +247,8 @@ class Laplace:
 
         Raises:
             UnsupportedError: Several losses read several values, examples depend on each other or
-                on chance, the number of outputs of an example is not fixed, or a parameter that
-                belongs to no layer is in a model that runs with one batch size only.
+                on chance, the number of outputs of an example is not fixed, or parameters take a
+                ``Scan`` in a model that runs with one batch size only.
             InputError: The path is wrong, the file would have more nodes than ``node_limit``, or
                 the model has a value ``variance``.
         """

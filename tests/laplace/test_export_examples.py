@@ -1,5 +1,7 @@
 """The exported variance of parameters whose gradients take a Scan over the examples."""
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
@@ -9,7 +11,6 @@ import kfac_engine as ke
 from tests import models
 from tests.curvature_result.dense import STRUCTURES, assert_close, measured
 from tests.laplace.test_export import run
-from tests.laplace.test_export_layers import flattened
 from tests.laplace.test_export_network import (
     EXAMPLES,
     PRECISION,
@@ -18,6 +19,8 @@ from tests.laplace.test_export_network import (
     variance_of,
 )
 from tests.laplace.test_posterior import jacobian
+
+EXPORTS = Path(__file__).parents[1] / "exports"
 
 
 def positive_weights(batch="batch", dtype="float64", idle=False):
@@ -42,6 +45,20 @@ def steps_first():
     axes = net.constant("axes", np.array([0]))
     net.dense("output", net.op("ReduceMean", rest, axes, to="mean", keepdims=0), 3, 2)
     return net.model({"input": [4, "batch", 3]}, {"output": ["batch", 2]})
+
+
+def flattened(tokens, order):
+    """A dense layer on rows of examples and tokens, with the examples or the tokens first."""
+    net = models.Net("float64")
+    value = net.op("Transpose", "input", to="moved", perm=order)
+    rows = net.op("Reshape", value, net.constant("to_rows", np.array([-1, 4])), to="rows")
+    act = net.op("Tanh", net.dense("fc0", rows, 4, 2), to="act")
+    sizes = [-1, 3, 2] if order[0] == 0 else [3, -1, 2]
+    back = net.op("Reshape", act, net.constant("sizes", np.array(sizes)), to="separate")
+    moved = net.op("Transpose", back, to="back", perm=order)
+    flat = net.op("Flatten", moved, to="flat")
+    net.dense("output", flat, 6, 2)
+    return net.model({"input": ["batch", tokens, 4]}, {"output": ["batch", 2]})
 
 
 def check(model, path, batch, structure="kron", **options):
@@ -88,19 +105,34 @@ def test_parameter_of_another_output_adds_no_variance(tmp_path):
 
 
 @pytest.mark.parametrize("structure", ["kron", "full"])
-def test_rows_of_an_open_number_of_tokens_take_a_scan(tmp_path, structure):
-    # A dense layer on rows of examples and tokens, whose weight is packed in another order.
-    model, path = flattened("tokens"), tmp_path / "uncertain.onnx"
-    fixed = flattened(3)
-    batch = models.random_inputs(fixed, batch=3, seed=5)
+@pytest.mark.parametrize("tokens", [3, "tokens"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["examples first", "tokens first"])
+def test_rows_of_examples_and_tokens_take_a_scan(tmp_path, structure, tokens, order):
+    # The weight (d_out, d_in) and the bias are packed in another order than in the file.
+    model, path, fixed = flattened(tokens, order), tmp_path / "u.onnx", flattened(3, order)
+    batch = models.random_inputs(fixed, batch=2, seed=5)
     examples = models.random_inputs(fixed, batch=EXAMPLES)
     curvature = measured(model, (examples, None), structure=structure, sample_inputs=examples)
+    assert all(layer.kind == "fully_connected" for layer, _ in curvature.layout.layers)
     posterior = ke.Laplace(curvature, prior_precision=PRECISION)
     posterior.export(path)
-    written = onnx.load(path)
-    assert "Scan" in {node.op_type for node in written.graph.node}
+    assert "Scan" in {node.op_type for node in onnx.load(path).graph.node}
     expected = variance_of(jacobian(curvature, fixed, batch), precision(posterior))
     assert_close(run(path, batch)["variance"], expected, TOLERANCES["float64"])
+    assert_close(posterior.predict(batch).variance, expected, TOLERANCES["float64"])
+
+
+@pytest.mark.parametrize("name", ["encoder-dynamo", "encoder-legacy", "lstm-plain", "tied-plain"])
+def test_exported_variance_of_files_of_pytorch_equals_the_prediction(tmp_path, name):
+    source, path = EXPORTS / f"{name}.onnx", tmp_path / "uncertain.onnx"
+    model = onnx.load(source)
+    posterior = ke.Laplace(measured(source, (models.random_inputs(model, batch=4), None)))
+    posterior.export(path)
+    onnx.checker.check_model(str(path), full_check=True)
+    batch = models.random_inputs(model, batch=3, seed=5)
+    expected, results = posterior.predict(batch), run(path, batch)
+    assert_close(results["variance"], expected.variance, TOLERANCES["float32"])
+    assert_close(results[model.graph.output[0].name], expected.mean, TOLERANCES["float32"])
 
 
 def test_half_precision_file_scans_in_float32(tmp_path):
