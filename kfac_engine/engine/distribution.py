@@ -138,6 +138,7 @@ class Distribution(ABC):
         whole = [pair for pair in measured if pair[0] not in self.divided]
         self._divide()
         PendingUpdate(divided).commit(decay)
+        self._mark(divided=True)
         traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
         summed = [*(measurement.array for _, measurement in whole), *traces]
         gradients = self.sum_gradients(gradients, summed)
@@ -150,9 +151,9 @@ class Distribution(ABC):
         """Make all averages whole on all ranks; a collective call."""
         if self._whole or self._shards.alone:
             return
-        averages = [factor.average.read() for factor in self.divided]
+        averages = [factor.average.lower() for factor in self.divided]
         self._shards.sum(averages)
-        self._whole = True
+        self._mark(divided=False)
 
     def restart(self) -> None:
         """Continue from averages and results that were replaced on all ranks."""
@@ -188,7 +189,12 @@ class Distribution(ABC):
                 factor.traces()  # of the whole average
                 if self._communicator.rank:
                     factor.average.value[...] = 0.0
-        self._whole = False
+        self._mark(divided=True)
+
+    def _mark(self, *, divided: bool) -> None:
+        self._whole = not divided
+        for factor in self.divided:
+            factor.average.divided = divided and factor.average.value is not None
 
     # -- products and refreshes -------------------------------------------------------------------
 
@@ -259,6 +265,7 @@ class Distribution(ABC):
         for factor, average, total in zip(factors, averages, message.sum(averages), strict=True):
             average[...] = 0.0 if total is None else total
             factor.average.rest = factor.complete
+            factor.average.divided = False  # the refresh reads it
 
     def _compute_on_owners(
         self, tasks: Sequence[RefreshTask], ranks: Sequence[int], compute: Compute
@@ -279,6 +286,7 @@ class Distribution(ABC):
         self._shards.agreement.vote()
         arrays = iter(message.gather([array for r in mine for array in results[r]]))
         shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}
+        self._mark(divided=True)
         return lambda: shared
 
     def _message(self, forms: Sequence[Form], ranks: Sequence[int]) -> OwnedArrays:

@@ -103,6 +103,16 @@ class PreconditioningModel(MeasuredModel):
         with single_threaded_blas():
             return self._multiply(checked, product, -0.5)
 
+    def synchronize(self) -> None:
+        """Make the averages of all processes whole, so that they can be read; a collective call.
+
+        Between two refreshes, an average that only refreshes read is divided among the processes of
+        a communicator. ``save``, and products with the power 1, call this method. One process has
+        nothing to do.
+        """
+        with self._shards.together():
+            self._distribution.complete()
+
     # -- private ----------------------------------------------------------------------------------
 
     def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:

@@ -27,7 +27,9 @@ class _Saved:
     def __init__(self, factor: FisherFactor) -> None:
         factor.wait()
         self._factor, self._narrowest = factor, factor.narrowest
+        self._divided, factor.average.divided = factor.average.divided, False
         self._arrays = {name: np.array(array) for name, array in factor.arrays().items()}
+        factor.average.divided = self._divided
         self._numbers = factor.average.weight, factor.repeats
         self._traces = factor.traces_of_average
 
@@ -36,6 +38,7 @@ class _Saved:
         self._factor.restore(self._arrays, *self._numbers)
         self._factor.narrowest = self._narrowest
         self._factor.traces_of_average = self._traces
+        self._factor.average.divided = self._divided
 
 
 @contextmanager

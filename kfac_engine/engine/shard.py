@@ -81,6 +81,7 @@ class Shard(Distribution):
         if shared:
             ranks = [self._factor_owners[id(factor)] for factor, _ in shared]
             results |= self._compute_on_owners([task for _, task in shared], ranks, compute)()
+        self._mark(divided=True)
         return lambda: results
 
     def restart(self) -> None:

@@ -50,7 +50,7 @@ def follow(name, size, steps=4, **options):
             engine.set_parameters(values)
             part = {key: array[rows] for key, array in inputs.items()}
             results.append(engine.step(part, targets[rows]))
-        engine._distribution.complete()
+        engine.synchronize()
         averages = [factor.cov for factor in engine.estimator.factors]
         return results, averages, engine.estimator.rng.bit_generator.state
 

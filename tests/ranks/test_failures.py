@@ -25,6 +25,7 @@ def part_of(communicator, batch):
 
 
 def state(engine):
+    engine.synchronize()
     arrays = [a.copy() for f in engine.estimator.factors for a in f.arrays().values()]
     return arrays, engine.counter, engine.estimator.rng.bit_generator.state
 

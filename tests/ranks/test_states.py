@@ -91,6 +91,7 @@ def test_a_state_that_one_rank_cannot_read_changes_no_rank(tmp_path):
     def work(communicator):
         engine = ke.Engine.from_onnx(model_of("mlp"), communicator=communicator, **OPTIONS)
         steps(engine, data[:1], rows_of(communicator))
+        engine.synchronize()
         before = [factor.arrays() for factor in engine.estimator.factors]
         with pytest.raises(ke.InputError, match=r"rank 1 of 3 refused: .*missing"):
             engine.load(path if communicator.rank != 1 else tmp_path / "missing")
@@ -142,3 +143,21 @@ def test_products_with_given_vectors_equal_those_of_one_process(distribution):
     for products in run(3, work):
         for product, wanted in zip(products, expected, strict=True):
             assert_close(product, wanted, 1e-12)
+
+
+def test_a_divided_average_is_read_after_all_ranks_have_synchronized():
+    data = list(batches("mlp", 2))
+    engine, _ = alone("mlp", data)
+    name = next(iter(engine.parameters))
+    expected = engine.factors[name].input.value
+
+    def work(communicator):
+        ranked = ke.Engine.from_onnx(model_of("mlp"), communicator=communicator, **OPTIONS)
+        steps(ranked, data, rows_of(communicator))
+        with pytest.raises(ke.NotReadyError, match=r"call engine.synchronize\(\) in all"):
+            _ = ranked.factors[name].input.value
+        ranked.synchronize()
+        return ranked.factors[name].input.value
+
+    for average in run(3, work):
+        assert_close({"": average}, {"": expected}, 1e-12)

@@ -25,12 +25,14 @@ class MovingAverage:
             of a symmetric matrix; None if the value is complete. Updates set it, and the next
             ``read`` calls it.
         name: Name of the statistic, for messages.
+        divided: Whether the value is the share of this process in a sum over several processes.
     """
 
     value: Array | None = None
     weight: float = 0.0
     rest: Callable[[Array], None] | None = None
     name: str = "a moving average"
+    divided: bool = False
 
     def coefficients(
         self, decay: float, weight: float, config: CollectionConfig
@@ -65,8 +67,13 @@ class MovingAverage:
             The array itself, not a copy.
 
         Raises:
-            NotReadyError: No batch was averaged yet.
+            NotReadyError: No batch was averaged yet, or the average is divided among processes.
         """
+        if self.divided:
+            raise NotReadyError(
+                f"{self.name} is divided among several processes; call engine.synchronize() in all "
+                f"of them first."
+            )
         value = self.lower()
         rest = self.rest  # another reading thread may complete the value meanwhile
         if rest is not None:
