@@ -104,11 +104,15 @@ def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) 
         missed: Whether the table has only the goals that the newest report misses.
 
     Yields:
-        Lines of the table after a sentence; the value of a missed goal is bold.
+        Lines of the table after a sentence; the value of a missed goal is bold. The sentence alone
+        if no goal has a row.
     """
     findings = list(measured(suites))
     others = {finding[:2]: finding for finding in measured(older or {})}
     yield f"{sum(f.met for f in findings)} of {len(findings)} goals are met."
+    shown = [finding for finding in findings if not (missed and finding.met)]
+    if not shown:
+        return
     yield ""
     columns = (
         "case",
@@ -119,9 +123,7 @@ def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) 
     )
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
-    for finding in findings:
-        if missed and finding.met:
-            continue
+    for finding in shown:
         beside = others.get(finding[:2])
         cells = (
             finding.case, finding.beside, f"{finding.bound:.2f}", _shown(finding),
