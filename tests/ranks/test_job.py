@@ -1,0 +1,41 @@
+"""Whether an MPI launcher has started this process."""
+
+import os
+
+import pytest
+
+from kfac_engine.ranks.job import launched_by_mpi
+
+LAUNCHERS = {
+    "mpich": {"PMI_RANK": "0", "PMI_SIZE": "3"},
+    "open mpi": {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "1"},
+    "slurm with pmix": {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"},
+    "another launcher with pmix": {"PMIX_RANK": "0"},
+}
+SINGLE = {
+    "a shell": {},
+    "mpich, one process": {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    "open mpi, one process": {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
+    "slurm with pmix, one process": {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    "a batch script": {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"},
+}
+
+
+def environment(monkeypatch, variables):
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI", "SLURM")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_process_of_a_launcher_is_recognized(launcher, monkeypatch):
+    environment(monkeypatch, LAUNCHERS[launcher])
+    assert launched_by_mpi()
+
+
+@pytest.mark.parametrize("start", SINGLE)
+def test_a_single_process_is_not_started_by_a_launcher(start, monkeypatch):
+    environment(monkeypatch, SINGLE[start])
+    assert not launched_by_mpi()
