@@ -58,39 +58,30 @@ class BatchShards:
         Raises:
             RankError: Values differ between ranks.
         """
-        if self.alone:
-            return
-        names = list(values)
-        encoded = (v.encode() if isinstance(v, str) else v for v in values.values())
-        sums = self.agreement.vote(*(float(crc32(value)) for value in encoded))
-        for name, column in zip(names, sums.T, strict=True):
-            others = np.flatnonzero(column != column[0])
-            if others.size:
-                self.agreement.refuse(
-                    RankError(
-                        f"rank {others[0]} has other {name} than rank 0; start all ranks with the "
-                        f"same {name}."
-                    )
-                )
+        if not self.alone:
+            self._refuse_unequal(list(values), self.agreement.vote(*_checksums(values)))
 
-    def meet(self, trace: Trace) -> int | None:
+    def meet(self, trace: Trace, equal: Mapping[str, str | bytes] | None = None) -> int | None:
         """Exchange the sizes of the shards of a batch.
 
         Args:
             trace: The shard of this rank.
+            equal: At most two values as for ``require_equal``, checked in the same message.
 
         Returns:
             Number of examples of the whole batch; None for a single process.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
+            RankError: Values of ``equal`` differ between ranks.
             KfacError: A rank has failed.
         """
         if self.alone:
             return None
-        count = self._objective.examples(trace)
-        table = self.agreement.vote(count, self._objective.positions(trace))
-        counts, positions = table.T
+        count, equal = self._objective.examples(trace), equal or {}
+        table = self.agreement.vote(count, self._objective.positions(trace), *_checksums(equal))
+        self._refuse_unequal(list(equal), table[:, 2:])
+        counts, positions = table[:, :2].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
             self.agreement.refuse(
@@ -124,6 +115,18 @@ class BatchShards:
         """
         sum_arrays(self.communicator, arrays)
 
+    def _refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
+        """Raise a RankError for the first column of checksums in which ranks differ."""
+        for name, column in zip(names, sums.T, strict=True):
+            others = np.flatnonzero(column != column[0])
+            if others.size:
+                self.agreement.refuse(
+                    RankError(
+                        f"rank {others[0]} has other {name} than rank 0; start all ranks with the "
+                        f"same {name}."
+                    )
+                )
+
 
 def check_communicator(communicator: object) -> None:
     """Refuse an object that is not a communicator, with an InputError."""
@@ -132,3 +135,9 @@ def check_communicator(communicator: object) -> None:
             f"communicator must have rank, size, allreduce, reduce_scatter, allgather and "
             f"broadcast, such as kfac_engine.over_mpi(), got {communicator!r:.80}."
         )
+
+
+def _checksums(values: Mapping[str, str | bytes]) -> list[float]:
+    """Return a number for each value; equal values have equal numbers."""
+    encoded = (v.encode() if isinstance(v, str) else v for v in values.values())
+    return [float(crc32(value)) for value in encoded]

@@ -26,7 +26,7 @@ from kfac_engine.engine.large_factors import large_factor_notes
 from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
 from kfac_engine.engine.preconditioning import PreconditioningModel
 from kfac_engine.engine.profiling import Recorder
-from kfac_engine.engine.rank_checks import check_parameters, check_ranks
+from kfac_engine.engine.rank_checks import check_ranks, parameter_checksums
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.validation import batch_size
@@ -311,11 +311,11 @@ class Engine(Summarized, PreconditioningModel):
 
     def _meet(self, trace: Trace) -> int | None:
         """Exchange the sizes of shards; return the size of the whole batch if there are several."""
-        examples = self._shards.meet(trace)
+        is_checked = not self._shards.alone and self.counter % _CHECKED_EVERY == 0
+        equal = parameter_checksums(self._arrays.on_host()[0]) if is_checked else None
+        examples = self._shards.meet(trace, equal)
         if examples is not None:
             self.estimator.rows = self._shards.rows
-            if self.counter % _CHECKED_EVERY == 0:
-                check_parameters(self._shards, self._arrays.on_host()[0])
         return examples
 
     @property

@@ -35,22 +35,18 @@ def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str
     shapes = {name: array.shape for name, array in parameters.items()}
     options = _spelled(assembly.options)
     shards.require_equal({"models": f"{nodes}\n{shapes}", "options": options})
-    check_parameters(shards, parameters)
+    shards.require_equal(parameter_checksums(parameters))
     _check_coupling(assembly)
 
 
-def check_parameters(shards: BatchShards, parameters: Mapping[str, Array]) -> None:
-    """Check that all ranks have the same parameters.
+def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
+    """Return checksums of parameters, for ``BatchShards.require_equal``.
 
     Args:
-        shards: The ranks.
         parameters: The parameters of this rank on the host.
-
-    Raises:
-        RankError: They differ.
     """
     sums = (crc32(array.tobytes()) for array in parameters.values())
-    shards.require_equal({"parameters": " ".join(map(str, sums))})
+    return {"parameters": " ".join(map(str, sums))}
 
 
 def _check_coupling(assembly: Assembly) -> None:

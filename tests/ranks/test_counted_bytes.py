@@ -1,5 +1,7 @@
 """Ranks hand over the bytes of the cost model, counted at their communicators."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,10 @@ from tests.models import VOCABULARY, Net, embedding
 from tests.ranks.threads import run
 
 PERIOD, RANKS = 5, 3
+# Sides of the factors and numbers of parameters of ``dense``, written by hand.
+SIDES, NUMBERS = (161, 120, 121, 10), 161 * 120 + 121 * 10
+# Approximation to the largest number of messages of a step, those of votes included.
+MOST_MESSAGES = {"kron": 7, "diagonal": 7, "ekfac": 8}
 
 
 def dense():
@@ -52,26 +58,45 @@ def batch(model, rng):
     return {info.name: rng.standard_normal(shape, np.float32)}
 
 
+def layers(count):
+    """Dense layers with biases: of 20 numbers each, the last of 10."""
+    net, x = Net(), "input"
+    for index in range(count - 1):
+        x = net.op("Tanh", net.dense(f"layer{index}", x, 20, 20), to=f"hidden{index}")
+    net.dense("last", x, 20, 10)
+    return net.model({"input": ["batch", 20]}, {"last": ["batch", 10]})
+
+
+def logs(model, distribution, steps, **options):
+    """For each step, the names and bytes of the messages that a rank hands over."""
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            model, loss="categorical", communicator=communicator, distribution=distribution,
+            **options,
+        )  # fmt: skip
+        communicator.log.clear()
+        rng, marks = np.random.default_rng(communicator.rank), [0]
+        for _ in range(steps):
+            engine.step(batch(model, rng), np.zeros(4, int))
+            marks.append(len(communicator.log))
+        return [communicator.log[start:stop] for start, stop in pairwise(marks)]
+
+    first, *others = run(RANKS, work)
+    assert all(other == first for other in others)
+    return first
+
+
 def counted(model, distribution, options):
     """Mean bytes that a rank hands over in a step, and the cost of the model."""
     every = options.pop("covariance_every", 1)
     schedule = ke.Schedule(refresh_every=PERIOD, covariance_every=every)
 
-    def work(communicator):
-        engine = ke.Engine.from_onnx(
-            model, loss="categorical", schedule=schedule, communicator=communicator,
-            distribution=distribution, **options,
-        )  # fmt: skip
-        rng = np.random.default_rng(communicator.rank)
-        marks = []
-        # The first step refreshes everything; then follow two periods.
-        for _ in range(1 + 2 * PERIOD):
-            engine.step(batch(model, rng), np.zeros(4, int))
-            marks.append(len(communicator.log))
-        return sum(count for _, count in communicator.log[marks[0] : marks[-1]])
-
+    # The first step refreshes everything; then follow two periods.
+    steps = logs(model, distribution, 1 + 2 * PERIOD, schedule=schedule, **options)[1:]
+    total = sum(count for step in steps for _, count in step)
     report = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule, **options)
-    return run(RANKS, work)[0] / (2 * PERIOD), report.ranks_report(RANKS).costs[distribution]
+    return total / (2 * PERIOD), report.ranks_report(RANKS).costs[distribution]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,3 +106,33 @@ def test_bytes_handed_over_are_those_of_the_cost_model(case, distribution):
     count, cost = counted(model(), distribution, dict(options))
     # Votes and traces are a few bytes more.
     assert cost.handed_over <= count <= 1.02 * cost.handed_over
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_bytes_handed_over_are_those_of_the_formula(distribution):
+    parameters, triangles = 4 * NUMBERS, sum(4 * d * (d + 1) // 2 for d in SIDES)
+    formula = {
+        "replicate": parameters + 2 * triangles / PERIOD,
+        "shard": 2 * parameters + triangles / PERIOD,
+    }[distribution]
+    count, _ = counted(dense(), distribution, {})
+    assert formula <= count <= 1.02 * formula
+
+
+@pytest.mark.parametrize(("approximation", "most"), MOST_MESSAGES.items())
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_number_of_messages_does_not_depend_on_the_number_of_layers(
+    distribution, approximation, most
+):
+    options = {
+        "schedule": ke.Schedule(refresh_every=3, covariance_every=2),
+        "approximations": {"fully_connected": approximation},
+    }
+    few, many = (logs(layers(count), distribution, 7, **options) for count in (3, 12))
+    calls, others = ([[name for name, _ in step] for step in steps] for steps in (few, many))
+    assert calls[1:] == others[1:]
+    assert max(map(len, calls[1:])) <= most
+    # Each EKFAC layer has two more messages in the first step, for its first basis.
+    bases = 2 if approximation == "ekfac" else 0
+    assert len(calls[0]) - 3 * bases == len(others[0]) - 12 * bases <= most
+    assert sum(size for _, size in few[-1]) < sum(size for _, size in many[-1])

@@ -178,6 +178,21 @@ def test_ranks_with_other_parameters_are_refused_at_construction():
     run(2, work)
 
 
+@pytest.mark.parametrize("call", ["step", "observe"])
+def test_parameters_that_one_rank_has_changed_are_refused(call):
+    data = list(batches("mlp", 2))
+
+    def work(communicator):
+        engine = engine_of(communicator)
+        if communicator.rank == 1:
+            engine.set_parameters({n: v + 1e-9 for n, v in engine.parameters.items()})
+        with pytest.raises(ke.RankError, match="rank 1 has other parameters than rank 0"):
+            getattr(engine, call)(*part_of(communicator, data[0]))
+        assert engine.counter == 0
+
+    run(SIZE, work)
+
+
 def test_ranks_with_other_models_are_refused_at_construction():
     def work(communicator):
         model = models.mlp() if communicator.rank else models.token_mlp()
