@@ -28,6 +28,7 @@ from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.layers.batched_dense import StackedDensePacking
 from kfac_engine.layers.broadcast import per_example
 from kfac_engine.layers.grouped import GroupedPacking
 from kfac_engine.layers.layer_forms import LayerForm
@@ -101,7 +102,7 @@ class LayerGradients:
         if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
             return None
         form, inputs, outputs = block.form, uses(layer.inputs), uses(layer.outputs)
-        is_plain = not isinstance(form.packing, GroupedPacking)
+        is_plain = not isinstance(form.packing, GroupedPacking | StackedDensePacking)
         is_plain = is_plain and not isinstance(form.input_view, TokenIdView)
         folded = form.num_uses > 1 and len(outputs) == 1
         if not is_plain or folded or len(inputs) != len(outputs):

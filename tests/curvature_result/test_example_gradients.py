@@ -37,6 +37,15 @@ def grouped():
     return net.model({"input": ["batch", 2, 3, 3]}, {"output": ["batch", 4]})
 
 
+def stacked():
+    """Two dense layers with weights and biases of their own, for two slots of an example."""
+    net = models.Net("float64")
+    net.op("Einsum", "input", net.weight("w", 2, 3, 2), to="product", equation="nsi,sio->nso")
+    net.op("Add", "product", net.weight("b", 2, 2), to="slots")
+    net.op("Flatten", net.op("Tanh", "slots", to="act"), to="output")
+    return net.model({"input": ["batch", 2, 3]}, {"output": ["batch", 4]})
+
+
 def without_layer():
     """``output = x · W · exp(s)``, where ``s`` belongs to no layer, and a constant without use."""
     net = models.Net("float64")
@@ -71,6 +80,7 @@ MODELS = {
     "embedding": (models.embedding, SINGLE),
     "conv": (lambda: models.conv_linear(side=3, kernel=2, pads=0), SINGLE),
     "grouped": (grouped, SINGLE),
+    "stacked": (stacked, DOUBLE),
 }
 
 

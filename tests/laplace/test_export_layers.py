@@ -7,6 +7,7 @@ import pytest
 import kfac_engine as ke
 from tests import models
 from tests.curvature_result.dense import assert_close, measured
+from tests.curvature_result.test_example_gradients import stacked
 from tests.laplace.test_export import run
 from tests.laplace.test_export_network import (
     EXAMPLES,
@@ -104,6 +105,7 @@ LAYERS = {
     "positional": positional,
     "recurrent": recurrent,
     "token ids": token_sum,
+    "stacked": stacked,
 }
 
 
