@@ -9,6 +9,7 @@ from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PendingUpdate
 from kfac_engine.curvature.sources import Sources, ThunkRound, Trace
+from kfac_engine.errors import UnsupportedError
 
 
 class CovarianceUpdates:
@@ -24,6 +25,7 @@ class CovarianceUpdates:
         sources: Propagates the sources of the estimation mode; its generator draws.
         updater: Updates the factors that read whole batches.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
+        divided: Whether batches are divided among processes, which combine what they measure.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class CovarianceUpdates:
     ) -> None:
         self.sources = sources
         self.params_stats: list[Array] = []
+        self.divided = False
         self._batch_size, self._name = batch_size, name
         self._round: ThunkRound | None = None
         self.updater = self._updater_of(f for f in factors if f not in sources.alone)
@@ -87,6 +90,7 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``measure``; averages and generator have not changed.
         """
+        self._require_whole_batches()
         with self.restored_on_error():
             pending = self.measure(trace, draws, scales, release, propagated)
             self.updater.combined(pending).commit(decay)
@@ -113,6 +117,7 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``measure``; averages and generator have not changed.
         """
+        self._require_whole_batches()
         alone = tuple(factor for factor in factors if factor in self.sources.alone)
         updater = self._updater_of(factor for factor in factors if factor not in alone)
         updater.combine = self.updater.combine
@@ -168,6 +173,14 @@ class CovarianceUpdates:
                 pending = updater.measure_sum(batch, singles)
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
         return pending
+
+    def _require_whole_batches(self) -> None:
+        """Refuse an update of this process alone, if batches are divided among several."""
+        if self.divided:
+            raise UnsupportedError(
+                f"the batches of {self._name} are divided among several processes; call "
+                f"engine.update_statistics(trace) in all of them, which combines the statistics."
+            )
 
     def _updater_of(self, factors: Iterator[FisherFactor]) -> FactorUpdater:
         return FactorUpdater(

@@ -25,18 +25,20 @@ class BatchShards:
 
     Attributes:
         agreement: Votes of the ranks.
-        rows: The rows of this rank in the current batch.
+        rows: The rows of this rank in the batch, or the part of a batch, of the latest ``meet``.
+        counts: Number of examples of each rank in the latest batch.
     """
 
     def __init__(self, communicator: Communicator | None, objective: Objective) -> None:
         self.agreement = Agreement(communicator or Alone())
         self.rows = Rows(0, 0, 0)
+        self.counts: tuple[int, ...] = ()
         self._objective = objective
 
     @property
     def alone(self) -> bool:
         """Whether there is one rank."""
-        return self.communicator.size == 1
+        return self.agreement.alone
 
     @property
     def communicator(self) -> Communicator:
@@ -61,15 +63,21 @@ class BatchShards:
         if not self.alone:
             self._refuse_unequal(list(values), self.agreement.vote(*_checksums(values)))
 
-    def meet(self, trace: Trace, equal: Mapping[str, str | bytes] | None = None) -> int | None:
+    def meet(
+        self,
+        trace: Trace,
+        examples: int | None = None,
+        equal: Mapping[str, str | bytes] | None = None,
+    ) -> int | None:
         """Exchange the sizes of the shards of a batch.
 
         Args:
-            trace: The shard of this rank.
-            equal: At most two values as for ``require_equal``, checked in the same message.
+            trace: The shard of this rank, or a part of it.
+            examples: Number of examples of the shard, if the trace has a part of them.
+            equal: At most one value as for ``require_equal``, checked in the same message.
 
         Returns:
-            Number of examples of the whole batch; None for a single process.
+            Number of examples of the whole batch; ``examples`` for a single process.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
@@ -77,11 +85,12 @@ class BatchShards:
             KfacError: A rank has failed.
         """
         if self.alone:
-            return None
+            return examples
         count, equal = self._objective.examples(trace), equal or {}
-        table = self.agreement.vote(count, self._objective.positions(trace), *_checksums(equal))
-        self._refuse_unequal(list(equal), table[:, 2:])
-        counts, positions = table[:, :2].T
+        sizes = count, self._objective.positions(trace), count if examples is None else examples
+        table = self.agreement.vote(*sizes, *_checksums(equal))
+        self._refuse_unequal(list(equal), table[:, 3:])
+        counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
             self.agreement.refuse(
@@ -91,7 +100,8 @@ class BatchShards:
                 )
             )
         self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
-        return self.rows.whole
+        self.counts = tuple(int(n) for n in shards)
+        return sum(self.counts)
 
     def total(self, number: float) -> float:
         """Meet all ranks, and return the sum of a number.

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer, Vectors
+from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
@@ -25,6 +26,9 @@ class CurvatureProducts:
     ``J`` is the Jacobian matrix of the values that the losses read, ``F`` the Fisher matrix of a
     loss with respect to them and ``k`` its coefficient.
 
+    With several processes, the batch is the whole batch, of which each process has a shard in its
+    trace. All processes make the same calls.
+
     A vector has one array for each parameter, in the shape and layout of the file, from any
     library. Parameters that are absent count as zeros. The first product on a batch of a new shape
     takes the time of building a session.
@@ -35,19 +39,29 @@ class CurvatureProducts:
         assembly: The model with its losses.
         arrays: Converts arrays of the model.
         trace: The batch. The Hessian matrix needs its targets.
+        shards: The shards of the batch.
         examples: Number of examples of the batch, if the trace has a part of them.
     """
 
     def __init__(
-        self, assembly: Assembly, arrays: ModelArrays, trace: Trace, examples: int | None = None
+        self,
+        assembly: Assembly,
+        arrays: ModelArrays,
+        trace: Trace,
+        shards: BatchShards,
+        examples: int | None = None,
     ) -> None:
         self._assembly, self._model = assembly, assembly.model
-        self._arrays, self._trace = arrays, trace
+        self._arrays, self._trace, self._shards = arrays, trace, shards
         objective = assembly.task.objective
+        with shards.together():
+            whole = shards.meet(trace, examples)
+        measured = objective.examples(trace) if shards.alone else shards.rows.whole
         # Means do not depend on the number of examples, sums are proportional to it.
-        sums = objective.reduction == "sum" and examples is not None
-        ratio = examples / objective.examples(trace) if sums and examples else 1.0
-        self._weights = tuple(ratio * weight for weight in objective.weights(trace))
+        sums = objective.reduction == "sum" and whole is not None
+        ratio = whole / measured if sums and whole else 1.0
+        weights = objective.weights(trace, examples=None if shards.alone else measured)
+        self._weights = tuple(ratio * weight for weight in weights)
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Fisher matrix times a vector.
@@ -116,15 +130,16 @@ class CurvatureProducts:
         """
         if not vectors or any(vector.keys() != vectors[0].keys() for vector in vectors):
             raise InputError("give one vector at least, and all vectors with the same parameters.")
-        checked = [self._checked(vector) for vector in vectors]
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), quiet(), self._shards.together():
+            checked = [self._checked(vector) for vector in vectors]
             computer = self._computer(tuple(checked[0]))
             images = [
                 computer.multiply_fisher_factor_transpose(tuple(vector.values()))
                 for vector in checked
             ]
-            forms = [[_inner(one, other) for other in images] for one in images]
-        return np.array(forms)
+            forms = np.array([[_inner(one, other) for other in images] for one in images])
+            self._sum([forms])
+        return forms
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -143,15 +158,26 @@ class CurvatureProducts:
     def _multiply(
         self, vector: Mapping[str, Array], product: Callable[[Vectors], Sequence[Array]]
     ) -> dict[str, Array]:
-        checked = self._checked(vector)
-        with single_threaded_blas(), quiet():
+        with single_threaded_blas(), quiet(), self._shards.together():
+            checked = self._checked(vector)
             arrays = [
                 checked[name] if name in checked else np.zeros_like(parameter)
                 for name, parameter in self._model.parameters.items()
             ]
-            products = dict(zip(self._names, product(arrays), strict=True))
-        check_finite(products, self._model.memory_space, "the product of")
-        return self._model.to_file_layout(self._arrays.for_backend(products))
+            products = self._arrays.for_backend(
+                dict(zip(self._names, product(arrays), strict=True))
+            )
+            if not self._shards.alone:
+                products = {name: array.copy() for name, array in products.items()}
+            self._sum(list(products.values()))
+            check_finite(products, self._model.memory_space, "the product of")
+        return self._model.to_file_layout(products)
+
+    def _sum(self, arrays: Sequence[Array]) -> None:
+        """Sum arrays over the shards of all processes, in place."""
+        if not self._shards.alone:
+            self._shards.agreement.vote()
+            self._shards.sum(arrays)
 
 
 def _inner(one: Sequence[Array], other: Sequence[Array]) -> float:

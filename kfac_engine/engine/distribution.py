@@ -78,6 +78,7 @@ class Distribution(ABC):
         if not shards.alone:
             estimator.combine = self._combine_bases
             estimator.refreshes.division = self
+            estimator.statistics.divided = True
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -151,6 +152,7 @@ class Distribution(ABC):
         """Make all averages whole on all ranks; a collective call."""
         if self._whole or self._shards.alone:
             return
+        self._shards.agreement.vote()
         averages = [factor.average.lower() for factor in self.divided]
         self._shards.sum(averages)
         self._mark(divided=False)

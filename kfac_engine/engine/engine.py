@@ -14,7 +14,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
-from kfac_engine.curvature.factors.updater import PendingUpdate
+from kfac_engine.curvature.factors.updater import LetGo, PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.backward import reported_loss
@@ -74,6 +74,7 @@ class Engine(Summarized, PreconditioningModel):
         self.counter = 0
         self.schedule = schedule
         self._prepared = False
+        self._meetings = 0  # of several processes
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
 
@@ -197,7 +198,7 @@ class Engine(Summarized, PreconditioningModel):
                 read = self.estimator.differentiated if along else None
                 backward = self._differentiate(trace, examples, read)
             moved = self._updated_buffers(trace) if update_buffers else {}
-            update = self._measure(trace, examples, record, backward.outputs)
+            update = self._measure_if_due(trace, examples, record, backward.outputs)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
             totals = self._distribution.meet(backward.loss, update, every)
             with undone_on_overflow(self.estimator, every, types, exp, totals.norm_bound):
@@ -235,12 +236,34 @@ class Engine(Summarized, PreconditioningModel):
                 if targets is not None:
                     with self._history.explain():
                         reported_loss(trace, self.objective)
-                update = self._measure(trace, examples, Recorder())
+                update = self._measure_if_due(trace, examples, Recorder())
                 self._distribution.meet(0.0, update)
                 self._distribution.combine(update)
                 self.estimator.refreshes.run(self.counter)
             self._shards.agreement.vote()
         self._advance(perf_counter() - start)
+
+    def update_statistics(self, trace: Trace, examples: int | None = None) -> None:
+        """Update the averages by one batch, whatever the schedule; inverses do not change.
+
+        All processes of a communicator call it, each with its shard of the batch.
+
+        Args:
+            trace: The batch, as ``trace`` returns it.
+            examples: Number of examples of the batch, if the trace is that of a part of the batch.
+                Under the reduction ``"sum"``, the statistics are multiplied by the ratio of the
+                numbers.
+
+        Raises:
+            InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
+            NonFiniteError: The batch yields NaN or infinity; no state has changed.
+        """
+        with single_threaded_blas(), quiet(), self._together():
+            whole = self._meet(trace, examples)
+            self.estimator.refreshes.wait()
+            update = self._measure(trace, whole)
+            self._distribution.meet(0.0, update)
+            self._distribution.combine(update)
 
     # -- parameters and files ---------------------------------------------------------------------
 
@@ -309,35 +332,47 @@ class Engine(Summarized, PreconditioningModel):
         with self._shards.together(), self.estimator.statistics.restored_on_error():
             yield
 
-    def _meet(self, trace: Trace) -> int | None:
-        """Exchange the sizes of shards; return the size of the whole batch if there are several."""
-        is_checked = not self._shards.alone and self.counter % _CHECKED_EVERY == 0
+    def _meet(self, trace: Trace, examples: int | None = None) -> int | None:
+        """Exchange the sizes of shards; see ``BatchShards.meet``."""
+        if self._shards.alone:
+            return examples
+        is_checked = self._meetings % _CHECKED_EVERY == 0
         equal = parameter_checksums(self._arrays.on_host()[0]) if is_checked else None
-        examples = self._shards.meet(trace, equal)
-        if examples is not None:
-            self.estimator.rows = self._shards.rows
-        return examples
+        whole = self._shards.meet(trace, examples, equal)
+        self._meetings += 1
+        self.estimator.rows = self._shards.rows
+        return whole
 
     @property
     def _is_due(self) -> bool:
         """Whether the next call updates statistics."""
         return self.estimator.refreshes.planner.updates_covariances(self.counter)
 
-    def _measure(
+    def _measure_if_due(
         self,
         trace: Trace,
         examples: int | None,
         record: Recorder,
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate | None:
-        """Measure the statistics of a shard if they are due."""
         self.estimator.refreshes.wait()
         if not self._is_due:
             return None
+        with record("statistics"):
+            return self._measure(trace, examples, trace.release, gradients)
+
+    def _measure(
+        self,
+        trace: Trace,
+        examples: int | None,
+        release: LetGo | None = None,
+        gradients: dict[str, Array] | None = None,
+    ) -> PendingUpdate:
+        """Measure the statistics of a shard."""
         scales = self.objective.fisher_scales(trace, examples=examples)
-        with record("statistics"), self._history.explain():
+        with self._history.explain():
             return self.estimator.statistics.measure(
-                trace, scales=scales, release=trace.release, propagated=gradients
+                trace, scales=scales, release=release, propagated=gradients
             )
 
     def _advance(self, seconds: float) -> None:

@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
+from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
@@ -22,9 +25,11 @@ class Evaluation:
     Args:
         assembly: The model with its losses.
         arrays: Converts arrays of the model.
+        shards: The processes among which data are divided.
     """
 
-    def __init__(self, assembly: Assembly, arrays: ModelArrays) -> None:
+    def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
+        self._shards = shards
         self._model, self._task, self._arrays = assembly.model, assembly.task, arrays
         self._inference = InferenceModel(assembly.model)
 
@@ -37,19 +42,29 @@ class Evaluation:
         self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
     ) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
+        with self._shards.together():
+            return self._metrics(data, choices)
+
+    def _metrics(
+        self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
+    ) -> dict[str, float]:
         metrics = metrics_of(self.default_metrics() if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
-        totals, divisors = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0)
+        sums = np.zeros((len(metrics), 2))  # total and divisor of each metric
         batches = 0
         for inputs, targets in _pairs(data):
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
-            for name, metric in metrics.items():
-                total, divisor = metric.measure(batch)
-                totals[name] += total
-                divisors[name] += divisor
-        if not batches:
-            raise InputError("the data has no batch; give one (inputs, targets) pair at least.")
-        return {n: metric.finish(totals[n] / (divisors[n] or 1)) for n, metric in metrics.items()}
+            for entry, metric in zip(sums, metrics.values(), strict=True):
+                entry += metric.measure(batch)
+        if not self._shards.total(batches):
+            self._shards.agreement.refuse(
+                InputError("the data has no batch; give one (inputs, targets) pair at least.")
+            )
+        self._shards.sum([sums])
+        means = {
+            n: total / (divisor or 1) for n, (total, divisor) in zip(metrics, sums, strict=True)
+        }
+        return {name: metric.finish(float(means[name])) for name, metric in metrics.items()}
 
     def default_metrics(self) -> tuple[str, ...]:
         """Return the metrics that the losses have."""

@@ -40,6 +40,8 @@ class Shard(Distribution):
         self, gradients: dict[str, Array], others: Sequence[Array]
     ) -> dict[str, Array]:
         self._shards.sum(others)
+        if not gradients:
+            return {}
         names = self._in_order(gradients)
         forms = [Form(gradients[name].shape, gradients[name].dtype) for name in names]
         message = self._message(forms, [self._owners[name] for name in names])

@@ -28,6 +28,7 @@ from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Targets
+from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples
 from kfac_engine.runtime.sample_run import sample_batch
@@ -51,8 +52,8 @@ class TrainableModel(Sealed):
         self._model = assembly.model
         self._task = assembly.task
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
-        self._evaluation = Evaluation(assembly, self._arrays)
         self._shards = BatchShards(assembly.options.communicator, self.objective)
+        self._evaluation = Evaluation(assembly, self._arrays, self._shards)
         self._history = LossHistory()
         self._standing_notes = assembly.notes
 
@@ -60,6 +61,16 @@ class TrainableModel(Sealed):
     def name(self) -> str:
         """Name of the model's file, or of its graph for a model that was read from memory."""
         return self._model.loaded.graph.name
+
+    @property
+    def agreement(self) -> Agreement:
+        """Votes of all processes of the communicator; a single process agrees with itself."""
+        return self._shards.agreement
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Examples of each process in the latest batch; empty for a single process."""
+        return self._shards.counts
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -141,8 +152,7 @@ class TrainableModel(Sealed):
 
         Statistics of a part of a batch, gradients of other functions of the outputs and Jacobian
         products start from a trace: ``trace.vjp``, ``trace.jvp``, and
-        ``estimator.update_covariances(trace, scales=objective.fisher_scales(trace))``. Parameters
-        that are replaced later do not change it.
+        ``update_statistics(trace)``. Parameters that are replaced later do not change it.
 
         Args:
             inputs: Input name to array, in the shapes that the model declares.
@@ -230,14 +240,15 @@ class TrainableModel(Sealed):
         ==========================  =============================================================
 
         Args:
-            data: One pair of inputs and targets, or an iterable of such pairs, read once.
+            data: One pair of inputs and targets, or an iterable of such pairs, read once. Of
+                several processes, each passes its part of the data, or an empty iterable.
             metrics: Names and functions. A function receives the outputs as ``predict`` returns
                 them and the targets of a batch, and its value has its name. None for the loss, and
                 the accuracy where all targets are discrete.
 
         Returns:
-            Metric to its mean over the examples of all pairs. A loss under the reduction
-            ``"sum"`` is their sum.
+            Metric to its mean over the examples of all pairs, of all processes. A loss under the
+            reduction ``"sum"`` is their sum.
 
         Raises:
             KfacError: Inputs or targets are wrong (see ``trace``), or the data have no batch.
@@ -314,7 +325,7 @@ class TrainableModel(Sealed):
         """
         if examples is not None:
             whole("examples", examples, least=1)
-        return CurvatureProducts(self._assembly, self._arrays, trace, examples)
+        return CurvatureProducts(self._assembly, self._arrays, trace, self._shards, examples)
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -32,6 +32,16 @@ class Agreement:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.communicator.rank
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.communicator.size == 1
+
     def vote(self, *numbers: float) -> Array:
         """Meet all ranks, and exchange numbers.
 
@@ -44,6 +54,8 @@ class Agreement:
         Raises:
             KfacError: A rank has failed. All ranks raise an error of the same class.
         """
+        if self.alone:
+            return np.array([numbers], np.float64)
         return self._meet(numbers, None)[:, : len(numbers)]
 
     @contextmanager
@@ -60,7 +72,7 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if hasattr(error, _MARK) or self.communicator.size == 1:
+            if hasattr(error, _MARK) or self.alone:
                 raise
             self._meet((), error)
 

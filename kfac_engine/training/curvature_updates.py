@@ -14,6 +14,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.ranks.shards import Rows
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.report import StageClock
@@ -63,6 +64,9 @@ class PartialTrace:
     ) -> tuple[Trace, int | None]:
         """Return the evaluation of the part, and the number of examples of the whole batch.
 
+        Of several processes, each evaluates the examples of the part in its shard. All have met
+        for the gradients of the batch before.
+
         Args:
             step: Number of the step, from 0.
             inputs: Input name to array.
@@ -73,10 +77,19 @@ class PartialTrace:
         """
         examples = None
         if self._part < 1 and not self._axes.obstacle:
-            examples = self._axes.check(inputs, targets)
-            selection = rotating_part(step, examples, self._part)
-            inputs, targets = self._axes.part(inputs, targets, selection)
+            count = self._axes.check(inputs, targets)
+            selection = self._selection(step, count)
+            if selection is not None:
+                inputs, targets = self._axes.part(inputs, targets, selection)
+                examples = count
         return self._engine.trace(inputs, targets), examples
+
+    def _selection(self, step: int, count: int) -> Array | None:
+        """Return the examples of the part in the shard; None if a process would have none."""
+        counts, rank = self._engine.shard_sizes or (count,), self._engine.agreement.rank
+        shards = [Rows.of(counts, index) for index in range(len(counts))]
+        parts = [rotating_part(step, rows, self._part) for rows in shards]
+        return parts[rank] if all(map(len, parts)) else None
 
 
 class CurvatureUpdates:
@@ -129,11 +142,12 @@ class CurvatureUpdates:
         refreshes.wait()
         if observes := self._observes(step, last):
             replaces = last.statistics == _NEVER and last.start != _NEVER
-            with clock("statistics"), self._decay(0.0 if replaces else None):
-                self.observe(step, *batch)
+            with clock("statistics"):
+                self.observe(step, *batch, decay=0.0 if replaces else None)
             last = replace(last, statistics=step)
         reads_drifts = observes and planner.reads_drifts
         if reads_drifts or refreshes.may_run(step, planner, bound):
+            self._engine.agreement.vote()  # before the messages of the refresh
             with clock("inverses"):
                 refreshes.run(step, planner, bound=bound, moved=observes)
         return last
@@ -189,7 +203,12 @@ class CurvatureUpdates:
         return is_due(step, last.statistics, self._every, step - max(last.start, 0))
 
     def observe(
-        self, step: int, inputs: Mapping[str, Array], targets: Targets, *, decays: bool = True
+        self,
+        step: int,
+        inputs: Mapping[str, Array],
+        targets: Targets,
+        *,
+        decay: float | None = None,
     ) -> None:
         """Average the statistics of a part of a batch.
 
@@ -197,12 +216,12 @@ class CurvatureUpdates:
             step: Number of the step, which chooses the part.
             inputs: Input name to array.
             targets: The targets.
-            decays: False for the plain mean of all batches so far.
+            decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
+                the decay of the engine.
         """
         trace, examples = self._evaluate(step, inputs, targets)
-        # The reduction "sum" multiplies the Fisher matrix by the number of examples of the batch.
-        scales = self._engine.objective.fisher_scales(trace, examples=examples)
-        self._engine.estimator.update_covariances(trace, scales=scales, should_decay=decays)
+        with self._decay(decay):
+            self._engine.update_statistics(trace, examples)
 
 
 def _bound(step: int, last: LastUpdates) -> int:
@@ -223,14 +242,20 @@ def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:
     return last == _NEVER or step - last >= min(period, grown)
 
 
-def rotating_part(step: int, count: int, part: float) -> slice:
-    """Return the range of examples of a step: another part of the batch in each step.
+def rotating_part(step: int, rows: Rows, part: float) -> Array:
+    """Return examples of a shard: another part of the batch in each step.
+
+    The part has the same number of examples in each step. They are spread over the batch evenly,
+    so that each shard has its share of them.
 
     Args:
         step: Number of the step.
-        count: Number of examples in the batch.
-        part: Part of the examples, in (0, 1].
+        rows: The examples of the shard in the batch.
+        part: Part of the examples of the batch, in (0, 1].
+
+    Returns:
+        Indices in the shard, ascending.
     """
-    size = max(1, round(count * part))
-    start = min(step * size % count, count - size)
-    return slice(start, start + size)
+    size = max(1, round(rows.whole * part))
+    edges = np.arange(rows.start, rows.start + rows.count + 1) + step
+    return np.flatnonzero(np.diff(edges * size // rows.whole))

@@ -213,7 +213,7 @@ class KfacOptimizer(Optimizer):
         with clock("gradients"):
             loss = self.engine.loss(inputs, targets)
         with clock("statistics"):
-            self._curvature.observe(self._burned_in, inputs, targets, decays=False)
+            self._curvature.observe(self._burned_in, inputs, targets, decay=1.0)
         self._burned_in += 1
         penalty = self._penalty()
         return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True)
@@ -249,6 +249,7 @@ class KfacOptimizer(Optimizer):
         with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
             move = self._update(step)
+            engine.agreement.vote()
         self._last = last
         report = StepReport(
             loss + penalty,

@@ -136,6 +136,8 @@ class Optimizer(Summarized, Sealed, ABC):
     def step(self, inputs: Mapping[str, Array], targets: Targets, scale: float = 1.0) -> StepReport:
         """Change the parameters of the engine by one batch.
 
+        Of several processes, each passes its shard of the batch; all of them take the same step.
+
         Args:
             inputs: Input name to array, the batch first.
             targets: Targets of the loss; for several losses, by output.
@@ -148,8 +150,11 @@ class Optimizer(Summarized, Sealed, ABC):
             InputError: An argument is wrong.
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
-        at_least_zero("scale", scale)
-        scale *= self._restraint
+        with self.engine.agreement.together():
+            at_least_zero("scale", scale)
+            return self._step(inputs, targets, scale * self._restraint)
+
+    def _step(self, inputs: Mapping[str, Array], targets: Targets, scale: float) -> StepReport:
         clock = StageClock()
         try:
             with single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"):
@@ -158,6 +163,7 @@ class Optimizer(Summarized, Sealed, ABC):
                     return replace(prepared, seconds=clock.seconds)
                 proposal = self._propose(inputs, targets, scale, clock)
                 self._check_slots(proposal.slots)
+                self.engine.agreement.vote()
                 self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":

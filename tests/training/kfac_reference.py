@@ -113,8 +113,8 @@ class Reference:
 
     def chosen(self, x, part, t):
         size = max(1, round(len(x) * part))
-        start = min(t * size % len(x), len(x) - size)
-        return x[start : start + size]
+        counts = [(i + t) * size // len(x) for i in range(len(x) + 1)]
+        return x[[i for i in range(len(x)) if counts[i + 1] > counts[i]]]
 
     def observe(self, x, decay=0.95, t=None):
         self.weight = decay * self.weight + 1

@@ -1,10 +1,13 @@
 """The K-FAC optimizer against a re-implementation in float64."""
 
+from itertools import product
+
 import numpy as np
 import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.ranks.shards import Rows
 from kfac_engine.training.curvature_updates import is_due, rotating_part
 from tests import models
 from tests.training import softmax_net as net
@@ -135,10 +138,20 @@ def test_parts_of_a_batch_visit_all_examples():
     for count, part in ((12, 0.25), (13, 0.25), (7, 0.3), (5, 1.0), (3, 0.01)):
         seen = set()
         for step in range(2 * count):
-            chosen = rotating_part(step, count, part)
-            assert chosen.stop - chosen.start == max(1, round(count * part))
-            seen |= set(range(count)[chosen])
+            chosen = rotating_part(step, Rows(0, count, count), part)
+            assert len(set(chosen.tolist())) == max(1, round(count * part))
+            seen |= set(chosen.tolist())
         assert seen == set(range(count))
+
+
+def test_shards_have_their_share_of_the_part_of_a_batch():
+    sizes = (7, 1, 12, 13)
+    shards = [Rows.of(sizes, rank) for rank in range(len(sizes))]
+    for step, part in product(range(40), (0.25, 0.3, 0.8)):
+        whole = rotating_part(step, Rows(0, 33, 33), part)
+        parts = [rows.start + rotating_part(step, rows, part) for rows in shards]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+        assert all(abs(len(p) - n * part) < 1.5 for p, n in zip(parts, sizes, strict=True))
 
 
 @pytest.mark.parametrize(
