@@ -60,9 +60,11 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
         place = batch.places[head.output]
         if MODES[estimation_mode].examples_first and not place.comes_first:
             raise UnsupportedError(
-                f"estimation_mode '{estimation_mode}' needs the examples alone on the first "
-                f"axis of '{head.output}', but they lie on axis {place.axis}"
-                f"{' together with positions' if place.repeats > 1 else ''}; choose another mode."
+                f"the Fisher matrix '{estimation_mode}' needs the examples alone on the first axis "
+                f"of '{head.output}', but they lie on axis {place.axis}"
+                f"{' together with positions' if place.repeats > 1 else ''}; choose "
+                f"estimation_mode 'gradients' or 'empirical' of an engine, or fisher 'sampled' or "
+                f"'empirical' of a curvature."
             )
 
 

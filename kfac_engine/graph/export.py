@@ -50,7 +50,7 @@ def extended_files(
 
     Args:
         model: Result of ``load_model``.
-        nodes: Nodes to append, which read values of the file.
+        nodes: Nodes to append; what they read is in ``file_values`` or computed by them.
         constants: Their constants, by name.
         outputs: Outputs to append.
         location: As for ``export_files``.
@@ -59,11 +59,10 @@ def extended_files(
         The files.
 
     Raises:
-        InputError: The file has no value that a node reads, or has a value that a node computes.
+        InputError: The file has a value that a node computes.
     """
     result, values = _with_nodes(model, {})
-    names = {entry.name for entry in (*result.graph.input, *result.graph.initializer)}
-    names.update(name for node in result.graph.node for name in node.output)
+    names = file_values(model)
     for name in (*constants, *(name for node in nodes for name in node.outputs)):
         if name in names:
             raise InputError(
@@ -71,17 +70,21 @@ def extended_files(
                 f"rename it in the file."
             )
         names.add(name)
-    for name in (name for node in nodes for name in node.inputs):
-        if name not in names:
-            raise InputError(
-                f"'{name}' is not a value of the file, because it is inside a function; export the "
-                f"model without functions."
-            )
+    read = {name for node in nodes for name in node.inputs}
+    assert read <= names, "the nodes read values of the file"
     versions = {entry.domain: entry.version for entry in result.opset_import}
     result.graph.node.extend(node_proto(node, versions) for node in nodes)
     result.graph.output.extend(map(value_info, outputs))
     result.graph.initializer.extend(onnx.TensorProto(name=name) for name in constants)
     return model_files(result, {**values, **constants}, location)
+
+
+def file_values(model: LoadedModel) -> set[str]:
+    """Return the names of all values of the graph of a file, without those inside functions."""
+    graph = model.template.graph
+    names = {entry.name for entry in (*graph.input, *graph.initializer)}
+    names.update(name for node in graph.node for name in node.output)
+    return names
 
 
 def _with_nodes(

@@ -58,11 +58,12 @@ class Network:
             InputError: The number is above the limit.
         """
         if count > self.node_limit:
+            # The last layer has no backward pass if an example has one row of outputs.
+            last = ", or measure the curvature of the last layer (layers='last')"
             raise InputError(
                 f"the file would have at least {count} nodes, which is above the limit of "
                 f"{self.node_limit}, because it has a backward pass for each of {self.sources} "
-                f"outputs of an example; raise node_limit, or measure the curvature of the last "
-                f"layer (layers='last')."
+                f"outputs of an example; raise node_limit{last if len(self.shape) == 1 else ''}."
             )
 
 

@@ -16,7 +16,7 @@ from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.spectrum import Float
-from kfac_engine.graph.export import extended_files
+from kfac_engine.graph.export import extended_files, file_values
 from kfac_engine.graph.files import write_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.structure import AttributeValue, Input, Node
@@ -69,6 +69,9 @@ def is_last_layer(layout: Layout) -> bool:
     if others or layer.kind != "fully_connected" or not isinstance(layer.inputs, str):
         return False
     if not isinstance(block, KroneckerProductFB | LayerDiagonalFB) or inputs != (layer.outputs,):
+        return False
+    # The nodes read the features by name, which a rewritten operator or a function may not have.
+    if layer.inputs not in file_values(layout.assembly.model.loaded):
         return False
     return all(len(facts[name].shape) == 2 for name in (layer.inputs, inputs[0]))
 

@@ -89,7 +89,7 @@ def _checked_value(layout: Layout) -> str:
         why = f"{coupled} couples them" if coupled else "the model draws random numbers"
         raise UnsupportedError(
             f"the output '{OUTPUT}' needs examples that do not depend on each other or on chance, "
-            f"but {why}; export the model in the form of inference."
+            f"but {why}; export a model without this dependency, such as its form of inference."
         )
     if len(model.facts[value].shape) > 2 and (size := _open_size(layout)):
         raise UnsupportedError(

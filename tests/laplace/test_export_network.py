@@ -83,6 +83,21 @@ def test_last_layer_with_positions_has_a_variance(tmp_path, make):
         assert_close(run(path, inputs)["variance"], expected, TOLERANCES["float32"])
 
 
+def test_last_layer_of_a_rewritten_operator_has_a_variance(tmp_path):
+    # The layer reads rows of both axes, which are no value of the file.
+    net, path = models.Net("float64"), tmp_path / "uncertain.onnx"
+    product = net.op("MatMul", "input", net.weight("first", 4, 3), to="product")
+    hidden, w = net.op("Tanh", product, to="act"), net.weight("w", 2, 3, 2)
+    net.op("Einsum", hidden, w, to="output", equation="nab,abc->nc")
+    model = net.model({"input": ["batch", 2, 4]}, {"output": ["batch", 2]})
+    posterior, batches = exported(model, path, layers="last")
+    assert list(posterior.curvature.parameters) == ["w"]
+    for inputs in batches:
+        jac = jacobian(posterior.curvature, model, inputs)
+        expected = variance_of(jac, precision(posterior))
+        assert_close(run(path, inputs)["variance"], expected, TOLERANCES["float64"])
+
+
 def test_priors_of_parameters_and_separate_biases_change_the_variance(tmp_path):
     model, path = models.mlp((4, 3, 3), dtype="float64"), tmp_path / "uncertain.onnx"
     names = ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias")
