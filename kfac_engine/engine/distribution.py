@@ -262,7 +262,7 @@ class Distribution(ABC):
         if not factors:
             return
         averages = [factor.average.lower() for factor in factors]
-        forms = [Form(average.shape, average.dtype, "lower") for average in averages]
+        forms = [Form(average.shape, average.dtype, "symmetric") for average in averages]
         message = self._message(forms, [ranks[id(factor)] for factor in factors])
         for factor, average, total in zip(factors, averages, message.sum(averages), strict=True):
             average[...] = 0.0 if total is None else total

@@ -67,7 +67,8 @@ def unpack(buffer: Array, form: Form) -> Array:
         form: Form of the array.
 
     Returns:
-        A new array; of triangles, the entries above the diagonals are zero.
+        A new array; of triangles, the entries above the diagonals are zero. Symmetric arrays of
+        CuPy have both triangles, as second moments of that library do.
     """
     if form.triangle is None:
         return buffer.reshape(form.shape).astype(form.dtype)
@@ -76,10 +77,13 @@ def unpack(buffer: Array, form: Form) -> Array:
     matrices = array.reshape(-1, *form.shape[-2:])
     for matrix, part in zip(matrices, buffer.reshape(len(matrices), -1), strict=True):
         unpack_triangle = _UNPACK.get(part.dtype) if xp is np else None
-        if unpack_triangle is None:
-            matrix[_lower_indices(matrix)] = part
-        else:
+        if unpack_triangle is not None:
             matrix[...] = unpack_triangle(len(matrix), part, uplo="U")[0].T
+            continue
+        rows, columns = _lower_indices(matrix)
+        matrix[rows, columns] = part
+        if form.triangle == "symmetric" and xp is not np:
+            matrix[columns, rows] = part
     return array
 
 

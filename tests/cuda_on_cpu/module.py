@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
@@ -39,6 +40,9 @@ ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2, "warp by warp": 3}
 
 Launch = Callable[..., None]
 
+# Held while one thread compiles a library, or runs a kernel: both use global names and variables.
+_TURN = Lock()
+
 
 def compiler() -> str | None:
     """The compiler the shim needs; None where there is none.
@@ -59,7 +63,8 @@ class Module:
     def __init__(self, code: str, options: Sequence[str] = ()) -> None:
         self.names = tuple(dict.fromkeys(_KERNEL.findall(code)))
         flags = [flag for flag in options if flag.startswith("-D")]
-        self._library = ctypes.CDLL(str(_built(_translated(code, self.names), flags)))
+        with _TURN:
+            self._library = ctypes.CDLL(str(_built(_translated(code, self.names), flags)))
 
     def get_function(self, name: str) -> Launch:
         """A function ``launch(grid, block, arguments, shared_mem=0, order=…, seed=…)``."""
@@ -78,7 +83,8 @@ class Module:
             places = [ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values]
             packed = (ctypes.c_void_p * len(places))(*places)
             size = ctypes.c_size_t(shared_mem)
-            run(_three(grid), _three(block), size, ORDERS[order], ctypes.c_uint(seed), packed)
+            with _TURN:
+                run(_three(grid), _three(block), size, ORDERS[order], ctypes.c_uint(seed), packed)
 
         return launch
 

@@ -1,5 +1,7 @@
 """Arrays in one message: sums, parts of owners, triangles."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from kfac_engine.backend.select import select
 from kfac_engine.ranks.messages import OwnedArrays
 from kfac_engine.ranks.packing import Form, pack, unpack
 from kfac_engine.ranks.sums import sum_arrays
+from tests.backend import cupy_standin
 from tests.ranks.threads import run
 
 F4, F8 = np.dtype("float32"), np.dtype("float64")
@@ -35,6 +38,18 @@ def test_a_packed_array_has_its_entries_once_and_unpacks_to_its_lower_triangle(f
     entries = array[..., *np.tril_indices(form.shape[-1])] if form.triangle else array
     np.testing.assert_array_equal(np.sort(buffer), np.sort(entries.reshape(-1)))
     np.testing.assert_array_equal(unpack(buffer, form), lower)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_symmetric_arrays_of_cupy_unpack_to_both_triangles(form, monkeypatch):
+    cupy_standin.install(monkeypatch)
+    cupy = sys.modules["cupy"]
+    array, buffer = array_of(form, 0), cupy.empty(form.size, form.dtype)
+    pack(cupy.asarray(array), form, buffer)
+    host = np.empty(form.size, form.dtype)
+    pack(array, form, host)
+    np.testing.assert_array_equal(buffer.get(), host)
+    np.testing.assert_array_equal(unpack(buffer, form).get(), array)
 
 
 def test_a_transposed_matrix_packs_as_its_entries_say():
