@@ -78,13 +78,15 @@ def _checked_value(layout: Layout) -> str:
     """Return the value that the loss reads; an error if its Jacobian matrix cannot be written."""
     task, model = layout.assembly.task, layout.assembly.model
     value, *others = task.objective.inputs
-    place = task.batch.places.get(task.objective.outputs.get(value, value))
+    # The value may be computed from the output of the file, whose examples are at the same place.
+    output = task.objective.outputs.get(value, value)
+    place = task.batch.places.get(output)
     if others or (place is not None and not place.comes_first):
         raise UnsupportedError(
             f"the output '{OUTPUT}' needs one value that the loss reads, with the examples alone "
             f"on its first axis; the loss reads {', '.join(task.objective.inputs)}."
         )
-    coupled = find_coupling(model.graph, model.facts, (value,), task.batch, task.inputs)
+    coupled = find_coupling(model.graph, model.facts, (output,), task.batch, task.inputs)
     if model.draws or coupled:
         why = f"{coupled} couples them" if coupled else "the model draws random numbers"
         raise UnsupportedError(

@@ -122,15 +122,20 @@ def test_normal_loss_exports_the_variance_of_its_means(tmp_path):
     assert_close(run(path, inputs)["variance"], expected, TOLERANCES["float64"])
 
 
-def test_model_of_probabilities_exports_the_variance_of_its_logits(tmp_path):
+@pytest.mark.parametrize("last", ["Softmax", "Identity", "Abs"])
+def test_model_of_probabilities_exports_the_variance_of_its_logits(tmp_path, last):
     net, path = models.Net("float64"), tmp_path / "uncertain.onnx"
     logits = net.dense("logits", net.op("Tanh", net.dense("h", "input", 4, 5), to="act"), 5, 3)
-    net.op("Softmax", logits, to="output", axis=-1)
+    p = net.op("Softmax", logits, to="output" if last == "Softmax" else "p", axis=-1)
+    if last != "Softmax":  # the file has no name for what the loss reads
+        net.op(last, p, to="output")
     model = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
     posterior, (inputs, _) = exported(model, path)
     names, results = list(posterior.curvature.model.parameters), run(path, inputs)
-    (jac,) = oracle.jacobian(model, inputs, "logits", names)  # of one example
-    expected = variance_of(jac.reshape(1, 3, -1), precision(posterior))
+    jac = oracle.jacobian(model, inputs, "logits", names).reshape(1, 3, -1)  # of one example
+    if last == "Abs":  # the loss reads log p, because it does not see the Softmax
+        jac = jac - results["output"][:, None] @ jac
+    expected = variance_of(jac, precision(posterior))
     assert_close(results["variance"], expected, TOLERANCES["float64"])
     np.testing.assert_allclose(results["output"].sum(axis=1), 1.0)
 
