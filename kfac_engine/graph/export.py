@@ -16,6 +16,9 @@ from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.tensors import nested_initializers
 from kfac_engine.graph.write import node_proto, tensor, value_info
 
+# The first version of the format in which an initializer need not be an input of the graph.
+_INITIALIZERS_ALONE = 4
+
 
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
     """Return the files of a model in its original form, with new values of constants.
@@ -76,6 +79,9 @@ def extended_files(
     result.graph.node.extend(node_proto(node, versions) for node in nodes)
     result.graph.output.extend(map(value_info, outputs))
     result.graph.initializer.extend(onnx.TensorProto(name=name) for name in constants)
+    if result.ir_version < _INITIALIZERS_ALONE:
+        entries = (Input(name, array.dtype, array.shape) for name, array in constants.items())
+        result.graph.input.extend(map(value_info, entries))
     return model_files(result, {**values, **constants}, location)
 
 

@@ -81,6 +81,20 @@ def test_exported_cnn_reads_its_own_features(tmp_path, biases):
     assert after.graph.node[: len(before.graph.node)] == before.graph.node
 
 
+def test_file_of_an_old_format_declares_its_constants_as_inputs(tmp_path):
+    model, path = models.mlp((4, 3, 3)), tmp_path / "uncertain.onnx"
+    model.ir_version, model.opset_import[0].version = 3, 8
+    for entry in model.graph.initializer:
+        form = onnx.helper.make_tensor_value_info(entry.name, entry.data_type, entry.dims)
+        model.graph.input.append(form)
+    inputs = models.random_inputs(model)
+    posterior = ke.Laplace(measured(model, (inputs, None), layers="last"))
+    posterior.export(path)
+    onnx.checker.check_model(str(path), full_check=True)
+    expected = posterior.predict(inputs).variance
+    np.testing.assert_allclose(run(path, inputs)["variance"], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
     model = models.mlp((4, 3, 3))
     half = onnx.ModelProto()
