@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from zlib import crc32
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.errors import InputError, RankError, ShapeError
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import Objective
-from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.agreement import Agreement, checksums
 from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.ranks.sums import sum_arrays
@@ -51,30 +50,18 @@ class BatchShards:
         with self.agreement.together():
             yield
 
-    def require_equal(self, values: Mapping[str, str | bytes]) -> None:
-        """Check that all ranks have equal values.
-
-        Args:
-            values: Name to value; the names are part of the message.
-
-        Raises:
-            RankError: Values differ between ranks.
-        """
-        if not self.alone:
-            self._refuse_unequal(list(values), self.agreement.vote(*_checksums(values)))
-
     def meet(
         self,
         trace: Trace,
         examples: int | None = None,
-        equal: Mapping[str, str | bytes] | None = None,
+        equal: Mapping[str, str] | None = None,
     ) -> int | None:
         """Exchange the sizes of the shards of a batch.
 
         Args:
             trace: The shard of this rank, or a part of it.
             examples: Number of examples of the shard, if the trace has a part of them.
-            equal: At most one value as for ``require_equal``, checked in the same message.
+            equal: At most one value as for ``Agreement.require_equal``, in the same message.
 
         Returns:
             Number of examples of the whole batch; ``examples`` for a single process.
@@ -88,8 +75,8 @@ class BatchShards:
             return examples
         count, equal = self._objective.examples(trace), equal or {}
         sizes = count, self._objective.positions(trace), count if examples is None else examples
-        table = self.agreement.vote(*sizes, *_checksums(equal))
-        self._refuse_unequal(list(equal), table[:, 3:])
+        table = self.agreement.vote(*sizes, *checksums(equal))
+        self.agreement.refuse_unequal(list(equal), table[:, 3:])
         counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
@@ -125,18 +112,6 @@ class BatchShards:
         """
         sum_arrays(self.communicator, arrays)
 
-    def _refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
-        """Raise a RankError for the first column of checksums in which ranks differ."""
-        for name, column in zip(names, sums.T, strict=True):
-            others = np.flatnonzero(column != column[0])
-            if others.size:
-                self.agreement.refuse(
-                    RankError(
-                        f"rank {others[0]} has other {name} than rank 0; start all ranks with the "
-                        f"same {name}."
-                    )
-                )
-
 
 def check_communicator(communicator: object) -> None:
     """Refuse an object that is not a communicator, with an InputError."""
@@ -145,9 +120,3 @@ def check_communicator(communicator: object) -> None:
             f"communicator must have rank, size, allreduce, reduce_scatter, allgather and "
             f"broadcast, such as kfac_engine.over_mpi(), got {communicator!r:.80}."
         )
-
-
-def _checksums(values: Mapping[str, str | bytes]) -> list[float]:
-    """Return a number for each value; equal values have equal numbers."""
-    encoded = (v.encode() if isinstance(v, str) else v for v in values.values())
-    return [float(crc32(value)) for value in encoded]

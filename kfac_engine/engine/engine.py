@@ -275,6 +275,7 @@ class Engine(Summarized, PreconditioningModel):
         """
         with self._together():
             self.estimator.wait()
+            self._shards.agreement.vote()
             self._distribution.complete()
             with self._distribution.all_results():
                 if self._shards.communicator.rank == 0:

@@ -34,13 +34,13 @@ def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str
     nodes = "\n".join(f"{node.op} {node.inputs} {node.outputs}" for node in graph.nodes)
     shapes = {name: array.shape for name, array in parameters.items()}
     options = _spelled(assembly.options)
-    shards.require_equal({"models": f"{nodes}\n{shapes}", "options": options})
-    shards.require_equal(parameter_checksums(parameters))
+    shards.agreement.require_equal({"models": f"{nodes}\n{shapes}", "options": options})
+    shards.agreement.require_equal(parameter_checksums(parameters))
     _check_coupling(assembly)
 
 
 def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
-    """Return checksums of parameters, for ``BatchShards.require_equal``.
+    """Return checksums of parameters, for ``Agreement.require_equal``.
 
     Args:
         parameters: The parameters of this rank on the host.

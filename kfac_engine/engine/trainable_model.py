@@ -375,7 +375,7 @@ class TrainableModel(Sealed):
         self._history.add(loss)
 
     def _warn_of_export(self) -> None:
-        for note in self.export_changes.notes:
+        for note in self.export_changes.notes if self.agreement.rank == 0 else ():
             # Shown at the line that calls from_onnx, which its decorator calls.
             warnings.warn(f"'{self.name}': {note}.", ExportWarning, stacklevel=4)
 

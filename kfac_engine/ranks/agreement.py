@@ -1,8 +1,9 @@
 """Agreement of ranks: either all of them go on or all of them raise the same error."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
+from zlib import crc32
 
 import numpy as np
 
@@ -76,6 +77,34 @@ class Agreement:
                 raise
             self._meet((), error)
 
+    def require_equal(self, values: Mapping[str, str]) -> None:
+        """Check that all ranks have equal values.
+
+        Args:
+            values: Name to value, at most four; the names are part of the message.
+
+        Raises:
+            RankError: Values differ between ranks.
+        """
+        if not self.alone:
+            self.refuse_unequal(list(values), self.vote(*checksums(values)))
+
+    def refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
+        """Raise a RankError for the first value that differs between ranks.
+
+        Args:
+            names: Names of the values, for the message.
+            sums: Their checksums as all ranks voted them, ``(ranks, values)``.
+
+        Raises:
+            RankError: Values differ.
+        """
+        for name, column in zip(names, sums.T, strict=True):
+            others = np.flatnonzero(column != column[0])
+            if others.size:
+                message = f"rank {others[0]} has other {name} than rank 0; start all ranks with"
+                self.refuse(RankError(f"{message} the same {name}."))
+
     def refuse(self, error: KfacError) -> NoReturn:
         """Raise an error that all ranks raise in the same place.
 
@@ -115,3 +144,8 @@ class Agreement:
         name, _, message = text.partition("\n")
         kind = getattr(errors, name, RankError) if name else RankError
         return kind(f"rank {rank} of {self.communicator.size} refused: {message}")
+
+
+def checksums(values: Mapping[str, str]) -> list[float]:
+    """Return a number for each value; equal values have equal numbers."""
+    return [float(crc32(value.encode())) for value in values.values()]

@@ -13,7 +13,16 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.data_files import is_path, opened_inputs, opened_targets, shards_of
 from kfac_engine.training.examples import Batch, ExampleAxes
-from kfac_engine.training.shards import Examples, OrderedBatches, Shard, ShuffledBatches, split
+from kfac_engine.training.shards import (
+    WHOLE,
+    Examples,
+    OrderedBatches,
+    Shard,
+    Share,
+    ShuffledBatches,
+    check_divisible,
+    split,
+)
 
 # A file or folder; all examples, as inputs and targets or as arrays by name; or batches, each in
 # one of these two forms.
@@ -46,12 +55,13 @@ class GivenBatches:
         data: A list, or another object that can be iterated again. If it has a method
             ``set_epoch``, each epoch begins with a call of it.
         axes: The axes of the examples.
+        share: The examples of a batch that this process has.
 
     Raises:
         InputError: The object is no iterable, or cannot be iterated again.
     """
 
-    def __init__(self, data: object, axes: ExampleAxes) -> None:
+    def __init__(self, data: object, axes: ExampleAxes, share: Share = WHOLE) -> None:
         if not isinstance(data, Iterable) or isinstance(data, bytes):
             raise InputError(
                 f"data must be a pair (inputs, targets), a path, or an iterable of such pairs, got "
@@ -62,18 +72,27 @@ class GivenBatches:
                 "data is an iterator, which a second epoch cannot read again; give a list, or an "
                 "object whose __iter__ starts anew."
             )
-        self._data, self._axes = data, axes
+        self._data, self._axes, self._share = data, axes, share
         self.per_epoch: int | None = _length(data)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.epoch(0)
+        """Return the batches, without those of which this process has no example."""
+        parts = (self._share.of_batch(batch, self._axes) for batch in self._whole(0))
+        return (part for part in parts if self._share.size == 1 or self._axes.count(part[0]))
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from the batch ``start`` on.
 
         Raises:
-            InputError: An entry is no batch.
+            InputError: An entry is no batch, or has fewer examples than there are processes.
         """
+        for batch in self._whole(number, start):
+            if self._share.size > 1:
+                self._share.require(self._axes.check(*batch))
+            yield self._share.of_batch(batch, self._axes)
+
+    def _whole(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of all processes."""
         set_epoch = getattr(self._data, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
@@ -105,7 +124,12 @@ class RunData:
 
 
 def run_data(
-    data: Data, validation: Data | float | None, axes: ExampleAxes, batch_size: int, seed: int
+    data: Data,
+    validation: Data | float | None,
+    axes: ExampleAxes,
+    batch_size: int,
+    seed: int,
+    share: Share = WHOLE,
 ) -> RunData:
     """Return the batches of a run.
 
@@ -115,6 +139,7 @@ def run_data(
         axes: The axes of the examples.
         batch_size: Examples in a batch, where data are not batches already.
         seed: Seed of the orders and of the split.
+        share: The examples of each batch that this process has.
 
     Returns:
         The batches.
@@ -122,6 +147,8 @@ def run_data(
     Raises:
         InputError: The data have another form, or do not fit the model.
     """
+    if share.size > 1:
+        check_divisible(axes)
     examples = _examples(data, axes)
     if examples is None:
         if isinstance(validation, Real):
@@ -129,13 +156,15 @@ def run_data(
                 "a fraction as validation splits arrays or files; data are batches, which need "
                 "validation data of their own."
             )
-        return RunData(GivenBatches(data, axes), _ordered(validation, axes, batch_size), None)
+        held_out_batches = _ordered(validation, axes, batch_size, share)
+        return RunData(GivenBatches(data, axes, share), held_out_batches, None)
     if isinstance(validation, Real):
         used, held_out = _split(examples, float(validation), seed)
-        ordered = OrderedBatches(examples, batch_size, held_out)
-        return RunData(ShuffledBatches(examples, batch_size, seed, used), ordered, examples.total)
-    ordered_batches = _ordered(validation, axes, batch_size)
-    return RunData(ShuffledBatches(examples, batch_size, seed), ordered_batches, examples.total)
+        ordered = OrderedBatches(examples, batch_size, held_out, share)
+        shuffled = ShuffledBatches(examples, batch_size, seed, used, share)
+        return RunData(shuffled, ordered, examples.total)
+    shuffled = ShuffledBatches(examples, batch_size, seed, share=share)
+    return RunData(shuffled, _ordered(validation, axes, batch_size, share), examples.total)
 
 
 def _split(examples: Examples, fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
@@ -144,12 +173,14 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[list[Array],
     return split(examples.counts, fraction, seed)
 
 
-def _ordered(data: Any, axes: ExampleAxes, batch_size: int) -> Iterable[Batch] | None:
+def _ordered(data: Any, axes: ExampleAxes, batch_size: int, share: Share) -> Iterable[Batch] | None:
     """Return the batches of validation data; None for none."""
     if data is None:
         return None
     examples = _examples(data, axes)
-    return GivenBatches(data, axes) if examples is None else OrderedBatches(examples, batch_size)
+    if examples is None:
+        return GivenBatches(data, axes, share)
+    return OrderedBatches(examples, batch_size, share=share)
 
 
 def _examples(data: Data, axes: ExampleAxes) -> Examples | None:

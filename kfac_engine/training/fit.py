@@ -4,6 +4,7 @@ A run is a function of the seed, the data and the position: the order of the exa
 depends on the seed and the number of the epoch only. A resumed run therefore needs the position.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
+from kfac_engine.training.shards import Share
 
 _SGD_RATE = 0.01
+# In the text of an object; each process has another one.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def _sgd(engine: Engine, learning_rate: Rate = _SGD_RATE, **options: Any) -> SGD:
@@ -71,6 +75,12 @@ def fit(  # noqa: PLR0913 (the options of a run)
 ) -> History:
     """Train a model on data.
 
+    If the engine has a communicator of several processes, all of them call ``fit`` with the same
+    arguments. Each trains on its share of the examples of each batch, and the results are those of
+    one process. The first process writes the log and the checkpoints, and shows the progress.
+    Callbacks run in every process, unless they write files (``Callback.on_every_rank``). Any number
+    of processes can resume a run; the folder of the checkpoint must be visible to all of them.
+
     Args:
         model_or_engine: Path, bytes or ``ModelProto`` of a model, or an engine.
         data: All examples, as a pair ``(inputs, targets)`` or as arrays by name with ``targets``;
@@ -83,7 +93,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         epochs: Bound of the number of epochs. Without any bound, the run has ten epochs.
         steps: Bound of the number of batches.
         seconds: Bound of the wall time, validation included.
-        batch_size: Examples in a batch, where ``data`` are no batches.
+        batch_size: Examples in a batch of all processes, where ``data`` are no batches.
         validation: Data that are evaluated at the end of each epoch and of the run, in a form of
             ``data``; or the fraction of the examples that is split off for it.
         metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions; None for the
@@ -114,6 +124,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         UnknownNameError: An optimizer, a schedule or a metric has no such name.
         NonFiniteError: A batch yields NaN or infinity.
         DivergenceError: The loss explodes after the last roll-back.
+        RankError: Processes differ, or another one has failed.
 
     Warns:
         DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
@@ -126,31 +137,42 @@ def fit(  # noqa: PLR0913 (the options of a run)
     flag("progress", progress)
     hooks = Hooks(callbacks)
     chosen = _optimizer(model_or_engine, loss, optimizer, seed)
-    measured = recorded_metrics(metrics, chosen.engine)
-    hooks.check_metrics(() if validation is None else measured)
-    for note in chosen.engine.inference_notes:
-        warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=2)
-    axes = ExampleAxes(chosen.engine)
-    sources = run_data(data, validation, axes, batch_size, seed)
-    options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
-    bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
-    settings = {
-        **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
-    }  # fmt: skip
-    description = describe(chosen, settings)
-    store = RunCheckpoint(checkpoint, checkpoint_every, options)
-    recovery = Recovery(chosen, rollbacks)
-    position, records = Position(), list[Record]()
-    if resume:
-        expected = {**hooks.states(chosen), **recovery.states()}
-        position, records, parts = store.restore(chosen, expected)
-        hooks.restore_all(parts)
-        recovery.restore_all(parts)
-    store.begin()
-    run = Run(chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery)
-    with hooks, Progress(progress, budget.epochs) as display:
-        reporters = _Reporters(hooks, Log(log, description, records), display)
-        _train(run, position, records, reporters, store)
+    agreement = chosen.engine.agreement
+    share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
+    with agreement.together():
+        hooks.keep_those_of(agreement.rank)
+        measured = recorded_metrics(metrics, chosen.engine)
+        hooks.check_metrics(() if validation is None else measured)
+        for note in chosen.engine.inference_notes if is_first else ():
+            warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=2)
+        axes = ExampleAxes(chosen.engine)
+        sources = run_data(data, validation, axes, batch_size, seed, share)
+        options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
+        bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
+        settings = {
+            **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
+        }  # fmt: skip
+        description = describe(chosen, settings)
+        agreement.require_equal(
+            {"arguments of fit": _ADDRESS.sub("", str(description["settings"]))}
+        )
+        store = RunCheckpoint(checkpoint, checkpoint_every, options, agreement)
+        recovery = Recovery(chosen, rollbacks)
+        position, records = Position(), list[Record]()
+        if resume:
+            expected = {**hooks.states(chosen), **recovery.states()}
+            position, records, parts = store.restore(chosen, expected)
+            hooks.restore_all(parts)
+            recovery.restore_all(parts)
+        store.begin()
+        run = Run(
+            chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery
+        )
+        with hooks, Progress(progress and is_first, budget.epochs) as display:
+            reporters = _Reporters(
+                hooks, Log(log if is_first else None, description, records), display
+            )
+            _train(run, position, records, reporters, store)
     return History(chosen.engine, chosen, records, description)
 
 
@@ -174,11 +196,13 @@ class _Reporters:
         stops = self.hooks.on_step_end(record, optimizer)
         if step.ends_epoch:
             stops |= self.hooks.on_epoch_end(record, optimizer)
+        stops = bool(optimizer.engine.agreement.vote(stops).any())
         if stops and not step.ends_run and not step.ends_epoch:
             run.evaluate(record)
         ends_run = stops or step.ends_run
         self.log.add(record)
         if ends_run:
+            optimizer.engine.synchronize()  # before averages are read
             self.log.add_spectra(optimizer.engine)
         self.display.show(record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
         return ends_run
@@ -193,7 +217,9 @@ def _train(
         ended = hooks.on_run_start(optimizer, tuple(records))
         for step in () if ended else run.steps(position):
             records.append(step.record)
-            ends = reporters.add(run, step) or signals.received is not None
+            ends = reporters.add(run, step) or bool(
+                optimizer.engine.agreement.vote(signals.received is not None).any()
+            )
             if ends or store.is_due(step.position, step.ends_epoch):
                 parts = {**hooks.states(optimizer), **run.recovery.states()}
                 store.write(optimizer, step.position, records, parts)

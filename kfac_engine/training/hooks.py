@@ -21,9 +21,13 @@ class Callback:
 
     Attributes:
         metric: Name in records of a metric that the validation must have; None for any.
+        on_every_rank: Whether each of several processes calls the hooks; False if only the first
+            one does. A callback that evaluates the engine or replaces weights is called by all. One
+            that writes a file is called by the first.
     """
 
     metric: str | None = None
+    on_every_rank = True
 
     def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> object:
         """Begin a run.
@@ -130,7 +134,8 @@ class Hooks(Callback):
     """
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
-        self._callbacks = [_as_callback(callback) for callback in callbacks]
+        self._every_callback = [_as_callback(callback) for callback in callbacks]
+        self._callbacks = self._every_callback
         self._closing = ExitStack()
         for hook in ("evaluated_weights", "final_weights"):
             names = [type(c).__name__ for c in self._callbacks if _overrides(c, hook)]
@@ -139,6 +144,10 @@ class Hooks(Callback):
                     f"the callbacks {' and '.join(names)} replace the same weights; give one of "
                     f"them."
                 )
+
+    def keep_those_of(self, rank: int) -> None:
+        """Call only the callbacks of a process; states are those of all callbacks."""
+        self._callbacks = [c for c in self._every_callback if rank == 0 or c.on_every_rank]
 
     def check_metrics(self, names: Collection[str]) -> None:
         """Refuse a callback whose metric no validation measures.
@@ -229,7 +238,7 @@ class Hooks(Callback):
 
     def _named(self) -> Iterator[tuple[str, Callback]]:
         counts = Counter[str]()
-        for callback in self._callbacks:
+        for callback in self._every_callback:
             name = type(callback).__name__
             counts[name] += 1
             yield name if counts[name] == 1 else f"{name} {counts[name]}", callback

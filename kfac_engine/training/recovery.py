@@ -180,12 +180,13 @@ class Recovery:
             )
         for _ in range(self._attempts):
             optimizer.restrain()
-        warnings.warn(
-            f"{message}; {place}, and the next steps are smaller (roll-back {self._count} of "
-            f"{self._most}).",
-            DivergenceWarning,
-            stacklevel=2,
-        )
+        if optimizer.engine.agreement.rank == 0:
+            warnings.warn(
+                f"{message}; {place}, and the next steps are smaller (roll-back {self._count} of "
+                f"{self._most}).",
+                DivergenceWarning,
+                stacklevel=2,
+            )
         return replace(report, rolled_back=True)
 
 

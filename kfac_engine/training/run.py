@@ -72,7 +72,7 @@ class Run:
         Yields:
             Each step.
         """
-        start = perf_counter() - position.seconds
+        start, agreement = perf_counter() - position.seconds, self.optimizer.engine.agreement
         per_epoch = self.batches.per_epoch
         spent = self.budget.spent(position, per_epoch)
         while spent < 1:
@@ -85,7 +85,8 @@ class Run:
                     epoch=epoch + is_last,
                     batch=0 if is_last else position.batch + 1,
                     steps=position.steps + 1,
-                    seconds=perf_counter() - start,
+                    # The clock of the first process decides for all of them.
+                    seconds=float(agreement.vote(perf_counter() - start)[0, 0]),
                 )
                 spent = self.budget.spent(position, per_epoch)
                 record = _record(position, epoch, report) | {"spent": spent}

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from kfac_engine.arguments import whole
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, RankError
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone
 from kfac_engine.system.writing import checked_path
 from kfac_engine.training.budget import Position
 from kfac_engine.training.checkpoint import Parts
@@ -28,6 +30,7 @@ class RunCheckpoint:
         folder: Folder of the files; None for no checkpoints.
         every: Steps from one checkpoint to the next; None for epochs.
         options: Options that a resumed run must have, by name.
+        agreement: The processes of the run, of which the first one writes the files.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class RunCheckpoint:
         folder: str | Path | None,
         every: int | None = None,
         options: Mapping[str, int | None] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement or Agreement(Alone())
         if every is not None:
             whole("checkpoint_every", every, least=1)
         self._every, self._options = every, options or {}
@@ -60,7 +65,7 @@ class RunCheckpoint:
         Raises:
             InputError: The folder cannot be written. A run learns this before its first step.
         """
-        if self._file is None or self._records is not None:
+        if self._file is None or self._records is not None or self._agreement.rank:
             return
         folder = self._file.parent
         try:
@@ -74,15 +79,16 @@ class RunCheckpoint:
         self, optimizer: Optimizer, position: Position, records: Sequence[Record], parts: Parts
     ) -> None:
         """Write a checkpoint, if the run has any; the state is replaced whole or not at all."""
-        if self._file is None or self._records is None:
+        if self._file is None:
             return
         run = {
             **{name: getattr(position, name) for name in _PLACE},
             "options": dict(self._options),
-            "records": self._records.add(records),
+            "records": {} if self._records is None else self._records.add(records),
         }
         optimizer.save_run(self._file, parts, run)
-        self._records.remove_others()
+        if self._records is not None:
+            self._records.remove_others()
 
     def restore(self, optimizer: Optimizer, parts: Parts) -> tuple[Position, list[Record], Parts]:
         """Load the checkpoint, if there is one.
@@ -96,10 +102,19 @@ class RunCheckpoint:
 
         Raises:
             InputError: There is no folder, or its checkpoint is damaged or that of another run.
+            RankError: Some of the processes cannot read the folder.
         """
         if self._file is None:
             raise InputError("resume=True needs the folder of the run: give checkpoint=FOLDER.")
-        if not self.exists():
+        exist = self._agreement.vote(self.exists())[:, 0]
+        if exist.any() and not exist.all():
+            self._agreement.refuse(
+                RankError(
+                    f"rank {exist.argmin()} does not see '{self._file}', which other ranks see; "
+                    f"give a folder that all processes share."
+                )
+            )
+        if not exist.any():
             return Position(), [], parts
         records: list[Record] = []
 
@@ -114,7 +129,8 @@ class RunCheckpoint:
         """Return the records of a checkpoint; later ones are appended to them."""
         assert self._file is not None
         folder, position = self._file.parent, position_of(run["records"])
-        self._records = RecordFile(folder, position)
+        if not self._agreement.rank:
+            self._records = RecordFile(folder, position)
         return read_records(folder, position)
 
     def _check(self, run: Mapping[str, Any]) -> None:

@@ -16,8 +16,9 @@ from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.training.examples import Batch, ExampleAxes, Selection
 
-# Shards, each with the numbers of examples within it.
+# Shards, each with the examples of it.
 Parts: TypeAlias = Sequence[tuple[int, Selection]]
+NumberedParts: TypeAlias = Sequence[tuple[int, Array]]
 
 _ALL = slice(None)
 
@@ -33,6 +34,53 @@ class Shard:
 
     count: int
     load: Callable[[], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The examples of each batch that one of several processes has.
+
+    They are consecutive, in the order of the processes, whose numbers differ by one at most.
+
+    Attributes:
+        rank: Number of the process, from 0.
+        size: Number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def require(self, examples: int) -> None:
+        """Refuse a batch that has fewer examples than there are processes, with an InputError."""
+        if examples < self.size:
+            raise InputError(
+                f"a batch of {examples} examples cannot be divided among {self.size} processes; "
+                f"give larger batches, or start fewer processes."
+            )
+
+    def of_batch(self, batch: Batch, axes: ExampleAxes) -> Batch:
+        """Return the examples of this process in a batch."""
+        if self.size == 1:
+            return batch
+        return axes.part(*batch, slice(*self._bounds(axes.check(*batch))))
+
+    def of_parts(self, parts: NumberedParts) -> NumberedParts:
+        """Return the examples of this process in the parts of a batch; empty if it has none."""
+        if self.size == 1:
+            return parts
+        start, stop = self._bounds(sum(len(numbers) for _, numbers in parts))
+        chosen = []
+        for shard, numbers in parts:
+            piece = numbers[max(start, 0) : max(stop, 0)]
+            chosen += [(shard, piece)] if len(piece) else []
+            start, stop = start - len(numbers), stop - len(numbers)
+        return chosen
+
+    def _bounds(self, count: int) -> tuple[int, int]:
+        return self.rank * count // self.size, (self.rank + 1) * count // self.size
+
+
+WHOLE = Share()
 
 
 class Examples:
@@ -95,6 +143,7 @@ class ShuffledBatches:
         batch_size: Examples in a batch; fewer examples in total are one batch.
         seed: Seed of the orders.
         chosen: Numbers of the examples of each shard that take part; None for all.
+        share: The examples of a batch that this process has.
     """
 
     def __init__(
@@ -103,17 +152,21 @@ class ShuffledBatches:
         batch_size: int,
         seed: int,
         chosen: Sequence[Array] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         check_divisible(examples.axes)
         self._examples, self._seed, self._chosen = examples, seed, chosen
+        self._share = share
         self._counts = examples.counts if chosen is None else tuple(map(len, chosen))
         self._size = min(batch_size, sum(self._counts))
+        share.require(self._size)
         self.per_epoch: int | None = sum(self._counts) // self._size
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from the batch ``start`` on."""
         parts = self._parts(number, start * self._size)
-        return (self._examples.batch(part) for part in full_batches(parts, self._size))
+        batches = full_batches(parts, self._size)
+        return (self._examples.batch(self._share.of_parts(batch)) for batch in batches)
 
     def _parts(self, epoch: int, skip: int) -> Iterator[tuple[int, Array]]:
         """Yield shards with their examples in the order of an epoch, without the first ones."""
@@ -137,19 +190,28 @@ class OrderedBatches:
         examples: The examples.
         batch_size: Examples in a batch; the last batch may have fewer.
         chosen: As for ``ShuffledBatches``.
+        share: As for ``ShuffledBatches``. Batches of which this process has no example are left
+            out.
     """
 
     def __init__(
-        self, examples: Examples, batch_size: int, chosen: Sequence[Array] | None = None
+        self,
+        examples: Examples,
+        batch_size: int,
+        chosen: Sequence[Array] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self._examples, self._size, self._chosen = examples, batch_size, chosen
+        self._share = share
 
     def __iter__(self) -> Iterator[Batch]:
         if self._examples.axes.obstacle:
             yield self._examples.whole()
             return
-        for part in full_batches(self._parts(), self._size, rest=True):
-            yield self._examples.batch(part)
+        for batch in full_batches(self._parts(), self._size, rest=True):
+            parts = self._share.of_parts(batch)
+            if parts:
+                yield self._examples.batch(parts)
 
     def _parts(self) -> Iterator[tuple[int, Array]]:
         for shard, count in enumerate(self._examples.counts):
@@ -191,7 +253,7 @@ def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array
 
 def full_batches(
     parts: Iterable[tuple[int, Array]], size: int, *, rest: bool = False
-) -> Iterator[Parts]:
+) -> Iterator[NumberedParts]:
     """Cut examples into batches.
 
     Args:

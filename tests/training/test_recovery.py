@@ -8,6 +8,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.report import StepReport
 
@@ -133,7 +135,7 @@ class Scripted:
         self.losses, self.at_snapshot = losses, at_snapshot
         self.engine, self.steps, self.skipped = self, 0, 0
         self.parameters, self.buffers, self.layers = {}, {}, ()
-        self.restored = 0
+        self.restored, self.agreement = 0, Agreement(Alone())
 
     def step(self, *_):
         self.steps += 1

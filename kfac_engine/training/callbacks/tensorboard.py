@@ -31,6 +31,8 @@ class TensorBoard(Callback):
         BackendError: tensorboardX is not installed.
     """
 
+    on_every_rank = False
+
     def __init__(self, folder: str | Path) -> None:
         self._folder = checked_path(folder)
         self._tensorboard = _library()
