@@ -153,25 +153,17 @@ def fit(  # noqa: PLR0913 (the options of a run)
             **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
         }  # fmt: skip
         description = describe(chosen, settings)
-        agreement.require_equal(
-            {"arguments of fit": _ADDRESS.sub("", str(description["settings"]))}
-        )
+        arguments = _ADDRESS.sub("", str(description["settings"]))
+        agreement.require_equal({"arguments of fit": arguments})
         store = RunCheckpoint(checkpoint, checkpoint_every, options, agreement)
         recovery = Recovery(chosen, rollbacks)
-        position, records = Position(), list[Record]()
-        if resume:
-            expected = {**hooks.states(chosen), **recovery.states()}
-            position, records, parts = store.restore(chosen, expected)
-            hooks.restore_all(parts)
-            recovery.restore_all(parts)
+        batches, held_out = sources.train, sources.validation
+        run = Run(chosen, batches, budget, factor, held_out, metrics, hooks, recovery)
+        position, records = _restored(run, store) if resume else (Position(), [])
         store.begin()
-        run = Run(
-            chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery
-        )
+        log = log if is_first else None
         with hooks, Progress(progress and is_first, budget.epochs) as display:
-            reporters = _Reporters(
-                hooks, Log(log if is_first else None, description, records), display
-            )
+            reporters = _Reporters(hooks, Log(log, description, records), display)
             _train(run, position, records, reporters, store)
     return History(chosen.engine, chosen, records, description)
 
@@ -206,6 +198,15 @@ class _Reporters:
             self.log.add_spectra(optimizer.engine)
         self.display.show(record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
         return ends_run
+
+
+def _restored(run: Run, store: RunCheckpoint) -> tuple[Position, list[Record]]:
+    """Restore the state of a run; return its position and its records."""
+    expected = {**run.hooks.states(run.optimizer), **run.recovery.states()}
+    position, records, parts = store.restore(run.optimizer, expected)
+    run.hooks.restore_all(parts)
+    run.recovery.restore_all(parts)
+    return position, records
 
 
 def _train(
