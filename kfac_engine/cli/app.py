@@ -27,6 +27,7 @@ from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
+from kfac_engine.ranks.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.suggestions import suggestion
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
@@ -87,8 +88,8 @@ def run(arguments: Sequence[str]) -> int:
 
     Returns:
         0 if the command is done, 2 if the input is wrong, 3 if a check of ``verify`` fails, 1 for a
-        bug. After a signal, 128 plus its
-        number: 130 after Ctrl-C, 143 after SIGTERM.
+        bug. After a signal, 128 plus its number: 130 after Ctrl-C, 143 after SIGTERM. An error that
+        one of several processes has alone ends all of them.
     """
     with Interruption() as interruption:
         invocation = Invocation(interruption=interruption)
@@ -97,13 +98,36 @@ def run(arguments: Sequence[str]) -> int:
                 list(arguments), prog_name="kfac-engine", standalone_mode=False, obj=invocation
             )
         except (Exception, KeyboardInterrupt, SignalReceived) as error:  # all failures end here
-            if invocation.debug:
-                for line in "".join(traceback.format_exception(error)).splitlines():
-                    click.echo(printable(line), err=True)
-            status, message = interruption.explanation or _explain(error)
-            tell("error", one_line(message))
+            status = _report(error, invocation)
     # Without an explicit exit, as that of --help, click returns the value of the command: None.
     return status or 0
+
+
+def _report(error: BaseException, invocation: Invocation) -> int:
+    """Print an error on stderr, once if several processes agree on it; return the exit status."""
+    status, message = invocation.interruption.explanation or _explain(error)
+    if not launched_by_mpi():
+        _print(error, message, invocation)
+        return status
+    from kfac_engine.ranks.agreement import raised_by_all_ranks
+
+    rank = rank_in_job()
+    if raised_by_all_ranks(error):
+        if rank == 0:
+            _print(error, message, invocation)
+        return status
+    _print(error, f"rank {rank}: {message}", invocation)
+    # A signal reaches all processes: each of them ends by itself, and may first store its state.
+    if invocation.interruption.received is None:
+        end_job(status)
+    return status
+
+
+def _print(error: BaseException, message: str, invocation: Invocation) -> None:
+    if invocation.debug:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            click.echo(printable(line), err=True)
+    tell("error", one_line(message))
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

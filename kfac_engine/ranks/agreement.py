@@ -20,6 +20,11 @@ _MESSAGE_BYTES = 2000
 _MARK = "_raised_by_all_ranks"
 
 
+def raised_by_all_ranks(error: BaseException) -> bool:
+    """Return whether all ranks raise this error, in the same place."""
+    return hasattr(error, _MARK)
+
+
 class Agreement:
     """Votes of all ranks.
 
@@ -73,7 +78,7 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if hasattr(error, _MARK) or self.alone:
+            if raised_by_all_ranks(error) or self.alone:
                 raise
             self._meet((), error)
 

@@ -1,11 +1,16 @@
-"""The job of an MPI launcher: whether this process belongs to one."""
+"""The job of an MPI launcher: whether this process belongs to one, and its sudden end."""
 
 import os
+import sys
+import time
 
 # Number of processes of a job: Open MPI; MPICH, Intel MPI and Slurm with PMI.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # A launcher with PMIx sets the number of the process, but not the number of processes; Slurm does.
 _PMIX_RANK, _SLURM_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
+# Time in which a launcher reads the output of a process.
+_SECONDS_FOR_OUTPUT = 0.5
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", _PMIX_RANK)
 
 
 def launched_by_mpi() -> bool:
@@ -18,3 +23,27 @@ def launched_by_mpi() -> bool:
     if size is None and _PMIX_RANK in os.environ:
         size = os.environ.get(_SLURM_SIZE, "several")
     return size not in {None, "1"}
+
+
+def rank_in_job() -> int:
+    """Return the number of this process in the job of an MPI launcher; 0 without a launcher."""
+    return int(next((os.environ[name] for name in _RANKS if name in os.environ), 0))
+
+
+def end_job(status: int) -> None:
+    """End all processes of the job at once, after this one has written its output.
+
+    Nothing happens in a process that has not initialized MPI: it has not joined the others.
+
+    Args:
+        status: Exit status of the job.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A launcher that ends the job does not read what it has not read yet.
+    time.sleep(_SECONDS_FOR_OUTPUT)
+    mpi.COMM_WORLD.Abort(status)
+    os._exit(status)  # MPI may return here before the launcher ends this process

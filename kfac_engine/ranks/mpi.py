@@ -1,7 +1,5 @@
 """Ranks that MPI has started, by the library mpi4py."""
 
-import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +7,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import BackendError
+from kfac_engine.ranks.exits import ExitWatch, end_job_if_a_rank_ends_alone, end_job_on_errors
 from kfac_engine.ranks.protocol import Alone, Communicator
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ class OverMPI:
         rank: Number of this process.
         size: Number of processes.
         local_size: Number of processes on this node.
+        watch: Messages by which a rank that ends learns whether others wait for it.
     """
 
     def __init__(self, comm: "MPI.Intracomm", *, device_buffers: bool = False) -> None:
@@ -36,6 +36,7 @@ class OverMPI:
         self._comm = comm.Dup()
         self._in_place: Any = mpi.IN_PLACE
         self._device_buffers = device_buffers
+        self.watch = ExitWatch(mpi, self._comm)
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -44,14 +45,14 @@ class OverMPI:
 
     def allreduce(self, buffer: Array) -> None:
         """Replace a buffer by its sum over all ranks."""
-        whole = self._readable(buffer)
+        whole = self._enter(buffer)
         for start in range(0, len(whole), _LARGEST_MESSAGE):
             self._comm.Allreduce(self._in_place, whole[start : start + _LARGEST_MESSAGE])
         _copy_back(whole, buffer)
 
     def reduce_scatter(self, buffer: Array, counts: list[int]) -> Array:
         """Return this rank's part of the sum of a buffer over all ranks."""
-        whole = self._readable(buffer)
+        whole = self._enter(buffer)
         part = array_module(whole).empty(counts[self.rank], whole.dtype)
         if len(whole) <= _LARGEST_MESSAGE:
             self._comm.Reduce_scatter(whole, part, counts)
@@ -64,7 +65,7 @@ class OverMPI:
 
     def allgather(self, buffer: Array, counts: list[int]) -> None:
         """Fill a buffer, in which a rank has written its own part, with the parts of all ranks."""
-        whole = self._readable(buffer)
+        whole = self._enter(buffer)
         if len(whole) <= _LARGEST_MESSAGE:
             self._comm.Allgatherv(self._in_place, [whole, counts])
         else:
@@ -74,17 +75,14 @@ class OverMPI:
 
     def broadcast(self, buffer: Array, root: int) -> None:
         """Replace a buffer by that of the rank ``root``."""
-        whole = self._readable(buffer)
+        whole = self._enter(buffer)
         for start in range(0, len(whole), _LARGEST_MESSAGE):
             self._comm.Bcast(whole[start : start + _LARGEST_MESSAGE], root=root)
         _copy_back(whole, buffer)
 
-    def abort(self, status: int) -> None:
-        """End all ranks of the program at once with an exit status."""
-        self._comm.Abort(status)
-
-    def _readable(self, buffer: Array) -> Array:
-        """Return a buffer that MPI can read: the buffer itself, or a copy on the host."""
+    def _enter(self, buffer: Array) -> Array:
+        """Begin a collective; return a buffer that MPI can read: itself, or a copy on the host."""
+        self.watch.enter()
         xp = array_module(buffer)
         if xp is np:
             return buffer
@@ -99,8 +97,8 @@ def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = Fals
     """Return the ranks of a program that ``mpirun`` has started.
 
     An exception that one rank does not catch ends all ranks with the exit status 1, because the
-    others would wait for the rank forever. A program that calls ``sys.exit`` on one rank only needs
-    ``mpirun … python -m mpi4py program.py``, which ends all ranks as well.
+    others would wait for the rank forever. So does the end of a rank, by ``sys.exit`` or after its
+    last line, while others wait for it in a collective of the communicator.
 
     Args:
         comm: A communicator of mpi4py; ``MPI.COMM_WORLD`` by default.
@@ -114,10 +112,12 @@ def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = Fals
         BackendError: mpi4py, or an MPI library, is not installed.
     """
     mpi = _load()
-    ranks = OverMPI(mpi.COMM_WORLD if comm is None else comm, device_buffers=device_buffers)
-    if ranks.size == 1:
+    members = mpi.COMM_WORLD if comm is None else comm
+    if members.size == 1:
         return Alone()
-    _end_all_ranks_on_errors(ranks)
+    ranks = OverMPI(members, device_buffers=device_buffers)
+    end_job_on_errors()
+    end_job_if_a_rank_ends_alone(mpi, ranks.watch)
     return ranks
 
 
@@ -140,24 +140,6 @@ def _without_library(error: Exception) -> str:
     return (
         f"mpi4py finds no MPI library ({error}); load the MPI of the cluster, or pip install mpich."
     )
-
-
-def _end_all_ranks_on_errors(ranks: OverMPI) -> None:
-    """Have an exception that nothing catches end all ranks, after its traceback is printed."""
-    before = sys.excepthook
-    if getattr(before, "ends_all_ranks", False):
-        return
-
-    def end(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        before(kind, error, traceback)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        ranks.abort(1)
-
-    end.ends_all_ranks = True  # type: ignore[attr-defined] # a mark of the function
-    sys.excepthook = end
 
 
 def _pieces(whole: Array, counts: list[int]) -> list[tuple[int, Array, slice]]:

@@ -11,6 +11,8 @@ import pytest
 from kfac_engine.__main__ import main
 from kfac_engine.cli import app as frame
 from kfac_engine.errors import InputError
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone
 from tests import models
 
 COMMANDS = sorted(frame.app.commands)
@@ -50,6 +52,46 @@ def test_a_failure_is_one_line_and_a_status(error, status, line, failing, capsys
     assert out == ""
     assert err.lstrip("\n").startswith(f"error: {line}")
     assert err.strip().count("\n") == 0
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Statuses with which the job of several processes is ended; this process is one of three."""
+    statuses = []
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setattr(frame, "end_job", statuses.append)
+    return statuses
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, ["error: too small."]), (1, [])])
+def test_of_several_processes_the_first_prints_an_error_of_all(
+    rank, lines, failing, ended, monkeypatch, capsys
+):
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    error = InputError("too small.")
+    with pytest.raises(InputError):
+        Agreement(Alone()).refuse(error)
+    failing(error)
+    assert main(["fail"]) == 2
+    assert capsys.readouterr().err.splitlines() == lines
+    assert ended == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (InputError("too small."), 2, "error: rank 1: too small."),
+        (KeyError("oops"), 1, "error: rank 1: internal error, KeyError: 'oops'."),
+    ],
+)
+def test_an_error_of_one_of_several_processes_ends_all_of_them(
+    error, status, line, failing, ended, monkeypatch, capsys
+):
+    monkeypatch.setenv("PMI_RANK", "1")
+    failing(error)
+    assert main(["fail"]) == status
+    assert capsys.readouterr().err.startswith(line)
+    assert ended == [status]
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "fail"], ["fail", "--debug"]], ids=" ".join)

@@ -1,10 +1,12 @@
-"""Whether an MPI launcher has started this process."""
+"""The job of an MPI launcher: whether this process belongs to one, and its sudden end."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from kfac_engine.ranks.job import launched_by_mpi
+from kfac_engine.ranks.job import end_job, launched_by_mpi, rank_in_job
 
 LAUNCHERS = {
     "mpich": {"PMI_RANK": "0", "PMI_SIZE": "3"},
@@ -39,3 +41,27 @@ def test_a_process_of_a_launcher_is_recognized(launcher, monkeypatch):
 def test_a_single_process_is_not_started_by_a_launcher(start, monkeypatch):
     environment(monkeypatch, SINGLE[start])
     assert not launched_by_mpi()
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, 0),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 1),
+        ({"PMIX_RANK": "3"}, 3),
+    ],
+)
+def test_launchers_number_the_processes(variables, rank, monkeypatch):
+    environment(monkeypatch, variables)
+    assert rank_in_job() == rank
+
+
+@pytest.mark.parametrize(("initialized", "finalized"), [(False, False), (True, True)])
+def test_a_process_without_mpi_ends_no_job(initialized, finalized, monkeypatch):
+    # Without COMM_WORLD: a call of its Abort is an AttributeError.
+    mpi = SimpleNamespace(Is_initialized=lambda: initialized, Is_finalized=lambda: finalized)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    end_job(2)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI")
+    end_job(2)
