@@ -11,7 +11,7 @@ from kfac_engine.losses.objective import Objective
 from kfac_engine.ranks.agreement import Agreement, checksums
 from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.ranks.shards import Rows
-from kfac_engine.ranks.sums import sum_arrays
+from kfac_engine.ranks.sums import sum_arrays, summed
 from kfac_engine.runtime.trace import Trace
 
 
@@ -111,6 +111,17 @@ class BatchShards:
             arrays: Arrays of the same shapes and element types on all ranks.
         """
         sum_arrays(self.communicator, arrays)
+
+    def summed(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the sums of arrays over all ranks, for several ranks.
+
+        Args:
+            arrays: As for ``sum``; they do not change.
+
+        Returns:
+            The sums, new.
+        """
+        return summed(self.communicator, arrays)
 
 
 def check_communicator(communicator: object) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from math import fsum, sqrt
 from types import MappingProxyType
@@ -21,6 +22,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Measurement
@@ -31,7 +33,7 @@ from kfac_engine.curvature.factors.refresh import (
     Result,
     result_forms,
 )
-from kfac_engine.curvature.factors.updater import PendingUpdate
+from kfac_engine.curvature.factors.updater import Measured, PendingUpdate
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.ranks.messages import OwnedArrays
@@ -74,9 +76,11 @@ class Distribution(ABC):
             for factor in estimator.factors
             if factor.only_refreshes_read and readers[id(factor.average)] == 1
         )
+        self._linear = frozenset(self.divided)
         self._whole = True  # whether divided averages are whole on all ranks
         if not shards.alone:
             estimator.combine = self._combine_bases
+            estimator.statistics.updater.linear = self._linear
             estimator.refreshes.division = self
             estimator.statistics.divided = True
 
@@ -108,7 +112,7 @@ class Distribution(ABC):
             return Totals(loss)
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measured = [] if update is None else list(update.measured)
-        wide = sum(measurement.array.dtype == _WIDE for _, measurement in measured)
+        wide = sum(measurement.dtype == _WIDE for _, measurement in measured)
         losses, wides, norms = self._shards.agreement.vote(loss, wide, norm).T
         if len(set(wides)) > 1:  # numbers of one rank need float64
             for factor, measurement in measured:
@@ -135,10 +139,12 @@ class Distribution(ABC):
                 update.commit(decay)
             return gradients
         measured = () if update is None else update.measured
-        divided = [pair for pair in measured if pair[0] in self.divided]
-        whole = [pair for pair in measured if pair[0] not in self.divided]
+        divided = [pair for pair in measured if pair[0] in self._linear]
+        whole = [pair for pair in measured if pair[0] not in self._linear]
         self._divide()
-        PendingUpdate(divided).commit(decay)
+        self._commit(divided, decay)
+        if update is not None and update.release is not None:
+            update.release()
         self._mark(divided=True)
         traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
         summed = [*(measurement.array for _, measurement in whole), *traces]
@@ -175,11 +181,21 @@ class Distribution(ABC):
         self._weigh(measurements)
         self._shards.sum([measurement.array for measurement in measurements])
 
+    def _commit(self, measured: Sequence[Measured], decay: float) -> None:
+        """Update the averages of several factors in parallel."""
+        for factor, _ in measured:
+            factor.wait()  # a pending refresh may belong to several factors
+        self._backend.run_parallel(
+            [
+                Task(measurement.work, partial(factor.commit, measurement, decay))
+                for factor, measurement in measured
+            ]
+        )
+
     def _weigh(self, measurements: Sequence[Measurement]) -> None:
         rows = self._shards.rows
         for measurement in measurements:
-            array = measurement.array
-            array *= rows.count / rows.whole
+            measurement.weigh(rows.count / rows.whole)
             measurement.examples = rows.whole
 
     def _divide(self) -> None:
@@ -258,7 +274,7 @@ class Distribution(ABC):
             ranks: ``id`` of a factor to the rank that owns it.
         """
         self._divide()
-        factors = sorted((f for f in factors if f in self.divided), key=lambda f: ranks[id(f)])
+        factors = sorted((f for f in factors if f in self._linear), key=lambda f: ranks[id(f)])
         if not factors:
             return
         averages = [factor.average.lower() for factor in factors]

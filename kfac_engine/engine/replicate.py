@@ -25,8 +25,11 @@ class Replicate(Distribution):
     def sum_gradients(
         self, gradients: dict[str, Array], others: Sequence[Array]
     ) -> dict[str, Array]:
-        self._shards.sum([*gradients.values(), *others])
-        return gradients
+        totals = iter(self._shards.summed([*gradients.values(), *others]))
+        summed = {name: next(totals) for name in gradients}
+        for array, total in zip(others, totals, strict=True):
+            array[...] = total
+        return summed
 
     def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
         return vectors

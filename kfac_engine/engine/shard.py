@@ -62,7 +62,8 @@ class Shard(Distribution):
 
         products = multiply()
         self._shards.agreement.vote()
-        received = message.gather([products[name] for name in ordered if name in products])
+        mine = [products[name] for name in ordered if name in products]
+        received = message.gather(mine, views=True)
         arrays = dict(zip(ordered, received, strict=True))
         return {name: arrays[name] for name in names}
 

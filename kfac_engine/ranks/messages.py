@@ -59,19 +59,20 @@ class OwnedArrays:
             start += form.size
         return sums
 
-    def gather(self, arrays: Sequence[Array]) -> list[Array]:
+    def gather(self, arrays: Sequence[Array], *, views: bool = False) -> list[Array]:
         """Send the arrays that this rank owns to all ranks, and receive the others.
 
         All ranks return the same bits in the same memory order.
 
         Args:
             arrays: The arrays that this rank owns, in order.
+            views: Whether the results may share the memory of the message.
 
         Returns:
             All arrays, new.
         """
         counts = self._counts()
-        buffer = self._backend.xp.zeros(sum(counts), self._dtype)
+        buffer = self._backend.xp.empty(sum(counts), self._dtype)
         start = sum(counts[: self._communicator.rank])
         forms = (
             form
@@ -85,7 +86,7 @@ class OwnedArrays:
         received: list[Array] = []
         start = 0
         for form in self._forms:
-            received.append(unpack(buffer[start : start + form.size], form))
+            received.append(unpack(buffer[start : start + form.size], form, copy=not views))
             start += form.size
             if form.triangle == "symmetric":
                 self._backend.mirror(received[-1])

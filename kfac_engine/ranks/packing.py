@@ -48,7 +48,7 @@ def pack(array: Array, form: Form, buffer: Array) -> None:
         buffer: ``(form.size,)``; set.
     """
     if form.triangle is None:
-        buffer[...] = array.reshape(-1)
+        buffer.reshape(form.shape)[...] = array
         return
     matrices = array.reshape(-1, *array.shape[-2:])
     for matrix, part in zip(matrices, buffer.reshape(len(matrices), -1), strict=True):
@@ -59,19 +59,20 @@ def pack(array: Array, form: Form, buffer: Array) -> None:
             part[...] = pack_triangle(np.ascontiguousarray(matrix).T, uplo="U")[0]
 
 
-def unpack(buffer: Array, form: Form) -> Array:
+def unpack(buffer: Array, form: Form, *, copy: bool = True) -> Array:
     """Return the array that ``pack`` has written.
 
     Args:
         buffer: ``(form.size,)``.
         form: Form of the array.
+        copy: Whether an array without triangles of the type of the buffer is copied.
 
     Returns:
         A new array; of triangles, the entries above the diagonals are zero. Symmetric arrays of
         CuPy have both triangles, as second moments of that library do.
     """
     if form.triangle is None:
-        return buffer.reshape(form.shape).astype(form.dtype)
+        return buffer.reshape(form.shape).astype(form.dtype, copy=copy)
     xp = array_module(buffer)
     array: Array = xp.zeros(form.shape, form.dtype)
     matrices = array.reshape(-1, *form.shape[-2:])

@@ -1,9 +1,12 @@
 """Engines over several ranks give the results of one process on the whole batch."""
 
+from threading import get_ident
+
 import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.sessions.session import Session
 from tests import models
 from tests.ranks.threads import run
 
@@ -139,3 +142,24 @@ def test_steps_equal_those_of_one_process_for_other_powers(exps, distribution):
 def test_relative_damping_reads_the_traces_of_all_ranks(distribution):
     damping = ke.RelativeDamping(0.1)
     assert_equal_to_one_process("mlp", 3, damping=damping, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_rank_runs_the_sessions_of_one_process(distribution, monkeypatch):
+    runs, run_session = [], Session.run_into
+
+    def counted(session, *arguments, **options):
+        runs.append(get_ident())
+        return run_session(session, *arguments, **options)
+
+    monkeypatch.setattr(Session, "run_into", counted)
+    inputs, targets = next(batches("mlp", 1))
+
+    def work(communicator):
+        options = {"communicator": communicator, "distribution": distribution}
+        engine = ke.Engine.from_onnx(model_of("mlp"), loss="categorical", **options)
+        built = runs.count(get_ident())
+        engine.step(inputs, targets)
+        return runs.count(get_ident()) - built
+
+    assert set(run(3, work)) == set(run(1, work))

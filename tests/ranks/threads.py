@@ -64,7 +64,7 @@ class ThreadRank:
         self._shared.barrier.wait(SECONDS)
 
 
-class _Shared:
+class Ranks:
     def __init__(self, size):
         self.size, self.barrier, self.slots = size, Barrier(size), [None] * size
 
@@ -79,7 +79,7 @@ def _sum(buffers):
 
 def run(size, work):
     """Call ``work(communicator)`` on each rank; return the results, or raise the first error."""
-    shared = _Shared(size)
+    shared = Ranks(size)
     results, errors = [None] * size, [None] * size
 
     def go(rank):

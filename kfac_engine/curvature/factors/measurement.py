@@ -8,7 +8,7 @@ into the average, so that an update in one process allocates no second matrix.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isfinite, prod, sqrt
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -135,6 +135,13 @@ class SquareOfSums(Protocol):
         """Compute ``out ← beta·out + alpha·measurement`` from the sums, in place."""
 
 
+def multiplications(factor: "Measurable", sizes: Sizes, values: Values) -> float:
+    """Estimate the multiplications of a measurement: half the products of two features of a row."""
+    if len(sizes.shape) < 2:
+        return float(sum(values[name].size for name in factor.statistic.names()))
+    return sizes.repeats * sizes.examples * prod(sizes.shape) / 2
+
+
 class Measurable(Protocol):
     """The part of a factor that a measurement reads; see ``FisherFactor``."""
 
@@ -169,11 +176,12 @@ class Measurement:
         self.factor = factor
         self.examples = sizes.examples
         self.repeats = sizes.repeats
-        self._shape = sizes.shape
+        self._sizes, self._shape = sizes, sizes.shape
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None
         self._values: Values | None = values
         self._array: Array | None = None
+        self._share = 1.0
 
     @property
     def deferred(self) -> bool:
@@ -193,7 +201,7 @@ class Measurement:
                 self._array = self._square.sums(values, self._dtype, self.factor.backend)
             else:
                 self._array = self.zeros()
-                self._accumulate(self._array, values, 1.0, 0.0)
+                self._accumulate(self._array, values, self._share, 0.0)
         return self._array
 
     def add(self, values: Values) -> None:
@@ -221,7 +229,7 @@ class Measurement:
         """
         if self._array is None:
             assert self._values is not None, "a measurement enters one average"
-            self._accumulate(average, self._values, alpha, beta)
+            self._accumulate(average, self._values, alpha * self._share, beta)
             self._values = None
             return
         if self._square is not None:
@@ -233,9 +241,30 @@ class Measurement:
             average += self._array
         self._array = None
 
+    def weigh(self, share: float) -> None:
+        """Multiply the measurement by a number; a deferred one remains deferred."""
+        if self._array is None and self._square is None:
+            self._share *= share
+        else:
+            array = self.array
+            array *= share
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of the array."""
+        return self._dtype if self._array is None else self._array.dtype
+
+    @property
+    def work(self) -> float:
+        """Estimated number of multiplications of a deferred measurement."""
+        return (
+            0.0 if self._values is None else multiplications(self.factor, self._sizes, self._values)
+        )
+
     def widen(self) -> None:
         """Convert the array to the least exact type that the factor allows."""
-        self._array = self.widened(self.array)
+        if self._array is not None:
+            self._array = self.widened(self._array)
 
     def zeros(self) -> Array:
         """Return a new array of zeros with the measurement's shape and element type."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from math import prod
 from threading import Lock
 from typing import TypeAlias
 
@@ -16,7 +15,12 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import Combine, Measurement, tensor_stats
+from kfac_engine.curvature.factors.measurement import (
+    Combine,
+    Measurement,
+    multiplications,
+    tensor_stats,
+)
 from kfac_engine.curvature.factors.statistics import Sizes
 from kfac_engine.errors import InputError
 
@@ -33,10 +37,12 @@ class PendingUpdate:
     Attributes:
         measured: Factors with their measurements.
         move: Measures the other factors into their averages; called with decay and weight.
+        release: Called after deferred measurements have entered their averages.
     """
 
     measured: Sequence[Measured]
     move: Callable[[float, float], None] | None = None
+    release: Callable[[], None] | None = None
 
     def commit(self, decay: float, weight: float = 1.0) -> None:
         """Update the averages; the update cannot be used again.
@@ -49,6 +55,8 @@ class PendingUpdate:
             self.move(decay, weight)
         for factor, measurement in self.measured:
             factor.commit(measurement, decay, weight)
+        if self.release is not None:
+            self.release()
 
 
 class FactorUpdater:
@@ -66,6 +74,8 @@ class FactorUpdater:
         factors: The factors.
         combine: Combines the measurements of several processes before any average moves; None in
             one process, where measurements are accumulated into the averages directly.
+        linear: Factors whose averages are combined instead of their measurements. With ``combine``,
+            measurements of one source are deferred for these factors only.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class FactorUpdater:
     ) -> None:
         self.combine = combine
         self.factors = tuple(factors)
+        self.linear: Collection[FisherFactor] = ()
         self._backend = backend
         self._examples, self._whose = examples, whose
         # Names of the values that each factor measures; they never change.
@@ -90,8 +101,8 @@ class FactorUpdater:
         ]
         self._all_names = tuple(dict.fromkeys(chain(*self._names)))
         # Factors that are parts of others read a length that those do not name.
-        lengths = {name for factor in self.factors for name in factor.statistic.lengths()}
-        self._readers = Counter(chain(lengths, *self._names))
+        self._lengths = {name for f in self.factors for name in f.statistic.lengths()}
+        self._readers = Counter(chain(self._lengths, *self._names))
 
     def average(
         self,
@@ -143,7 +154,8 @@ class FactorUpdater:
     ) -> PendingUpdate:
         """Check a batch of one source, and measure it if ``combine`` is set.
 
-        Without ``combine``, factors measure when the update is committed, directly into averages.
+        Without ``combine``, and for ``linear`` factors, the measurement takes place when the update
+        is committed, directly into averages.
 
         Args:
             values: As for ``average``.
@@ -156,13 +168,22 @@ class FactorUpdater:
         Raises:
             KfacError: The batch does not fit a factor.
         """
-        if self.combine is not None:
-            names = tuple(values)
-            update = self.measure_sum(iter((values,)), measured)
-            if release is not None:
-                release(names)
-            return update
-        return PendingUpdate(measured, partial(self._move, values, self._check(values), release))
+        checked = self._check(values)
+        if self.combine is None:
+            return PendingUpdate(measured, partial(self._move, values, checked, release))
+        pairs = self._measured(values, checked, self.linear)
+        deferred = [factor.statistic for factor, measurement in pairs if measurement.deferred]
+        read = {name for s in deferred for name in (*s.names(), *s.lengths())}
+        # Lengths may be read after the update: without them, a trace computes them again.
+        names = [name for name in values if name not in self._lengths]
+        unread = [name for name in names if name not in read]
+        for name in unread:
+            del values[name]
+        if release is None:
+            return PendingUpdate([*pairs, *measured])
+        release(unread)
+        later = [name for name in names if name in read]
+        return PendingUpdate([*pairs, *measured], release=partial(release, later))
 
     def measure_sum(
         self, sources: Iterator[dict[str, Array]], measured: Sequence[Measured] = ()
@@ -180,24 +201,31 @@ class FactorUpdater:
             KfacError: A source does not fit a factor.
         """
         values = next(sources)
-        checked = self._check(values)
-        combined = self.combine is not None
-        if combined:
-            for factor in self.factors:
-                factor.prepare(values, self.combine)
-        sums: dict[int, Measurement] = {}
-
-        def measure(index: int) -> None:
-            factor = self.factors[index]
-            measurement = factor.measure(values, checked[index], combined=combined)
-            sums[id(factor)] = computed(measurement)
-
-        self._with_all(measure, checked, values)
+        pairs = self._measured(values, self._check(values))
+        sums = {id(factor): measurement for factor, measurement in pairs}
         values.clear()
         for values in sources:
             self._add_source(sums, values)
             values.clear()
-        return PendingUpdate([*((f, sums[id(f)]) for f in self.factors), *measured])
+        return PendingUpdate([*pairs, *measured])
+
+    def _measured(
+        self, values: Values, checked: Sequence[Sizes], deferred: Collection[FisherFactor] = ()
+    ) -> list[Measured]:
+        """Measure a checked batch for all factors; leave out the arrays of some of them."""
+        combined = self.combine is not None
+        if combined:
+            for factor in self.factors:
+                factor.prepare(values, self.combine)
+        measurements: dict[int, Measurement] = {}
+
+        def measure(index: int) -> None:
+            factor = self.factors[index]
+            measurement = factor.measure(values, checked[index], combined=combined)
+            measurements[index] = measurement if factor in deferred else computed(measurement)
+
+        self._with_all(measure, checked, values)
+        return [(factor, measurements[index]) for index, factor in enumerate(self.factors)]
 
     def combined(self, update: PendingUpdate) -> PendingUpdate:
         """Combine the measurements of an update with those of other processes, in place."""
@@ -236,7 +264,7 @@ class FactorUpdater:
         sizes = [factor.check(values, known) for factor in self._moving]
         self._backend.run_parallel(
             [
-                Task(_work(factor, size, values), partial(sums[id(factor)].add, values))
+                Task(multiplications(factor, size, values), partial(sums[id(factor)].add, values))
                 for factor, size in zip(self._moving, sizes, strict=True)
             ]
         )
@@ -266,7 +294,7 @@ class FactorUpdater:
             factor.wait()  # a pending refresh may belong to several factors
         self._backend.run_parallel(
             [
-                Task(_work(factor, sizes, values), partial(do, index))
+                Task(multiplications(factor, sizes, values), partial(do, index))
                 for index, (factor, sizes) in enumerate(zip(self.factors, checked, strict=True))
             ]
         )
@@ -276,10 +304,3 @@ def computed(measurement: Measurement) -> Measurement:
     """Return a measurement after it has read its values, without a reference to them."""
     _ = measurement.array
     return measurement
-
-
-def _work(factor: FisherFactor, sizes: Sizes, values: Values) -> float:
-    """Estimate the multiplications of a measurement: half the products of two features of a row."""
-    if len(sizes.shape) < 2:
-        return float(sum(values[name].size for name in factor.statistic.names()))
-    return sizes.repeats * sizes.examples * prod(sizes.shape) / 2
