@@ -116,6 +116,18 @@ def refuse(ranks, distribution):
     return refused
 
 
+def differ(ranks):
+    """The message of an engine that has another damping on one rank."""
+    from tests.ranks.test_distributions import model_of
+
+    options = options_of("sampled", "shard") | {"damping": 0.2 if ranks.rank == 1 else 0.1}
+    try:
+        ke.Engine.from_onnx(model_of("mlp"), communicator=ranks, **options)
+    except ke.RankError as error:
+        return str(error)
+    return "no error"
+
+
 def compute(ranks, folder):
     """All that several processes compute."""
     for case in CASES:
@@ -124,6 +136,7 @@ def compute(ranks, folder):
             np.savez(folder / f"{case} {distribution} {ranks.rank}.npz", **results)
     refused = [refuse(ranks, distribution) for distribution in DISTRIBUTIONS]
     (folder / f"refused {ranks.rank}.json").write_text(json.dumps(refused))
+    (folder / f"differing {ranks.rank}").write_text(differ(ranks))
     mpi._LARGEST_MESSAGE = PIECE
     np.savez(folder / f"collectives {ranks.rank}.npz", **send_in_pieces(ranks))
     if ranks.rank == ranks.size - 1:
@@ -147,12 +160,12 @@ def resume(ranks, folder):
         np.savez(folder / f"resumed {saved} {ranks.size} {ranks.rank}.npz", **results)
 
 
-def kill(ranks):
+def kill(ranks, _):
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raise_error(ranks):
+def raise_error(ranks, _):
     """Fail while the others wait in a collective of their own."""
     from mpi4py import MPI
 
@@ -161,19 +174,19 @@ def raise_error(ranks):
     MPI.COMM_WORLD.Barrier()
 
 
-def leave(ranks):
+def leave(ranks, _):
     if ranks.rank == 1:
         sys.exit(3)
 
 
-def leave_late(ranks):
+def leave_late(ranks, _):
     """End a rank without an error, when others have waited for some time."""
     if ranks.rank == 1:
         time.sleep(0.5)
         sys.exit()
 
 
-def run_command(ranks):
+def run_command(ranks, folder):
     """Fail in a command of the command line: all ranks together, then one of them alone."""
     import click
 
@@ -193,10 +206,9 @@ def run_command(ranks):
             raise FileNotFoundError(2, "no such file", "images.npy")
         agreement.vote()
 
-    together = run(["fail", "--together"])
-    print(f"rank {ranks.rank}: status {together}", flush=True)
-    agreement = Agreement(ranks)
-    agreement.vote()
+    status = run(["fail", "--together"])
+    (folder / f"status {ranks.rank}").write_text(str(status))
+    Agreement(ranks).vote()  # the first rank has printed the error
     sys.exit(run(["fail"]))
 
 
@@ -208,7 +220,7 @@ def main(part, folder):
     if part in ENDS:
         (folder / f"process {os.getpid()}").touch()
         ranks.allreduce(np.zeros(1))
-        ENDS[part](ranks)
+        ENDS[part](ranks, folder)
         ranks.allreduce(np.zeros(1))
     else:
         {"compute": compute, "resume": resume}[part](ranks, folder)

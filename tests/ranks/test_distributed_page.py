@@ -1,5 +1,6 @@
 """The page on several processes has the figures of the cost model, and its example runs."""
 
+import contextlib
 from math import ceil
 from pathlib import Path
 
@@ -22,6 +23,23 @@ def test_example_of_the_section_on_distributions_runs(capsys):
     assert len(examples) == 1
     exec(compile(examples[0], PAGE.name, "exec"), {})
     assert "choose" in capsys.readouterr().out
+
+
+def program_with(text):
+    """The first program of the page, up to the block that contains a text."""
+    codes = [code for _, code in blocks(PAGE, "python")]
+    last = next(index for index, code in enumerate(codes) if text in code)
+    return "".join(codes[: last + 1])
+
+
+@pytest.mark.slow
+def test_programs_of_the_section_on_starting_run_in_one_process(tmp_path):
+    program, names = program_with("KfacOptimizer"), {}
+    assert program.count("assert ") == 2
+    with contextlib.chdir(tmp_path):
+        exec(compile(program, PAGE.name, "exec"), names)
+    assert names["ranks"].size == 1
+    assert (tmp_path / "trained.onnx").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.ranks.mpi_program import (
     array_of,
     options_of,
 )
+from tests.ranks.test_distributed_page import program_with
 from tests.ranks.test_distributions import DTYPES, TOLERANCES, assert_close, batches, model_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,12 +45,26 @@ pytestmark = [
 
 def start(part, folder, size=SIZE, seconds=120):
     """Run a part of the program on some ranks; return the ended job."""
-    program = [sys.executable, "-m", "tests.ranks.mpi_program", part, folder]
+    words = ["-m", "tests.ranks.mpi_program", part, folder]
+    return start_program(words, size, ROOT, seconds)
+
+
+def start_program(words, size, folder, seconds):
+    """Run Python with some words on some ranks in a folder; return the ended job."""
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [MPIEXEC, "-n", str(size), *program],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        [MPIEXEC, "-n", str(size), sys.executable, *words],
+        cwd=folder, env={**os.environ, **one_thread, "PYTHONPATH": path},
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
+
+
+def start_page(folder, size=2):
+    """Run the programs of the page on some ranks; return the ended job."""
+    file = folder / "program.py"
+    file.write_text(program_with("KfacOptimizer"), encoding="utf-8")
+    return start_program([file], size, folder, 120)
 
 
 def results(folder, name, size=SIZE):
@@ -114,6 +129,12 @@ def test_nan_on_one_process_is_the_same_error_on_all(computed):
             assert message.startswith("rank 1 of 3 refused: input 'input' ")
 
 
+def test_other_options_on_one_process_are_an_error_of_all(computed):
+    for rank in range(SIZE):
+        text = (computed[0] / f"differing {rank}").read_text()
+        assert text.startswith("rank 1 has other options than rank 0")
+
+
 def test_arrays_longer_than_a_message_arrive_in_pieces(computed):
     for rank, arrays in enumerate(results(computed[0], "collectives")):
         for dtype in ("float32", "float64"):
@@ -148,6 +169,12 @@ def test_fewer_processes_resume_a_state(size, computed):
     for saved in DISTRIBUTIONS:
         for arrays in results(folder, f"resumed {saved} {size}", size):
             assert_close(arrays, wanted, 1e-12)
+
+
+def test_programs_of_the_page_run_on_two_processes(tmp_path):
+    job = start_page(tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert (tmp_path / "trained.onnx").exists()
 
 
 def running(folder):
@@ -192,5 +219,5 @@ def test_a_command_prints_an_error_of_all_processes_once_and_ends_them_for_one_o
         "error: rank 1 of 3 refused: input 'image' contains NaN.",
         "error: rank 1: cannot use 'images.npy': no such file.",
     ]
-    assert sorted(job.stdout.splitlines())[-3:] == [f"rank {rank}: status 2" for rank in range(3)]
+    assert [(tmp_path / f"status {rank}").read_text() for rank in range(SIZE)] == ["2"] * SIZE
     assert job.returncode == 2
