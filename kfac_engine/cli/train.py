@@ -25,6 +25,7 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
+from kfac_engine.cli.processes import distribution_option, divided_among_processes
 from kfac_engine.cli.refresh_options import chosen_refreshes, refresh_options
 from kfac_engine.cli.train_callbacks import OPTIONS, Choices
 from kfac_engine.errors import InferenceFormWarning, InputError
@@ -192,7 +193,7 @@ _COURSE = (
     example="kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
     "  --epochs 3 --log run.jsonl -o trained.onnx",
     without=SET_HERE,
-    params=refresh_options(),
+    params=[distribution_option(), *refresh_options()],
 )
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)
@@ -211,7 +212,23 @@ def train(
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Train a model, and write it with its new weights."""
+    """Train a model, and write it with its new weights.
+
+    Of several processes that mpirun starts, each trains on its share of every batch.
+    """
+    with divided_among_processes(options):
+        _train(model, files, update, course, choices, options, as_json)
+
+
+def _train(
+    model: Path,
+    files: Files,
+    update: Update,
+    course: Course,
+    choices: Choices,
+    options: dict[str, Any],
+    as_json: bool,
+) -> None:
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
 
@@ -236,7 +253,7 @@ def train(
         raise
     with working("writing the model"):
         engine.export(files.out)
-        if files.report is not None:
+        if files.report is not None and engine.agreement.rank == 0:
             ke.report(history, files.report)
     with report_beside(files.out):
         _report(history, files.out, as_json)
