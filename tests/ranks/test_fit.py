@@ -26,7 +26,7 @@ def trained(communicator=None, distribution="replicate", data=(X, Y), **options)
     return ke.fit(engine, data, **ARGUMENTS | options)
 
 
-def assert_same(history, expected, names=("loss", "validation_loss", "validation_accuracy")):
+def assert_same(history, expected, names=("loss", "validation_loss", "accuracy")):
     assert len(history.records) == len(expected.records)
     for record, wanted in zip(history.records, expected.records, strict=True):
         assert record.keys() >= {"step", "loss"}

@@ -167,3 +167,41 @@ def test_all_ranks_skip_a_batch_that_one_of_them_cannot_use():
         return report.skipped, optimizer.skipped, optimizer.steps
 
     assert run(2, work) == [(True, 1, 1)] * 2
+
+
+@pytest.mark.parametrize(("distribution", "gathered"), [("replicate", 0), ("shard", 1)])
+def test_a_step_without_statistics_sends_gradients_and_products(distribution, gathered):
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator,
+            distribution=distribution, threads=1,
+        )  # fmt: skip
+        optimizer = ke.KfacOptimizer(engine)
+        x, y = net.batch(0, n=EXAMPLES)
+        rows = rows_of(communicator)
+        for _ in range(5):
+            before = len(communicator.log)
+            optimizer.step({"x": x[rows]}, y[rows])
+        bytes_of_parameters = sum(v.nbytes for v in engine.parameters.values())
+        return communicator.log[before:], bytes_of_parameters
+
+    for log, size in run(2, work):
+        votes = [(call, count) for call, count in log if count < size / 2]
+        assert {call for call, _ in votes} == {"allreduce"}
+        assert len(votes) <= 5
+        messages = [entry for entry in log if entry not in votes]
+        assert messages == [("allreduce", size)] + [("allgather", size)] * gathered
+
+
+@pytest.mark.parametrize("policy", ["drift", "budget"])
+def test_policies_that_measure_one_process_are_refused(policy):
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator, threads=1
+        )
+        x, y = net.batch(0, n=EXAMPLES)
+        rows = rows_of(communicator)
+        with pytest.raises(ke.KfacError, match=policy):
+            ke.KfacOptimizer(engine, policy=policy).step({"x": x[rows]}, y[rows])
+
+    run(2, work)
