@@ -134,6 +134,7 @@ if TYPE_CHECKING:
     from kfac_engine.pruning.pruning import prune as prune
     from kfac_engine.pruning.saliency import saliency as saliency
     from kfac_engine.ranks.mpi import over_mpi as over_mpi
+    from kfac_engine.ranks.nccl import over_nccl as over_nccl
     from kfac_engine.ranks.protocol import Communicator as Communicator
     from kfac_engine.run_report.report import report as report
     from kfac_engine.runtime.load import load_model as load_model
@@ -217,6 +218,7 @@ _HOMES = {
     "prune": "pruning.pruning",
     "merge": "pruning.merging",
     "over_mpi": "ranks.mpi",
+    "over_nccl": "ranks.nccl",
     "Communicator": "ranks.protocol",
     "OnnxModel": "runtime.model",
     "Trace": "runtime.trace",

@@ -26,6 +26,7 @@ PUBLIC = (
     "Communicator",
     "RankError",
     "over_mpi",
+    "over_nccl",
     "MissingKernelError",
     "MemoryLimitError",
     "DivergenceError",

@@ -17,7 +17,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import linalg
 
 from kfac_engine.backend.cuda import solvers
-from tests.backend import standin_solvers, standin_streams
+from tests.backend import standin_nccl, standin_solvers, standin_streams
 from tests.cuda_on_cpu.module import Module
 
 COUNTS: Counter[str] = Counter()
@@ -307,6 +307,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     modules = {
         "cupy": cupy,
         "cupy.cublas": cupy.cublas,
+        "cupy.cuda.nccl": standin_nccl.module(),
         "cupyx": cupyx,
         "cupyx.scipy": scipy,
         "cupyx.scipy.linalg": dense,

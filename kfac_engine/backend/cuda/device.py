@@ -195,6 +195,22 @@ class CupyDevice:
             raise RuntimeError("a small kernel returned a wrong result")
 
 
+def load_nccl() -> ModuleType:
+    """Return CuPy's bindings of NCCL.
+
+    Raises:
+        BackendError: CuPy is not installed, there is no device, or CuPy finds no NCCL library.
+    """
+    _cupy()
+    nccl = import_module("cupy.cuda.nccl")
+    if not nccl.available:
+        raise BackendError(
+            "CuPy finds no NCCL library; install nvidia-nccl-cu13 or, with CUDA 12, "
+            "nvidia-nccl-cu12."
+        )
+    return nccl
+
+
 @cache
 def _cupy() -> ModuleType:
     try:
