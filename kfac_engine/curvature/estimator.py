@@ -171,6 +171,11 @@ class FisherEstimator(Sealed):
 
     @combine.setter
     def combine(self, value: Combine | None) -> None:
+        if self.statistics.divided:
+            raise InputError(
+                "the communicator of the engine combines the statistics of its processes; leave "
+                "combine as it is, or create the engine without a communicator."
+            )
         if value is not None and not callable(value):
             raise InputError(f"combine must be a function of measurements or None, got {value!r}.")
         self.statistics.updater.combine = value

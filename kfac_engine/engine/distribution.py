@@ -138,21 +138,8 @@ class Distribution(ABC):
             if update is not None:
                 update.commit(decay)
             return gradients
-        measured = () if update is None else update.measured
-        divided = [pair for pair in measured if pair[0] in self._linear]
-        whole = [pair for pair in measured if pair[0] not in self._linear]
-        self._divide()
-        self._commit(divided, decay)
-        if update is not None and update.release is not None:
-            update.release()
-        self._mark(divided=True)
-        traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
-        summed = [*(measurement.array for _, measurement in whole), *traces]
-        gradients = self.sum_gradients(gradients, summed)
-        PendingUpdate(whole).commit(decay)
-        for (factor, _), trace in zip(divided, self._backend.download(traces), strict=True):
-            factor.traces_of_average = trace
-        return gradients
+        with self._shards.agreement.exchanging():
+            return self._combine(update, gradients, decay)
 
     def complete(self) -> None:
         """Make all averages whole on all ranks; a collective call."""
@@ -160,7 +147,8 @@ class Distribution(ABC):
             return
         self._shards.agreement.vote()
         averages = [factor.average.lower() for factor in self.divided]
-        self._shards.sum(averages)
+        with self._shards.agreement.exchanging():
+            self._shards.sum(averages)
         self._mark(divided=False)
 
     def restart(self) -> None:
@@ -178,8 +166,29 @@ class Distribution(ABC):
 
     def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
         self._shards.agreement.vote()
-        self._weigh(measurements)
-        self._shards.sum([measurement.array for measurement in measurements])
+        with self._shards.agreement.exchanging():
+            self._weigh(measurements)
+            self._shards.sum([measurement.array for measurement in measurements])
+
+    def _combine(
+        self, update: PendingUpdate | None, gradients: dict[str, Array], decay: float
+    ) -> dict[str, Array]:
+        """See ``combine``, for several ranks."""
+        measured = () if update is None else update.measured
+        divided = [pair for pair in measured if pair[0] in self._linear]
+        whole = [pair for pair in measured if pair[0] not in self._linear]
+        self._divide()
+        self._commit(divided, decay)
+        if update is not None and update.release is not None:
+            update.release()
+        self._mark(divided=True)
+        traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
+        summed = [*(measurement.array for _, measurement in whole), *traces]
+        gradients = self.sum_gradients(gradients, summed)
+        PendingUpdate(whole).commit(decay)
+        for (factor, _), trace in zip(divided, self._backend.download(traces), strict=True):
+            factor.traces_of_average = trace
+        return gradients
 
     def _commit(self, measured: Sequence[Measured], decay: float) -> None:
         """Update the averages of several factors in parallel."""
@@ -280,7 +289,9 @@ class Distribution(ABC):
         averages = [factor.average.lower() for factor in factors]
         forms = [Form(average.shape, average.dtype, "symmetric") for average in averages]
         message = self._message(forms, [ranks[id(factor)] for factor in factors])
-        for factor, average, total in zip(factors, averages, message.sum(averages), strict=True):
+        with self._shards.agreement.exchanging():
+            totals = message.sum(averages)
+        for factor, average, total in zip(factors, averages, totals, strict=True):
             average[...] = 0.0 if total is None else total
             factor.average.rest = factor.complete
             factor.average.divided = False  # the refresh reads it
@@ -302,7 +313,8 @@ class Distribution(ABC):
             list(chain(*forms.values())), [owner[r] for r in requests for _ in forms[r]]
         )
         self._shards.agreement.vote()
-        arrays = iter(message.gather([array for r in mine for array in results[r]]))
+        with self._shards.agreement.exchanging():
+            arrays = iter(message.gather([array for r in mine for array in results[r]]))
         shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}
         self._mark(divided=True)
         return lambda: shared

@@ -63,7 +63,8 @@ class Shard(Distribution):
         products = multiply()
         self._shards.agreement.vote()
         mine = [products[name] for name in ordered if name in products]
-        received = message.gather(mine, views=True)
+        with self._shards.agreement.exchanging():
+            received = message.gather(mine, views=True)
         arrays = dict(zip(ordered, received, strict=True))
         return {name: arrays[name] for name in names}
 

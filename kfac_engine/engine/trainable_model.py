@@ -351,7 +351,8 @@ class TrainableModel(Sealed):
             backward = self._differentiate(trace, self._shards.meet(trace))
             buffers = self._updated_buffers(trace) if update_buffers else {}
             loss = self._shards.total(backward.loss)
-            self._shards.sum(list(backward.gradients.values()))
+            with self._shards.agreement.exchanging():
+                self._shards.sum(list(backward.gradients.values()))
             self._record(loss, backward.gradients)
             gradients = self._model.to_file_layout(backward.gradients)
             self._model.buffers.update(buffers)

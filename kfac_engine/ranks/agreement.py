@@ -18,6 +18,8 @@ _NUMBERS = 4
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
 _MARK = "_raised_by_all_ranks"
+# Attribute of errors that one rank raises while the others wait in a message that is no vote.
+_ALONE = "_raised_by_one_rank"
 
 
 def raised_by_all_ranks(error: BaseException) -> bool:
@@ -29,7 +31,8 @@ class Agreement:
     """Votes of all ranks.
 
     Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
-    two votes may fail on one rank; code after the last vote must not.
+    two votes may fail on one rank; code after the last vote must not. A message that is no vote
+    cannot exchange errors: one rank raises them alone, and its program has to end (``exchanging``).
 
     Args:
         communicator: The ranks.
@@ -78,9 +81,30 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if raised_by_all_ranks(error) or self.alone:
+            if raised_by_all_ranks(error) or hasattr(error, _ALONE) or self.alone:
                 raise
             self._meet((), error)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Return a context for messages that are no votes, and for code right before them.
+
+        An error in it is raised by this rank alone. In a vote, this rank would meet the others in
+        another message.
+
+        Yields:
+            Nothing.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not (raised_by_all_ranks(error) or self.alone):
+                setattr(error, _ALONE, True)
+                error.add_note(
+                    f"Rank {self.rank} of {self.communicator.size} has failed before a message in "
+                    f"which the others wait; end all ranks."
+                )
+            raise
 
     def require_equal(self, values: Mapping[str, str]) -> None:
         """Check that all ranks have equal values.

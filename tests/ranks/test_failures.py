@@ -1,10 +1,15 @@
 """A failure of one rank is the same error on all ranks, and changes the state of none."""
 
+from threading import get_ident
+
 import numpy as np
 import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.engine import batch_shards
+from kfac_engine.engine.options import DISTRIBUTIONS
+from kfac_engine.ranks import messages
 from tests import models
 from tests.ranks.test_distributions import batches
 from tests.ranks.threads import run
@@ -222,3 +227,48 @@ def test_an_object_without_collectives_is_no_communicator():
 def test_an_unknown_distribution_is_refused():
     with pytest.raises(ke.InputError, match="replicate"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", distribution="replicated")
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("place", [(batch_shards, "sum_arrays"), (messages, "pack")])
+def test_an_error_before_a_message_that_is_no_vote_ends_its_rank_alone(
+    place, distribution, monkeypatch
+):
+    data, ranks = list(batches("mlp", 3)), {}
+    module, name = place
+    call = getattr(module, name)
+
+    def fail_on_one(*arguments, **options):
+        if ranks.get(get_ident()) == 1:
+            raise MemoryError("no memory left")
+        return call(*arguments, **options)
+
+    def work(communicator):
+        engine = engine_of(communicator, distribution=distribution)
+        engine.step(*part_of(communicator, data[0]))
+        ranks[get_ident()] = communicator.rank
+        for batch in data[1:]:  # the last step refreshes
+            engine.step(*part_of(communicator, batch))
+        engine.save("nowhere/state")
+
+    monkeypatch.setattr(module, name, fail_on_one)
+    # Without the context, the rank votes while the others are in another message.
+    with pytest.raises(MemoryError) as raised:
+        run(SIZE, work)
+    assert raised.value.__notes__ == [
+        "Rank 1 of 3 has failed before a message in which the others wait; end all ranks."
+    ]
+
+
+def test_a_combination_beside_that_of_the_communicator_is_refused():
+    def work(communicator):
+        engine = engine_of(communicator)
+        for owner in (engine, engine.estimator):
+            for value in (print, None):
+                with pytest.raises(ke.InputError, match="communicator of the engine combines"):
+                    owner.combine = value
+        return engine.combine is not None
+
+    assert run(2, work) == [True, True]
+    assert run(1, lambda communicator: engine_of(communicator).combine) == [None]
+    engine_of(None).combine = print
