@@ -377,3 +377,12 @@ class Curvature:
 
 def _floating(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.kind == "f" else np.dtype(np.float64)
+
+
+def checked_curvature(value: object, use: str) -> Curvature:
+    """Return a curvature; an InputError that names its use if the value is something else."""
+    if not isinstance(value, Curvature):
+        raise InputError(
+            f"{use} needs the result of kfac_engine.curvature, got {type(value).__name__}."
+        )
+    return value

@@ -20,6 +20,7 @@ from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.example_gradients import LayerGradients
 from kfac_engine.curvature_result.example_moments import ExampleMoments, whole_matrix
 from kfac_engine.curvature_result.layout import Layout
+from kfac_engine.curvature_result.memory import require_memory
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.engine.build import Assembly
@@ -116,10 +117,10 @@ class _Measurement:
     inputs: dict[int, Float] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Allocate what is measured from gradients of single examples.
+        """Check the memory, and allocate what is measured from gradients of single examples.
 
         Raises:
-            MemoryLimitError: The matrix of structure ``"full"`` does not fit into the memory.
+            MemoryLimitError: The matrices of the structure do not fit into the memory.
         """
         layout, structure = self.layout, self.layout.options.structure
         self.moments = ExampleMoments(
@@ -134,6 +135,7 @@ class _Measurement:
                 for number, (_, block) in enumerate(layout.layers)
                 if not all(isinstance(factor, DiagonalFactor) for factor in block.factors)
             }
+        require_memory(layout, self.factors)
 
     @property
     def factors(self) -> list[FisherFactor]:

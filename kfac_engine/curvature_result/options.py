@@ -88,6 +88,11 @@ class CurvatureOptions:
             )
         if self.biases == "separate" and self.structure == "full":
             raise InputError("structure='full' is one matrix, in which no bias is separate.")
+        if self.approximations and self.structure == "full":
+            raise InputError(
+                "structure='full' is one matrix, in which no layer has an approximation of its "
+                "own; leave approximations out, or choose another structure."
+            )
         self.engine  # noqa: B018 (the options of the engine check themselves)
 
     @property

@@ -9,7 +9,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
 from kfac_engine.curvature_result.block_gradients import Sources, block_tiles, gradient_sources
 from kfac_engine.curvature_result.blocks import Block, checked_damping
-from kfac_engine.curvature_result.curvature import Curvature, Damping
+from kfac_engine.curvature_result.curvature import Curvature, Damping, checked_curvature
 from kfac_engine.curvature_result.gradient_forms import Gradients
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.rollback import quiet
@@ -47,12 +47,7 @@ class Influence:
     """
 
     def __init__(self, curvature: Curvature, damping: Damping | None = None) -> None:
-        if not isinstance(curvature, Curvature):
-            raise InputError(
-                f"influence needs the result of kfac_engine.curvature, got "
-                f"{type(curvature).__name__}."
-            )
-        self.curvature = curvature
+        self.curvature = checked_curvature(curvature, "influence")
         self.damping = damping
         if damping is not None:
             checked_damping(damping, tuple(curvature.vector.shapes))

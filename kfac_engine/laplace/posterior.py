@@ -10,7 +10,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.arguments import whole
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature_result.blocks import Block, checked_damping
-from kfac_engine.curvature_result.curvature import Curvature
+from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError
@@ -61,12 +61,7 @@ class Laplace:
         noise: float = 1.0,
         temperature: float = 1.0,
     ) -> None:
-        if not isinstance(curvature, Curvature):
-            raise InputError(
-                f"a Laplace approximation needs the result of kfac_engine.curvature, got "
-                f"{type(curvature).__name__}."
-            )
-        self.curvature = curvature
+        self.curvature = checked_curvature(curvature, "a Laplace approximation")
         self.temperature = checked_positive("temperature", temperature)
         self._likelihood = Likelihood.of(curvature, self.temperature)
         self.prior_precision = self._checked_prior(prior_precision)

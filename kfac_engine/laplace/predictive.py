@@ -125,7 +125,8 @@ class Linearization:
         """Yield examples whose derivatives of layer outputs fit into the scratch memory."""
         assembly = self.curvature.layout.assembly
         batch, facts = assembly.task.batch, assembly.model.facts
-        axes = {name: batch.inputs[name] for name in inputs if name in batch.inputs}
+        present = set(inputs) if isinstance(inputs, Mapping) else set()  # refused by the model
+        axes = {name: axis for name, axis in batch.inputs.items() if name in present}
         if batch.fixed or not axes:
             yield inputs
             return

@@ -8,7 +8,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import number
 from kfac_engine.backend.namespace import numeric
-from kfac_engine.curvature_result.curvature import Curvature
+from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 
@@ -52,6 +52,8 @@ def merge(
             f"merge needs two or more models and a curvature of each, got {len(models)} models and "
             f"{len(curvatures)} curvatures."
         )
+    for curvature in curvatures:
+        checked_curvature(curvature, "merge")
     shares = [1.0] * len(models) if weights is None else list(weights)
     if len(shares) != len(models):
         raise InputError(f"{len(shares)} weights are given for {len(models)} models.")

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.curvature_result.curvature import Curvature, Damping
+from kfac_engine.curvature_result.curvature import Curvature, Damping, checked_curvature
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 
@@ -65,7 +65,7 @@ def saliency(curvature: Curvature, method: str = "obd", damping: Damping = 0.0) 
         UnknownNameError: The method is unknown.
         InputError: The damping is negative, or the damped matrix is singular.
     """
-    entries = METHODS[method](curvature, damping)
+    entries = METHODS[method](checked_curvature(curvature, "saliency"), damping)
     return {
         name: 0.5 * np.square(array, dtype=np.float64) * entries[name]
         for name, array in curvature.parameters.items()

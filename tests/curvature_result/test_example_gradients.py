@@ -240,8 +240,25 @@ def test_matrix_that_does_not_fit_is_refused_before_the_data_are_read(monkeypatc
         measured(model, unread(), structure="full")
 
 
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_factors_that_do_not_fit_are_refused_before_the_data_are_read(monkeypatch, structure):
+    model = models.mlp((40, 3, 2))
+    batch = models.random_inputs(model), None
+    # The inputs of fc0 have a factor of 41 × 41 numbers, 12 bytes each and 24 to decompose it.
+    memory = "kfac_engine.curvature_result.memory.available_memory"
+    monkeypatch.setattr(memory, lambda: 36 * 41**2)
+    with pytest.raises(ke.MemoryLimitError, match=r"largest for fc0.weight, fc0.bias, .* freeze"):
+        measured(model, batch, structure=structure)
+    measured(model, batch, structure="diagonal")
+    measured(model, batch, structure=structure, freeze="fc0.*")
+
+
 def test_full_matrix_has_no_separate_bias():
     model = models.mlp()
+    with pytest.raises(ke.InputError, match="no layer has an approximation"):
+        measured(
+            model, ({}, None), structure="full", approximations={"fully_connected": "diagonal"}
+        )
     with pytest.raises(ke.InputError, match="no bias is separate"):
         measured(model, (models.random_inputs(model), None), structure="full", biases="separate")
 

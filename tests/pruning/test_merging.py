@@ -50,6 +50,7 @@ def test_entry_without_curvature_is_the_plain_mean():
     [
         (lambda a, b, c: ([a], [c], None), "two or more models"),
         (lambda a, b, c: ([a, b], [c], None), "got 2 models and 1 curvatures"),
+        (lambda a, b, c: ([a, b], [c, "kron"], None), r"merge needs .*\.curvature, got str"),
         (lambda a, b, c: ([a, b], [c, c], [1.0]), "1 weights are given for 2 models"),
         (lambda a, b, c: ([a, b], [c, c], [1.0, 0.0]), "weights must be positive"),
         (lambda a, b, c: ([a, {"W": b["W"]}], [c, c], None), "model 2 .* differ in .* b"),

@@ -51,3 +51,9 @@ def test_unknown_method_is_refused_with_the_nearest_name():
     curvature, _, _ = linear_curvature()
     with pytest.raises(ke.UnknownNameError, match="did you mean 'magnitude'"):
         ke.saliency(curvature, "magnitud")
+
+
+@pytest.mark.parametrize("call", [ke.saliency, lambda c: ke.prune(c, sparsity=0.5)])
+def test_a_value_that_is_no_curvature_is_refused(call):
+    with pytest.raises(ke.InputError, match=r"result of kfac_engine\.curvature, got dict"):
+        call({"weight": np.ones(3)})
