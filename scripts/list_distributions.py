@@ -1,9 +1,10 @@
-"""Writes the tables of docs/distributed.md from the cost model of ``kfac_engine.ranks``.
+"""Writes the tables of docs/distributed.md from the cost model and from the measured CPU times.
 
-Run from the repository root after a change of the model or its constants:
-``python -m scripts.list_distributions``; a test compares the tables with the model.
+Run from the repository root after a change of the model or its constants, and after a measurement
+by ``scripts.measure_ranks``: ``python -m scripts.list_distributions``. A test compares the tables.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from kfac_engine.ranks.cost import DISTRIBUTIONS, Periods, rank_cost
 from kfac_engine.ranks.machines import MACHINES, Machine, predict_step
 from tests.ranks.known_models import BATCHES, MODELS, model_size
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "distributed.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "distributed.md"
+MEASURED = ROOT / "bench" / "results" / "2026-11-24-ranks.json"
 RANKS = (1, 8, 64, 512, 4096)
 PERIODS = (Periods(10, 1), Periods(100, 10))
 SIZES = {name: model_size(name) for name in MODELS}
@@ -45,6 +48,8 @@ def _tables() -> Iterator[tuple[str, Iterable[str]]]:
         heads = ("model", "distribution", *(f"{ranks}" for ranks in RANKS))
         yield machine.name, _table(heads, _steps(machine))
     yield "constants", _table(("constant", *(m.name for m in MACHINES)), _constants())
+    heads = ("distribution", "ranks", "slowest rank, ms", "mean, ms", "plain ÷ slowest")
+    yield "measured", _table(heads, _measured())
 
 
 def _traffic() -> Iterator[tuple[str, ...]]:
@@ -90,6 +95,16 @@ def _constants() -> Iterator[tuple[str, ...]]:
     for name, rate in rates.items():
         yield name, *(f"{float(rate(machine)):.4g}" for machine in MACHINES)
     yield "source", *(machine.source for machine in MACHINES)
+
+
+def _measured() -> Iterator[tuple[str, ...]]:
+    """Yield the CPU time of a step of one rank, outside of collectives."""
+    plain, *rows = json.loads(MEASURED.read_text(encoding="utf-8"))["ranks"]
+    for row in (plain, *rows):
+        times = (f"{row[key]:.1f}" for key in ("slowest", "mean"))
+        ratio = plain["slowest"] / row["slowest"]
+        name = row["distribution"] or "no communicator"
+        yield name, f"{row['ranks']}", *times, f"{ratio:.2f}"
 
 
 def _digits(number: float) -> str:
