@@ -191,10 +191,13 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-        with single_threaded_blas(), quiet(), self._shards.together(), self._history.explain():
+        with single_threaded_blas(), quiet(), self._shards.together():
             trace = self.trace(inputs, targets)
             examples = self._shards.meet(trace)
-            return self._shards.total(reported_loss(trace, self.objective, examples))
+            # Without a vote: explain replaces the error, and an error of a vote must stay marked.
+            with self._history.explain():
+                loss = reported_loss(trace, self.objective, examples)
+            return self._shards.total(loss)
 
     def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.

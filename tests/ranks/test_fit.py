@@ -156,6 +156,18 @@ def test_errors_of_one_rank_are_those_of_all(tmp_path):
     assert all("other arguments of fit" in text for text in texts)
 
 
+def test_a_batch_with_nan_is_refused_once_by_all_ranks_after_a_search_for_an_explosion():
+    # The run compares the loss of the batch with that of earlier parameters before it ends.
+    spoiled = X[40:60].copy()
+    spoiled[-1] = np.nan  # a row of the last rank
+    batches = [({"x": X[:20]}, Y[:20]), ({"x": spoiled}, Y[40:60])]
+    kind, texts = refusals(lambda rank: {"data": batches, "validation": None})
+    assert kind is ke.NonFiniteError
+    assert set(texts) == {
+        "rank 1 of 2 refused: input 'x' contains NaN or infinity, first at index (9, 0)."
+    }
+
+
 def test_data_that_cannot_be_divided_are_refused():
     kind, texts = refusals(lambda rank: {"batch_size": 2}, size=3)
     assert kind is ke.InputError
