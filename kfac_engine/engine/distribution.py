@@ -248,6 +248,15 @@ class Distribution(ABC):
         """
 
     @abstractmethod
+    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the gradients of the batch of all parameters, on all ranks.
+
+        Args:
+            gradients: The gradients of ``combine``.
+            shards: Parameter to gradient of the shard; only shapes and element types are read.
+        """
+
+    @abstractmethod
     def share(
         self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
     ) -> dict[str, Array]:

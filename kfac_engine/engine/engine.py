@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
@@ -23,7 +24,14 @@ from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_
 from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.large_factors import large_factor_notes
-from kfac_engine.engine.options import EngineOptions, by_keyword, check_damping, check_schedule
+from kfac_engine.engine.options import (
+    GATHERINGS,
+    EngineOptions,
+    Gathering,
+    by_keyword,
+    check_damping,
+    check_schedule,
+)
 from kfac_engine.engine.preconditioning import PreconditioningModel
 from kfac_engine.engine.profiling import Recorder
 from kfac_engine.engine.rank_checks import check_ranks, parameter_checksums
@@ -166,6 +174,7 @@ class Engine(Summarized, PreconditioningModel):
         inputs: Mapping[str, Array],
         targets: Targets,
         *,
+        gradients: Gathering = "owned",
         update_buffers: bool = True,
         profile: bool = False,
     ) -> Result:
@@ -176,6 +185,9 @@ class Engine(Summarized, PreconditioningModel):
         Args:
             inputs: Input name to array.
             targets: The targets of the loss; for several losses, by output.
+            gradients: The gradients of the result where the distribution ``"shard"`` divides them
+                among several processes: ``"owned"``, those of the parameters that this process
+                owns, or ``"all"``, which costs one more message. Otherwise both are all gradients.
             update_buffers: Whether ``buffers`` become the running statistics after the batch.
             profile: Whether the result lists time and memory of each stage.
 
@@ -183,11 +195,12 @@ class Engine(Summarized, PreconditioningModel):
             Loss, gradients and natural gradients.
 
         Raises:
-            InputError: Inputs or targets are wrong.
+            InputError: Inputs, targets or ``gradients`` are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start, record = perf_counter(), Recorder(profile)
         with single_threaded_blas(), self._together():
+            one_of("gradients", gradients, GATHERINGS)
             self._require_memory(inputs)
             self.prepare()
             with record("forward"):
@@ -203,13 +216,14 @@ class Engine(Summarized, PreconditioningModel):
             totals = self._distribution.meet(backward.loss, update, every)
             with undone_on_overflow(self.estimator, every, types, exp, totals.norm_bound):
                 with record("statistics"):
-                    gradients = self._distribution.combine(update, every)
-                self._record(totals.loss, gradients)
-                in_file = self._model.to_file_layout(gradients)
+                    owned = self._distribution.combine(update, every)
+                self._record(totals.loss, owned)
+                shown = owned if gradients == "owned" else self._distribution.gather(owned, every)
+                in_file = self._model.to_file_layout(shown)
                 with record("inverses"):
                     self.estimator.refreshes.run(self.counter)
                 with record("precondition"):
-                    natural = self._precondition(gradients, exp, tuple(every))
+                    natural = self._precondition(owned, exp, tuple(every))
                 self._distribution.conclude()
             self._advance(perf_counter() - start)
             self._model.buffers.update(moved)

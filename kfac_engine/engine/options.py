@@ -29,6 +29,9 @@ _DICTIONARIES = {
 
 Distribution: TypeAlias = Literal["replicate", "shard"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("replicate", "shard")
+# The gradients of a step that a process receives, under the distribution "shard".
+Gathering: TypeAlias = Literal["owned", "all"]
+GATHERINGS: tuple[Gathering, ...] = ("owned", "all")
 
 Options = ParamSpec("Options")
 Owner = TypeVar("Owner")

@@ -34,6 +34,9 @@ class Replicate(Distribution):
     def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
         return vectors
 
+    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
+        return gradients
+
     def share(
         self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
     ) -> dict[str, Array]:

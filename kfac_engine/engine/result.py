@@ -38,7 +38,8 @@ class Result(Summarized):
 
     Attributes:
         loss: The loss under the engine's reduction; by default the mean over the batch.
-        gradients: Parameter name to gradient of ``loss``, in the parameter's shape.
+        gradients: Parameter name to gradient of ``loss``, in the parameter's shape; under the
+            distribution ``"shard"``, those that the process owns, unless ``step`` has gathered all.
         natural_gradients: Parameter name to preconditioned gradient; empty after ``gradients``.
         notes: Sentences on the values that losses read in place of outputs, on parameters that are
             not trained because of rounding, and on interpretations that may be wrong.
@@ -69,13 +70,19 @@ class Result(Summarized):
             ``min(learning_rate, sqrt(kl_clip / ⟨Δ, g⟩))``.
 
         Raises:
-            InputError: An argument is not positive, or the result has no natural gradients.
+            InputError: An argument is not positive, or the result lacks natural gradients or, under
+                the distribution ``"shard"``, gradients.
         """
         positive("learning_rate", learning_rate)
         positive("kl_clip", kl_clip)
         if not self.natural_gradients:
             raise InputError(
                 "the result has no natural gradients; use one of engine.step or precondition."
+            )
+        if not self.natural_gradients.keys() <= self.gradients.keys():
+            raise InputError(
+                "the result has only the gradients that this process owns; call "
+                'engine.step with gradients="all".'
             )
         product = sum(
             float((self.gradients[name].astype(np.float64) * natural).sum())

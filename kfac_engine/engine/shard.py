@@ -1,6 +1,6 @@
 """The distribution ``"shard"``: each layer has an owner, which stores its inverses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -52,21 +52,21 @@ class Shard(Distribution):
         rank = self._communicator.rank
         return {name: array for name, array in vectors.items() if self._owners[name] == rank}
 
+    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
+        forms = {name: Form(array.shape, array.dtype) for name, array in shards.items()}
+        return self._gather(gradients, forms, views=False)
+
     def share(
         self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
     ) -> dict[str, Array]:
-        ordered, parameters = self._in_order(names), self._assembly.model.parameters
-        types = {name: np.result_type(parameters[name].dtype, np.float32) for name in names}
-        forms = [Form(parameters[name].shape, types[name]) for name in ordered]
-        message = self._message(forms, [self._owners[name] for name in ordered])
-
+        parameters = self._assembly.model.parameters
+        forms = {
+            name: Form(parameters[name].shape, np.result_type(parameters[name].dtype, np.float32))
+            for name in names
+        }
         products = multiply()
         self._shards.agreement.vote()
-        mine = [products[name] for name in ordered if name in products]
-        with self._shards.agreement.exchanging():
-            received = message.gather(mine, views=True)
-        arrays = dict(zip(ordered, received, strict=True))
-        return {name: arrays[name] for name in names}
+        return self._gather(products, forms, views=True)
 
     def conclude(self) -> None:
         """Do nothing: all ranks have met in ``share``."""
@@ -116,10 +116,27 @@ class Shard(Distribution):
         factor.restore(arrays, factor.average.weight, factor.repeats)
         factor.traces_of_average = traces
 
+    def _gather(
+        self, arrays: Mapping[str, Array], forms: Mapping[str, Form], *, views: bool
+    ) -> dict[str, Array]:
+        """Return the arrays of all parameters, of which each owner has its own.
+
+        Args:
+            arrays: The arrays of this rank.
+            forms: Parameter to the form of its array, of all ranks.
+            views: As for ``OwnedArrays.gather``.
+        """
+        ordered = self._in_order(forms)
+        message = self._message([forms[n] for n in ordered], [self._owners[n] for n in ordered])
+        with self._shards.agreement.exchanging():
+            received = message.gather([arrays[n] for n in ordered if n in arrays], views=views)
+        gathered = dict(zip(ordered, received, strict=True))
+        return {name: gathered[name] for name in forms}
+
     def _is_owned(self, factor: FisherFactor) -> bool:
         return self._factor_owners[id(factor)] == self._communicator.rank
 
-    def _in_order(self, names: Sequence[str] | Mapping[str, Array]) -> list[str]:
+    def _in_order(self, names: Iterable[str]) -> list[str]:
         """Return parameters in the order of their owners."""
         return sorted(names, key=lambda name: (self._owners[name], name))
 

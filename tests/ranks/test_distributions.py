@@ -167,3 +167,35 @@ def test_a_rank_runs_the_sessions_of_one_process(distribution, monkeypatch):
         return runs.count(get_ident()) - built
 
     assert set(run(3, work)) == set(run(1, work))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_step_with_all_gradients_has_those_of_one_process(name):
+    (inputs, targets), *_ = batches(name, 1)
+    options = {"loss": "categorical", "damping": 0.1, "distribution": "shard"}
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(model_of(name), communicator=communicator, **options)
+        rows = slice(*CUTS[communicator.size][communicator.rank :][:2])
+        part = {key: array[rows] for key, array in inputs.items()}
+        owned = engine.step(part, targets[rows])
+        size = sum(array.nbytes for array in engine.parameters.values())
+        calls = communicator.log
+        assert calls.count(("allgather", size)) == 1  # the natural gradients
+        result = engine.step(part, targets[rows], gradients="all")
+        assert calls.count(("allgather", size)) == 3
+        with pytest.raises(ke.InputError, match='gradients="all"'):
+            owned.clipped_rate()
+        with pytest.raises(ke.InputError, match="gradients must be one of owned, all; got 'own'"):
+            engine.step(part, targets[rows], gradients="own")
+        return result
+
+    alone, ranks = ke.Engine.from_onnx(model_of(name), **options), run(3, work)
+    alone.step(inputs, targets)
+    expected = alone.step(inputs, targets, gradients="all")
+    close = TOLERANCES[DTYPES[name]]
+    for result in ranks:
+        assert_close(result.gradients, expected.gradients, close)
+        assert result.clipped_rate(1e9) == pytest.approx(expected.clipped_rate(1e9), rel=10 * close)
+        for key, array in ranks[0].gradients.items():
+            np.testing.assert_array_equal(result.gradients[key], array)
