@@ -89,7 +89,8 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0 if the command is done, 2 if the input is wrong, 3 if a check of ``verify`` fails, 1 for a
         bug. After a signal, 128 plus its number: 130 after Ctrl-C, 143 after SIGTERM. An error that
-        one of several processes has alone ends all of them.
+        one of several processes has alone ends all of them; of other errors and of signals, the
+        first process prints the line.
     """
     with Interruption() as interruption:
         invocation = Invocation(interruption=interruption)
@@ -104,23 +105,29 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _report(error: BaseException, invocation: Invocation) -> int:
-    """Print an error on stderr, once if several processes agree on it; return the exit status."""
+    """Print an error on stderr, once if several processes have it; return the exit status."""
     status, message = invocation.interruption.explanation or _explain(error)
     if not launched_by_mpi():
         _print(error, message, invocation)
         return status
-    from kfac_engine.ranks.agreement import raised_by_all_ranks
-
     rank = rank_in_job()
-    if raised_by_all_ranks(error):
+    # A signal reaches all processes: each of them ends by itself, and may first store its state.
+    if invocation.interruption.received is not None or _is_of_all_processes(error):
         if rank == 0:
             _print(error, message, invocation)
         return status
     _print(error, f"rank {rank}: {message}", invocation)
-    # A signal reaches all processes: each of them ends by itself, and may first store its state.
-    if invocation.interruption.received is None:
-        end_job(status)
+    end_job(status)
     return status
+
+
+def _is_of_all_processes(error: BaseException) -> bool:
+    """Return whether each process of a job has this error."""
+    if isinstance(error, click.UsageError):  # all of them have the same command line
+        return True
+    from kfac_engine.ranks.agreement import raised_by_all_ranks
+
+    return raised_by_all_ranks(error)
 
 
 def _print(error: BaseException, message: str, invocation: Invocation) -> None:

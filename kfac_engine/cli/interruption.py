@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
+from kfac_engine.ranks.job import rank_in_job, wait_for_first_rank
 from kfac_engine.system.writing import abandon_files
 
 # Signals that end the program, where the system has them, and their messages.
@@ -112,8 +113,10 @@ class Interruption:
 def _end(number: int) -> None:
     """End the process at once, without temporary files."""
     abandon_files()
-    restored = _RESTORE_TERMINAL if os.isatty(2) else ""
-    os.write(2, f"{restored}error: {_MESSAGES[number]}\n".encode())
+    if rank_in_job() == 0:
+        restored = _RESTORE_TERMINAL if os.isatty(2) else ""
+        os.write(2, f"{restored}error: {_MESSAGES[number]}\n".encode())
+    wait_for_first_rank()
     os._exit(_SIGNAL_STATUS + number)
 
 
@@ -126,4 +129,5 @@ def exit_after_signal(status: int) -> None:
                 stream.flush()
             except OSError:  # the reader of the pipe has ended
                 continue
+        wait_for_first_rank()
         os._exit(status)

@@ -10,6 +10,8 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _PMIX_RANK, _SLURM_SIZE = "PMIX_RANK", "SLURM_STEP_NUM_TASKS"
 # Time in which a launcher reads the output of a process.
 _SECONDS_FOR_OUTPUT = 0.5
+# Time in which the first process prints why a signal ends the job.
+_SECONDS_FOR_FIRST_RANK = 1.0
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", _PMIX_RANK)
 
 
@@ -28,6 +30,16 @@ def launched_by_mpi() -> bool:
 def rank_in_job() -> int:
     """Return the number of this process in the job of an MPI launcher; 0 without a launcher."""
     return int(next((os.environ[name] for name in _RANKS if name in os.environ), 0))
+
+
+def wait_for_first_rank() -> None:
+    """Wait, in a process of a job, until the first one has printed why a signal ends the job.
+
+    A launcher ends all processes as soon as one of them ends without ``MPI_Finalize``. The first
+    one waits as well: all of them then end with the exit status of the signal.
+    """
+    if launched_by_mpi():
+        time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
 def end_job(status: int) -> None:

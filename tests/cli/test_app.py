@@ -10,6 +10,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.cli import app as frame
+from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.errors import InputError
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
@@ -75,6 +76,31 @@ def test_of_several_processes_the_first_prints_an_error_of_all(
     assert main(["fail"]) == 2
     assert capsys.readouterr().err.splitlines() == lines
     assert ended == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_prints_a_mistyped_option(rank, ended, monkeypatch, capsys):
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    assert main(["doctor", "--jsno"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" '--jsno'")[0] for line in lines] == ["error: no option"][rank:]
+    assert ended == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_prints_a_signal(rank, failing, ended, monkeypatch, capsys):
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setattr(Interruption, "explanation", (143, "terminated."))
+    monkeypatch.setattr(Interruption, "__enter__", received)
+    failing(SignalReceived())
+    assert main(["fail"]) == 143
+    assert capsys.readouterr().err.splitlines() == ["error: terminated."][rank:]
+    assert ended == []
+
+
+def received(interruption):
+    interruption.received = 15
+    return interruption
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kfac_engine.ranks.job import end_job, launched_by_mpi, rank_in_job
+from kfac_engine.ranks import job
+from kfac_engine.ranks.job import end_job, launched_by_mpi, rank_in_job, wait_for_first_rank
 
 LAUNCHERS = {
     "mpich": {"PMI_RANK": "0", "PMI_SIZE": "3"},
@@ -65,3 +66,20 @@ def test_a_process_without_mpi_ends_no_job(initialized, finalized, monkeypatch):
     end_job(2)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI")
     end_job(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "waits"),
+    [
+        ({}, 0),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 0),
+        ({"PMI_RANK": "0", "PMI_SIZE": "3"}, 1),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, 1),
+    ],
+)
+def test_processes_of_a_job_wait_for_the_message_of_the_first(variables, waits, monkeypatch):
+    environment(monkeypatch, variables)
+    slept = []
+    monkeypatch.setattr(job.time, "sleep", slept.append)
+    wait_for_first_rank()
+    assert len(slept) == waits
