@@ -15,7 +15,7 @@ from tests.ranks.known_models import BATCHES, MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distributed.md"
-MEASURED = ROOT / "bench" / "results" / "2026-11-24-ranks.json"
+MEASURED = ROOT / "bench" / "results" / "2026-11-24-ranks.jsonl"
 RANKS = (1, 8, 64, 512, 4096)
 PERIODS = (Periods(10, 1), Periods(100, 10))
 SIZES = {name: model_size(name) for name in MODELS}
@@ -99,7 +99,8 @@ def _constants() -> Iterator[tuple[str, ...]]:
 
 def _measured() -> Iterator[tuple[str, ...]]:
     """Yield the CPU time of a step of one rank, outside of collectives."""
-    plain, *rows = json.loads(MEASURED.read_text(encoding="utf-8"))["ranks"]
+    lines = MEASURED.read_text(encoding="utf-8").splitlines()
+    _, plain, *rows = map(json.loads, lines)  # the first line describes the machine
     for row in (plain, *rows):
         times = (f"{row[key]:.1f}" for key in ("slowest", "mean"))
         ratio = plain["slowest"] / row["slowest"]

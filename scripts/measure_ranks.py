@@ -32,7 +32,7 @@ from kfac_engine.ranks.protocol import Alone
 from kfac_engine.system.writing import write_file
 from tests.ranks.threads import Ranks, ThreadRank
 
-RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-24-ranks.json"
+RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-24-ranks.jsonl"
 ROWS, PERIOD, ROUNDS = 256, 10, 9
 SIZES = (1, 2, 4, 8)
 
@@ -203,11 +203,12 @@ def main() -> None:
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # libraries read it when they are loaded
         command = [sys.executable, "-m", "scripts.measure_ranks", *sys.argv[1:]]
         os.execve(sys.executable, command, environment(1))
-    facts: dict[str, Any] = {"machine": machine(1), "ranks": measured(chosen.rounds)}
-    for row in facts["ranks"]:
+    facts = {"machine": machine(1)}
+    rows = measured(chosen.rounds)
+    for row in rows:
         print(row)
     facts["load"] = os.getloadavg()[0]
-    write_file(chosen.output, [json.dumps(facts, indent=1).encode() + b"\n"])
+    write_file(chosen.output, [json.dumps(line).encode() + b"\n" for line in (facts, *rows)])
 
 
 if __name__ == "__main__":
