@@ -40,8 +40,9 @@ def test_memory_of_a_stage_is_what_it_takes_at_most():
     with record("array"):
         np.ones(1 << 23).sum()
     (stage,) = record.stages
-    # Within a megabyte: what the interpreter itself takes and gives back meanwhile.
-    assert (1 << 26) - (1 << 20) <= stage.nbytes < (1 << 26) + (1 << 23)
+    # Within 8 MiB: the kernel counts pages in batches for each core, and the interpreter takes and
+    # returns pages meanwhile.
+    assert abs(stage.nbytes - (1 << 26)) < 1 << 23
 
 
 def test_a_recorder_at_rest_records_nothing():
