@@ -58,6 +58,16 @@ class Rows:
             )
 
 
+def entries(vector: "Array | Rows") -> Array:
+    """Return the entries of an array, or those of some rows."""
+    return vector.values if isinstance(vector, Rows) else vector
+
+
+def whole_arrays(vectors: "Mapping[str, Array | Rows]") -> dict[str, Array]:
+    """Return the vectors that are arrays, without those that have only some rows."""
+    return {name: v for name, v in vectors.items() if not isinstance(v, Rows)}
+
+
 # A vector over the parameters of one block: an array, a tuple with an array for each parameter, or
 # ``Rows`` for blocks of embeddings.
 Vector: TypeAlias = Array | tuple[Array, ...] | Rows

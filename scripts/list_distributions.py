@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kfac_engine.ranks.cost import DISTRIBUTIONS, Periods, rank_cost
+from kfac_engine.ranks.cost import DISTRIBUTIONS, rank_cost
 from kfac_engine.ranks.machines import MACHINES, Machine, predict_step
+from kfac_engine.ranks.sizes import Periods
 from tests.ranks.known_models import BATCHES, MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -36,6 +36,7 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
+from kfac_engine.cli.processes import layer_owners_option
 from kfac_engine.cli.ranks_table import print_ranks, ranks_as_values
 from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
@@ -91,7 +92,7 @@ _SIZES = (
 @click.command(
     cls=EngineCommand,
     example="kfac-engine inspect mlp.onnx --batch 128",
-    params=options_of(Schedule, _SCHEDULE),
+    params=[layer_owners_option(), *options_of(Schedule, _SCHEDULE)],
 )
 @click.argument("model", type=file_path)
 @gathered("size", Size, _SIZES)

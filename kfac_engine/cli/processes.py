@@ -6,6 +6,8 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any
 
+from click import IntRange
+
 from kfac_engine.cli.command import Choice, Group, Option
 from kfac_engine.ranks.job import launched_by_mpi
 
@@ -20,6 +22,19 @@ def distribution_option() -> Option:
         group=Group.MACHINE,
         help="Division of the curvature among the processes of mpirun: each stores all inverses, "
         "or those of its layers. By default replicate.",
+    )
+
+
+def layer_owners_option() -> Option:
+    """Return the option for the field ``layer_owners`` of the options of an engine."""
+    return Option(
+        ["--layer-owners"],
+        type=IntRange(min=1),
+        default=1,
+        show_default=True,
+        group=Group.MACHINE,
+        help="Largest number of processes that own a large dense layer or convolution with the "
+        "distribution shard.",
     )
 
 

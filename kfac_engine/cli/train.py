@@ -25,7 +25,11 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
-from kfac_engine.cli.processes import distribution_option, divided_among_processes
+from kfac_engine.cli.processes import (
+    distribution_option,
+    divided_among_processes,
+    layer_owners_option,
+)
 from kfac_engine.cli.refresh_options import chosen_refreshes, refresh_options
 from kfac_engine.cli.train_callbacks import OPTIONS, Choices
 from kfac_engine.errors import InferenceFormWarning, InputError
@@ -193,7 +197,7 @@ _COURSE = (
     example="kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
     "  --epochs 3 --log run.jsonl -o trained.onnx",
     without=SET_HERE,
-    params=[distribution_option(), *refresh_options()],
+    params=[distribution_option(), layer_owners_option(), *refresh_options()],
 )
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILES)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from kfac_engine._types import Params, Rows, Vector
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 
@@ -39,11 +40,13 @@ class BlockProducts:
         self._exps = (1.0, *map(float, exps))
         self._cholesky, self._cholesky_inverse = compute_cholesky, compute_cholesky_inverse
 
-    def matpower(self, exp: float) -> Product:
+    def matpower(self, exp: float, columns: Mapping[Params, slice] | None = None) -> Product:
         """Return the product of a block with a vector for a power of the damped matrix.
 
         Args:
             exp: 1, which reads the current averages, or a registered power, as of the last refresh.
+            columns: Parameters of blocks to the only columns of their products that are needed;
+                the other columns may be zero. See ``KroneckerProductFB.multiply_columns``.
 
         Returns:
             A product for ``multiply`` and ``multiply_pairs``.
@@ -56,7 +59,15 @@ class BlockProducts:
                 f"power {exp} was not registered with {self._name}; add it to "
                 f"exps={self._exps[1:]}."
             )
-        return lambda block, vector: block.multiply_matpower(vector, exp)
+        needed = {} if exp == 1 else columns or {}
+
+        def product(block: FisherBlock, vector: Vector) -> Vector:
+            chosen = needed.get(block.params or ())
+            if chosen is None or not isinstance(block, KroneckerProductFB):
+                return block.multiply_matpower(vector, exp)
+            return block.multiply_columns(vector, exp, chosen)
+
+        return product
 
     def cholesky(self, transpose: bool = False) -> Product:
         """Return the product with the Cholesky factor ``B`` of the damped matrix, or with ``Bᵀ``.

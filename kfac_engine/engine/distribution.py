@@ -10,7 +10,7 @@ Other averages are whole on all ranks: those that products read, and squares of 
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Params, Rows
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.estimator import FisherEstimator
@@ -36,6 +36,7 @@ from kfac_engine.curvature.factors.refresh import (
 from kfac_engine.curvature.factors.updater import Measured, PendingUpdate
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.report import LayerReport
 from kfac_engine.ranks.messages import OwnedArrays
 from kfac_engine.ranks.packing import Form
 
@@ -62,12 +63,24 @@ class Distribution(ABC):
         shards: The ranks.
         assembly: The model.
         estimator: Its estimator, whose updates and refreshes are those of all ranks from now on.
+        reports: Returns a report for each layer with its block.
 
     Attributes:
         divided: Factors whose averages are divided among the ranks.
+        columns: Parameters of a block to the columns of its product that this rank computes, where
+            it does not compute all of them.
     """
 
-    def __init__(self, shards: BatchShards, assembly: Assembly, estimator: FisherEstimator) -> None:
+    columns: Mapping[Params, slice] = MappingProxyType({})
+
+    def __init__(
+        self,
+        shards: BatchShards,
+        assembly: Assembly,
+        estimator: FisherEstimator,
+        reports: Callable[[], Iterable[LayerReport]],
+    ) -> None:
+        del reports
         self._shards, self._assembly, self._estimator = shards, assembly, estimator
         self._communicator = shards.communicator
         readers = Counter(id(a) for factor in estimator.factors for a in factor.averages)
@@ -78,6 +91,8 @@ class Distribution(ABC):
         )
         self._linear = frozenset(self.divided)
         self._whole = True  # whether divided averages are whole on all ranks
+        # Factors whose average is a copy of the share of another rank, for a refresh on this rank.
+        self._copied: list[FisherFactor] = []
         if not shards.alone:
             estimator.combine = self._combine_bases
             estimator.statistics.updater.linear = self._linear
@@ -110,6 +125,7 @@ class Distribution(ABC):
             if update is not None:
                 self._estimator.statistics.updater.combined(update)
             return Totals(loss)
+        self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measured = [] if update is None else list(update.measured)
         wide = sum(measurement.dtype == _WIDE for _, measurement in measured)
@@ -123,7 +139,7 @@ class Distribution(ABC):
 
     def combine(
         self, update: PendingUpdate | None, gradients: dict[str, Array] | None = None
-    ) -> dict[str, Array]:
+    ) -> Mapping[str, Array | Rows]:
         """Update the averages, and sum the gradients over the ranks.
 
         Args:
@@ -131,7 +147,8 @@ class Distribution(ABC):
             gradients: The gradients of the shard; may be changed.
 
         Returns:
-            The gradients of the batch that this rank preconditions.
+            The gradients of the batch that this rank preconditions; of a table that several ranks
+            own, its rows.
         """
         gradients, decay = gradients or {}, self._estimator.cov_ema_decay
         if self._shards.alone:
@@ -146,6 +163,7 @@ class Distribution(ABC):
         if self._whole or self._shards.alone:
             return
         self._shards.agreement.vote()
+        self._empty_copies()
         averages = [factor.average.lower() for factor in self.divided]
         with self._shards.agreement.exchanging():
             self._shards.sum(averages)
@@ -153,7 +171,16 @@ class Distribution(ABC):
 
     def restart(self) -> None:
         """Continue from averages and results that were replaced on all ranks."""
-        self._whole = True
+        self._whole, self._copied = True, []
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that is called after the averages were restored to those of now."""
+        whole = self._whole
+
+        def restore() -> None:
+            self._whole, self._copied = whole, []
+
+        return restore
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
@@ -172,7 +199,7 @@ class Distribution(ABC):
 
     def _combine(
         self, update: PendingUpdate | None, gradients: dict[str, Array], decay: float
-    ) -> dict[str, Array]:
+    ) -> Mapping[str, Array | Rows]:
         """See ``combine``, for several ranks."""
         measured = () if update is None else update.measured
         divided = [pair for pair in measured if pair[0] in self._linear]
@@ -184,11 +211,11 @@ class Distribution(ABC):
         self._mark(divided=True)
         traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
         summed = [*(measurement.array for _, measurement in whole), *traces]
-        gradients = self.sum_gradients(gradients, summed)
+        owned = self.sum_gradients(gradients, summed)
         PendingUpdate(whole).commit(decay)
         for (factor, _), trace in zip(divided, self._backend.download(traces), strict=True):
             factor.traces_of_average = trace
-        return gradients
+        return owned
 
     def _commit(self, measured: Sequence[Measured], decay: float) -> None:
         """Update the averages of several factors in parallel."""
@@ -218,6 +245,13 @@ class Distribution(ABC):
                     factor.average.value[...] = 0.0
         self._mark(divided=True)
 
+    def _empty_copies(self) -> None:
+        """Let averages that were copied for a refresh start from zero."""
+        for factor in self._copied:
+            factor.wait()
+            factor.average.lower()[...] = 0.0
+        self._copied = []
+
     def _mark(self, *, divided: bool) -> None:
         self._whole = not divided
         for factor in self.divided:
@@ -228,7 +262,7 @@ class Distribution(ABC):
     @abstractmethod
     def sum_gradients(
         self, gradients: dict[str, Array], others: Sequence[Array]
-    ) -> dict[str, Array]:
+    ) -> Mapping[str, Array | Rows]:
         """Sum gradients and other arrays over the ranks.
 
         Args:
@@ -236,19 +270,21 @@ class Distribution(ABC):
             others: Arrays to sum in place.
 
         Returns:
-            The gradients of the batch that this rank preconditions.
+            As for ``combine``.
         """
 
     @abstractmethod
-    def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
+    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
         """Return the vectors that this rank multiplies.
 
         Args:
-            vectors: Parameter to array.
+            vectors: Parameter to array, or the result of ``combine``.
         """
 
     @abstractmethod
-    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
+    def gather(
+        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
+    ) -> dict[str, Array]:
         """Return the gradients of the batch of all parameters, on all ranks.
 
         Args:
@@ -258,7 +294,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
+        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
     ) -> dict[str, Array]:
         """Compute the products of this rank, and return those of all ranks.
 
@@ -284,26 +320,40 @@ class Distribution(ABC):
     ) -> Callable[[], Mapping[Request, Result]]:
         """See ``curvature.factors.refresh.Division``."""
 
-    def _give_to_owners(self, factors: Sequence[FisherFactor], ranks: Mapping[int, int]) -> None:
-        """Give the sum of each divided average to its owner; the others start from zero.
+    def _give_to_owners(
+        self, factors: Sequence[FisherFactor], ranks: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Give the sum of each divided average to its owners; the others start from zero.
+
+        The first owner of a factor has the average from now on, the others have copies.
 
         Args:
             factors: Factors; those whose averages are whole are left out.
-            ranks: ``id`` of a factor to the rank that owns it.
+            ranks: ``id`` of a factor to the ranks that own it.
         """
         self._divide()
-        factors = sorted((f for f in factors if f in self._linear), key=lambda f: ranks[id(f)])
+        factors = [factor for factor in factors if factor in self._linear]
         if not factors:
             return
+        self._empty_copies()
         averages = [factor.average.lower() for factor in factors]
-        forms = [Form(average.shape, average.dtype, "symmetric") for average in averages]
-        message = self._message(forms, [ranks[id(factor)] for factor in factors])
+        pairs = sorted((r, i) for i, factor in enumerate(factors) for r in ranks[id(factor)])
+        sent = [averages[index] for _, index in pairs]
+        forms = [Form(average.shape, average.dtype, "symmetric") for average in sent]
+        message = self._message(forms, [rank for rank, _ in pairs])
         with self._shards.agreement.exchanging():
-            totals = message.sum(averages)
-        for factor, average, total in zip(factors, averages, totals, strict=True):
-            average[...] = 0.0 if total is None else total
+            totals = message.sum(sent)
+        received = {
+            index: total
+            for (_, index), total in zip(pairs, totals, strict=True)
+            if total is not None
+        }
+        for index, (factor, average) in enumerate(zip(factors, averages, strict=True)):
+            average[...] = received.get(index, 0.0)
             factor.average.rest = factor.complete
             factor.average.divided = False  # the refresh reads it
+            if index in received and ranks[id(factor)][0] != self._communicator.rank:
+                self._copied.append(factor)
 
     def _compute_on_owners(
         self, tasks: Sequence[RefreshTask], ranks: Sequence[int], compute: Compute

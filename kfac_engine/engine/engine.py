@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.config import RelativeDamping
@@ -214,11 +214,15 @@ class Engine(Summarized, PreconditioningModel):
             update = self._measure_if_due(trace, examples, record, backward.outputs)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
             totals = self._distribution.meet(backward.loss, update, every)
-            with undone_on_overflow(self.estimator, every, types, exp, totals.norm_bound):
+            bound, restored = totals.norm_bound, self._distribution.snapshot()
+            with undone_on_overflow(self.estimator, every, types, exp, bound, restored):
                 with record("statistics"):
                     owned = self._distribution.combine(update, every)
                 self._record(totals.loss, owned)
-                shown = owned if gradients == "owned" else self._distribution.gather(owned, every)
+                if gradients == "all":
+                    shown = self._distribution.gather(owned, every)
+                else:
+                    shown = whole_arrays(owned)
                 in_file = self._model.to_file_layout(shown)
                 with record("inverses"):
                     self.estimator.refreshes.run(self.counter)

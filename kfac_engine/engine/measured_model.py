@@ -11,8 +11,8 @@ from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
-from kfac_engine.ranks.cost import Periods
 from kfac_engine.ranks.report import RanksReport, ranks_report
+from kfac_engine.ranks.sizes import Periods
 
 
 class MeasuredModel(TrainableModel):
@@ -79,8 +79,7 @@ class MeasuredModel(TrainableModel):
         """
         whole("batch_size", batch_size, least=1)
         schedule = self.estimator.refreshes.schedule
-        itemsize = max(array.dtype.itemsize for array in self._model.parameters.values())
-        size = model_size(self._assembly, self.layers, batch_size, max(itemsize, 4))
+        size = model_size(self._assembly, self.layers, batch_size)
         return ranks_report(size, ranks, Periods(schedule.refresh_every, schedule.covariance_every))
 
     def _layer_reports(self) -> Iterator[LayerReport]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from kfac_engine.curvature.approximations import row
-from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -14,23 +14,20 @@ from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.ranks.cost import BlockSize, FactorSize, ModelSize
+from kfac_engine.ranks.sizes import BlockSize, Divisible, FactorSize, ModelSize
 
 
-def model_size(
-    assembly: Assembly, layers: tuple[LayerReport, ...], examples: int, itemsize: int
-) -> ModelSize:
+def model_size(assembly: Assembly, layers: Sequence[LayerReport], examples: int = 1) -> ModelSize:
     """Return the sizes of a model.
 
     Args:
         assembly: The model with its blocks.
         layers: Reports of all blocks.
         examples: Number of examples in the batch of one rank.
-        itemsize: Bytes of an entry of parameters and factors.
 
     Returns:
-        The sizes. Operations of nodes between layers, such as products of queries and keys, are
-        not counted.
+        The sizes; the blocks have the order of the layers. Operations of nodes between layers, such
+        as products of queries and keys, are not counted.
     """
     collection = assembly.collection
     names, blocks = dict[int, str](), dict[str, BlockSize]()
@@ -39,7 +36,8 @@ def model_size(
             f"{name} {part}".rstrip()
             for name, part in zip(layer.parameters, layer.parts, strict=True)
         )
-        factors = collection.fisher_blocks[layer.key].factors
+        block = collection.fisher_blocks[layer.key]
+        factors, divisible = block.factors, _divisible(assembly, layer, block)
         for symbol, factor in zip(layer.symbols, factors, strict=True):
             names.setdefault(id(factor), f"{label}: {symbol}")
         rows = _rows(assembly, layer) * examples
@@ -51,9 +49,14 @@ def model_size(
             # An embedding copies rows of its table.
             forward=0.0 if layer.kind.startswith("embedding") else 2 * rows * layer.numbers,
             products=2 * layer.numbers * _multiplications(layer, factors),
+            divisible=divisible,
+            extent=layer.factor_shapes[0 if divisible == "rows" else -1][-1] if divisible else 1,
+            most_owners=assembly.options.layer_owners,
         )
     sizes = dict(_factor_sizes(collection, names))
-    return ModelSize(blocks, sizes, itemsize, _sources(assembly))
+    # Half precision is sent as float32.
+    itemsizes = (array.dtype.itemsize for array in assembly.model.parameters.values())
+    return ModelSize(blocks, sizes, max(4, *itemsizes), _sources(assembly))
 
 
 def _factor_sizes(
@@ -75,6 +78,22 @@ def _factor_sizes(
                 wide=isinstance(factor, EigenbasisFactor),
             ),
         )
+
+
+def _divisible(assembly: Assembly, layer: LayerReport, block: FisherBlock) -> Divisible | None:
+    """Return the parts of a product that several ranks can compute.
+
+    The parameters of the block must be whole parameters of the model, in the same shapes.
+    """
+    parts, parameters = assembly.discovery.parts, assembly.model.parameters
+    names = dict(zip(layer.parameters, uses(layer.key), strict=True))
+    whole = all(
+        len(parts[name]) == 1
+        and parts[name][0].index is None
+        and assembly.model.facts[of_block].shape == parameters[name].shape
+        for name, of_block in names.items()
+    )
+    return block.divisible if whole else None
 
 
 def _is_symmetric(factor: FisherFactor) -> bool:

@@ -91,6 +91,9 @@ class EngineOptions:
             inverses, and each computes some. With ``"shard"``, each layer has an owner, which
             stores its inverses and preconditions its gradient; gradients of a step are those of
             the layers of the process.
+        layer_owners: Largest number of owners of a dense layer or a convolution with ``"shard"``. A
+            layer has more than one if its work exceeds the share of a process. Each further owner
+            divides its preconditioning, and receives its gradient.
     """
 
     loss: LossChoice | Sequence[LossChoice]
@@ -121,6 +124,7 @@ class EngineOptions:
     graph_passes: Sequence[str] | None = None
     communicator: Communicator | None = None
     distribution: Distribution = "replicate"
+    layer_owners: int = 1
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -139,6 +143,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1)
         whole("seed", self.seed, least=0)
+        whole("layer_owners", self.layer_owners, least=1)
         check_communicator(self.communicator)
         one_of("distribution", self.distribution, DISTRIBUTIONS)
         for name in ("tie_weights", "train_form", "compute_cholesky", "compute_cholesky_inverse"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import number
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.block_products import Product
@@ -34,7 +34,7 @@ class PreconditioningModel(MeasuredModel):
     ) -> None:
         super().__init__(assembly, estimator, exps)
         distribution = DISTRIBUTIONS[assembly.options.distribution]
-        self._distribution = distribution(self._shards, assembly, estimator)
+        self._distribution = distribution(self._shards, assembly, estimator, self._layer_reports)
 
     def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
         """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
@@ -122,13 +122,14 @@ class PreconditioningModel(MeasuredModel):
         return checked_vectors(self._model, self.collection.backend, vectors)
 
     def _precondition(
-        self, gradients: Mapping[str, Array], exp: float, names: Sequence[str] | None = None
+        self, gradients: Mapping[str, Array | Rows], exp: float, names: Sequence[str] | None = None
     ) -> dict[str, Array]:
-        return self._multiply(gradients, self.estimator.products.matpower(exp), exp, names)
+        product = self.estimator.products.matpower(exp, self._distribution.columns)
+        return self._multiply(gradients, product, exp, names)
 
     def _multiply(
         self,
-        vectors: Mapping[str, Array],
+        vectors: Mapping[str, Array | Rows],
         product: Product,
         exp: float,
         names: Sequence[str] | None = None,
@@ -136,7 +137,7 @@ class PreconditioningModel(MeasuredModel):
         """Multiply vectors by blocks, and entries of parameters without a layer by the damping.
 
         Args:
-            vectors: Parameter to array.
+            vectors: Parameter to array, or to the rows of a table that this process owns.
             product: A product of a block.
             exp: The power that it is, for parameters without a block.
             names: Parameters of all products, if ``vectors`` has those of this process only.
@@ -148,12 +149,13 @@ class PreconditioningModel(MeasuredModel):
             self._distribution.complete()
         slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
 
-        def multiply() -> dict[str, Array]:
+        def multiply() -> dict[str, Array | Rows]:
             owned = self._distribution.owned(vectors)
             with quiet():
                 blocks = self.estimator.products.multiply(split(slices, owned), product)
                 products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
-            check_products(products, self.collection.backend, exp)
+            arrays = {name: entries(product) for name, product in products.items()}
+            check_products(arrays, self.collection.backend, exp)
             return products
 
         names = tuple(vectors) if names is None else names

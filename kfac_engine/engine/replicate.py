@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, whole_arrays
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import (
     Compute,
@@ -31,23 +31,26 @@ class Replicate(Distribution):
             array[...] = total
         return summed
 
-    def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
+    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
         return vectors
 
-    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
-        return gradients
+    def gather(
+        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        return whole_arrays(gradients)
 
     def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
+        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
     ) -> dict[str, Array]:
-        return multiply()
+        return whole_arrays(multiply())
 
     def conclude(self) -> None:
         if not self._shards.alone:
             self._shards.agreement.vote()
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
-        self._give_to_owners(due, self._owners(due))
+        owners_of = self._owners(due)
+        self._give_to_owners(due, {number: (rank,) for number, rank in owners_of.items()})
         return due
 
     def compute(

@@ -6,7 +6,7 @@ natural gradient is at most that of the gradient times ``damping ** exp``. Avera
 copied only if this bound, the norm of the gradient, or another power, allows an overflow.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import fsum, sqrt
 
@@ -48,6 +48,7 @@ def undone_on_overflow(
     types: Mapping[str, DType],
     exp: float,
     norm: float | None = None,
+    restored: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Return a context that restores averages, inverses and generator after an error.
 
@@ -58,6 +59,7 @@ def undone_on_overflow(
         exp: The power of the damped Fisher matrix.
         norm: Upper bound of the norm of the gradient; None to compute the norm. Several processes
             pass one bound, so that they decide equally.
+        restored: Called after the averages were restored.
 
     Yields:
         Nothing.
@@ -80,6 +82,7 @@ def undone_on_overflow(
                 moved.set_pending(None)
             for factor in saved:
                 factor.restore()
+            restored()
             raise
 
 

@@ -5,59 +5,85 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kfac_engine._types import Array
-from kfac_engine.curvature.blocks.base import uses
+from kfac_engine._types import Array, Params, Rows
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
-from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
+from kfac_engine.engine.model_size import model_size
+from kfac_engine.engine.parameter_parts import ParameterPart, parameter_parts
+from kfac_engine.engine.report import LayerReport
+from kfac_engine.ranks.layer_owners import layer_owners
 from kfac_engine.ranks.messages import broadcast_arrays
-from kfac_engine.ranks.owners import Load, owners, together
 from kfac_engine.ranks.packing import Form
 
 
 class Shard(Distribution):
     """The owner of a layer receives its gradient, and sends its natural gradient to all ranks.
 
-    Layers that share a parameter or a factor have one owner. Owners are chosen once, by the
-    multiplications of a step: those of products, and those of refreshes divided by their period.
+    Owners are chosen once; see ``ranks.layer_owners``. A large layer may have several.
     """
 
-    def __init__(self, shards: BatchShards, assembly: Assembly, estimator: FisherEstimator) -> None:
-        super().__init__(shards, assembly, estimator)
-        self._owners = parameter_owners(assembly, estimator, shards.communicator.size)
-        parameter_of = _parameters(assembly)
-        self._factor_owners = {
-            id(factor): self._owners[parameter_of[uses(key)[0]]]
-            for key, block in assembly.collection.fisher_blocks.items()
-            for factor in block.factors
-        }
+    def __init__(
+        self,
+        shards: BatchShards,
+        assembly: Assembly,
+        estimator: FisherEstimator,
+        reports: Callable[[], Iterable[LayerReport]],
+    ) -> None:
+        super().__init__(shards, assembly, estimator, reports)
+        rank, layers = shards.communicator.rank, tuple(reports())
+        period = estimator.refreshes.schedule.refresh_every
+        owners = layer_owners(model_size(assembly, layers), shards.communicator.size, period)
+        self._parts: dict[str, tuple[ParameterPart, ...]] = {}
+        self._factor_owners: dict[int, tuple[int, ...]] = {}
+        columns: dict[Params, slice] = {}
+        for layer, parts in zip(layers, owners.values(), strict=True):
+            block = assembly.collection.fisher_blocks[layer.key]
+            shapes = [assembly.model.parameters[name].shape for name in layer.parameters]
+            self._parts |= zip(layer.parameters, parameter_parts(block, shapes, parts), strict=True)
+            ranks = tuple(part.owner for part in parts)
+            self._factor_owners |= {id(factor): ranks for factor in block.factors}
+            if len(parts) > 1 and block.divisible == "columns" and rank in ranks:
+                mine = parts[ranks.index(rank)]
+                columns[layer.key] = slice(mine.start, mine.stop)
+        self.columns = columns
 
     def sum_gradients(
         self, gradients: dict[str, Array], others: Sequence[Array]
-    ) -> dict[str, Array]:
+    ) -> Mapping[str, Array | Rows]:
         self._shards.sum(others)
         if not gradients:
             return {}
-        names = self._in_order(gradients)
-        forms = [Form(gradients[name].shape, gradients[name].dtype) for name in names]
-        message = self._message(forms, [self._owners[name] for name in names])
-        sums = zip(names, message.sum([gradients[name] for name in names]), strict=True)
-        return {name: total for name, total in sums if total is not None}
+        pieces = self._pieces(gradients)
+        arrays = [part.needed(gradients[name]) for name, part in pieces]
+        forms = [Form(array.shape, array.dtype) for array in arrays]
+        message = self._message(forms, [part.owner for _, part in pieces])
+        sums = zip(pieces, message.sum(arrays), strict=True)
+        return {
+            name: self._rows(part, total, gradients[name].shape)
+            for (name, part), total in sums
+            if total is not None
+        }
 
-    def owned(self, vectors: Mapping[str, Array]) -> Mapping[str, Array]:
-        rank = self._communicator.rank
-        return {name: array for name, array in vectors.items() if self._owners[name] == rank}
+    def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
+        owned: dict[str, Array | Rows] = {}
+        for name, vector in vectors.items():
+            part = self._part(name)
+            if part is not None:
+                owned[name] = self._operand(part, vector)
+        return owned
 
-    def gather(self, gradients: dict[str, Array], shards: Mapping[str, Array]) -> dict[str, Array]:
+    def gather(
+        self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
+    ) -> dict[str, Array]:
         forms = {name: Form(array.shape, array.dtype) for name, array in shards.items()}
         return self._gather(gradients, forms, views=False)
 
     def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array]]
+        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
     ) -> dict[str, Array]:
         parameters = self._assembly.model.parameters
         forms = {
@@ -83,7 +109,7 @@ class Shard(Distribution):
         local = [r for f, task in pairs if not f.measures_with_results for r in task.requests]
         results = dict(compute(local)())
         if shared:
-            ranks = [self._factor_owners[id(factor)] for factor, _ in shared]
+            ranks = [self._factor_owners[id(factor)][0] for factor, _ in shared]
             results |= self._compute_on_owners([task for _, task in shared], ranks, compute)()
         self._mark(divided=True)
         return lambda: results
@@ -95,7 +121,7 @@ class Shard(Distribution):
     @contextmanager
     def all_results(self) -> Iterator[None]:
         for factor in self._estimator.factors:
-            rank = self._factor_owners[id(factor)]
+            rank = self._factor_owners[id(factor)][0]
             arrays = factor.arrays()
             received = broadcast_arrays(self._communicator, rank, arrays)
             if self._communicator.rank == 0 != rank:
@@ -117,7 +143,7 @@ class Shard(Distribution):
         factor.traces_of_average = traces
 
     def _gather(
-        self, arrays: Mapping[str, Array], forms: Mapping[str, Form], *, views: bool
+        self, arrays: Mapping[str, Array | Rows], forms: Mapping[str, Form], *, views: bool
     ) -> dict[str, Array]:
         """Return the arrays of all parameters, of which each owner has its own.
 
@@ -126,63 +152,48 @@ class Shard(Distribution):
             forms: Parameter to the form of its array, of all ranks.
             views: As for ``OwnedArrays.gather``.
         """
-        ordered = self._in_order(forms)
-        message = self._message([forms[n] for n in ordered], [self._owners[n] for n in ordered])
+        pieces = self._pieces(forms)
+        parts_of = [Form(part.shape(forms[name].shape), forms[name].dtype) for name, part in pieces]
+        message = self._message(parts_of, [part.owner for _, part in pieces])
+        mine = [self._sent(part, arrays[n]) for n, part in pieces if self._part(n) is part]
         with self._shards.agreement.exchanging():
-            received = message.gather([arrays[n] for n in ordered if n in arrays], views=views)
-        gathered = dict(zip(ordered, received, strict=True))
+            received = message.gather(mine, views=views)
+        gathered: dict[str, Array] = {}
+        for (name, part), array in zip(pieces, received, strict=True):
+            if part.divisible is None:
+                gathered[name] = array
+                continue
+            if name not in gathered:
+                gathered[name] = self._backend.xp.empty(forms[name].shape, forms[name].dtype)
+            part.of(gathered[name])[...] = array
         return {name: gathered[name] for name in forms}
 
     def _is_owned(self, factor: FisherFactor) -> bool:
-        return self._factor_owners[id(factor)] == self._communicator.rank
+        return self._communicator.rank in self._factor_owners[id(factor)]
 
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Return parameters in the order of their owners."""
-        return sorted(names, key=lambda name: (self._owners[name], name))
+    def _pieces(self, names: Iterable[str]) -> list[tuple[str, ParameterPart]]:
+        """Return the parts of parameters in the order of their owners."""
+        pieces = [(name, part) for name in names for part in self._parts[name]]
+        return sorted(pieces, key=lambda piece: (piece[1].owner, piece[0]))
 
+    def _part(self, name: str) -> ParameterPart | None:
+        """Return the part of a parameter that this rank owns."""
+        rank = self._communicator.rank
+        return next((part for part in self._parts[name] if part.owner == rank), None)
 
-def parameter_owners(assembly: Assembly, estimator: FisherEstimator, size: int) -> dict[str, int]:
-    """Return the rank that owns each parameter.
+    def _operand(self, part: ParameterPart, vector: Array | Rows) -> Array | Rows:
+        """Return the vector that the block of a part multiplies."""
+        if isinstance(vector, Rows):
+            return vector
+        return self._rows(part, part.needed(vector), vector.shape)
 
-    Args:
-        assembly: The model with its blocks.
-        estimator: Its schedule has the period of the refreshes.
-        size: Number of ranks.
+    def _rows(self, part: ParameterPart, needed: Array, shape: tuple[int, ...]) -> Array | Rows:
+        """Return the needed entries of an array of a given shape as the operand of a block."""
+        if part.divisible != "rows":
+            return needed
+        return Rows(self._backend.xp.arange(part.start, part.stop), needed, shape[0])
 
-    Returns:
-        Parameter to rank. Parameters of one block, and those whose blocks share a factor, have one
-        owner.
-    """
-    collection, parameters = assembly.collection, assembly.model.parameters
-    shapes, refreshed = factor_shapes(collection), refreshed_shapes(collection)
-    parameter_of = _parameters(assembly)
-    members: dict[str, list[str]] = {name: [] for name in parameters}
-    costs = dict.fromkeys(parameters, 0.0)
-    counted: set[int] = set()
-    for index, (key, block) in enumerate(collection.fisher_blocks.items()):
-        names = [parameter_of[part] for part in uses(key)]
-        factors = [id(factor) for factor in block.factors]
-        for name in names:
-            members[name] += [f"block {index}", *(f"factor {factor}" for factor in factors)]
-            sides = sum(shapes[factor][-1] for factor in factors if len(shapes[factor]) > 1)
-            costs[name] += float(parameters[name].size) * sides
-        refreshes = sum(
-            refresh_cost(shape)
-            for factor in factors
-            if factor not in counted
-            for shape in refreshed.get(factor, ())
-        )
-        costs[names[0]] += refreshes / estimator.refreshes.schedule.refresh_every
-        counted.update(factors)
-    groups = {group[0]: group for group in together(members)}
-    works = {
-        key: Load(sum(costs[n] for n in group), sum(parameters[n].nbytes for n in group))
-        for key, group in groups.items()
-    }
-    ranks = owners(works, size)
-    return {name: ranks[key] for key, group in groups.items() for name in group}
-
-
-def _parameters(assembly: Assembly) -> dict[str, str]:
-    """Return the parameter of each of its slices, by the name of the slice."""
-    return {part.name: name for name, parts in assembly.discovery.parts.items() for part in parts}
+    @staticmethod
+    def _sent(part: ParameterPart, vector: Array | Rows) -> Array:
+        """Return the entries that an owner sends to all ranks."""
+        return vector.values if isinstance(vector, Rows) else part.of(vector)

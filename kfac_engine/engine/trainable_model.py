@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
@@ -371,11 +371,12 @@ class TrainableModel(Sealed):
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
 
-    def _record(self, loss: float, gradients: Mapping[str, Array]) -> None:
+    def _record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
         """Record the loss of a batch, and check sums of gradients over several processes."""
         if not self._shards.alone:
+            arrays = {name: entries(gradient) for name, gradient in gradients.items()}
             with self._history.explain():
-                check_finite(gradients, self._model.memory_space)
+                check_finite(arrays, self._model.memory_space)
         self._history.add(loss)
 
     def _warn_of_export(self) -> None:

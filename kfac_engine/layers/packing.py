@@ -66,6 +66,12 @@ class Packing:
         """Number of axes of the weight that are rows: all but one, or one if transposed."""
         return 1 if self.weight_format in _TRANSPOSED_AXES else len(self.axes) - 1
 
+    @property
+    def column_axis(self) -> int | None:
+        """The axis of the weight that has the outputs; None if several axes have them."""
+        columns = self.axes[self.row_axes :]
+        return columns[0] if len(columns) == 1 else None
+
     def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the spatial shape of a filter; empty for a dense weight."""
         return tuple(weight_shape[axis] for axis in self.axes[:-2])

@@ -7,15 +7,17 @@ entries. The result is the position in the parameter of each entry of a value.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, entries
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Graph, Node
+
+Entries = TypeVar("Entries", Array, Array | Rows)
 
 # Receives the positions of the operand's entries, the node, the constants and the shapes of the
 # results; returns the positions of the entries of each result.
@@ -67,16 +69,19 @@ class ParameterSlice:
     # Copy of ``index`` on a device, which the first use of an array of that device creates.
     _device_index: Array | None = field(default=None, init=False, repr=False)
 
-    def read(self, array: Array) -> Array:
+    def read(self, array: Entries) -> Entries:
         """Return the entries of an array in the shape of the parameter.
 
         Args:
-            array: An array of the host or of a device, in the shape of the parameter.
+            array: An array of the host or of a device, in the shape of the parameter; rows of it if
+                the slice has all entries.
 
         Returns:
             The entries, in the shape of the value.
         """
-        return array if self.index is None else array.reshape(-1)[self._index_for(array)]
+        if self.index is None or isinstance(array, Rows):
+            return array
+        return array.reshape(-1)[self._index_for(array)]
 
     def write(self, flat: Array, entries: Array) -> None:
         """Set the entries of an array, in place.
@@ -159,13 +164,13 @@ def rearrange_entries(
 
 
 def split(
-    parts: Mapping[str, Sequence[ParameterSlice]], arrays: Mapping[str, Array]
-) -> dict[str, Array]:
+    parts: Mapping[str, Sequence[ParameterSlice]], arrays: Mapping[str, Entries]
+) -> dict[str, Entries]:
     """Divide arrays in the shapes of parameters into slices.
 
     Args:
         parts: Parameter name to its slices.
-        arrays: Parameter name to array.
+        arrays: Parameter name to array; rows of parameters of one slice.
 
     Returns:
         Slice name to array.
@@ -174,8 +179,8 @@ def split(
 
 
 def join(
-    parts: Sequence[ParameterSlice], arrays: Mapping[str, Array], like: Array, rest: float
-) -> Array:
+    parts: Sequence[ParameterSlice], arrays: Mapping[str, Entries], like: Entries, rest: float
+) -> Entries:
     """Assemble an array in the shape of a parameter; the inverse of ``split``.
 
     Args:
@@ -187,11 +192,11 @@ def join(
     Returns:
         An array in the shape of the parameter.
     """
-    if len(parts) == 1 and parts[0].index is None:
+    if (len(parts) == 1 and parts[0].index is None) or isinstance(like, Rows):
         return arrays[parts[0].name]
     joined: Array = (like * rest).astype(like.dtype).reshape(-1)
     for part in parts:
-        part.write(joined, arrays[part.name])
+        part.write(joined, entries(arrays[part.name]))
     return joined.reshape(like.shape)
 
 

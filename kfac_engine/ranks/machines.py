@@ -8,7 +8,8 @@ within a node first and then between nodes. The predictions have not been compar
 from dataclasses import dataclass, fields
 from math import ceil, log2
 
-from kfac_engine.ranks.cost import PASSES, FactorSize, Message, ModelSize, Periods, RankCost
+from kfac_engine.ranks.cost import PASSES, Message, RankCost
+from kfac_engine.ranks.sizes import FactorSize, ModelSize, Periods
 
 # Votes of a step, each an all-reduce of a few bytes.
 _VOTES = 3
@@ -161,8 +162,9 @@ def _one_pass(count: float, ranks: int, machine: Machine) -> float:
 def _refresh(model: ModelSize, cost: RankCost, machine: Machine) -> float:
     """Return the seconds of a refresh of all factors on the rank that takes longest."""
     seconds: dict[int, float] = {}
-    for name, rank in cost.factor_owners.items():
-        seconds[rank] = seconds.get(rank, 0.0) + _inverse(model.factors[name], machine)
+    for name, ranks in cost.factor_owners.items():
+        for rank in ranks:
+            seconds[rank] = seconds.get(rank, 0.0) + _inverse(model.factors[name], machine)
     return max(seconds.values(), default=0.0)
 
 

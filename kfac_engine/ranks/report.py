@@ -4,15 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kfac_engine.ranks.cost import (
-    DISTRIBUTIONS,
-    Distribution,
-    ModelSize,
-    Periods,
-    RankCost,
-    rank_cost,
-)
+from kfac_engine.ranks.cost import DISTRIBUTIONS, Distribution, RankCost, rank_cost
 from kfac_engine.ranks.machines import MACHINES, Machine, StepPrediction, predict_step
+from kfac_engine.ranks.sizes import ModelSize, Periods
 
 # Predictions that differ by less are equal.
 _LEAST_GAIN = 0.02
@@ -124,10 +118,11 @@ def _on(machines: Iterable[str], both: bool) -> str:
 
 def _largest_share(model: ModelSize, shard: RankCost) -> str:
     """Return the share of parameters of the rank that owns most, and its largest block."""
-    sums = Counter[int]()
-    for name, rank in shard.block_owners.items():
-        sums[rank] += model.blocks[name].numbers
+    sums, largest = Counter[int](), dict[int, tuple[float, str]]()
+    for name, parts in shard.block_owners.items():
+        for part in parts:
+            numbers = model.blocks[name].numbers * (part.stop - part.start) // parts[-1].stop
+            sums[part.owner] += numbers
+            largest[part.owner] = max(largest.get(part.owner, (0, "")), (numbers, name))
     ((owner, most),) = sums.most_common(1)
-    blocks = (name for name, rank in shard.block_owners.items() if rank == owner)
-    largest = max(blocks, key=lambda name: model.blocks[name].numbers)
-    return f"{100 * most / sums.total():.0f} % of the parameters, among them {largest}"
+    return f"{100 * most / sums.total():.0f} % of the parameters, among them {largest[owner][1]}"

@@ -5,7 +5,7 @@ A layer is the size of ``A`` (with the bias), the size of ``G``, and its rows fo
 
 from typing import NamedTuple
 
-from kfac_engine.ranks.cost import BlockSize, FactorSize, ModelSize
+from kfac_engine.ranks.sizes import BlockSize, FactorSize, ModelSize
 
 
 class Layer(NamedTuple):
@@ -54,8 +54,8 @@ BATCHES = {
 }
 
 
-def model_size(name):
-    """The sizes of a model with the batch of one rank."""
+def model_size(name, *, divisible=True):
+    """The sizes of a model with the batch of one rank; several ranks may own a table."""
     examples, between = BATCHES[name]
     factors, blocks = {}, {}
     for index, layer in enumerate(MODELS[name]):
@@ -71,5 +71,7 @@ def model_size(name):
             rows=rows,
             forward=2 * rows * numbers + between / len(MODELS[name]),
             products=2 * numbers * sum(layer.sizes),
+            divisible="rows" if layer.diagonal and divisible else None,
+            extent=layer.a if layer.diagonal else 1,
         )
     return ModelSize(blocks, factors)

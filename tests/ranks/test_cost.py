@@ -5,17 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kfac_engine.errors import InputError
-from kfac_engine.ranks.cost import (
-    DISTRIBUTIONS,
-    BlockSize,
-    FactorSize,
-    Message,
-    ModelSize,
-    Periods,
-    block_owners,
-    rank_cost,
-)
+from kfac_engine.ranks.cost import DISTRIBUTIONS, Message, rank_cost
+from kfac_engine.ranks.layer_owners import layer_owners
 from kfac_engine.ranks.machines import CPUS, H200, MACHINES, SLOW, predict_step
+from kfac_engine.ranks.sizes import BlockSize, FactorSize, ModelSize, Periods
 from tests.ranks.known_models import MODELS, model_size
 
 EVERY_100 = Periods(refresh_every=100, covariance_every=10)
@@ -24,6 +17,11 @@ EVERY_100 = Periods(refresh_every=100, covariance_every=10)
 def square(size):
     """A factor with an inverse."""
     return FactorSize((size, size), size**2, size**3, symmetric=True, divided=True)
+
+
+def owners_of(parts):
+    """The owners of each block."""
+    return {key: [part.owner for part in of_block] for key, of_block in parts.items()}
 
 
 def two_layers():
@@ -80,8 +78,8 @@ def test_memory_and_work_of_two_layers_are_those_of_the_largest_rank():
     assert shard.refresh == 2**3 + 4**3
     assert replicate.products == 60 + 96
     assert shard.products == 96
-    assert shard.block_owners == {"two": 0, "one": 1}
-    assert shard.factor_owners == {"A": 1, "B": 1, "C": 0, "D": 0}
+    assert owners_of(shard.block_owners) == {"two": [0], "one": [1]}
+    assert shard.factor_owners == {"A": (1,), "B": (1,), "C": (0,), "D": (0,)}
 
 
 def test_sgd_has_gradients_only():
@@ -112,15 +110,15 @@ def test_a_shared_factor_counts_once_and_its_layers_have_one_owner():
     triangles = 4 * (6 + 3 + 3 + 10 + 10)
     cost = rank_cost(shared, "replicate", 2, Periods(refresh_every=1))
     assert cost.handed_over == 4 * (6 + 8 + 12) + 2 * triangles
-    assigned = block_owners(shared, 3)
+    assigned = owners_of(layer_owners(shared, 3))
     assert assigned["one"] == assigned["three"] != assigned["two"]
 
 
 def test_slices_of_a_parameter_have_one_owner():
     model = two_layers()
     blocks = {key: replace(block, parameters=("stack",)) for key, block in model.blocks.items()}
-    assert block_owners(replace(model, blocks=blocks), 2) == {"one": 0, "two": 0}
-    assert block_owners(model, 2) == {"one": 1, "two": 0}
+    assert owners_of(layer_owners(replace(model, blocks=blocks), 2)) == {"one": [0], "two": [0]}
+    assert owners_of(layer_owners(model, 2)) == {"one": [1], "two": [0]}
 
 
 def test_results_that_measurements_need_are_on_all_ranks():
@@ -227,7 +225,8 @@ def test_statistics_of_rare_updates_take_their_share_of_a_step():
     assert seldom.passes == pytest.approx(often.passes * 3.1 / 4, rel=1e-12)
 
 
-MODELS_BY_SIZE = {name: model_size(name) for name in MODELS}
+# The independent figures below have one owner for a table.
+MODELS_BY_SIZE = {name: model_size(name, divisible=False) for name in MODELS}
 # Megabytes that a rank sends in a step, with many ranks, of an independent model of the same cost.
 TRAFFIC = {
     ("ResNet-50", 10): (204, 266, 235),
@@ -292,6 +291,28 @@ def test_curvature_of_known_models_in_gigabytes(model, replicate, shard):
     mean = averages + inverses / len(size.blocks)
     assert mean / 1e9 == pytest.approx(shard, abs=0.0051)
     assert mean < cost.memory < 1.2 * mean
+
+
+def test_rows_of_the_table_of_gpt2_are_divided_evenly_for_few_more_bytes():
+    ranks = 64
+    whole, divided = (
+        rank_cost(model_size("GPT-2 small", divisible=divisible), "shard", ranks)
+        for divisible in (False, True)
+    )
+    assert whole.traffic < divided.traffic < 1.01 * whole.traffic
+    for message in divided.messages[:2]:
+        # The share of a rank is 1 / 64; the largest other layers have 1 / 53 each.
+        assert message.largest < message.bytes / 50
+    assert whole.messages[0].largest > whole.messages[0].bytes / 4
+    assert 3 * divided.products < whole.products
+    # The message is as fast as that of equal parts: an all-reduce of replicate.
+    steps = [
+        predict_step(
+            model_size("GPT-2 small"), rank_cost(model_size("GPT-2 small"), name, ranks), SLOW
+        )
+        for name in ("replicate", "shard")
+    ]
+    assert steps[1].total < steps[0].total
 
 
 def test_machines_name_the_source_of_their_constants():

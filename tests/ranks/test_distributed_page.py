@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kfac_engine.ranks.layer_owners import layer_owners
 from scripts import list_distributions
 from tests.pages import blocks
-from tests.ranks.known_models import MODELS
+from tests.ranks.known_models import MODELS, model_size
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "distributed.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -58,7 +59,9 @@ def test_limits_of_a_refresh_are_those_of_the_largest_factors(model, ranks, sent
 
 def test_shares_of_the_text_are_those_of_the_models():
     numbers = [layer.a * layer.g for layer in MODELS["GPT-2 small"]]
-    assert "has 31 % of them" in TEXT
+    assert "has 31 % of the parameters, has 17 owners of its rows on 64 ranks" in TEXT
+    owners = layer_owners(model_size("GPT-2 small"), 64)
+    assert max(map(len, owners.values())) == 17
     assert round(100 * max(numbers) / sum(numbers)) == 31
     costs = [size**3 for layer in MODELS["ResNet-50"] for size in layer.sizes]
     assert "three factors of 4608 rows, each with 22 %" in TEXT

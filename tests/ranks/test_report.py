@@ -2,9 +2,9 @@
 
 import pytest
 
-from kfac_engine.ranks.cost import BlockSize, FactorSize, ModelSize, Periods
 from kfac_engine.ranks.machines import H200, SLOW
 from kfac_engine.ranks.report import ranks_report
+from kfac_engine.ranks.sizes import BlockSize, FactorSize, ModelSize, Periods
 from tests.ranks.known_models import model_size
 
 

@@ -14,6 +14,7 @@ from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.printable import shortened
+from kfac_engine.ranks.sizes import Divisible
 from kfac_engine.text.summary import dimensions
 
 Factor = TypeVar("Factor", bound=FisherFactor)
@@ -171,6 +172,14 @@ class FisherBlock(InverseProducts, ABC):
     def work(self) -> float:
         """Approximate number of multiplications of a product; small before the first batch."""
         return float(sum(prod(shape_of(factor)) for factor in self.factors))
+
+    @property
+    def divisible(self) -> Divisible | None:
+        """The parts of a product that several processes can compute; None for whole products only.
+
+        ``"rows"``: products with ``Rows``. ``"columns"``: ``KroneckerProductFB.multiply_columns``.
+        """
+        return None
 
     @abstractmethod
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:

@@ -11,6 +11,7 @@ from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
 from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.ranks.sizes import Divisible
 
 TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 
@@ -34,6 +35,10 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
         output_side: Side = DENSE,
     ) -> None:
         super().__init__(collection, form, num_uses, input_side=TOKEN_IDS, output_side=output_side)
+
+    @property
+    def divisible(self) -> Divisible | None:
+        return "rows"
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         if not isinstance(vector, Rows):

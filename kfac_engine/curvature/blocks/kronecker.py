@@ -29,11 +29,20 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.sampled import SampledFactor
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment
-from kfac_engine.curvature.linalg.kronecker import multiply_parts, pi_correction
+from kfac_engine.curvature.linalg.kronecker import (
+    multiply_in_turn,
+    multiply_parts,
+    pi_correction,
+)
 from kfac_engine.errors import NotReadyError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.uses import rows_per_example
+from kfac_engine.ranks.sizes import Divisible
+
+# Factors whose powers are stored matrices of the size of their side.
+_MATRICES = (DenseSquareMatrixFactor, SampledFactor)
 
 
 def _square(d: int) -> tuple[int, ...]:
@@ -235,6 +244,13 @@ class KroneckerProductFB(FisherBlock):
         sizes = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
         return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(sizes, 1)
 
+    @property
+    def divisible(self) -> Divisible | None:
+        whole_matrices = all(type(factor) in _MATRICES for factor in self.factors)
+        one_axis = self.form.packing.column_axis is not None
+        plain = type(self) is KroneckerProductFB  # subclasses have other products
+        return "columns" if plain and whole_matrices and one_axis else None
+
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
         (A, G), (damping_a, damping_g) = self.factors, self._dampings
@@ -245,6 +261,34 @@ class KroneckerProductFB(FisherBlock):
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
         return self.form.packing.unpack(scale * V, vector)
+
+    def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
+        """Compute some columns of a product, those of some outputs, for a ``divisible`` block.
+
+        Args:
+            vector: As for ``multiply_matpower``.
+            exp: A registered power.
+            columns: The columns.
+
+        Returns:
+            New arrays in the form of ``vector``; their other columns are zero.
+        """
+        vector = self._operand(vector)
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
+        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+        assert left is not None, "matrices store registered powers"
+        assert right is not None, "matrices store registered powers"
+        xp, packing = self._collection.backend.xp, self.form.packing
+        parts = packing.parts(vector, self.params)
+        dtype = xp.result_type(left, right, *parts)
+        parts = tuple(part.astype(dtype, copy=False) for part in parts)
+        out = packing.empty_parts(parts, dtype, xp)
+        for part in out:
+            part[...] = 0.0
+        chosen = [part[..., columns] for part in out]
+        right = float(self.repeats) ** exp * right[:, columns]
+        multiply_in_turn(left, right, parts, chosen, self._collection.backend)
+        return packing.joined(out, vector)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
         return self._multiply_root(vector, transpose=transpose, inverse=False)
