@@ -193,15 +193,20 @@ class CovarianceUpdates:
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Return a context that restores the generator after an error: its draws are not used.
+        """Return a context that restores generator and element types after an error.
+
+        The draws of a refused batch are not used, and its numbers need no wider averages.
 
         Yields:
             Nothing.
         """
-        bits = self.sources.rng.bit_generator
+        bits, factors = self.sources.rng.bit_generator, self.updater.factors
         before: Mapping[str, Any] = bits.state
+        types = [factor.narrowest for factor in factors]
         try:
             yield
         except BaseException:
             bits.state = before
+            for factor, narrowest in zip(factors, types, strict=True):
+                factor.narrowest = narrowest
             raise

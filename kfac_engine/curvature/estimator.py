@@ -280,8 +280,9 @@ class FisherEstimator(Sealed):
         self.statistics.add(chosen, trace, 1.0, weight, draws, scales)
 
     def update_inverses(self) -> None:
-        """Recompute every registered power from the current averages."""
-        self.refreshes.begin()()
+        """Recompute every registered power from the current averages; a collective call."""
+        with self.refreshes.division.meeting():
+            self.refreshes.begin()()
 
     def wait(self) -> None:
         """Complete all refreshes that were begun."""
@@ -299,7 +300,16 @@ class FisherEstimator(Sealed):
 
     @property
     def inv_update_thunks(self) -> list[Callable[[], None]]:
-        """Callables that refresh one factor each, in the order of creation."""
+        """Callables that refresh one factor each, in the order of creation.
+
+        Raises:
+            UnsupportedError: The averages are divided among the processes of a communicator.
+        """
+        if self.statistics.divided:
+            raise UnsupportedError(
+                "the processes of a communicator refresh factors together; call update_inverses() "
+                "on all of them."
+            )
         return [factor.refresh for factor in self.factors]
 
     def get_cov_vars(self) -> tuple[list[Array], ...]:

@@ -90,6 +90,7 @@ class Refreshes:
 
     @schedule.setter
     def schedule(self, value: Schedule) -> None:
+        self.check_policy(value.policy)
         planner = Planner(self.works, value)
         if self._planner is not None:
             planner.state = self._planner.state
@@ -122,7 +123,6 @@ class Refreshes:
             KfacError: As for ``begin``.
         """
         planner, start = planner or self.planner, perf_counter()
-        self._check_policy(planner.schedule.policy)
         due = planner.refreshes(counter, self._drifts_for(planner, counter, moved=moved), bound)
         finish = self.begin(due)
         if not planner.schedule.overlap or counter == 0:
@@ -194,8 +194,12 @@ class Refreshes:
                 if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
                     self._samples[key] = samples
 
-    def _check_policy(self, policy: str) -> None:
-        """Refuse a policy by which several processes would choose different factors."""
+    def check_policy(self, policy: str) -> None:
+        """Refuse a policy by which several processes would choose different factors.
+
+        Raises:
+            UnsupportedError: The policy reads times or averages of one process.
+        """
         if self.division is not UNDIVIDED and policy in ADAPTIVE:
             raise UnsupportedError(
                 f"policy '{policy}' reads times or averages of one process; with a communicator, "

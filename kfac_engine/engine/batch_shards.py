@@ -1,7 +1,8 @@
 """The shard of a batch that a process has, and sums over the shards of all processes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from kfac_engine.ranks.shards import Rows
 from kfac_engine.ranks.sums import sum_arrays, summed
 from kfac_engine.runtime.trace import Trace
 
+# Batches between two comparisons of the parameters.
+_CHECKED_EVERY = 100
+
 
 class BatchShards:
     """The shards of each batch over the ranks of a communicator, in the order of the ranks.
@@ -21,6 +25,7 @@ class BatchShards:
     Args:
         communicator: The ranks; None for a single process.
         objective: The loss.
+        parameters: Returns the parameters on the host.
 
     Attributes:
         agreement: Votes of the ranks.
@@ -28,11 +33,17 @@ class BatchShards:
         counts: Number of examples of each rank in the latest batch.
     """
 
-    def __init__(self, communicator: Communicator | None, objective: Objective) -> None:
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        objective: Objective,
+        parameters: Callable[[], Mapping[str, Array]],
+    ) -> None:
         self.agreement = Agreement(communicator or Alone())
         self.rows = Rows(0, 0, 0)
         self.counts: tuple[int, ...] = ()
-        self._objective = objective
+        self._objective, self._parameters = objective, parameters
+        self._meetings = 0
 
     @property
     def alone(self) -> bool:
@@ -56,7 +67,7 @@ class BatchShards:
         examples: int | None = None,
         equal: Mapping[str, str] | None = None,
     ) -> int | None:
-        """Exchange the sizes of the shards of a batch.
+        """Exchange the sizes of the shards of a batch; at times, compare the parameters.
 
         Args:
             trace: The shard of this rank, or a part of it.
@@ -68,14 +79,17 @@ class BatchShards:
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
-            RankError: Values of ``equal`` differ between ranks.
+            RankError: Values of ``equal``, or parameters, differ between ranks.
             KfacError: A rank has failed.
         """
         if self.alone:
             return examples
-        count, equal = self._objective.examples(trace), equal or {}
+        count, equal = self._objective.examples(trace), dict(equal or {})
+        if self._meetings % _CHECKED_EVERY == 0:
+            equal |= parameter_checksums(self._parameters())
+        self._meetings += 1
         sizes = count, self._objective.positions(trace), count if examples is None else examples
-        table = self.agreement.vote(*sizes, *checksums(equal))
+        table = self.agreement.vote(*sizes, *checksums(equal), place="sizes of shards")
         self.agreement.refuse_unequal(list(equal), table[:, 3:])
         counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
@@ -90,11 +104,12 @@ class BatchShards:
         self.counts = tuple(int(n) for n in shards)
         return sum(self.counts)
 
-    def total(self, number: float) -> float:
+    def total(self, number: float, place: str) -> float:
         """Meet all ranks, and return the sum of a number.
 
         Args:
             number: The number of this rank.
+            place: As for ``Agreement.vote``.
 
         Returns:
             The sum over the ranks, with the same bits on all of them.
@@ -102,7 +117,7 @@ class BatchShards:
         Raises:
             KfacError: A rank has failed.
         """
-        return number if self.alone else float(self.agreement.vote(number).sum())
+        return number if self.alone else float(self.agreement.vote(number, place=place).sum())
 
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.
@@ -122,6 +137,16 @@ class BatchShards:
             The sums, new.
         """
         return summed(self.communicator, arrays)
+
+
+def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
+    """Return checksums of parameters, for ``Agreement.require_equal``.
+
+    Args:
+        parameters: The parameters of this rank on the host.
+    """
+    sums = (crc32(array.tobytes()) for array in parameters.values())
+    return {"parameters": " ".join(map(str, sums))}
 
 
 def check_communicator(communicator: object) -> None:

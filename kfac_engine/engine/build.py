@@ -25,6 +25,8 @@ from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
@@ -105,6 +107,17 @@ class Assembly:
         return tuple(self.model.backward(losses, tuple(dict.fromkeys(n))) for n in graphs if n)
 
 
+def _threads(chosen: int | None, communicator: Communicator | None) -> int:
+    """Return the number of threads: that of the option, or the default.
+
+    Products in another number of threads may be rounded differently. The default is therefore the
+    same in all processes of a communicator: that of the process with the smallest share of cores.
+    """
+    share = default_count(getattr(communicator, "local_size", 1))
+    least = Agreement(communicator or Alone()).vote(share, place="threads").min()
+    return chosen or int(least)
+
+
 def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
     """Load a model, register its layers and losses, and create the estimator of its curvature.
 
@@ -121,7 +134,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         UnsupportedError: The mode needs the examples on another axis.
         ModelError: The loss depends on no trainable parameter.
     """
-    threads = options.threads or default_count(getattr(options.communicator, "local_size", 1))
+    threads = _threads(options.threads, options.communicator)
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
     inputs = options.sample_inputs
     if isinstance(inputs, Mapping):

@@ -176,7 +176,7 @@ class CurvatureProducts:
     def _sum(self, arrays: Sequence[Array]) -> None:
         """Sum arrays over the shards of all processes, in place."""
         if not self._shards.alone:
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="curvature products")
             self._shards.sum(arrays)
 
 

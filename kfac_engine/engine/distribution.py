@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from math import fsum, sqrt
 from types import MappingProxyType
+from zlib import crc32
 
 import numpy as np
 
@@ -41,19 +41,6 @@ from kfac_engine.ranks.messages import OwnedArrays
 from kfac_engine.ranks.packing import Form
 
 _WIDE = np.dtype(np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Numbers of a batch over all ranks.
-
-    Attributes:
-        loss: The loss.
-        norm_bound: Upper bound of the norm of the gradient; None in one process.
-    """
-
-    loss: float
-    norm_bound: float | None = None
 
 
 class Distribution(ABC):
@@ -106,7 +93,7 @@ class Distribution(ABC):
         loss: float,
         update: PendingUpdate | None,
         gradients: Mapping[str, Array] = MappingProxyType({}),
-    ) -> Totals:
+    ) -> tuple[float, float | None]:
         """Meet all ranks after they have differentiated and measured their shards.
 
         Args:
@@ -116,7 +103,8 @@ class Distribution(ABC):
             gradients: The gradients of the shard.
 
         Returns:
-            The loss of the batch, and a bound of the norm of its gradient.
+            The loss of the batch, and an upper bound of the norm of its gradient; None for the
+            bound in one process.
 
         Raises:
             KfacError: A rank has failed.
@@ -124,18 +112,13 @@ class Distribution(ABC):
         if self._shards.alone:
             if update is not None:
                 self._estimator.statistics.updater.combined(update)
-            return Totals(loss)
+            return loss, None
         self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
-        measured = [] if update is None else list(update.measured)
-        wide = sum(measurement.dtype == _WIDE for _, measurement in measured)
-        losses, wides, norms = self._shards.agreement.vote(loss, wide, norm).T
-        if len(set(wides)) > 1:  # numbers of one rank need float64
-            for factor, measurement in measured:
-                factor.narrowest = _WIDE
-                measurement.widen()
-        self._weigh([measurement for _, measurement in measured])
-        return Totals(float(losses.sum()), float(norms.sum()))
+        measurements = [] if update is None else [m for _, m in update.measured]
+        losses, norms = self._agree(measurements, loss, norm, place="measured statistics")
+        self._weigh(measurements)
+        return float(losses.sum()), float(norms.sum())
 
     def combine(
         self, update: PendingUpdate | None, gradients: dict[str, Array] | None = None
@@ -162,7 +145,7 @@ class Distribution(ABC):
         """Make all averages whole on all ranks; a collective call."""
         if self._whole or self._shards.alone:
             return
-        self._shards.agreement.vote()
+        self._shards.agreement.vote(place="synchronize")
         self._empty_copies()
         averages = [factor.average.lower() for factor in self.divided]
         with self._shards.agreement.exchanging():
@@ -174,13 +157,21 @@ class Distribution(ABC):
         self._whole, self._copied = True, []
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that is called after the averages were restored to those of now."""
-        whole = self._whole
+        """See ``curvature.factors.refresh.Division``."""
+        whole, copied = self._whole, list(self._copied)
 
         def restore() -> None:
-            self._whole, self._copied = whole, []
+            self._whole, self._copied = whole, copied
 
         return restore
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """See ``curvature.factors.refresh.Division``."""
+        with self._shards.together():
+            self._shards.agreement.vote(place="refresh")
+            yield
+            self._shards.agreement.vote(place="end of a refresh")
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
@@ -191,8 +182,24 @@ class Distribution(ABC):
         """
         yield
 
+    def _agree(
+        self, measurements: Sequence[Measurement], *numbers: float, place: str
+    ) -> Iterable[Array]:
+        """Meet all ranks, exchange numbers, and give measurements the same element types.
+
+        Returns:
+            Each number, of all ranks.
+        """
+        wide = bytes(measurement.dtype == _WIDE for measurement in measurements)
+        *columns, types = self._shards.agreement.vote(*numbers, crc32(wide), place=place).T
+        if len(set(types)) > 1:  # numbers of one rank need float64
+            for measurement in measurements:
+                measurement.factor.narrowest = _WIDE
+                measurement.widen()
+        return columns
+
     def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
-        self._shards.agreement.vote()
+        self._agree(measurements, place="bases of EKFAC")
         with self._shards.agreement.exchanging():
             self._weigh(measurements)
             self._shards.sum([measurement.array for measurement in measurements])
@@ -371,7 +378,7 @@ class Distribution(ABC):
         message = self._message(
             list(chain(*forms.values())), [owner[r] for r in requests for _ in forms[r]]
         )
-        self._shards.agreement.vote()
+        self._shards.agreement.vote(place="inverses")
         with self._shards.agreement.exchanging():
             arrays = iter(message.gather([array for r in mine for array in results[r]]))
         shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}

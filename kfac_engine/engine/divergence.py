@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kfac_engine.errors import DivergenceWarning, NonFiniteError
+from kfac_engine.ranks.agreement import raised_by_all_ranks
 
 CURES = (
     "take smaller steps (Result.clipped_rate bounds them), raise the damping, "
@@ -56,7 +57,8 @@ class LossHistory:
         try:
             yield
         except NonFiniteError as error:
-            if not (self._latest and self._parameters_moved):
+            agreed = raised_by_all_ranks(error)
+            if agreed or not (self._latest and self._parameters_moved):
                 raise
             losses = ", ".join(f"{loss:.3g}" for loss in self._latest)
             raise NonFiniteError(

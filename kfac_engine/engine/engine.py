@@ -34,7 +34,7 @@ from kfac_engine.engine.options import (
 )
 from kfac_engine.engine.preconditioning import PreconditioningModel
 from kfac_engine.engine.profiling import Recorder
-from kfac_engine.engine.rank_checks import check_ranks, parameter_checksums
+from kfac_engine.engine.rank_checks import check_ranks
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.validation import batch_size
@@ -45,9 +45,6 @@ from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
-
-# Calls between two comparisons of the parameters of several processes.
-_CHECKED_EVERY = 100
 
 
 class Engine(Summarized, PreconditioningModel):
@@ -82,7 +79,6 @@ class Engine(Summarized, PreconditioningModel):
         self.counter = 0
         self.schedule = schedule
         self._prepared = False
-        self._meetings = 0  # of several processes
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
 
@@ -113,7 +109,8 @@ class Engine(Summarized, PreconditioningModel):
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:
                 estimator.place_draws(draw_placements(assembly))
-        engine._warn_of_export()
+            engine._warn_of_export()
+            engine.agreement.vote(place="from_onnx")
         return engine
 
     @property
@@ -213,25 +210,23 @@ class Engine(Summarized, PreconditioningModel):
             moved = self._updated_buffers(trace) if update_buffers else {}
             update = self._measure_if_due(trace, examples, record, backward.outputs)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
-            totals = self._distribution.meet(backward.loss, update, every)
-            bound, restored = totals.norm_bound, self._distribution.snapshot()
-            with undone_on_overflow(self.estimator, every, types, exp, bound, restored):
+            loss, bound = self._distribution.meet(backward.loss, update, every)
+            with undone_on_overflow(self.estimator, every, types, exp, bound):
                 with record("statistics"):
                     owned = self._distribution.combine(update, every)
-                self._record(totals.loss, owned)
-                if gradients == "all":
-                    shown = self._distribution.gather(owned, every)
-                else:
-                    shown = whole_arrays(owned)
-                in_file = self._model.to_file_layout(shown)
                 with record("inverses"):
                     self.estimator.refreshes.run(self.counter)
+                # Checks of gradients that not all processes have precede a vote.
+                self._record(loss, owned)
+                in_file = self._model.to_file_layout(whole_arrays(owned))
                 with record("precondition"):
                     natural = self._precondition(owned, exp, tuple(every))
                 self._distribution.conclude()
+                if gradients == "all":
+                    in_file = self._model.to_file_layout(self._distribution.gather(owned, every))
             self._advance(perf_counter() - start)
             self._model.buffers.update(moved)
-            return Result(totals.loss, in_file, natural, self._notes(trace), record.stages)
+            return Result(loss, in_file, natural, self._notes(trace), record.stages)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
@@ -258,7 +253,7 @@ class Engine(Summarized, PreconditioningModel):
                 self._distribution.meet(0.0, update)
                 self._distribution.combine(update)
                 self.estimator.refreshes.run(self.counter)
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="observe")
         self._advance(perf_counter() - start)
 
     def update_statistics(self, trace: Trace, examples: int | None = None) -> None:
@@ -293,12 +288,12 @@ class Engine(Summarized, PreconditioningModel):
         """
         with self._together():
             self.estimator.wait()
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="save")
             self._distribution.complete()
             with self._distribution.all_results():
                 if self._shards.communicator.rank == 0:
                     save_state(path, self.estimator.factors, self._state(extras))
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="save")
 
     def _state(self, extras: Extras | None) -> State:
         schedule = self.estimator.refreshes.saved()
@@ -352,13 +347,11 @@ class Engine(Summarized, PreconditioningModel):
             yield
 
     def _meet(self, trace: Trace, examples: int | None = None) -> int | None:
-        """Exchange the sizes of shards; see ``BatchShards.meet``."""
+        """Exchange the sizes of shards, which determine the draws of random targets."""
         if self._shards.alone:
             return examples
-        is_checked = self._meetings % _CHECKED_EVERY == 0
-        equal = parameter_checksums(self._arrays.on_host()[0]) if is_checked else None
-        whole = self._shards.meet(trace, examples, equal)
-        self._meetings += 1
+        state = f"{self.counter} {self.estimator.rng.bit_generator.state}"
+        whole = self._shards.meet(trace, examples, {"counters or random generators": state})
         self.estimator.rows = self._shards.rows
         return whole
 

@@ -56,7 +56,7 @@ class Evaluation:
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
             for entry, metric in zip(sums, metrics.values(), strict=True):
                 entry += metric.measure(batch)
-        if not self._shards.total(batches):
+        if not self._shards.total(batches, "evaluate"):
             self._shards.agreement.refuse(
                 InputError("the data has no batch; give one (inputs, targets) pair at least.")
             )

@@ -1,6 +1,6 @@
 """A model with a curvature: products of vectors with powers of the damped Fisher matrix."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import number
@@ -54,10 +54,11 @@ class PreconditioningModel(MeasuredModel):
             NonFiniteError: A gradient contains NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
-        number("exp", exp)
-        vectors = self._checked(gradients)
-        with single_threaded_blas():
-            return self._precondition(vectors, exp)
+        with single_threaded_blas(), self._shards.together():
+            number("exp", exp)
+            products = self._precondition(self._checked(gradients), exp)
+            self._distribution.conclude()
+            return products
 
     def multiply_cholesky(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -76,9 +77,7 @@ class PreconditioningModel(MeasuredModel):
         Raises:
             KfacError: As for ``precondition``, or the option is not set.
         """
-        product, checked = self.estimator.products.cholesky(transpose), self._checked(vectors)
-        with single_threaded_blas():
-            return self._multiply(checked, product, 0.5)
+        return self._multiply_root(vectors, self.estimator.products.cholesky, transpose, 0.5)
 
     def multiply_cholesky_inverse(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -98,10 +97,8 @@ class PreconditioningModel(MeasuredModel):
         Raises:
             KfacError: As for ``multiply_cholesky``.
         """
-        product = self.estimator.products.cholesky_inverse(transpose)
-        checked = self._checked(vectors)
-        with single_threaded_blas():
-            return self._multiply(checked, product, -0.5)
+        root = self.estimator.products.cholesky_inverse
+        return self._multiply_root(vectors, root, transpose, -0.5)
 
     def synchronize(self) -> None:
         """Make the averages of all processes whole, so that they can be read; a collective call.
@@ -114,6 +111,19 @@ class PreconditioningModel(MeasuredModel):
             self._distribution.complete()
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _multiply_root(
+        self,
+        vectors: Mapping[str, Array],
+        root: Callable[[bool], Product],
+        transpose: bool,
+        exp: float,
+    ) -> dict[str, Array]:
+        with single_threaded_blas(), self._shards.together():
+            product = root(transpose)
+            products = self._multiply(self._checked(vectors), product, exp)
+            self._distribution.conclude()
+            return products
 
     def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
         """Return vectors by parameter name, checked; a factor without statistics is an error."""

@@ -1,18 +1,21 @@
 """Checks that all ranks train the same model, and that its examples can be divided among them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from zlib import crc32
 
+import numpy as np
+
 from kfac_engine._types import Array
-from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.batch_shards import BatchShards, parameter_checksums
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.structure import Graph, Subgraph
 from kfac_engine.runtime.batch_axis import find_coupling
 
 # Options that may differ between ranks.
-_LOCAL = ("communicator", "threads", "scratch_bytes", "sample_inputs")
+_LOCAL = ("communicator", "scratch_bytes", "sample_inputs")
 
 
 def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str, Array]) -> None:
@@ -30,23 +33,31 @@ def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str
     """
     if shards.alone:
         return
-    graph = assembly.model.graph
-    nodes = "\n".join(f"{node.op} {node.inputs} {node.outputs}" for node in graph.nodes)
-    shapes = {name: array.shape for name, array in parameters.items()}
+    model = "\n".join(_spelled_graph(assembly.model.graph, parameters))
     options = _spelled(assembly.options)
-    shards.agreement.require_equal({"models": f"{nodes}\n{shapes}", "options": options})
+    shards.agreement.require_equal({"models": model, "options": options})
     shards.agreement.require_equal(parameter_checksums(parameters))
     _check_coupling(assembly)
 
 
-def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
-    """Return checksums of parameters, for ``Agreement.require_equal``.
+def _spelled_graph(graph: Graph, parameters: Mapping[str, Array]) -> Iterator[str]:
+    """Yield lines that are equal for equal nodes, constants and shapes of parameters."""
+    for node in graph.nodes:
+        attributes = {key: _spelled_value(value) for key, value in sorted(node.attributes.items())}
+        yield f"{node.op} {node.inputs} {node.outputs} {attributes}"
+    for name, array in graph.constants.items():
+        if name in parameters:
+            yield f"{name} {array.shape}"
+        else:
+            yield f"{name} {_spelled_value(array.flat[:1] if name in graph.filled else array)}"
 
-    Args:
-        parameters: The parameters of this rank on the host.
-    """
-    sums = (crc32(array.tobytes()) for array in parameters.values())
-    return {"parameters": " ".join(map(str, sums))}
+
+def _spelled_value(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {crc32(value.tobytes())}"
+    if isinstance(value, Subgraph):
+        return f"{crc32(value.proto)}"
+    return repr(value)
 
 
 def _check_coupling(assembly: Assembly) -> None:

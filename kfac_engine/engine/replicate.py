@@ -46,7 +46,7 @@ class Replicate(Distribution):
 
     def conclude(self) -> None:
         if not self._shards.alone:
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="products")
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         owners_of = self._owners(due)

@@ -6,7 +6,7 @@ natural gradient is at most that of the gradient times ``damping ** exp``. Avera
 copied only if this bound, the norm of the gradient, or another power, allows an overflow.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import fsum, sqrt
 
@@ -15,7 +15,6 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.errors import KfacError
 
 # Intermediate products may be larger than the result.
 _MARGIN = 1e-6
@@ -48,7 +47,6 @@ def undone_on_overflow(
     types: Mapping[str, DType],
     exp: float,
     norm: float | None = None,
-    restored: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Return a context that restores averages, inverses and generator after an error.
 
@@ -59,30 +57,27 @@ def undone_on_overflow(
         exp: The power of the damped Fisher matrix.
         norm: Upper bound of the norm of the gradient; None to compute the norm. Several processes
             pass one bound, so that they decide equally.
-        restored: Called after the averages were restored.
 
     Yields:
         Nothing.
-
-    Raises:
-        KfacError: The error that was raised in the context.
     """
     with quiet():
         if not _may_overflow(estimator, gradients, types, exp, norm):
             yield
             return
         saved = [_Saved(factor) for factor in estimator.factors]
+        restore_division = estimator.refreshes.division.snapshot()
         generator = estimator.rng.bit_generator.state
         try:
             yield
-        except KfacError:
+        except Exception:  # of several processes, the one that fails has another error
             estimator.rng.bit_generator.state = generator
             # A pending refresh reads averages that are replaced below.
             for moved in estimator.factors:
                 moved.set_pending(None)
             for factor in saved:
                 factor.restore()
-            restored()
+            restore_division()
             raise
 
 

@@ -91,7 +91,7 @@ class Shard(Distribution):
             for name in names
         }
         products = multiply()
-        self._shards.agreement.vote()
+        self._shards.agreement.vote(place="products")
         return self._gather(products, forms, views=True)
 
     def conclude(self) -> None:
@@ -99,7 +99,10 @@ class Shard(Distribution):
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         self._give_to_owners(due, self._factor_owners)
-        return [f for f in due if self._is_owned(f) or f.measures_with_results]
+        mine = [f for f in due if self._is_owned(f) or f.measures_with_results]
+        if not mine:  # ``compute`` is not called
+            self._mark(divided=True)
+        return mine
 
     def compute(
         self, due: Sequence[FisherFactor], tasks: Sequence[RefreshTask], compute: Compute
@@ -120,14 +123,16 @@ class Shard(Distribution):
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
-        for factor in self._estimator.factors:
-            rank = self._factor_owners[id(factor)][0]
-            arrays = factor.arrays()
-            received = broadcast_arrays(self._communicator, rank, arrays)
-            if self._communicator.rank == 0 != rank:
-                self._replace(factor, received)
-        yield
-        self._release()
+        with self._shards.agreement.exchanging():
+            for factor in self._estimator.factors:
+                rank = self._factor_owners[id(factor)][0]
+                received = broadcast_arrays(self._communicator, rank, factor.arrays())
+                if self._communicator.rank == 0 != rank:
+                    self._replace(factor, received)
+        try:
+            yield
+        finally:
+            self._release()
 
     def _release(self) -> None:
         """Release the results of refreshes that other ranks own."""

@@ -52,7 +52,9 @@ class TrainableModel(Sealed):
         self._model = assembly.model
         self._task = assembly.task
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
-        self._shards = BatchShards(assembly.options.communicator, self.objective)
+        self._shards = BatchShards(
+            assembly.options.communicator, self.objective, lambda: self._arrays.on_host()[0]
+        )
         self._evaluation = Evaluation(assembly, self._arrays, self._shards)
         self._history = LossHistory()
         self._standing_notes = assembly.notes
@@ -136,7 +138,7 @@ class TrainableModel(Sealed):
         with self._shards.together():
             if self._shards.communicator.rank == 0:
                 self._arrays.export(path)
-            self._shards.agreement.vote()
+            self._shards.agreement.vote(place="export")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""
@@ -194,10 +196,9 @@ class TrainableModel(Sealed):
         with single_threaded_blas(), quiet(), self._shards.together():
             trace = self.trace(inputs, targets)
             examples = self._shards.meet(trace)
-            # Without a vote: explain replaces the error, and an error of a vote must stay marked.
             with self._history.explain():
                 loss = reported_loss(trace, self.objective, examples)
-            return self._shards.total(loss)
+            return self._shards.total(loss, "loss")
 
     def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
@@ -353,7 +354,7 @@ class TrainableModel(Sealed):
             trace = self.trace(inputs, targets)
             backward = self._differentiate(trace, self._shards.meet(trace))
             buffers = self._updated_buffers(trace) if update_buffers else {}
-            loss = self._shards.total(backward.loss)
+            loss = self._shards.total(backward.loss, "gradients")
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
             self._record(loss, backward.gradients)

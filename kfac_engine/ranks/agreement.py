@@ -12,8 +12,8 @@ from kfac_engine._types import Array
 from kfac_engine.errors import KfacError, RankError
 from kfac_engine.ranks.protocol import Communicator
 
-# Numbers that a vote carries beside the mark of an error.
-_NUMBERS = 4
+# Numbers that a vote carries beside the mark of an error and the place of the vote.
+_NUMBERS = 5
 # Bytes of the message of an error that other ranks receive.
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
@@ -51,21 +51,24 @@ class Agreement:
         """Whether there is one rank."""
         return self.communicator.size == 1
 
-    def vote(self, *numbers: float) -> Array:
+    def vote(self, *numbers: float, place: str = "") -> Array:
         """Meet all ranks, and exchange numbers.
 
         Args:
-            numbers: At most four numbers.
+            numbers: At most five numbers.
+            place: Name of the place in the program, by which ranks recognize that they meet in the
+                same vote.
 
         Returns:
             The numbers of all ranks, ``(ranks, len(numbers))``, float64.
 
         Raises:
             KfacError: A rank has failed. All ranks raise an error of the same class.
+            RankError: Ranks are in different places.
         """
         if self.alone:
             return np.array([numbers], np.float64)
-        return self._meet(numbers, None)[:, : len(numbers)]
+        return self._meet(numbers, None, place)[:, : len(numbers)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -110,13 +113,14 @@ class Agreement:
         """Check that all ranks have equal values.
 
         Args:
-            values: Name to value, at most four; the names are part of the message.
+            values: Name to value, at most five; the names are part of the message.
 
         Raises:
             RankError: Values differ between ranks.
         """
         if not self.alone:
-            self.refuse_unequal(list(values), self.vote(*checksums(values)))
+            place = f"comparison of {', '.join(values)}"
+            self.refuse_unequal(list(values), self.vote(*checksums(values), place=place))
 
     def refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
         """Raise a RankError for the first value that differs between ranks.
@@ -146,11 +150,11 @@ class Agreement:
         setattr(error, _MARK, True)
         raise error
 
-    def _meet(self, numbers: Sequence[float], error: Exception | None) -> Array:
+    def _meet(self, numbers: Sequence[float], error: Exception | None, place: str = "") -> Array:
         ranks = self.communicator
-        table = np.zeros((ranks.size, 1 + _NUMBERS))
-        table[ranks.rank, 0] = error is not None
-        table[ranks.rank, 1 : 1 + len(numbers)] = numbers
+        table = np.zeros((ranks.size, 2 + _NUMBERS))
+        table[ranks.rank, :2] = error is not None, crc32(place.encode())
+        table[ranks.rank, 2 : 2 + len(numbers)] = numbers
         flat = table.reshape(-1)
         ranks.allreduce(flat)
         failed = np.flatnonzero(table[:, 0])
@@ -158,7 +162,15 @@ class Agreement:
             agreed = self._error_of(int(failed[0]), error)
             setattr(agreed, _MARK, True)
             raise agreed from error
-        return table[:, 1:]
+        others = np.flatnonzero(table[:, 1] != table[0, 1])
+        if others.size:
+            self.refuse(
+                RankError(
+                    f"rank {others[0]} has called another method than rank 0; call the same "
+                    f"methods in the same order on all ranks."
+                )
+            )
+        return table[:, 2:]
 
     def _error_of(self, rank: int, error: Exception | None) -> KfacError:
         """Return the error of a rank, with its number, on all ranks."""
@@ -166,7 +178,7 @@ class Agreement:
         if rank == self.communicator.rank and error is not None:
             name = type(error).__name__
             text = f"{name}\n{error}" if isinstance(error, KfacError) else f"\n{name}: {error}"
-            encoded = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
+            encoded = np.frombuffer(text.encode(errors="replace")[:_MESSAGE_BYTES], np.uint8)
             buffer[: len(encoded)] = encoded
         self.communicator.broadcast(buffer, rank)
         text = buffer.astype(np.uint8).tobytes().rstrip(b"\0").decode(errors="ignore")

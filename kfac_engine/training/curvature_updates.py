@@ -110,6 +110,7 @@ class CurvatureUpdates:
         self._engine = engine
         self._every = schedule.covariance_every
         self._refreshes = engine.estimator.refreshes
+        self._refreshes.check_policy(schedule.policy)
         self._planner = Planner(self._refreshes.works, schedule)
         self._names = factor_names(engine)
         self._evaluate = PartialTrace(engine, part)
@@ -147,7 +148,7 @@ class CurvatureUpdates:
             last = replace(last, statistics=step)
         reads_drifts = observes and planner.reads_drifts
         if reads_drifts or refreshes.may_run(step, planner, bound):
-            self._engine.agreement.vote()  # before the messages of the refresh
+            self._engine.agreement.vote(place="refresh")  # before the messages of the refresh
             with clock("inverses"):
                 refreshes.run(step, planner, bound=bound, moved=observes)
         return last

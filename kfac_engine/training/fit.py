@@ -188,7 +188,7 @@ class _Reporters:
         stops = self.hooks.on_step_end(record, optimizer)
         if step.ends_epoch:
             stops |= self.hooks.on_epoch_end(record, optimizer)
-        stops = bool(optimizer.engine.agreement.vote(stops).any())
+        stops = bool(optimizer.engine.agreement.vote(stops, place="end of a step of fit").any())
         if stops and not step.ends_run and not step.ends_epoch:
             run.evaluate(record)
         ends_run = stops or step.ends_run
@@ -215,12 +215,15 @@ def _train(
     """Train from a position to the end of the run, or to a signal; append the records."""
     optimizer, hooks = run.optimizer, reporters.hooks
     with DeferredSignals(bool(store)) as signals:
-        ended = hooks.on_run_start(optimizer, tuple(records))
+        agreement = optimizer.engine.agreement
+        ended = agreement.vote(hooks.on_run_start(optimizer, tuple(records)), place="fit").any()
         for step in () if ended else run.steps(position):
             records.append(step.record)
-            ends = reporters.add(run, step) or bool(
-                optimizer.engine.agreement.vote(signals.received is not None).any()
-            )
+            ends = reporters.add(run, step)
+            # A signal that one process has received ends all of them.
+            received = agreement.vote(signals.received or 0, place="signals").max()
+            if received:
+                signals.received, ends = int(received), True
             if ends or store.is_due(step.position, step.ends_epoch):
                 parts = {**hooks.states(optimizer), **run.recovery.states()}
                 store.write(optimizer, step.position, records, parts)

@@ -249,7 +249,7 @@ class KfacOptimizer(Optimizer):
         with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
             move = self._update(step)
-            engine.agreement.vote()
+            engine.agreement.vote(place="KfacOptimizer")
         self._last = last
         report = StepReport(
             loss + penalty,

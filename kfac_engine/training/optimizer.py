@@ -157,13 +157,16 @@ class Optimizer(Summarized, Sealed, ABC):
     def _step(self, inputs: Mapping[str, Array], targets: Targets, scale: float) -> StepReport:
         clock = StageClock()
         try:
-            with single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"):
+            with (
+                single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"),
+                self.engine.agreement.together(),
+            ):  # fmt: skip
                 prepared = self._prepare(inputs, targets, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
                 proposal = self._propose(inputs, targets, scale, clock)
                 self._check_slots(proposal.slots)
-                self.engine.agreement.vote()
+                self.engine.agreement.vote(place="Optimizer.step")
                 self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":

@@ -18,7 +18,13 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import flag, positive, whole
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
-from kfac_engine.errors import BackendError, DivergenceWarning, InputError, NonFiniteError
+from kfac_engine.errors import (
+    BackendError,
+    DivergenceWarning,
+    InputError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.system.writing import checked_path, write_rendered
 from kfac_engine.training.bars import stages
@@ -124,6 +130,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
     Raises:
         InputError: An argument is wrong, or does not fit the others.
         UnknownNameError: An optimizer has no such name.
+        UnsupportedError: The engine has a communicator of several processes.
         NonFiniteError: The first batch yields NaN or infinity.
     """
     positive("lowest", lowest)
@@ -178,6 +185,11 @@ def _copy(
     if not isinstance(source, Engine):
         yield Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32")
         return
+    if not source.agreement.alone:
+        raise UnsupportedError(
+            "find_rate searches in one process; pass the file of the model instead of an engine "
+            "with a communicator, and all processes make the same search."
+        )
     options = {field.name: getattr(source.options, field.name) for field in fields(source.options)}
     with TemporaryDirectory(prefix="kfac-engine-rate-") as folder:
         file = Path(folder) / "model.onnx"

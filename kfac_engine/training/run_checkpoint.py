@@ -106,7 +106,7 @@ class RunCheckpoint:
         """
         if self._file is None:
             raise InputError("resume=True needs the folder of the run: give checkpoint=FOLDER.")
-        exist = self._agreement.vote(self.exists())[:, 0]
+        exist = self._agreement.vote(self.exists(), place="resume")[:, 0]
         if exist.any() and not exist.all():
             self._agreement.refuse(
                 RankError(

@@ -128,6 +128,27 @@ def differ(ranks):
     return "no error"
 
 
+def interrupt(ranks, folder):
+    """Steps of a run, one rank of which receives a signal in the third step."""
+    from tests.training import softmax_net as net
+
+    steps = []
+
+    def send(record, _):
+        steps.append(record["step"])
+        if ranks.rank == 1 and record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine = ke.Engine.from_onnx(net.model(), loss="categorical", communicator=ranks, threads=1)
+    try:
+        ke.fit(
+            engine, net.batch(0, n=40), steps=9, batch_size=12, callbacks=[send], checkpoint=folder
+        )
+    except KeyboardInterrupt:
+        return steps
+    return "no interruption"
+
+
 def compute(ranks, folder):
     """All that several processes compute."""
     for case in CASES:
@@ -137,6 +158,8 @@ def compute(ranks, folder):
     refused = [refuse(ranks, distribution) for distribution in DISTRIBUTIONS]
     (folder / f"refused {ranks.rank}.json").write_text(json.dumps(refused))
     (folder / f"differing {ranks.rank}").write_text(differ(ranks))
+    steps = interrupt(ranks, folder / "run")
+    (folder / f"interrupted {ranks.rank}.json").write_text(json.dumps(steps))
     mpi._LARGEST_MESSAGE = PIECE
     np.savez(folder / f"collectives {ranks.rank}.npz", **send_in_pieces(ranks))
     if ranks.rank == ranks.size - 1:

@@ -41,6 +41,29 @@ def assert_same_parameters(history, expected):
         np.testing.assert_allclose(history.engine.parameters[name], array, rtol=0, atol=close)
 
 
+class Never(ke.Callback):
+    """Ends a run before its first step, in the first process."""
+
+    on_every_rank = False
+
+    def on_run_start(self, optimizer, records):
+        return True
+
+
+def test_a_callback_of_the_first_rank_ends_the_run_of_all_before_its_first_step():
+    histories = run(2, lambda ranks: trained(ranks, callbacks=[Never()]))
+    assert [history.records for history in histories] == [[], []]
+
+
+def test_find_rate_refuses_an_engine_of_several_ranks():
+    def work(ranks):
+        engine = ke.Engine.from_onnx(net.model(), loss="categorical", communicator=ranks)
+        with pytest.raises(ke.UnsupportedError, match="pass the file of the model"):
+            ke.find_rate(engine, (X, Y))
+
+    run(2, work)
+
+
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_runs_equal_that_of_one_process(size, distribution, tmp_path):

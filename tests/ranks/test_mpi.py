@@ -135,6 +135,11 @@ def test_other_options_on_one_process_are_an_error_of_all(computed):
         assert text.startswith("rank 1 has other options than rank 0")
 
 
+def test_a_signal_to_one_process_interrupts_the_run_of_all(computed):
+    for rank in range(SIZE):
+        assert json.loads((computed[0] / f"interrupted {rank}.json").read_text()) == [1, 2, 3]
+
+
 def test_arrays_longer_than_a_message_arrive_in_pieces(computed):
     for rank, arrays in enumerate(results(computed[0], "collectives")):
         for dtype in ("float32", "float64"):

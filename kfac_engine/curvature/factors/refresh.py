@@ -6,6 +6,7 @@ backend can stack matrices of equal shape and read a device once.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -136,6 +137,15 @@ class Division(Protocol):
             A function that waits for the results of all requests.
         """
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that is called after averages were restored to those of now."""
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Return a context for a refresh outside of a step, in which all processes meet.
+
+        An error of one process is an error of all.
+        """
+
 
 class Undivided:
     """The division of a single process."""
@@ -150,6 +160,14 @@ class Undivided:
         """Start to compute all requests."""
         del due
         return compute([request for task in tasks for request in task.requests])
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that does nothing."""
+        return lambda: None
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Return a context without an effect."""
+        return nullcontext()
 
 
 UNDIVIDED = Undivided()
