@@ -13,8 +13,9 @@ from kfac_engine.engine.distribution import Distribution
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.shards import RowGenerator
 from tests import models
-from tests.ranks import test_distributions
+from tests.ranks import test_distributions, test_late_failures
 from tests.ranks.test_distributions import assert_equal_to_one_process, batches
+from tests.ranks.test_divided_layers import CASES, DIVIDED
 from tests.ranks.test_failures import SIZE, assert_same_state, engine_of, part_of, state
 from tests.ranks.threads import DesynchronizedError, run
 
@@ -139,3 +140,25 @@ def test_a_generator_that_is_not_restored_is_noticed(monkeypatch):
     monkeypatch.setattr(CovarianceUpdates, "restored_on_error", nothing)
     with pytest.raises(AssertionError):
         fail_on_one_rank()
+
+
+def forget_copies(distribution):
+    distribution._copied = []
+
+
+@pytest.mark.parametrize("case", ["table", "weight of outputs by inputs"])
+def test_copies_of_averages_that_are_counted_twice_are_noticed(case, monkeypatch):
+    monkeypatch.setattr(Distribution, "_empty_copies", forget_copies)
+    model, divided = CASES[case]
+    with pytest.raises(AssertionError):
+        assert_equal_to_one_process(model(), SIZE, divided, **DIVIDED)
+
+
+@pytest.mark.filterwarnings("ignore:the run diverges")
+def test_a_roll_back_that_does_not_restore_the_division_is_noticed(monkeypatch):
+    """Averages that were whole before the step are whole again, and count as divided."""
+    monkeypatch.setattr(Distribution, "snapshot", lambda _: lambda: None)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        test_late_failures.test_a_step_whose_natural_gradient_overflows_changes_nothing(
+            True, "replicate"
+        )
