@@ -16,7 +16,7 @@ from tests.ranks.known_models import BATCHES, MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distributed.md"
-MEASURED = ROOT / "bench" / "results" / "2026-11-24-ranks.jsonl"
+MEASURED = ROOT / "bench" / "results" / "2026-11-25-ranks.jsonl"
 RANKS = (1, 8, 64, 512, 4096)
 PERIODS = (Periods(10, 1), Periods(100, 10))
 SIZES = {name: model_size(name) for name in MODELS}
@@ -49,7 +49,9 @@ def _tables() -> Iterator[tuple[str, Iterable[str]]]:
         heads = ("model", "distribution", *(f"{ranks}" for ranks in RANKS))
         yield machine.name, _table(heads, _steps(machine))
     yield "constants", _table(("constant", *(m.name for m in MACHINES)), _constants())
-    heads = ("distribution", "ranks", "slowest rank, ms", "mean, ms", "plain ÷ slowest")
+    heads = (
+        "distribution", "ranks", "layer owners", "slowest rank, ms", "mean, ms", "plain ÷ slowest",
+    )  # fmt: skip
     yield "measured", _table(heads, _measured())
 
 
@@ -106,7 +108,7 @@ def _measured() -> Iterator[tuple[str, ...]]:
         times = (f"{row[key]:.1f}" for key in ("slowest", "mean"))
         ratio = plain["slowest"] / row["slowest"]
         name = row["distribution"] or "no communicator"
-        yield name, f"{row['ranks']}", *times, f"{ratio:.2f}"
+        yield name, f"{row['ranks']}", f"{row['layer_owners']}", *times, f"{ratio:.2f}"
 
 
 def _digits(number: float) -> str:

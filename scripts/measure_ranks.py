@@ -32,9 +32,11 @@ from kfac_engine.ranks.protocol import Alone
 from kfac_engine.system.writing import write_file
 from tests.ranks.threads import Ranks, ThreadRank
 
-RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-24-ranks.jsonl"
+RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-25-ranks.jsonl"
 ROWS, PERIOD, ROUNDS = 256, 10, 9
 SIZES = (1, 2, 4, 8)
+# Numbers of ranks with numbers of owners of a large layer.
+OWNERS = ((4, 2), (8, 2), (8, 3))
 
 
 class Baton:
@@ -105,14 +107,16 @@ class Case:
         distribution: The distribution; empty for an engine without a communicator.
         size: Number of ranks.
         baton: The baton of all cases.
+        layer_owners: The option of the engines.
 
     Attributes:
+        layer_owners: As above.
         seconds: For each round, the CPU seconds of a step of each rank.
     """
 
-    def __init__(self, distribution: str, size: int, baton: Baton) -> None:
+    def __init__(self, distribution: str, size: int, baton: Baton, layer_owners: int = 1) -> None:
         shared = Ranks(size)
-        self.distribution, self.size = distribution, size
+        self.distribution, self.size, self.layer_owners = distribution, size, layer_owners
         self.seconds: list[list[float]] = []
         self._ranks = [CountedRank(shared, rank, baton) for rank in range(size)]
         self._engines: list[Any] = [None] * size
@@ -137,6 +141,7 @@ class Case:
         if self.distribution:
             several = self._ranks[rank] if self.size > 1 else Alone()
             options = {"communicator": several, "distribution": self.distribution}
+            options["layer_owners"] = self.layer_owners
         self._engines[rank] = ke.Engine.from_onnx(
             mlp().data,
             loss="categorical",
@@ -180,6 +185,7 @@ def measured(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     baton = Baton()
     cases = [Case("", 1, baton)]
     cases += [Case(name, size, baton) for name in DISTRIBUTIONS for size in SIZES]
+    cases += [Case("shard", size, baton, layer_owners=most) for size, most in OWNERS]
     for number in range(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
             case.measure()
@@ -187,6 +193,7 @@ def measured(rounds: int = ROUNDS) -> list[dict[str, Any]]:
         {
             "distribution": case.distribution,
             "ranks": case.size,
+            "layer_owners": case.layer_owners,
             "slowest": max(case.milliseconds()),
             "mean": sum(case.milliseconds()) / case.size,
         }

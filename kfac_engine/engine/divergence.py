@@ -17,9 +17,14 @@ EXPLODED = 1000  # times the first loss
 
 
 class LossHistory:
-    """The losses of an engine's latest calls."""
+    """The losses of an engine's latest calls.
 
-    def __init__(self) -> None:
+    Args:
+        warns: Whether a diverging run is a warning.
+    """
+
+    def __init__(self, *, warns: bool = True) -> None:
+        self._warns = warns
         self.restart()
 
     def restart(self) -> None:
@@ -39,7 +44,7 @@ class LossHistory:
         if self._first is None:
             self._first = loss
         exploded = loss > EXPLODED * abs(self._first)
-        if exploded and self._parameters_moved and not self._warned:
+        if exploded and self._parameters_moved and self._warns and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the run diverges: the loss rose from {self._first:.3g} to {loss:.3g}; {CURES}.",

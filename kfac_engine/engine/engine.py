@@ -46,6 +46,9 @@ from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
 
+# The state that several processes compare with each batch.
+_STATE = "counters, random generators, dampings or schedules"
+
 
 class Engine(Summarized, PreconditioningModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
@@ -350,8 +353,9 @@ class Engine(Summarized, PreconditioningModel):
         """Exchange the sizes of shards, which determine the draws of random targets."""
         if self._shards.alone:
             return examples
-        state = f"{self.counter} {self.estimator.rng.bit_generator.state}"
-        whole = self._shards.meet(trace, examples, {"counters or random generators": state})
+        settings = self.damping, self.schedule, self.estimator.cov_ema_decay
+        state = f"{self.counter} {settings} {self.estimator.rng.bit_generator.state}"
+        whole = self._shards.meet(trace, examples, {_STATE: state})
         self.estimator.rows = self._shards.rows
         return whole
 

@@ -16,7 +16,8 @@ from kfac_engine.engine.loss_bindings import LossChoice, LossOptions
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
-from kfac_engine.ranks.protocol import Communicator
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.runtime.cpu.passes import chosen_passes
 from kfac_engine.suggestions import suggestion
 
@@ -233,6 +234,11 @@ def check_names(call: str, names: Collection[str], known: Collection[str]) -> No
             raise UnknownNameError(f"{call} has no option '{name}'{near}.")
 
 
+def _agreement(communicator: object) -> Agreement:
+    """Return the votes of the processes of a communicator; of this process for anything else."""
+    return Agreement(communicator if isinstance(communicator, Communicator) else Alone())
+
+
 def by_keyword(
     record: Callable[Options, Record],
 ) -> Callable[
@@ -261,13 +267,14 @@ def by_keyword(
         def call(owner: Owner, /, *args: Source, **fields: Any) -> Made:
             if source in fields:
                 args = (*args, fields.pop(source))
-            check_names(function.__qualname__, fields, options)
-            if len(args) != 1 or not fields.keys() >= set(needed):
-                raise InputError(
-                    f"{function.__qualname__} takes one {source}, and options by keyword; "
-                    f"needed: {', '.join(needed)}."
-                )
-            return function(owner, args[0], new_record(**fields))
+            with _agreement(fields.get("communicator")).together():
+                check_names(function.__qualname__, fields, options)
+                if len(args) != 1 or not fields.keys() >= set(needed):
+                    raise InputError(
+                        f"{function.__qualname__} takes one {source}, and options by keyword; "
+                        f"needed: {', '.join(needed)}."
+                    )
+                return function(owner, args[0], new_record(**fields))
 
         call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
         return cast("Callable[Concatenate[Owner, Source, Options], Made]", call)

@@ -7,12 +7,14 @@ from zlib import crc32
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.engine.batch_shards import BatchShards, parameter_checksums
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.structure import Graph, Subgraph
 from kfac_engine.runtime.batch_axis import find_coupling
+from kfac_engine.runtime.example_place import find_place_dependence, find_reduction
 
 # Options that may differ between ranks.
 _LOCAL = ("communicator", "scratch_bytes", "sample_inputs")
@@ -61,16 +63,30 @@ def _spelled_value(value: object) -> str:
 
 
 def _check_coupling(assembly: Assembly) -> None:
-    """Refuse a model whose examples depend on each other."""
+    """Refuse a model whose results for an example are others in another batch."""
     task, model = assembly.task, assembly.model
-    outputs = [head.output for head in task.heads]
-    node = find_coupling(model.graph, model.facts, outputs, task.batch, task.inputs)
-    if node:
-        raise UnsupportedError(
-            f"the results of an example depend on other examples, first by {node}; several ranks "
-            f"would compute other results than one. Export the model in inference form, or train "
-            f"it in one process."
+    graph = model.graph
+    for node in graph.nodes:
+        label = f"{node.qualified_op} node '{node.name}'"
+        if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode"):
+            raise _refused(f"depend on other examples, by {label}")
+        if draws(graph, node):
+            raise _refused(f"depend on random numbers, by {label}")
+    values = [head.output for head in task.heads]
+    sample = graph, model.facts, values, task.batch, task.inputs
+    if coupling := find_coupling(*sample) or find_reduction(*sample[:4]):
+        raise _refused(f"depend on other examples, first by {coupling}")
+    if dependence := find_place_dependence(*sample):
+        raise _refused(
+            f"depend on the number of examples, or on its place among them, first by {dependence}"
         )
+
+
+def _refused(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the results of an example {reason}; several ranks would compute other results than one. "
+        f"Export the model in inference form, or train it in one process."
+    )
 
 
 def _spelled(value: object) -> str:

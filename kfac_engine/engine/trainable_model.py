@@ -56,7 +56,8 @@ class TrainableModel(Sealed):
             assembly.options.communicator, self.objective, lambda: self._arrays.on_host()[0]
         )
         self._evaluation = Evaluation(assembly, self._arrays, self._shards)
-        self._history = LossHistory()
+        # Of several processes, the first one warns.
+        self._history = LossHistory(warns=self.agreement.rank == 0)
         self._standing_notes = assembly.notes
 
     @property
@@ -327,8 +328,10 @@ class TrainableModel(Sealed):
             InputError: ``examples`` is not a positive whole number.
             KfacError: The values that the losses read do not fit the losses.
         """
-        if examples is not None:
-            whole("examples", examples, least=1)
+        with self._shards.together():
+            if examples is not None:
+                whole("examples", examples, least=1)
+            self._shards.agreement.vote(place="curvature_products")
         return CurvatureProducts(self._assembly, self._arrays, trace, self._shards, examples)
 
     # -- gradients --------------------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """Ranks that MPI has started, by the library mpi4py."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +13,7 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import BackendError
 from kfac_engine.ranks.exits import ExitWatch, end_job_if_a_rank_ends_alone, end_job_on_errors
 from kfac_engine.ranks.protocol import Alone, Communicator
+from kfac_engine.system.deferred_signals import SIGNALS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,15 +120,32 @@ def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = Fals
     members = mpi.COMM_WORLD if comm is None else comm
     if members.size == 1:
         return Alone()
-    ranks = OverMPI(members, device_buffers=device_buffers)
+    with _ended_by_signals():
+        ranks = OverMPI(members, device_buffers=device_buffers)
     end_job_on_errors()
     end_job_if_a_rank_ends_alone(mpi, ranks.watch)
     return ranks
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Return a context in which a signal ends the process.
+
+    Python calls no handler while MPI waits for the other processes.
+    """
+    with ExitStack() as handlers:
+        for number in SIGNALS if current_thread() is main_thread() else ():
+            older = signal.getsignal(number)
+            if callable(older):
+                handlers.callback(signal.signal, number, older)
+                signal.signal(number, signal.SIG_DFL)
+        yield
+
+
 def _load() -> Any:
     try:
-        from mpi4py import MPI
+        with _ended_by_signals():
+            from mpi4py import MPI
     except ImportError as error:
         if error.name == "mpi4py":
             raise BackendError(

@@ -204,10 +204,10 @@ class _Probe:
         # last example are changed.
         for changed in (0, batch.size - 1):
             if any(self._moved(outputs, changed, batch)):
-                names = [name for node in self._graph.nodes for name in node.outputs]
-                arrays = [name for name in names if name in self._facts]
-                node = self._graph.producers[next(self._moved(arrays, changed, batch))]
-                return f"{node.qualified_op} node '{node.name}'"
+                arrays = [n for node in self._graph.nodes for n in node.outputs if n in self._facts]
+                for name in self._moved(arrays, changed, batch):  # of random values, maybe none
+                    node = self._graph.producers[name]
+                    return f"{node.qualified_op} node '{node.name}'"
         return ""
 
     def _size(self, axes: Axes) -> int:

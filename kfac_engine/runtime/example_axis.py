@@ -77,6 +77,31 @@ def others_change(
     return bool(moved.any()) if place is None else _others_changed(moved, changed, size, place)
 
 
+def rest_changes(before: Array, after: Array, size: int, place: ExampleAxis) -> bool:
+    """Return whether the results of examples differ in a batch without the first example.
+
+    Args:
+        before: A value of the batch.
+        after: The value of the batch without its first example.
+        size: Number of examples in the batch.
+        place: Axis of the examples.
+    """
+    shape, axis = before.shape, place.axis
+    rest = (*shape[:axis], shape[axis] // size * (size - 1), *shape[axis + 1 :])
+    if after.shape != rest:
+        return True
+    orders = ((size, place.repeats), (place.repeats, size))
+    return all(
+        _changed_entries(
+            before.reshape(*shape[:axis], *order, *shape[axis + 1 :])
+            .take(np.arange(1, size), axis + later)
+            .reshape(rest),
+            after,
+        ).any()
+        for later, order in enumerate(orders)
+    )
+
+
 def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozenset[int]:
     """Return the axes that can contain the examples.
 

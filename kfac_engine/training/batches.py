@@ -20,7 +20,6 @@ from kfac_engine.training.shards import (
     Shard,
     Share,
     ShuffledBatches,
-    check_divisible,
     split,
 )
 
@@ -147,8 +146,11 @@ def run_data(
     Raises:
         InputError: The data have another form, or do not fit the model.
     """
-    if share.size > 1:
-        check_divisible(axes)
+    if share.size > 1 and axes.obstacle:
+        raise InputError(
+            f"the batches cannot be divided among {share.size} processes: {axes.obstacle}; call "
+            f"optimizer.step with the examples of each process."
+        )
     examples = _examples(data, axes)
     if examples is None:
         if isinstance(validation, Real):

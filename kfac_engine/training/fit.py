@@ -17,6 +17,8 @@ from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.graph.load import ModelSource
+from kfac_engine.ranks.agreement import Agreement
+from kfac_engine.ranks.protocol import Alone
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.training.batches import Data, run_data
@@ -130,16 +132,17 @@ def fit(  # noqa: PLR0913 (the options of a run)
         DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
         InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
     """
-    budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
-    whole("batch_size", batch_size, least=1)
-    whole("seed", seed, least=0)
-    flag("resume", resume)
-    flag("progress", progress)
-    hooks = Hooks(callbacks)
-    chosen = _optimizer(model_or_engine, loss, optimizer, seed)
-    agreement = chosen.engine.agreement
+    alone = Agreement(Alone())
+    agreement = model_or_engine.agreement if isinstance(model_or_engine, Engine) else alone
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
     with agreement.together():
+        budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
+        whole("batch_size", batch_size, least=1)
+        whole("seed", seed, least=0)
+        flag("resume", resume)
+        flag("progress", progress)
+        hooks = Hooks(callbacks)
+        chosen = _optimizer(model_or_engine, loss, optimizer, seed)
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
@@ -153,7 +156,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
             **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
         }  # fmt: skip
         description = describe(chosen, settings)
-        arguments = _ADDRESS.sub("", str(description["settings"]))
+        arguments = _ADDRESS.sub("", f"{description['settings']} {sources.train.per_epoch}")
         agreement.require_equal({"arguments of fit": arguments})
         store = RunCheckpoint(checkpoint, checkpoint_every, options, agreement)
         recovery = Recovery(chosen, rollbacks)
@@ -165,6 +168,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         with hooks, Progress(progress and is_first, budget.epochs) as display:
             reporters = _Reporters(hooks, Log(log, description, records), display)
             _train(run, position, records, reporters, store)
+        agreement.vote(place="end of fit")
     return History(chosen.engine, chosen, records, description)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, whole
 from kfac_engine.engine.engine import Engine
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.bars import stages
@@ -58,10 +58,16 @@ def verify(
     Raises:
         InputError: Options are given for an engine, or the model, the data or an option is wrong.
         NonFiniteError: The loss of the batch is NaN or infinite.
+        UnsupportedError: The engine has a communicator of several processes.
     """
     for name, value in (("examples", examples), ("parameters", parameters)):
         whole(name, value, least=1)
     flag("progress", progress)
+    if isinstance(model, Engine) and not model.agreement.alone:
+        raise UnsupportedError(
+            "verify checks in one process; pass the file of the model instead of an engine with a "
+            "communicator."
+        )
     if isinstance(model, Engine) and options:
         raise InputError(
             f"verify takes the options of the engine; leave out: {', '.join(options)}."

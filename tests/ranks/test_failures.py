@@ -217,10 +217,53 @@ def test_states_with_other_counters_are_refused(call, tmp_path):
         engine.save(tmp_path / f"{communicator.rank}")
         engine = engine_of(communicator)
         engine.load(tmp_path / f"{communicator.rank}")
-        with pytest.raises(ke.RankError, match="rank 1 has other counters or random generators"):
+        with pytest.raises(ke.RankError, match="rank 1 has other counters, random generators, "):
             getattr(engine, call)(*part_of(communicator, data[0]))
 
     run(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"damping": -1.0}, "damping"), ({"exps": "a"}, "exps"), ({"dampling": 1.0}, "dampling")],
+)
+def test_options_of_one_rank_that_are_wrong_are_an_error_of_all(options, named):
+    def work(communicator):
+        with pytest.raises(ke.KfacError, match=named) as refused:
+            engine_of(communicator, **(options if communicator.rank == 1 else {}))
+        return str(refused.value)
+
+    assert len(set(run(2, work))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("damping", 0.5), ("schedule", ke.Schedule(refresh_every=7))]
+)
+def test_settings_that_one_rank_has_changed_are_refused(name, value):
+    data = list(batches("mlp", 2))
+
+    def work(communicator):
+        engine = engine_of(communicator)
+        engine.step(*part_of(communicator, data[0]))
+        if communicator.rank == 1:
+            setattr(engine, name, value)
+        with pytest.raises(ke.RankError, match="rank 1 has other counters"):
+            engine.step(*part_of(communicator, data[1]))
+
+    run(SIZE, work)
+
+
+def test_products_of_curvature_that_one_rank_refuses_are_an_error_of_all():
+    data = list(batches("mlp", 1))
+
+    def work(communicator):
+        engine = engine_of(communicator)
+        trace = engine.trace(*part_of(communicator, data[0]))
+        with pytest.raises(ke.InputError, match="rank 1 of 3 refused: examples must be"):
+            engine.curvature_products(trace, examples=-1 if communicator.rank == 1 else None)
+        return engine.loss(*part_of(communicator, data[0]))
+
+    assert len(set(run(SIZE, work))) == 1
 
 
 @pytest.mark.parametrize("call", ["step", "observe", "gradients", "loss"])

@@ -55,11 +55,66 @@ def test_a_callback_of_the_first_rank_ends_the_run_of_all_before_its_first_step(
     assert [history.records for history in histories] == [[], []]
 
 
-def test_find_rate_refuses_an_engine_of_several_ranks():
+class FailsAtTheEnd(ke.Callback):
+    """Fails in one place, in the first process."""
+
+    on_every_rank = False
+
+    def __init__(self, place):
+        setattr(self, place, self.fail)
+
+    def fail(self, *_):
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize("place", ["on_run_end", "final_weights", "close"])
+def test_an_error_of_one_rank_at_the_end_of_a_run_is_an_error_of_all(place):
+    def work(ranks):
+        with pytest.raises(ke.RankError, match="rank 0 of 2 refused: OSError: no space left"):
+            trained(ranks, callbacks=[FailsAtTheEnd(place)])
+
+    run(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"batch_size": -1}, "batch_size"), ({"optimizer": "nope"}, "nope")]
+)
+def test_arguments_of_one_rank_that_are_wrong_are_an_error_of_all(options, named):
+    def work(ranks):
+        with pytest.raises(ke.KfacError, match=named):
+            trained(ranks, **(options if ranks.rank else {}))
+
+    run(2, work)
+
+
+def test_lists_of_batches_of_different_lengths_are_refused():
+    def work(ranks):
+        batches = [(X[i : i + 12], Y[i : i + 12]) for i in range(0, 60 - 12 * ranks.rank, 12)]
+        with pytest.raises(ke.RankError, match="rank 1 has other arguments of fit than rank 0"):
+            trained(ranks, data=batches)
+
+    run(2, work)
+
+
+def test_a_run_that_diverges_warns_in_the_first_process():
+    def work(ranks):
+        engine = ke.Engine.from_onnx(net.model(), loss="categorical", communicator=ranks)
+        engine.step({"x": X[:9]}, Y[:9])
+        engine.set_parameters({n: 1e6 * v for n, v in engine.parameters.items()})
+        engine.step({"x": X[:9]}, Y[:9])
+
+    with pytest.warns(ke.DivergenceWarning) as warned:
+        run(3, work)
+    assert len(warned) == 1
+
+
+def test_find_rate_and_verify_refuse_an_engine_of_several_ranks():
     def work(ranks):
         engine = ke.Engine.from_onnx(net.model(), loss="categorical", communicator=ranks)
         with pytest.raises(ke.UnsupportedError, match="pass the file of the model"):
             ke.find_rate(engine, (X, Y))
+        with pytest.raises(ke.UnsupportedError, match="pass the file of the model"):
+            ke.verify(engine, {"x": X}, Y)
 
     run(2, work)
 
