@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
@@ -72,6 +73,8 @@ class Interruption:
             if older_handler not in {signal.SIG_IGN, None}:
                 self._restore.callback(signal.signal, number, older_handler)
                 signal.signal(number, self._raise)
+        self._restore.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+        sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         Thread(target=self._watch, args=(reader,), daemon=True).start()
         return self
 
@@ -108,6 +111,17 @@ class Interruption:
                     self.patient = False
                 elif number in _MESSAGES and not self._over.wait(_GRACE_SECONDS):
                     _end(number)
+
+
+def _report_unraisable(
+    report: Callable[["sys.UnraisableHookArgs"], object], error: "sys.UnraisableHookArgs"
+) -> None:
+    """Report an exception that Python ignores, such as in ``__del__``, unless a signal raised it.
+
+    The thread then ends the process.
+    """
+    if not isinstance(error.exc_value, SignalReceived):
+        report(error)
 
 
 def _end(number: int) -> None:

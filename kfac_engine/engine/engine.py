@@ -46,6 +46,8 @@ from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
 
+# Gradients whose norms have a smaller sum cannot overflow when they are added.
+_LARGE_NORM = 1e30
 # The state that several processes compare with each batch.
 _STATE = "counters, random generators, dampings or schedules"
 
@@ -220,7 +222,7 @@ class Engine(Summarized, PreconditioningModel):
                 with record("inverses"):
                     self.estimator.refreshes.run(self.counter)
                 # Checks of gradients that not all processes have precede a vote.
-                self._record(loss, owned)
+                self._record(loss, owned if bound is not None and bound > _LARGE_NORM else {})
                 in_file = self._model.to_file_layout(whole_arrays(owned))
                 with record("precondition"):
                     natural = self._precondition(owned, exp, tuple(every))

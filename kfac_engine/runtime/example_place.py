@@ -14,8 +14,11 @@ from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.runtime.batch_axis import Batch
-from kfac_engine.runtime.example_axis import ExampleAxis, rest_changes
+from kfac_engine.runtime.example_axis import rest_changes
 from kfac_engine.runtime.sample_run import open_run, sample_batch
+
+# Values that are compared at a time.
+_COMPARED = 64
 
 
 def find_reduction(
@@ -38,17 +41,22 @@ def find_reduction(
     """
     if batch.fixed:
         return ""
-    computed = dependents(graph, batch.inputs, ONLY_SHAPES)
+    passed_on = dependents(graph, batch.inputs, ONLY_SHAPES) & _read_by(graph, outputs)
     for node in graph.nodes:
-        for name in node.outputs:
-            reduced = name in computed and name in facts and name not in batch.places
-            if (
-                reduced
-                and facts[name].dtype.kind == "f"
-                and any(output in dependents(graph, [name], ONLY_SHAPES) for output in outputs)
-            ):
+        for name in passed_on.intersection(node.outputs):
+            reduced = name in facts and name not in batch.places
+            if reduced and facts[name].dtype.kind == "f":
                 return f"{node.qualified_op} node '{node.name}'"
     return ""
+
+
+def _read_by(graph: Graph, outputs: Sequence[str]) -> set[str]:
+    """Return the values that outputs depend on, and not on their shapes only."""
+    values = set(outputs)
+    for node in reversed(graph.nodes):
+        if not values.isdisjoint(node.outputs) and node.qualified_op not in ONLY_SHAPES:
+            values.update(node.inputs, node.captures)
+    return values
 
 
 def find_place_dependence(
@@ -83,17 +91,19 @@ def find_place_dependence(
         for name, array in feeds.items()
     }
 
-    def changes(name: str, place: ExampleAxis) -> bool:
-        before, after = (run.values(values, [name])[name] for values in (feeds, rest))
-        return rest_changes(before, after, batch.size, place)
+    def changed(names: Sequence[str]) -> list[str]:
+        before, after = run.values(feeds, names), run.values(rest, names)
+        places = batch.places
+        return [n for n in names if rest_changes(before[n], after[n], batch.size, places[n])]
 
     try:
-        if not any(changes(name, batch.places[name]) for name in outputs if name in batch.places):
+        if not changed([name for name in outputs if name in batch.places]):
             return ""
     except BackendError:  # the model runs with more examples only
         return ""
-    for node in graph.nodes:
-        for name in node.outputs:
-            if name in facts and name in batch.places and changes(name, batch.places[name]):
-                return f"{node.qualified_op} node '{node.name}'"
+    computed = [name for node in graph.nodes for name in node.outputs if name in batch.places]
+    for start in range(0, len(computed), _COMPARED):
+        for name in changed(computed[start : start + _COMPARED]):
+            node = graph.producers[name]
+            return f"{node.qualified_op} node '{node.name}'"
     return "a node"

@@ -47,6 +47,7 @@ STUCK = {
     "the creation of a session": "folded()",
     "writing a file": "write_file('out', slow_chunks())",
     "BLAS while a file is written": "write_file('out', blas_chunks())",
+    "a finalizer": "finalize(); time.sleep(300)",
 }
 
 
@@ -90,6 +91,17 @@ def folded() -> None:
     model = net.model({"input": [1000, 1000]}, {"output": [1000, 1000]})
     ready()
     Session(CompactModel(model.SerializeToString(), {}, {}), threads=1, what="products")
+
+
+def finalize() -> None:
+    """A finalizer, whose exceptions Python ignores."""
+
+    class Slow:
+        def __del__(self):
+            ready()
+            time.sleep(300)
+
+    Slow()
 
 
 def slow_chunks():
