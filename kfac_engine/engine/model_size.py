@@ -53,16 +53,16 @@ def model_size(assembly: Assembly, layers: Sequence[LayerReport], examples: int 
             extent=layer.factor_shapes[0 if divisible == "rows" else -1][-1] if divisible else 1,
             most_owners=assembly.options.layer_owners,
         )
-    sizes = dict(_factor_sizes(collection, names))
     # Half precision is sent as float32.
-    itemsizes = (array.dtype.itemsize for array in assembly.model.parameters.values())
-    return ModelSize(blocks, sizes, max(4, *itemsizes), _sources(assembly))
+    itemsize = max(4, *(array.dtype.itemsize for array in assembly.model.parameters.values()))
+    sizes = dict(_factor_sizes(collection, names, itemsize))
+    return ModelSize(blocks, sizes, itemsize, _sources(assembly))
 
 
 def _factor_sizes(
-    collection: LayerCollection, names: dict[int, str]
+    collection: LayerCollection, names: dict[int, str], itemsize: int
 ) -> Iterator[tuple[str, FactorSize]]:
-    """Yield the name and the sizes of each factor."""
+    """Yield the name and the sizes of each factor, for parameters of a given itemsize."""
     shapes, refreshed = factor_shapes(collection), refreshed_shapes(collection)
     for factor in collection.get_factors():
         shape = shapes[id(factor)]
@@ -76,6 +76,7 @@ def _factor_sizes(
                 divided=factor.only_refreshes_read,
                 needed=isinstance(factor, EigenbasisFactor),
                 wide=isinstance(factor, EigenbasisFactor),
+                precise=factor.narrowest.itemsize > itemsize,
             ),
         )
 

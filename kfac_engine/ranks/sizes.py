@@ -27,6 +27,8 @@ class FactorSize:
         divided: Whether the average is divided among the ranks between refreshes.
         needed: Whether measurements need the results of a refresh on all ranks.
         wide: Whether the results of a refresh are sent as float64, such as eigenvectors.
+        precise: Whether the average is float64 for all types of parameters, such as frequencies of
+            token ids.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,7 @@ class FactorSize:
     divided: bool = False
     needed: bool = False
     wide: bool = False
+    precise: bool = False
 
     @property
     def numbers(self) -> int:
@@ -130,8 +133,11 @@ class ModelSize:
     @property
     def whole_bytes(self) -> int:
         """Bytes of all averages that are whole."""
-        factors = self.factors.values()
-        return self.itemsize * sum(factor.numbers for factor in factors if not factor.divided)
+        return sum(
+            (_WIDE if factor.precise else self.itemsize) * factor.numbers
+            for factor in self.factors.values()
+            if not factor.divided
+        )
 
 
 @dataclass(frozen=True, slots=True)

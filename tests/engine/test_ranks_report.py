@@ -60,6 +60,16 @@ def test_a_shared_factor_is_sent_once_and_its_layers_have_one_owner():
     assert len({parts[0].owner for parts in report.costs["shard"].block_owners.values()}) == 1
 
 
+def test_several_owners_of_a_layer_divide_its_products_and_copy_its_gradient():
+    one, three = (
+        engine_of(demo_model("mlp"), layer_owners=most).ranks_report(8).costs["shard"]
+        for most in (1, 3)
+    )
+    assert three.products < one.products / 2
+    assert three.handed_over > one.handed_over
+    assert max(len(parts) for parts in three.block_owners.values()) == 3
+
+
 def test_a_table_has_rows_for_its_tokens_and_no_product():
     size = size_of(engine_of(embedding(length=3)), 5)
     table = size.blocks["table"]

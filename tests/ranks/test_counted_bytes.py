@@ -39,6 +39,16 @@ def table():
     return embedding(d=400, classes=5)
 
 
+def words():
+    """An embedding of 600 rows, which all ranks own, and a dense layer."""
+    net = Net()
+    x = net.op("Gather", net.weight("table", 600, 40), "input", to="rows")
+    axes = net.constant("axes", np.asarray([1], np.int64))
+    x = net.op("ReduceMean", x, axes, to="mean", keepdims=0)
+    net.dense("output", x, 40, 5)
+    return net.model({"input": ["batch", 3]}, {"output": ["batch", 5]}, "int64")
+
+
 CASES = {
     "dense": (dense, {}),
     "shared A": (shared, {}),
@@ -46,6 +56,8 @@ CASES = {
     "diagonals": (dense, {"approximations": {"fully_connected": "diagonal"}}),
     "EKFAC": (dense, {"approximations": {"fully_connected": "ekfac"}}),
     "updates every second step": (dense, {"covariance_every": 2}),
+    "columns of three owners": (dense, {"layer_owners": 3}),
+    "rows of three owners": (words, {}),
 }
 
 
@@ -106,6 +118,22 @@ def test_bytes_handed_over_are_those_of_the_cost_model(case, distribution):
     count, cost = counted(model(), distribution, dict(options))
     # Votes and traces are a few bytes more.
     assert cost.handed_over <= count <= 1.02 * cost.handed_over
+
+
+@pytest.mark.parametrize("case", ["columns of three owners", "rows of three owners"])
+def test_owners_of_a_layer_add_the_bytes_of_the_page(case):
+    model, options = CASES[case]
+    count, _ = counted(model(), "shard", dict(options))
+    sides, numbers = (SIDES, NUMBERS) if model is dense else ((40, 41, 5), 600 * 40 + 41 * 5)
+    triangles = [4 * d * (d + 1) // 2 for d in sides]
+    # A of the table is sent with each update, as float64.
+    whole = 0 if model is dense else 8 * 600
+    # Copies of A, G and, for columns, of the gradient
+    copies = triangles[:2] if model is dense else triangles[:1]
+    gradient = 4 * 161 * 120 if model is dense else 0
+    formula = 2 * 4 * numbers + sum(triangles) / PERIOD + whole
+    formula += (RANKS - 1) * (gradient + sum(copies) / PERIOD)
+    assert formula <= count <= 1.02 * formula
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
