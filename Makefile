@@ -40,7 +40,7 @@ TORCH_INDEX ?=
 
 # Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
 NUMERICAL := tests/backend tests/curvature tests/engine tests/layers tests/losses tests/autodiff \
-	tests/runtime tests/export tests/training $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
+	tests/runtime tests/export tests/training tests/ranks $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
 
 # $(call environment,FOLDER,REQUIREMENTS): a virtual environment of its own. Some systems ship venv
 # without its bundled pip; there the system's pip installs into the environment.
