@@ -18,7 +18,7 @@ from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
-from kfac_engine.curvature.schedule import ADAPTIVE, Planner, Schedule, Work
+from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES, Planner, Schedule, Work
 from kfac_engine.errors import UnsupportedError
 
 _SAMPLED_ROWS = 16
@@ -51,13 +51,12 @@ class Refreshes:
         for params, block in self._collection.fisher_blocks.items():
             for number in dict.fromkeys(map(id, block.factors)):
                 parameters.setdefault(number, []).extend(uses(params))
+        factors = self._factors
+        costs = {key: sum(map(refresh_cost, shapes[id(f)])) for key, f in factors.items()}
+        owners, ranks = self.division.owners(factors), self.division.ranks
         return tuple(
-            Work(
-                key,
-                sum(map(refresh_cost, shapes[id(factor)])),
-                tuple(parameters[id(factor)]),
-            )
-            for key, factor in self._factors.items()
+            Work(key, costs[key], tuple(parameters[id(factor)]), owners.get(key), ranks)
+            for key, factor in factors.items()
         )
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
@@ -203,7 +202,7 @@ class Refreshes:
         if self.division is not UNDIVIDED and policy in ADAPTIVE:
             raise UnsupportedError(
                 f"policy '{policy}' reads times or averages of one process; with a communicator, "
-                f"choose 'all_at_once', 'round_robin' or 'balanced'."
+                f"choose {', '.join(map(repr, POLICIES))}."
             )
 
     def _drifts_for(

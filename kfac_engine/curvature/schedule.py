@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from kfac_engine.arguments import flag, one_of, positive, whole
 from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.ranks.owners import Load, slots
 from kfac_engine.registry import Registry
 from kfac_engine.suggestions import suggestion
 
@@ -35,10 +36,11 @@ class Schedule:
             ``periods`` matters.
         policy: Which factors a call refreshes. A row of ``POLICIES`` refreshes each factor once in
             its period: ``"all_at_once"`` (all when ``counter % refresh_every == 0``),
-            ``"round_robin"`` (an equal number each call) or ``"balanced"`` (an equal cost each
-            call). A row of ``ADAPTIVE`` decides in each call: ``"drift"`` refreshes the factors
-            whose averages have moved, ``"budget"`` the factors that wait longest, as many as the
-            budget allows.
+            ``"round_robin"`` (an equal number each call), ``"balanced"`` (an equal cost each call)
+            or ``"balanced_ranks"`` (an equal cost each call on each of several processes, which
+            then compute at the same time). A row of ``ADAPTIVE`` decides in each call: ``"drift"``
+            refreshes the factors whose averages have moved, ``"budget"`` the factors that wait
+            longest, as many as the budget allows.
         overlap: Whether a refresh of one call is used from the next call on, so that a GPU computes
             inverses during the next batch. Inverses of call 0 are used at once. A CPU gives the
             same results, but the option saves no time there.
@@ -91,13 +93,15 @@ class Work:
         key: Name of the refresh.
         cost: Relative cost, for example the number of multiplications.
         parameters: Names of the parameters whose blocks use the factor.
-        owner: Rank of the process that computes it.
+        owner: Rank of the process that computes it; None if any process may.
+        ranks: Number of processes.
     """
 
     key: str
     cost: float
     parameters: tuple[str, ...] = ()
-    owner: int = 0
+    owner: int | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,4 +350,28 @@ def _balanced(works: Sequence[Work], period: int) -> Mapping[str, int]:
 
 POLICIES.add("all_at_once", _all_at_once)
 POLICIES.add("round_robin", _round_robin)
+
+
+def _balanced_ranks(works: Sequence[Work], period: int) -> Mapping[str, int]:
+    """Assign an equal cost to every slot of every process.
+
+    Works without an owner are assigned to processes and slots together. Those of each owner are
+    assigned by decreasing cost, so that the largest works of all owners are in the first slot.
+
+    Args:
+        works: The works.
+        period: Number of slots.
+
+    Returns:
+        Key to slot.
+    """
+    free = {work.key: Load(work.cost) for work in works if work.owner is None}
+    ranks = max((work.ranks for work in works), default=1)
+    phases = {key: slot.phase for key, slot in slots(free, ranks, period).items()}
+    for owner in dict.fromkeys(work.owner for work in works if work.owner is not None):
+        phases |= _balanced([work for work in works if work.owner == owner], period)
+    return phases
+
+
 POLICIES.add("balanced", _balanced)
+POLICIES.add("balanced_ranks", _balanced_ranks)

@@ -317,6 +317,16 @@ class Distribution(ABC):
     def conclude(self) -> None:
         """Meet all ranks at the end of a step, unless ``share`` has done so."""
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._communicator.size
+
+    def owners(self, factors: Mapping[str, FisherFactor]) -> Mapping[str, int]:
+        """See ``curvature.factors.refresh.Division``."""
+        del factors
+        return {}
+
     @abstractmethod
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         """See ``curvature.factors.refresh.Division``."""

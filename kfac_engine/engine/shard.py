@@ -9,6 +9,7 @@ from kfac_engine._types import Array, Params, Rows
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
@@ -35,7 +36,7 @@ class Shard(Distribution):
     ) -> None:
         super().__init__(shards, assembly, estimator, reports)
         rank, layers = shards.communicator.rank, tuple(reports())
-        period = estimator.refreshes.schedule.refresh_every
+        period = (assembly.options.schedule or Schedule()).refresh_every
         owners = layer_owners(model_size(assembly, layers), shards.communicator.size, period)
         self._parts: dict[str, tuple[ParameterPart, ...]] = {}
         self._factor_owners: dict[int, tuple[int, ...]] = {}
@@ -96,6 +97,9 @@ class Shard(Distribution):
 
     def conclude(self) -> None:
         """Do nothing: all ranks have met in ``share``."""
+
+    def owners(self, factors: Mapping[str, FisherFactor]) -> Mapping[str, int]:
+        return {key: self._factor_owners[id(factor)][0] for key, factor in factors.items()}
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         self._give_to_owners(due, self._factor_owners)

@@ -218,7 +218,7 @@ def test_a_forged_state_is_recognised(change):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "sometimes"}, "all_at_once, round_robin, balanced, drift, budget"),
+        ({"policy": "sometimes"}, "all_at_once, round_robin, balanced, balanced_ranks, drift"),
         ({"drift": 0}, "drift must be a positive number"),
         ({"budget": 1.0}, r"budget must lie in \(0, 1\), got 1.0"),
         ({"budget": -0.1}, "budget must be a positive number"),

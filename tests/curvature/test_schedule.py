@@ -28,7 +28,7 @@ def run(works, schedule, calls):
 
 
 def test_every_documented_policy_has_a_row():
-    assert set(POLICIES) == {"all_at_once", "round_robin", "balanced"}
+    assert set(POLICIES) == {"all_at_once", "round_robin", "balanced", "balanced_ranks"}
     assert set(ADAPTIVE) == {"drift", "budget"}
 
 
@@ -110,5 +110,5 @@ def test_works_of_equal_cost_are_spread_the_same_whatever_their_order():
 
 
 def test_an_unknown_policy_lists_the_known_ones():
-    with pytest.raises(KeyError, match="all_at_once, balanced, round_robin"):
+    with pytest.raises(KeyError, match="all_at_once, balanced, balanced_ranks, round_robin"):
         POLICIES["sometimes"]

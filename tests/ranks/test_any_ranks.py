@@ -18,6 +18,8 @@ from tests.ranks.threads import run
 MODES = ("gradients", "empirical", "exact", "curvature_prop")
 MODELS = ("mlp", "token_mlp")  # in float64
 APPROXIMATIONS = ("kron", "diagonal")
+# The other one refreshes factors in calls that depend on the number of ranks.
+EQUAL_POLICIES = tuple(name for name in POLICIES if name != "balanced_ranks")
 
 
 @st.composite
@@ -35,7 +37,7 @@ def cases(draw):
         "schedule": ke.Schedule(
             covariance_every=draw(st.integers(1, 2)),
             refresh_every=draw(st.integers(1, 3)),
-            policy=draw(st.sampled_from(tuple(POLICIES))),
+            policy=draw(st.sampled_from(EQUAL_POLICIES)),
             overlap=draw(st.booleans()),
         ),
     }

@@ -10,6 +10,7 @@ from kfac_engine.ranks.layer_owners import layer_owners
 from scripts import list_distributions
 from tests.pages import blocks
 from tests.ranks.known_models import MODELS, model_size
+from tests.ranks.test_owners import bound, refreshes, time_of
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "distributed.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -55,6 +56,15 @@ def test_limits_of_a_refresh_are_those_of_the_largest_factors(model, ranks, sent
     costs = [size**3 for layer in MODELS[model] for size in layer.sizes]
     assert ceil(sum(costs) / max(costs)) == ranks
     assert sentence in TEXT
+
+
+def test_times_of_the_policies_are_those_of_the_models():
+    table = refreshes("GPT-2 small")
+    least = bound(table, 32)
+    assert round(time_of("balanced", table, 32) / least, 2) == 10
+    assert round(time_of("balanced_ranks", table, 32) / least, 2) == 1.45
+    assert "of GPT-2 small take ten times as long as the bound" in TEXT
+    assert "1.45 times the bound" in TEXT
 
 
 def test_shares_of_the_text_are_those_of_the_models():

@@ -7,6 +7,7 @@ import pytest
 from onnx import ModelProto
 
 import kfac_engine as ke
+from kfac_engine.curvature.factors.refresh import Undivided
 from kfac_engine.sessions.session import Session
 from tests import models
 from tests.ranks.threads import run
@@ -138,6 +139,32 @@ def test_steps_equal_those_of_one_process_for_dense_layers(approximation, distri
 def test_steps_equal_those_of_one_process_for_every_policy(policy, distribution):
     schedule = ke.Schedule(refresh_every=2, policy=policy)
     assert_equal_to_one_process("mlp", 3, schedule=schedule, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
+    distribution, monkeypatch
+):
+    """The policy balances the ranks, so that the calls depend on their number and owners."""
+    schedule = ke.Schedule(refresh_every=3, policy="balanced_ranks")
+    options = {"distribution": distribution, "schedule": schedule}
+
+    def plan(communicator):
+        engine = ke.Engine.from_onnx(
+            model_of("mlp"), loss="categorical", communicator=communicator, **options
+        )
+        refreshes = engine.estimator.refreshes
+        calls = [refreshes.planner.refreshes(counter) for counter in range(1, 4)]
+        return {work.key: work.owner for work in refreshes.works}, calls
+
+    (owned, calls), *others = run(3, plan)
+    assert all(other == (owned, calls) for other in others)
+    assert sorted(key for call in calls for key in call) == sorted(owned)  # once in a period
+    assert calls != plan(None)[1]
+    fixed = {key: owner for key, owner in owned.items() if owner is not None}
+    monkeypatch.setattr(Undivided, "ranks", 3)
+    monkeypatch.setattr(Undivided, "owners", lambda *_: fixed)
+    assert_equal_to_one_process("mlp", 3, **options)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

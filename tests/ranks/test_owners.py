@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kfac_engine.curvature.schedule import POLICIES, Work
 from kfac_engine.errors import InputError
 from kfac_engine.ranks.owners import Load, loads, owners, slots, together
 from tests.ranks.known_models import MODELS
@@ -106,6 +107,21 @@ def test_a_period_without_a_phase_is_refused():
 
 @settings(deadline=None)
 @given(costs, st.integers(1, 5), st.integers(1, 4))
+def test_the_policy_balanced_ranks_has_the_phases_of_slots(numbers, size, period):
+    table, plan = works(numbers), POLICIES["balanced_ranks"]
+    free = [Work(key, load.cost, ranks=size) for key, load in table.items()]
+    assert plan(free, period) == {k: slot.phase for k, slot in slots(table, size, period).items()}
+    # Works with owners: those of each owner alone, by the policy of one process.
+    ranks = owners(table, size)
+    owned = [Work(key, load.cost, owner=ranks[key], ranks=size) for key, load in table.items()]
+    for rank in set(ranks.values()):
+        mine = [work for work in owned if work.owner == rank]
+        phases = {work.key: plan(owned, period)[work.key] for work in mine}
+        assert phases == POLICIES["balanced"](mine, period)
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 5), st.integers(1, 4))
 def test_slots_of_few_works_are_in_the_first_phases(numbers, size, period):
     table = works(numbers)
     assigned = slots(table, size, period)
@@ -174,6 +190,22 @@ def spans(table, places, size, period):
     for key, (rank, phase) in places.items():
         totals[phase][rank] += table[key].cost
     return [max(ranks) for ranks in totals]
+
+
+def time_of(policy, table, size, period=10):
+    """The largest costs of a rank in all phases, whose works are divided among the ranks anew."""
+    plan = POLICIES[policy]([Work(k, load.cost, ranks=size) for k, load in table.items()], period)
+    phases = [{k: load for k, load in table.items() if plan[k] == p} for p in range(period)]
+    return sum(makespan(works, owners(works, size), size) for works in phases if works)
+
+
+@pytest.mark.parametrize("size", [2, *SIZES])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_policy_balanced_ranks_wastes_less_time_than_balanced(model, size):
+    table = refreshes(model)
+    joint = time_of("balanced_ranks", table, size)
+    assert bound(table, size) <= joint <= 1.5 * bound(table, size)
+    assert joint < time_of("balanced", table, size)
 
 
 @pytest.mark.parametrize("size", [2, *SIZES])

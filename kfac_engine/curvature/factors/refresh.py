@@ -137,6 +137,17 @@ class Division(Protocol):
             A function that waits for the results of all requests.
         """
 
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+
+    def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return the rank of the process that refreshes each factor, where it is always the same.
+
+        Args:
+            factors: Key to factor, of all factors that store results.
+        """
+
     def snapshot(self) -> Callable[[], None]:
         """Return a function that is called after averages were restored to those of now."""
 
@@ -160,6 +171,13 @@ class Undivided:
         """Start to compute all requests."""
         del due
         return compute([request for task in tasks for request in task.requests])
+
+    ranks = 1
+
+    def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return nothing: one process refreshes all factors."""
+        del factors
+        return {}
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that does nothing."""
