@@ -185,11 +185,7 @@ class Distribution(ABC):
     def _agree(
         self, measurements: Sequence[Measurement], *numbers: float, place: str
     ) -> Iterable[Array]:
-        """Meet all ranks, exchange numbers, and give measurements the same element types.
-
-        Returns:
-            Each number, of all ranks.
-        """
+        """Return numbers of all ranks, and give measurements the same element types on all."""
         wide = bytes(measurement.dtype == _WIDE for measurement in measurements)
         *columns, types = self._shards.agreement.vote(*numbers, crc32(wide), place=place).T
         if len(set(types)) > 1:  # numbers of one rank need float64
