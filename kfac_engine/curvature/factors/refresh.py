@@ -149,7 +149,7 @@ class Division(Protocol):
         """
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that is called after averages were restored to those of now."""
+        """Save how averages are divided; return a function that restores it with the averages."""
 
     def meeting(self) -> AbstractContextManager[None]:
         """Return a context for a refresh outside of a step, in which all processes meet.
