@@ -37,11 +37,11 @@ class InputMoment:
 
     Attributes:
         eigenvalues: Eigenvalues of the mean of ``a aᵀ`` over examples and positions, ``(g, d_in)``.
-        positions: Number of uses × positions of an example.
+        positions: Mean number of uses × positions of an example.
     """
 
     eigenvalues: Float
-    positions: int
+    positions: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

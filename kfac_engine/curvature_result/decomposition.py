@@ -146,9 +146,9 @@ class Decomposer:
         return np.asarray(self.to_numpy(array), np.float64)
 
 
-def _rows(factor: FisherFactor, repeats: int | None) -> int:
+def _rows(factor: FisherFactor, repeats: float | None) -> int:
     """Return the number of vectors whose outer products the average of a factor is the mean of."""
-    return int(factor.average.weight) * (repeats or 1)
+    return round(factor.average.weight * (repeats or 1))
 
 
 def _names(block: FisherBlock) -> tuple[str, ...]:

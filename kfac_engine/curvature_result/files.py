@@ -189,7 +189,7 @@ class CurvatureFile:
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _block(self, number: int, block: Block, positions: int | None) -> Block:
+    def _block(self, number: int, block: Block, positions: float | None) -> Block:
         groups, d_in, d_out = block.places.shape
         values = self._array(f"{number}/eigenvalues", (groups, d_in, d_out))
         left = self._array(f"{number}/left", (groups, d_in, d_in))
@@ -238,7 +238,11 @@ def _is_header(header: Any) -> bool:
         return False
     likelihood = header["about"]["log_likelihood"]
     counts = [header["about"]["examples"], header["about"]["predictions"]]
-    counts += [count for count in header["positions"] if count is not None]
-    is_number = type(likelihood) in (int, float) and isfinite(likelihood)
+    means = [mean for mean in header["positions"] if mean is not None]
     are_counts = all(type(count) is int and count > 0 for count in counts)
-    return are_counts and (likelihood is None or is_number)
+    are_means = all(_is_number(mean) and mean > 0 for mean in means)
+    return are_counts and are_means and (likelihood is None or _is_number(likelihood))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)

@@ -100,7 +100,7 @@ class _Entry:
     name: str
     operations: list[str]
     weight: float
-    repeats: int | None
+    repeats: float | None
 
 
 def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) -> None:
@@ -291,7 +291,8 @@ def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
             and type(entry["weight"]) in (int, float)
             and 0 <= entry["weight"] < inf
             and (
-                entry["repeats"] is None or (type(entry["repeats"]) is int and entry["repeats"] > 0)
+                entry["repeats"] is None
+                or (type(entry["repeats"]) in (int, float) and 0 < entry["repeats"] < inf)
             )
             for entry in entries
         )

@@ -8,6 +8,7 @@ and ``G`` as the Fisher block of the bias, which is ``Σ ds dsᵀ`` where a laye
 import numpy as np
 import pytest
 
+import kfac_engine as ke
 from tests import models, oracle
 from tests.curvature_result.dense import (
     DOUBLE,
@@ -203,3 +204,21 @@ def test_input_moment_is_the_hessian_of_gptq_in_the_order_of_the_file():
         else:
             rows = x.reshape(len(x), -1)
         assert_close(curvature.input_moment(weight), 2 / 5 * rows.T @ rows, SINGLE)
+
+
+def test_batches_of_different_lengths_have_one_curvature_in_any_order(tmp_path):
+    model, rng = models.token_mlp("tokens", (3, 2), dtype="float64"), np.random.default_rng(0)
+    sizes = ((1, 2, 1.0), (4, 5, 2.0))
+    batches = [({"input": scale * rng.normal(size=(n, t, 3))}, None) for n, t, scale in sizes]
+    rows = np.concatenate([inputs["input"].reshape(-1, 3) for inputs, _ in batches])
+    for order in (batches, batches[::-1]):
+        curvature = measured(model, order, "normal")
+        F = sum(
+            len(inputs["input"]) / 5 * exact_fisher(curvature, model, inputs, "normal")
+            for inputs, _ in batches
+        )
+        assert_close(dense(curvature), F)
+        curvature.save(tmp_path / "file")
+        loaded = ke.Curvature.load(tmp_path / "file", model, threads=1, backend="numpy")
+        for one in (curvature, loaded):
+            assert_close(one.input_moment("fc0.weight"), 2 / 5 * rows.T @ rows)

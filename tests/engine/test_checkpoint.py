@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 import kfac_engine as ke
 from kfac_engine.engine.checkpoint import State, load_state, save_state
 from kfac_engine.system.writing import write_file
+from tests import models
 from tests.two_layers import BLOCKS, batch, estimator_of, run, weights
 
 GENERATOR = {"bit_generator": "PCG64", "state": {"state": 2**100 + 1, "inc": 3}}
@@ -88,6 +89,21 @@ def test_a_resumed_run_gives_the_bits_of_one_that_never_stopped(tmp_path, dtype)
     assert bits_of(resumed) == bits_of(straight)
     for found, expected in zip(products(resumed), products(straight), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_resumed_run_continues_the_mean_number_of_positions(tmp_path):
+    model, rng = models.token_mlp(tokens="tokens"), np.random.default_rng(0)
+    lengths = [{"input": rng.normal(size=(3, t, 5)).astype("f")} for t in (2, 5, 3)]
+    straight, resumed = (ke.Engine.from_onnx(model, loss="normal") for _ in range(2))
+    for length in lengths[:2]:
+        straight.observe(length)
+    straight.save(tmp_path / "s")
+    resumed.load(tmp_path / "s")
+    for engine in (straight, resumed):
+        (repeats,) = {factor.repeats for factor in engine.estimator.factors}
+        assert repeats == pytest.approx((0.95 * 2 + 5) / 1.95)
+        engine.observe(lengths[2])
+    assert bits_of(resumed.estimator) == bits_of(straight.estimator)
 
 
 def test_inverses_come_back_as_stale_as_they_were(saved):

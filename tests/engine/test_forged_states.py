@@ -99,6 +99,8 @@ FORGERIES = {
     "a weight below zero": factor_is("weight", -1.0),
     "a weight of zero with an average": factor_is("weight", 0.0),
     "repeats of letters": factor_is("repeats", "a"),
+    "repeats of zero": factor_is("repeats", 0.0),
+    "repeats that are not finite": factor_is("repeats", float("inf")),
     "a damping of letters": header_is("damping", '"a"'),
     "an average that is missing": tensor_is(WEIGHTED, None),
     "an average with NaN": tensor_is(WEIGHTED, poisoned),

@@ -1,7 +1,7 @@
 """Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
 
 ``A`` is the second moment of the inputs of a layer, and ``G`` that of its output gradients. Both
-are means over uses, examples and positions. ``c`` is the number of uses × positions for each
+are means over uses, examples and positions. ``c`` is the mean number of uses × positions of an
 example. One block serves dense layers (c = 1), convolutions (c = output locations; KFC) and layers
 with independent uses.
 
@@ -165,8 +165,8 @@ class KroneckerProductFB(FisherBlock):
         return tuple(side.shape(d) for side, d in pairs)
 
     @property
-    def repeats(self) -> int:
-        """Number ``c`` of uses × positions for each example.
+    def repeats(self) -> float:
+        """Mean number ``c`` of uses × positions of an example, over the averaged batches.
 
         Raises:
             NotReadyError: No batch was measured, and the shape of the output was not declared.

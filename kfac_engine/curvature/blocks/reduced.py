@@ -32,6 +32,6 @@ class ReducedKroneckerFB(KroneckerProductFB):
         super().__init__(collection, form, input_side=_MEAN, output_side=_SUM)
 
     @property
-    def repeats(self) -> int:
+    def repeats(self) -> float:
         """Number of rows for each example, 1: positions are reduced."""
         return 1

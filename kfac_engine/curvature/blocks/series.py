@@ -112,9 +112,9 @@ class SeriesFB(MultiUseKroneckerFB):
     # -- private ----------------------------------------------------------------------------------
 
     @property
-    def _positions(self) -> int:
-        """Number of positions of a use for each example, each an independent sequence."""
-        return self.repeats // self.form.num_uses
+    def _positions(self) -> float:
+        """Mean number of positions of a use for each example, each an independent sequence."""
+        return self.repeats / self.form.num_uses
 
     def _multiplied(self, V: Array, damping_a: float, damping_g: float) -> Array:
         A, G = self._lagged()

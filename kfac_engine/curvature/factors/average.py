@@ -18,9 +18,13 @@ class MovingAverage:
     ``value ← (decay·W/W')·value + (w/W')·x``, one rank-k update of BLAS. After the first update
     ``value == x`` exactly, for every decay.
 
+    The examples of batches may have different numbers of rows. A mean over rows then has the
+    weight of a batch times its number of rows for each example.
+
     Attributes:
         value: The average; None before the first batch. Updates change it in place.
         weight: Total weight; zero before the first update.
+        repeats: Mean number of rows of an example, debiased; None before the first update.
         rest: Function that writes the entries that updates leave out, such as the upper triangle
             of a symmetric matrix; None if the value is complete. Updates set it, and the next
             ``read`` calls it.
@@ -30,12 +34,19 @@ class MovingAverage:
 
     value: Array | None = None
     weight: float = 0.0
+    repeats: float | None = None
     rest: Callable[[Array], None] | None = None
     name: str = "a moving average"
     divided: bool = False
 
     def coefficients(
-        self, decay: float, weight: float, config: CollectionConfig
+        self,
+        decay: float,
+        weight: float,
+        config: CollectionConfig,
+        repeats: int = 1,
+        *,
+        over_rows: bool = False,
     ) -> tuple[float, float]:
         """Return the coefficients of the next update, and add its weight to the total.
 
@@ -43,6 +54,8 @@ class MovingAverage:
             decay: In [0, 1]; 1 is a plain mean.
             weight: Weight of the new value.
             config: Decides whether the average is debiased or classical.
+            repeats: Number of rows of an example of the new value.
+            over_rows: Whether the values are means over rows.
 
         Returns:
             ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
@@ -56,9 +69,15 @@ class MovingAverage:
                 f"{weight}."
             )
         old, self.weight = self.weight, decay * self.weight + weight
+        share = weight / self.weight
+        beta, alpha = decay * old / self.weight, share
         if not config.debias:
-            return decay, 1.0 - decay
-        return decay * old / self.weight, weight / self.weight
+            beta, alpha = decay, 1.0 - decay
+        before, self.repeats = self.repeats, repeats
+        if before in (None, repeats):  # no bit changes
+            return beta, alpha
+        self.repeats = mean = before + share * (repeats - before)
+        return (beta * before / mean, alpha * repeats / mean) if over_rows else (beta, alpha)
 
     def read(self) -> Array:
         """Return the complete average.

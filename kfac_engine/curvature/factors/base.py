@@ -45,7 +45,6 @@ class FisherFactor(FactorOperations, ABC):
     Attributes:
         statistic: The statistic.
         average: The moving average; ``update`` and ``commit`` change it.
-        repeats: Uses × positions for each example in the last batch; None before the first.
         narrowest: Least exact element type that the average may have.
         companions: Factors of the same collection, by any key.
         partners: The factors of all blocks that use this factor. Dampings depend on their traces.
@@ -67,7 +66,6 @@ class FisherFactor(FactorOperations, ABC):
         self.backend = backend or select("numpy")
         self.config = config or CollectionConfig()
         self.average = MovingAverage(name=self.name)
-        self.repeats: int | None = None
         self.traces_of_average: Array | None = None
         self.partners: tuple[FisherFactor, ...] = ()
         self.companions: Mapping[tuple[object, ...], FisherFactor] = {}
@@ -80,6 +78,11 @@ class FisherFactor(FactorOperations, ABC):
         """Name of the statistic and of the tensors that it reads, for messages and tables."""
         names = ", ".join(dict.fromkeys(self.statistic.names()))
         return f"{type(self.statistic).__name__}({names})"
+
+    @property
+    def repeats(self) -> float | None:
+        """Mean number of uses × positions of an example; None before the first batch."""
+        return self.average.repeats
 
     def __repr__(self) -> str:
         """Return class, shape and name."""
@@ -159,10 +162,7 @@ class FisherFactor(FactorOperations, ABC):
             sizes: Result of ``check``; computed here if omitted.
             combined: Whether the measurement is combined with those of other parts of the batch.
         """
-        if sizes is None:
-            statistic = self.statistic
-            shape, examples = statistic.shape(values), statistic.batch_size(values)
-            sizes = Sizes(shape, examples, statistic.repeats(values))
+        sizes = sizes or Sizes.of(self.statistic, values)
         return Measurement(self, values, sizes, combined=combined)
 
     def prepare(self, values: Values, combine: Combine | None = None) -> None:
@@ -185,7 +185,9 @@ class FisherFactor(FactorOperations, ABC):
             weight: Weight of the measurement.
         """
         self.wait()
-        beta, alpha = self.average.coefficients(decay, weight, self.config)
+        beta, alpha = self.average.coefficients(
+            decay, weight, self.config, measurement.repeats, over_rows=self.statistic.over_rows
+        )
         measurement.add_to(self._room(measurement), alpha, beta)
         self._advance(measurement)
 
@@ -218,7 +220,6 @@ class FisherFactor(FactorOperations, ABC):
 
     def _advance(self, measurement: Measurement) -> None:
         """Record a measurement that the average has received."""
-        self.repeats = measurement.repeats
         self.average.rest = self.complete
         self.traces_of_average = None
 
@@ -272,13 +273,12 @@ class FisherFactor(FactorOperations, ABC):
             return {}
         return {"average": self.backend.to_numpy(self.average.read())}
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         """Restore the state that ``arrays`` returned."""
         self.wait()
         average = arrays.get("average")
         value = None if average is None else self.backend.asarray(average).copy()
-        self.average = MovingAverage(value, weight, name=self.name)
-        self.repeats = repeats
+        self.average = MovingAverage(value, weight, repeats, name=self.name)
         self.traces_of_average = None
 
     @abstractmethod

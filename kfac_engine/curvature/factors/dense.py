@@ -139,7 +139,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         stored = {f"power/{order[key]}": array for key, array in self.stored.items()}
         return super().arrays() | {k: self.backend.to_numpy(v) for k, v in stored.items()}
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         super().restore(arrays, weight, repeats)
         self.stored = {
             key: self.backend.asarray(arrays[f"power/{index}"])

@@ -194,7 +194,7 @@ class EigenbasisFactor(DiagonalFactor):
         bases = {"basis/input": self.bases.input, "basis/output": self.bases.output}
         return super().arrays() | {name: to_numpy(basis) for name, basis in bases.items()}
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         super().restore(arrays, weight, repeats)
         self.bases = None
         if "basis/input" in arrays:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
@@ -20,6 +21,8 @@ class GradientSquare:
         tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
         batch: Number of examples, or name of a value whose first axis is the batch, ``[tower]``.
     """
+
+    over_rows: ClassVar[bool] = False
 
     tensors: Tensors
     batch: tuple[int | str, ...]

@@ -253,7 +253,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         }
         return super().arrays() | series
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         super().restore(arrays, weight, repeats)
         self._solvers = {}
         for index, key in enumerate(self._series):

@@ -176,7 +176,7 @@ class SampledFactor(DenseSquareMatrixFactor):
     def arrays(self) -> dict[str, Array]:
         return super().arrays() | {"batches": np.array(self._batches)}
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         super().restore(arrays, weight, repeats)
         self._continue_from(int(arrays["batches"]))
 

@@ -7,7 +7,7 @@ towers. Statistics are frozen: layers with equal statistics share a factor.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
@@ -30,7 +30,13 @@ Measure = TypeVar("Measure", int, tuple[int, ...])
 
 
 class Statistic(Protocol):
-    """A formula that is measured on a batch."""
+    """A formula that is measured on a batch.
+
+    Attributes:
+        over_rows: Whether the measurement is a mean over rows; otherwise it is one over examples.
+    """
+
+    over_rows: ClassVar[bool]
 
     @property
     def tensors(self) -> Tensors:
@@ -74,6 +80,11 @@ class Sizes:
     examples: int
     repeats: int
 
+    @classmethod
+    def of(cls, statistic: Statistic, values: Values) -> "Sizes":
+        """Return the sizes of the measurement of a statistic."""
+        return cls(statistic.shape(values), statistic.batch_size(values), statistic.repeats(values))
+
 
 @dataclass(frozen=True, slots=True)
 class KroneckerMoment:
@@ -90,6 +101,8 @@ class KroneckerMoment:
         exact: Whether the first axis of that value holds examples only; otherwise it may hold
             positions as well.
     """
+
+    over_rows: ClassVar[bool] = True
 
     tensors: Tensors
     view: View
@@ -211,6 +224,8 @@ class LayerPairs:
         inputs: Names of the input of the layer, ``[tower]``.
         tensors: Names of output gradients, ``[source][tower]``.
     """
+
+    over_rows: ClassVar[bool] = False  # the rows of an example are summed
 
     inputs: tuple[Uses, ...]
     tensors: Tensors

@@ -293,7 +293,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         }
         return super().arrays() | inverses
 
-    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: int | None) -> None:
+    def restore(self, arrays: Mapping[str, Array], weight: float, repeats: float | None) -> None:
         super().restore(arrays, weight, repeats)
         self.stored = {
             key: _Matrix(*(self.backend.asarray(arrays[f"inverse/{index}/{p}"]) for p in _PARTS))

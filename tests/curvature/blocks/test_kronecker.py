@@ -105,6 +105,22 @@ def test_powers_are_those_of_the_dense_damped_product(bias, between):
     assert block.damping == pytest.approx(DAMPING / c)
 
 
+@pytest.mark.parametrize("debias", [True, False], ids=["debiased", "classical"])
+def test_batches_of_different_lengths_count_by_their_rows(debias):
+    config, decay, lengths = ke.CollectionConfig(debias=debias), 0.8, (2, 5, 5, 1)
+    batches = [batch(seed, between=(t,)) for seed, t in enumerate(lengths)]
+    block = observe(registered(config=config), [["ds"]], batches, decay=decay)
+    weights = decay ** np.arange(len(lengths) - 1, -1, -1.0)
+    count = weights @ lengths / weights.sum()
+    total = weights.sum() if debias else 1 / (1 - decay)
+    A, G = (
+        sum(w * t * M for w, t, M in zip(weights, lengths, moments, strict=True)) / total
+        for moments in zip(*(sides(values, True) for values in batches), strict=True)
+    )
+    assert block.repeats == pytest.approx(count, rel=DOUBLE)
+    np.testing.assert_allclose(block.full_fisher_block(), np.kron(A, G) / count, rtol=DOUBLE)
+
+
 @either_bias
 def test_roots_are_the_product_of_the_sides_roots_and_their_transposes(bias):
     values = batch(between=(2,))
