@@ -1,7 +1,7 @@
 """Matches shifts: parameters that are added to data, such as biases of frozen weights.
 
 The gradient of a shift for one example is the sum of the gradient of the result over the axes along
-which the shift is broadcast.
+which the shift is broadcast. In a canonical graph, no shift is subtracted from data.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,8 @@ def match_shift(context: MatchContext, node: Node, index: int) -> LayerMatch | s
     """Match a shift, an operand in ``SHIFTS``; return the reason if there is no layer."""
     value, y = node.inputs[index], node.outputs[0]
     role = f"operand {index} of {node.op}"
-    if node.op == "Sub" and index == 1 and len(context.graph.consumers[value]) > 1:
-        return f"{role}, and used elsewhere"  # maybe with the opposite sign
+    if node.attributes.get("beta", 1) != 1:
+        return f"{role}, which is multiplied by beta"
     axis = SHIFTS[node.op, index](context, node)
     if axis is None:
         return f"{role}, which does not have one number for each channel"
@@ -45,7 +45,6 @@ SHIFTS: Mapping[tuple[str, int], Callable[[MatchContext, Node], int | None]] = {
     ("Expand", 0): _last,
     ("Gemm", 2): _last,
     ("Sub", 0): _last,
-    ("Sub", 1): _last,
     ("Tile", 0): _last,
     ("Conv", 2): _channels,
     ("ConvTranspose", 2): _channels,

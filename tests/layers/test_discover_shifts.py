@@ -39,7 +39,7 @@ def test_position_table_is_shift_of_read_rows():
     assert (layer.inputs, layer.outputs) == ("", "output")
 
 
-@pytest.mark.parametrize("op", ["Add", "Sub", "PRelu"])
+@pytest.mark.parametrize("op", ["Add", "PRelu"])
 def test_shift_with_positions_in_batch_axis_is_not_layer(op):
     def build(net):
         back(net, net.op(op, rows(net, "input"), net.weight("b", 3), to="y"))
@@ -88,12 +88,21 @@ def test_shift_of_parameter_is_not_layer():
     assert found == {(f"b{i}",): f"operand {i} of Add, {AS_FOLDED}" for i in range(2)}
 
 
-def test_shift_with_both_signs_is_not_layer():
+def test_shift_with_both_signs_is_layer():
     def build(net):
         b = net.weight("b", 3)
         net.op("Sub", net.op("Sin", net.op("Add", "input", b, to="y"), to="x"), b, to="output")
 
-    assert layers(build, ["batch", 3]) == {("b",): "used 2 times, by Add, Sub"}
+    assert layers(build, ["batch", 3]) == {("b",): "shift"}
+
+
+def test_scaled_shift_is_not_layer():
+    def build(net):
+        w = net.constant("w", np.ones((3, 3), np.float32))
+        net.op("Gemm", "input", w, net.weight("b", 3), to="output", beta=2.0)
+
+    found = layers(build, ["batch", 3], trainable=["b"])
+    assert found == {("b",): "operand 2 of Gemm, which is multiplied by beta"}
 
 
 def test_slope_used_as_shift_is_not_layer():

@@ -347,6 +347,17 @@ def test_rewritten_graph_keeps_values_of_file():
         np.testing.assert_allclose(trace[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+def test_subtracted_shift_keeps_signs_of_zeros():
+    net = models.Net()
+    net.op("Sub", "input", net.constant("b", np.array([0.0, -0.0, 1.0], "f")), to="y")
+    net.op("Tanh", "y", to="output")
+    model = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+    x = np.array([[0.0, 0.0, 1.0], [-1.0, 1.0, 0.0]], "f")
+    found = ke.load_model(model).run({"input": x})["y"]
+    np.testing.assert_array_equal(found, x - np.array([0.0, -0.0, 1.0], "f"))
+    assert not np.signbit(found[0]).any()
+
+
 def test_bias_that_adds_axes_is_not_bias():
     """It gives the result a new first axis, along which there are no examples."""
     net = models.Net()

@@ -1,8 +1,8 @@
-"""Converts products of data and weights to one form: an unscaled matrix on the right.
+"""Converts operators on data and weights to one form: an unscaled matrix on the right.
 
 Exporters write the same layer in many forms. This module converts them to one form, which the
 discovery of layers reads. The function and the parameters do not change. Scales move from weights
-to data.
+to data, and signs from parameters to results.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -183,9 +183,18 @@ def _group_normalization(b: LoweringBuilder, node: Node, index: int) -> None:
     b.op("Reshape", y, b.op("Shape", normal), result=node.outputs[0])
 
 
+def _subtraction(b: LoweringBuilder, node: Node, index: int) -> None:
+    """Write ``x − p`` as ``0 − (p − x)``: the gradient of the difference is that of ``p``."""
+    if index == 1:
+        x, p = node.inputs
+        zero = b.scalar(0.0, x)  # a negation would change the sign of zeros
+        b.op("Sub", zero, b.op("Sub", p, x), result=node.outputs[0])
+
+
 _REWRITES: Mapping[str, _Rewrite] = {
     "Einsum": _einsum,
     "Gemm": _gemm,
     "GroupNormalization": _group_normalization,
     "MatMul": _matmul,
+    "Sub": _subtraction,
 }
