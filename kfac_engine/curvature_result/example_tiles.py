@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature_result.example_gradients import LayerGradients, numbered
 from kfac_engine.curvature_result.layout import Layout
-from kfac_engine.curvature_result.packed import packed
+from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.runtime.trace import Trace
 
@@ -23,7 +23,9 @@ class ExampleTile:
         examples: Numbers of the examples in the batch.
         arrays: Parameter name to derivatives in float64. Gradients are ``(m, *shape)`` for ``m``
             examples, rows of Jacobians ``(m, k, *shape)`` for ``k`` values of an example. If
-            several layers have parts of a parameter, the name and the shape are those of the part.
+            several layers have parts of a parameter, the entries of other layers are zero.
+            ``Curvature.multiply`` needs all parameters of a block, so that such a tile has the
+            parameters of the other layers as well, as zeros.
     """
 
     examples: slice
@@ -47,27 +49,39 @@ def tiles(
     Yields:
         Derivatives with an axis for the sources after that of the examples.
     """
+    vector, scratch_bytes = layout.vector, layout.assembly.collection.backend.scratch_bytes
     readers = LayerGradients(layout.assembly).read(trace, sources)
-    scratch_bytes = layout.assembly.collection.backend.scratch_bytes
+    groups = _groups(layout)
     for (layer, block), reader in zip(layout.layers, readers, strict=True):
-        shapes = {name: layout.vector.places(name).shape for name in layer.parameters}
-        for examples, tile in numbered(reader, scratch_bytes, whole=True):
-            yield ExampleTile(examples, _unpacked(block, tile.matrices(), shapes))
+        places = layout.decomposer.places(block)
+        owner = vector.parameter_of(layer.parameters[0])
+        names = next(group for group in groups if owner in group)
+        whole = sum(prod(vector.shapes[name]) for name in names)
+        part_bytes = scratch_bytes * places.size // max(whole, 1)
+        for examples, tile in numbered(reader, part_bytes, whole=True):
+            yield ExampleTile(examples, _by_parameter(vector, names, places, tile.matrices()))
 
 
-def _unpacked(
-    block: FisherBlock, rows: Float, shapes: Mapping[str, tuple[int, ...]]
+def _groups(layout: Layout) -> list[tuple[str, ...]]:
+    """Return the parameters that share layers: the blocks of a group have all its parameters."""
+    groups: list[tuple[str, ...]] = []
+    for layer, _ in layout.layers:
+        names = tuple(map(layout.vector.parameter_of, layer.parameters))
+        joined = [group for group in groups if not set(names).isdisjoint(group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append(tuple(dict.fromkeys(chain(*joined, names))))
+    return groups
+
+
+def _by_parameter(
+    vector: ParameterVector, names: Sequence[str], places: Places, rows: Float
 ) -> dict[str, Array]:
     """Return packed vectors ``(m, k, g, d_in, d_out)`` as arrays ``(m, k, *shape)``."""
-    ends = np.cumsum([0, *map(prod, shapes.values())]).tolist()
-    numbers = np.arange(ends[-1], dtype=np.intp)
-    arrays = (
-        numbers[start:end].reshape(shape)
-        for start, end, shape in zip(ends, ends[1:], shapes.values(), strict=False)
-    )
-    flat = np.empty((*rows.shape[:2], ends[-1]))
-    flat[:, :, packed(block, tuple(arrays))] = rows
-    return {
-        name: flat[:, :, start:end].reshape(*rows.shape[:2], *shape)
-        for start, end, (name, shape) in zip(ends, ends[1:], shapes.items(), strict=False)
-    }
+    arrays: dict[str, Array] = {}
+    for name in names:
+        start, shape = vector.starts[name], vector.shapes[name]
+        inside = (start <= places) & (places < start + prod(shape))
+        flat = np.zeros((*rows.shape[:2], prod(shape)))
+        flat[:, :, places[inside] - start] = rows[:, :, inside]
+        arrays[name] = flat.reshape(*rows.shape[:2], *shape)
+    return arrays

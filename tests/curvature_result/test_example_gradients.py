@@ -115,9 +115,10 @@ def joined(curvature, tiles, *axes):
     rows = np.zeros((EXAMPLES, *axes, vector.size))
     for tile in tiles:
         for name, array in tile.arrays.items():
-            places = vector.places(name)
-            block = array.reshape(*array.shape[: array.ndim - places.ndim], -1)
-            rows[tile.examples, ..., places.ravel()] = block
+            assert array.shape[1 + len(axes) :] == vector.shapes[name]
+            start, size = vector.starts[name], np.prod(vector.shapes[name])
+            block = array.reshape(*array.shape[: 1 + len(axes)], -1)
+            rows[tile.examples, ..., start : start + size] += block
     return rows
 
 

@@ -256,3 +256,30 @@ def test_whole_matrix_is_the_fisher(case):
 def test_case_without_network_fails_with_its_operand():
     with pytest.raises(pytest.fail.Exception, match="operand 3 of Mine"):
         network(("Mine", 3))
+
+
+@pytest.mark.parametrize("case", ["parts", "recurrence", "one vector"])
+def test_gradients_of_examples_have_the_names_and_shapes_of_parameters(case):
+    """The documented loop: ``gᵀ (F + λI)⁻¹ g`` of each example, a sum over the layers."""
+    model, inputs, tolerance = network(case)
+    labels = np.arange(EXAMPLES) % 2
+    curvature = measured(model, (inputs, None), trainable=[*CASES[case][1], "head"])
+    scores, names = np.zeros(EXAMPLES), set()
+    for tile in curvature.example_gradients(inputs, labels):
+        products = curvature.multiply(tile.arrays, power=-1, damping=0.1)
+        for name, gradients in tile.arrays.items():
+            scores[tile.examples] += (gradients * products[name]).reshape(len(gradients), -1).sum(1)
+        names |= tile.arrays.keys()
+    assert names == curvature.model.parameters.keys()
+    P = dense(curvature, power=-1, damping=0.1)
+    for number in range(EXAMPLES):
+        _, gradient = oracle.loss_and_gradient(
+            model,
+            {"input": inputs["input"][number : number + 1]},
+            "output",
+            list(curvature.model.parameters),
+            "categorical",
+            labels[number : number + 1],
+        )
+        g = np.concatenate([gradient[name].ravel() for name in curvature.model.parameters])
+        assert_close(scores[number], g @ P @ g, tolerance)
