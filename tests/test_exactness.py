@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.estimation_modes import MODES
 from tests import models, oracle
 
 # float32 sums of a few hundred terms; the blocks have entries around one.
@@ -183,3 +184,26 @@ def test_sampled_targets_converge_to_the_exact_fisher_like_one_over_root_samples
     # Relative error c/√N with c about one or two: 32 times the samples, a sixth of the error.
     assert errors[1] < 4 * scale / np.sqrt(2048)
     assert errors[1] < errors[0] / 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_batch_of_ekfac_is_measured_in_the_basis_of_all_its_sources(mode):
+    model = models.mlp((3, 3, 4), dtype="float64")
+    inputs, targets = models.random_inputs(model, batch=9), np.arange(9) % 4
+    engine = ke.Engine.from_onnx(
+        model,
+        loss="categorical",
+        estimation_mode=mode,
+        approximations={"fully_connected": "ekfac"},
+    )
+    engine.update_statistics(engine.trace(inputs, targets))  # without a refresh
+    for parameters, block in engine.collection.fisher_blocks.items():
+        *kronecker, factor = block.factors
+        bases = factor.bases.input, factor.bases.output
+        for part, U in zip(kronecker, bases, strict=True):
+            rotated = U.T @ part.cov @ U
+            np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=DOUBLE)
+        if mode.startswith("exact"):
+            F, Q = exact_block(model, inputs, "categorical", parameters, "OI"), np.kron(*bases)
+            expected = (Q * np.diag(Q.T @ F @ Q)) @ Q.T
+            np.testing.assert_allclose(block.full_fisher_block(), expected, atol=DOUBLE)

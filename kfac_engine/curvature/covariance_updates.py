@@ -170,9 +170,25 @@ class CovarianceUpdates:
             if self.sources.mode.one_source:
                 pending = updater.measure(next(batch), release, singles)
             else:
+                self._prepare(updater, trace, draws, scales)
                 pending = updater.measure_sum(batch, singles)
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
         return pending
+
+    def _prepare(
+        self,
+        updater: FactorUpdater,
+        trace: Trace,
+        draws: Draws | None,
+        scales: Mapping[str, float],
+    ) -> None:
+        """Propagate all sources once more before the first update of EKFAC, for its bases."""
+        parts = updater.parts_of_bases
+        if parts:
+            bits = self.sources.rng.bit_generator
+            before: Mapping[str, Any] = bits.state
+            updater.prepare(self.sources.of_batch(parts, trace, draws, scales, {}))
+            bits.state = before
 
     def _require_whole_batches(self) -> None:
         """Refuse an update of this process alone, if batches are divided among several."""

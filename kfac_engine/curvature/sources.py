@@ -10,8 +10,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import Draws, EstimationMode
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import take
-from kfac_engine.curvature.factors.updater import Measured, computed
+from kfac_engine.curvature.factors.measurement import computed, take
+from kfac_engine.curvature.factors.updater import Measured
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.ranks.shards import AnyGenerator, Placement, RowGenerator, Rows
 

@@ -152,3 +152,13 @@ def test_rows_of_depthwise_convolutions_are_those_of_grouped_ones():
 def test_a_kind_without_a_network_fails_with_its_name():
     with pytest.raises(pytest.fail.Exception, match="a layer of kind 'mine'"):
         network("mine")
+
+
+def test_first_bases_of_several_sources_equal_those_of_one_process():
+    assert_equal_to_one_process(
+        network("fully_connected"),
+        3,
+        steps=2,
+        approximations={"fully_connected": "ekfac"},
+        estimation_mode="exact",
+    )

@@ -166,12 +166,7 @@ class FisherFactor(FactorOperations, ABC):
         return Measurement(self, values, sizes, combined=combined)
 
     def prepare(self, values: Values, combine: Combine | None = None) -> None:
-        """Prepare the first measurement. Default: do nothing.
-
-        Args:
-            values: Checked values of the batch, or of its first source.
-            combine: As for ``update``.
-        """
+        """Prepare the first measurement, of a batch with all its sources. Default: do nothing."""
 
     def set_rows(self, rows: Rows | None) -> None:
         """Set the rows of the batch that this process measures; None for all. Default: nothing."""
@@ -207,8 +202,7 @@ class FisherFactor(FactorOperations, ABC):
             combine: Combines the measurements of several processes; None in one process.
         """
         self.wait()
-        if combine is not None:
-            self.prepare(values, combine)
+        self.prepare(values, combine)
         measurement = self.measure(values, combined=combine is not None)
         if combine is not None:
             combine([measurement])

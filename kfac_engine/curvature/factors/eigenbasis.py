@@ -8,18 +8,19 @@ second moment of the gradients in Frobenius norm.
 Source: George et al. 2018, arXiv:1806.03884, section 3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
+from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.measurement import Combine, Measurement
+from kfac_engine.curvature.factors.measurement import Combine, Measurement, computed
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result
-from kfac_engine.curvature.factors.statistics import LayerSquare, Sizes
+from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import NotReadyError, ShapeError
 from kfac_engine.layers.views import rows_as_images
 
@@ -78,8 +79,8 @@ class EigenbasisFactor(DiagonalFactor):
     """A matrix that is diagonal in the eigenbasis of ``A ⊗ G``.
 
     Each refresh computes the basis from the averages of ``A`` and ``G``. The average is then
-    transformed to its diagonal in the new basis. The first basis is that of the first source of the
-    first batch.
+    transformed to its diagonal in the new basis. The first basis is that of the first batch with
+    all its sources: ``set_bases`` sets it before the first measurement.
 
     Args:
         statistic: Squares of per-example gradients.
@@ -123,24 +124,12 @@ class EigenbasisFactor(DiagonalFactor):
         dense: Array = (columns * eigenvalues.reshape(-1)) @ columns.T
         return dense
 
-    def measure(
-        self, values: Values, sizes: Sizes | None = None, *, combined: bool = False
-    ) -> Measurement:
-        if not combined:
-            self.prepare(values)
-        return super().measure(values, sizes, combined=combined)
-
     def prepare(self, values: Values, combine: Combine | None = None) -> None:
-        """Set the basis to that of the batch if there is no average."""
-        if self.average.value is None:
-            factors = self.kronecker_factors
-            measurements = [f.measure(values, combined=combine is not None) for f in factors]
-            if combine is not None:
-                combine(measurements)
-            moments = [measurement.array for measurement in measurements]
-            for factor, moment in zip(factors, moments, strict=True):
-                factor.complete(moment)
-            self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
+        set_bases([self], [values], combine)
+
+    def begin(self, moments: Sequence[Array]) -> None:
+        """Set the basis to the eigenvectors of the moments of the first batch."""
+        self._set_eigenvectors(moments, self.backend.linalg.eighs(moments))
 
     def restart(self, bases: tuple[Array, Array]) -> None:
         """Set the basis, and forget the batches so far: the next batch is the first in the basis.
@@ -188,7 +177,7 @@ class EigenbasisFactor(DiagonalFactor):
         return self._multiplied(rows.reshape(-1, *shape), exp, damping_func).reshape(x.shape)
 
     def arrays(self) -> dict[str, Array]:
-        if self.bases is None:
+        if self.bases is None or self.average.value is None:
             return super().arrays()
         to_numpy = self.backend.to_numpy
         bases = {"basis/input": self.bases.input, "basis/output": self.bases.output}
@@ -237,3 +226,45 @@ class EigenbasisFactor(DiagonalFactor):
                 f"{x.shape} from the {'left' if axis == 0 else 'right'}."
             )
         return matrix
+
+
+def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
+    """Return the factors whose basis is that of the next batch."""
+    chosen = (factor for factor in factors if isinstance(factor, EigenbasisFactor))
+    return [factor for factor in chosen if factor.average.value is None]
+
+
+def set_bases(
+    factors: Iterable[FisherFactor],
+    sources: Iterable[Values],
+    combine: Combine | None = None,
+    moving: Collection[str] = (),
+) -> None:
+    """Set the bases of factors without an average, from the moments of their first batch.
+
+    Args:
+        factors: Any factors.
+        sources: Values of each source of the batch; not read if all factors have an average.
+        combine: Combines the measurements of several processes; None in one process.
+        moving: Names of values that change from source to source.
+
+    Raises:
+        KfacError: As for ``FisherFactor.check``; no average has moved.
+    """
+    new = without_basis(factors)
+    parts = dict.fromkeys(part for factor in new for part in factor.kronecker_factors)
+    measured: dict[DenseSquareMatrixFactor, Measurement] = {}
+    for values in sources if new else ():
+        for part in parts:
+            sizes = part.check(values)
+            if part not in measured:
+                combined = combine is not None
+                measured[part] = computed(part.measure(values, sizes, combined=combined))
+            elif not set(part.statistic.names()).isdisjoint(moving):
+                measured[part].add(values)
+    if new and combine is not None:
+        combine(list(measured.values()))
+    for part, measurement in measured.items():
+        part.complete(measurement.array)
+    for factor in new:
+        factor.begin([measured[part].array for part in factor.kronecker_factors])

@@ -285,10 +285,16 @@ class Measurement:
         self.factor.statistic.add_to(out, values, self.factor.backend, alpha, beta)
 
 
+def computed(measurement: Measurement) -> Measurement:
+    """Return a measurement after it has read its values, without a reference to them."""
+    _ = measurement.array
+    return measurement
+
+
 # Replaces the array of each measurement, in place, by its mean over all processes, weighted by the
 # number of examples, and ``examples`` by the sum over all processes. Called with the measurements
 # in the same order on all processes: once for each update, and before the first update also once
-# for each EKFAC layer, with the factors of its basis. An error leaves all averages unchanged.
+# with the factors of all bases of EKFAC. An error leaves all averages unchanged.
 #
 # The result is the measurement of the joined batches. A ``SampledMoment`` needs the rows of each
 # process; without them, each process draws from its own part, so that the mean estimates the same

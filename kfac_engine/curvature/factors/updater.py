@@ -15,9 +15,11 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.tasks import Task
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.eigenbasis import set_bases, without_basis
 from kfac_engine.curvature.factors.measurement import (
     Combine,
     Measurement,
+    computed,
     multiplications,
     tensor_stats,
 )
@@ -94,6 +96,7 @@ class FactorUpdater:
         self._examples, self._whose = examples, whose
         # Names of the values that each factor measures; they never change.
         self._names = [tuple(dict.fromkeys(f.statistic.names())) for f in self.factors]
+        self._moving_names = moving
         self._moving = [
             factor
             for factor, names in zip(self.factors, self._names, strict=True)
@@ -128,27 +131,6 @@ class FactorUpdater:
         """
         self.combined(self.measure(values, release, measured)).commit(decay, weight)
 
-    def average_sum(
-        self,
-        sources: Iterator[dict[str, Array]],
-        decay: float,
-        measured: Sequence[Measured] = (),
-        weight: float = 1.0,
-    ) -> None:
-        """Update the averages by the sum over the sources of a batch.
-
-        Args:
-            sources: Values that the factors read, for each source. Each mapping is emptied before
-                the next one is requested.
-            decay: Weight of the old averages, in [0, 1].
-            measured: Further factors with their measurements of the batch.
-            weight: Weight of the batch.
-
-        Raises:
-            KfacError: A source does not fit a factor; no average has moved.
-        """
-        self.combined(self.measure_sum(sources, measured)).commit(decay, weight)
-
     def measure(
         self, values: dict[str, Array], release: LetGo | None, measured: Sequence[Measured] = ()
     ) -> PendingUpdate:
@@ -169,6 +151,7 @@ class FactorUpdater:
             KfacError: The batch does not fit a factor.
         """
         checked = self._check(values)
+        set_bases(self.factors, [values], self.combine)
         if self.combine is None:
             return PendingUpdate(measured, partial(self._move, values, checked, release))
         pairs = self._measured(values, checked, self.linear)
@@ -185,14 +168,40 @@ class FactorUpdater:
         later = [name for name in names if name in read]
         return PendingUpdate([*pairs, *measured], release=partial(release, later))
 
+    @property
+    def parts_of_bases(self) -> tuple[FisherFactor, ...]:
+        """The factors that ``prepare`` measures; none unless this is the first batch of EKFAC."""
+        new = without_basis(self.factors)
+        return tuple(dict.fromkeys(part for factor in new for part in factor.kronecker_factors))
+
+    def prepare(self, sources: Iterator[dict[str, Array]]) -> None:
+        """Set the first bases of EKFAC from the sum over the sources of a batch.
+
+        Args:
+            sources: Values that ``parts_of_bases`` read, for each source. Each mapping is emptied
+                before the next one is requested.
+
+        Raises:
+            KfacError: A source does not fit a factor; no average has moved.
+        """
+
+        def emptied() -> Iterator[dict[str, Array]]:
+            for values in sources:
+                yield values
+                values.clear()
+
+        set_bases(self.factors, emptied(), self.combine, self._moving_names)
+
     def measure_sum(
         self, sources: Iterator[dict[str, Array]], measured: Sequence[Measured] = ()
     ) -> PendingUpdate:
         """Measure the sum over the sources of a batch.
 
         Args:
-            sources: As for ``average_sum``.
-            measured: As for ``average_sum``.
+            sources: Values that the factors read, for each source. Each mapping is emptied before
+                the next one is requested. If ``parts_of_bases`` is not empty, call ``prepare``
+                before.
+            measured: As for ``average``.
 
         Returns:
             The update that has not changed any average.
@@ -214,9 +223,6 @@ class FactorUpdater:
     ) -> list[Measured]:
         """Measure a checked batch for all factors; leave out the arrays of some of them."""
         combined = self.combine is not None
-        if combined:
-            for factor in self.factors:
-                factor.prepare(values, self.combine)
         measurements: dict[int, Measurement] = {}
 
         def measure(index: int) -> None:
@@ -298,9 +304,3 @@ class FactorUpdater:
                 for index, (factor, sizes) in enumerate(zip(self.factors, checked, strict=True))
             ]
         )
-
-
-def computed(measurement: Measurement) -> Measurement:
-    """Return a measurement after it has read its values, without a reference to them."""
-    _ = measurement.array
-    return measurement

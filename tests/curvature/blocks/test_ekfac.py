@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.factors.updater import FactorUpdater
 from tests import models, oracle
 from tests.backend.truths import patches as truth_patches
 from tests.lifecycle import as_matrix, observe, plain_packing, power
@@ -189,23 +190,21 @@ def test_two_towers_are_one_of_both(case):
 
 
 @every_case
-def test_streamed_sources_add_up_in_the_basis_of_the_first(case):
+def test_streamed_sources_add_up_in_the_basis_of_their_sum(case):
     values, other = case[1](6, 8), case[1](6, 9)["ds"]
     block = prepared(case)
-    factors = block.factors
-    measurements = [factor.measure(values) for factor in factors]
     streamed = values | {"ds": other}
-    for index in (1, 2):  # the factors that read gradients
-        measurements[index].add(streamed)
-    for factor, measurement in zip(factors, measurements, strict=True):
-        factor.commit(measurement, 0.9)
+    updater = FactorUpdater(block.factors, block.factor.backend, ("ds",), None, "")
+    assert updater.parts_of_bases == block.factors[:2]
+    updater.prepare(dict(source) for source in (values, streamed))
+    updater.measure_sum(dict(source) for source in (values, streamed)).commit(0.9)
+    assert not updater.parts_of_bases
     A, G, F = moments(case, values)
     _, H, more = moments(case, streamed)
-    B = diagonal_in(basis(A, G), F + more)
-    np.testing.assert_allclose(block.full_fisher_block(), B, atol=EXACT * abs(B).max())
-    block.factor.refresh()
-    B = diagonal_in(basis(A, G + H), B)
-    np.testing.assert_allclose(block.full_fisher_block(), B, atol=EXACT * abs(B).max())
+    B = diagonal_in(basis(A, G + H), F + more)
+    for _ in range(2):
+        np.testing.assert_allclose(block.full_fisher_block(), B, atol=EXACT * abs(B).max())
+        block.factor.refresh()
 
 
 @every_case
