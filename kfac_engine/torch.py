@@ -116,7 +116,8 @@ class KFAC:
         natural = self.engine.precondition(gradients)
         scale = 1.0
         if self._kl_clip is not None:
-            scale = Result(0.0, gradients, natural).clipped_rate(1.0, self._kl_clip)
+            trained = {name: natural[name] for name in gradients}  # no copies of tied weights
+            scale = Result(0.0, gradients, trained).clipped_rate(1.0, self._kl_clip)
         converted = self.matches.to_module(natural)
         with torch.no_grad():
             for name, gradient in present.items():

@@ -231,7 +231,8 @@ class Engine(Summarized, PreconditioningModel):
                     in_file = self._model.to_file_layout(self._distribution.gather(owned, every))
             self._advance(perf_counter() - start)
             self._model.buffers.update(moved)
-            return Result(loss, in_file, natural, self._notes(trace), record.stages)
+            ties = self._model.ties
+            return Result(loss, in_file, natural, self._notes(trace), record.stages, ties)
 
     def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.

@@ -9,6 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.errors import InputError
+from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.text.summary import Summarized, Summary, Table, counted, dimensions
 
 KL_CLIP = 0.003
@@ -44,6 +45,8 @@ class Result(Summarized):
         notes: Sentences on the values that losses read in place of outputs, on parameters that are
             not trained because of rounding, and on interpretations that may be wrong.
         stages: Time and memory of each part of the step; empty without ``profile=True``.
+        ties: Weights that are trained as one, with ``tie_weights=True``. The arrays of a copy
+            repeat those of the weight.
     """
 
     loss: float
@@ -51,6 +54,7 @@ class Result(Summarized):
     natural_gradients: dict[str, Array]
     notes: tuple[str, ...] = ()
     stages: tuple[Stage, ...] = ()
+    ties: tuple[Tie, ...] = ()
 
     def clipped_rate(self, learning_rate: float = 1.0, kl_clip: float = KL_CLIP) -> float:
         """Return the learning rate, or a smaller one that bounds the change of the predictions.
@@ -79,22 +83,23 @@ class Result(Summarized):
             raise InputError(
                 "the result has no natural gradients; use one of engine.step or precondition."
             )
-        if not self.natural_gradients.keys() <= self.gradients.keys():
+        natural_gradients = self._without_copies(self.natural_gradients)
+        if not natural_gradients.keys() <= self.gradients.keys():
             raise InputError(
                 "the result has only the gradients that this process owns; call "
                 'engine.step with gradients="all".'
             )
         product = sum(
             float((self.gradients[name].astype(np.float64) * natural).sum())
-            for name, natural in self.natural_gradients.items()
+            for name, natural in natural_gradients.items()
         )
         return min(learning_rate, sqrt(kl_clip / product)) if product > 0 else learning_rate
 
     def _summary(self) -> Summary:
         facts = {
             "loss": f"{self.loss:.6g}",
-            "gradients": _total(self.gradients),
-            "natural gradients": _total(self.natural_gradients),
+            "gradients": _total(self._without_copies(self.gradients)),
+            "natural gradients": _total(self._without_copies(self.natural_gradients)),
             "notes": len(self.notes),
         }
         names = self.gradients or self.natural_gradients
@@ -102,6 +107,10 @@ class Result(Summarized):
         rows = ((name, dimensions(names[name].shape), *self._norms(name)) for name in names)
         shown = {name: fact for name, fact in facts.items() if fact}
         return Summary("Result", shown, Table(heads, rows, len(names), "parameters"))
+
+    def _without_copies(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        copies = {tie.copy for tie in self.ties}
+        return {name: array for name, array in arrays.items() if name not in copies}
 
     def _norms(self, name: str) -> tuple[str, str]:
         sides = (self.gradients, self.natural_gradients)

@@ -363,7 +363,7 @@ class TrainableModel(Sealed):
             self._record(loss, backward.gradients)
             gradients = self._model.to_file_layout(backward.gradients)
             self._model.buffers.update(buffers)
-            return Result(loss, gradients, {}, self._notes(trace))
+            return Result(loss, gradients, {}, self._notes(trace), ties=self._model.ties)
 
     def _differentiate(
         self, trace: Trace, examples: int | None, outputs: Sequence[str] | None = None

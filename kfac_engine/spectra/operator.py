@@ -87,8 +87,10 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
         total, examples = np.zeros(X.shape), 0
         for count, product in self._products():
             for index, column in enumerate(columns):
-                arrays = {n: np.asarray(a) for n, a in self._on_host(product(column)).items()}
-                total[:, index] += count * self.vector.join(arrays)[0][0]
+                arrays = self._on_host(product(column))  # with the copies of tied weights
+                total[:, index] += (
+                    count * self.vector.join({n: np.asarray(arrays[n]) for n in names})[0][0]
+                )
             examples += count
         if self.examples not in (0, examples):
             raise InputError(

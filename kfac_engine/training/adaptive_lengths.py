@@ -12,7 +12,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.training.kfac_updates import Move, StepInputs, quadratic_change
+from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments
 from kfac_engine.training.vectors import Vector, combine, zeros
@@ -99,7 +99,7 @@ class AdaptiveLengthUpdate:
     def _matrices(self, step: StepInputs) -> dict[str, Array]:
         """Return the new values of the matrices."""
         with step.clock("precondition"):
-            natural = self.engine.precondition(step.new_slots["momentum"])
+            natural = natural_gradients(self.engine, step.new_slots["momentum"])
         debiased = 1 / (1 - self.momentum ** (step.step + 1))
         shrunk = 1 - step.rate * self.weight_decay
         values = {}

@@ -103,7 +103,7 @@ class RatedUpdate:
             self._average(step, gradients, 1.0)
             averaged = velocity
         with step.clock("precondition"):
-            natural = self.engine.precondition(averaged)
+            natural = natural_gradients(self.engine, averaged)
         if self.norm_constraint is not None:
             product = step.rate**2 * dot(natural, averaged)
             factor = sqrt(min(1.0, self.norm_constraint / product)) if product > 0 else 1.0
@@ -130,6 +130,12 @@ class RatedUpdate:
         old, new = step.slots["momentum"], step.new_slots["momentum"]
         for name, vector in vectors.items():
             combine(new[name], step.momentum, old[name], factor, vector)
+
+
+def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:
+    """Return ``(F + λ)⁻¹`` times vectors, without the copies of tied weights that a file has."""
+    products = engine.precondition(vectors)
+    return {name: array for name, array in products.items() if name in vectors}
 
 
 def quadratic_change(engine: Engine, step: StepInputs, values: Vector) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.engine import Engine
 from kfac_engine.training.curvature_updates import PartialTrace
-from kfac_engine.training.kfac_updates import Move, StepInputs
+from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.quadratic_model import QuadraticModel
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
@@ -39,7 +39,7 @@ class QuadraticUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new velocities."""
         with step.clock("precondition"):
-            natural = self.engine.precondition(step.gradients)
+            natural = natural_gradients(self.engine, step.gradients)
         with step.clock("curvature"):
             trace, examples = self.evaluate(step.step, *step.batch)
             products = self.engine.curvature_products(trace, examples=examples)

@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training import rules
+from kfac_engine.training.fit import OPTIMIZERS as BY_NAME
 from tests import models
 from tests.engine.test_buffers import normalised
 from tests.graph.analysis.test_ties import BATCH, WIDTH, network
@@ -348,10 +349,23 @@ def test_a_step_updates_the_running_statistics_of_normalizations(make):
         assert np.array_equal(other.buffers[name], value)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda e: ke.SGD(e, 0.1), ke.Adam, ke.AdamW, ke.Muon, ke.KfacOptimizer]
-)
-def test_tied_weights_are_trained_as_one_weight(make):
+# Name of an optimizer, or of a rule of K-FAC, to its options.
+RULES = {name: {} for name in BY_NAME} | {
+    "averaged gradients": {"learning_rate": 0.1},
+    "averaged natural gradients": {
+        "learning_rate": 0.1,
+        "momentum_type": "regular",
+        "norm_constraint": 1e-3,
+    },
+    "quadratic": {"learning_rate": "quadratic", "momentum": "quadratic", "damping": 1.0},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tied_weights_are_trained_as_one_weight(rule):
+    def make(engine):
+        return BY_NAME.get(rule, ke.KfacOptimizer)(engine, **RULES[rule])
+
     def run(copies):
         engine = ke.Engine.from_onnx(
             network(copies), loss="normal", estimation_mode="exact", tie_weights=copies

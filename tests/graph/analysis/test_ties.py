@@ -7,6 +7,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.graph.analysis.ties import Tie, find_ties
+from kfac_engine.spectra.operator import MATRICES
 from tests import models
 
 WIDTH, BATCH = 3, 5
@@ -63,6 +64,26 @@ def test_tied_weights_have_shared_gradient_in_own_layouts():
         # float32 sums of the same terms
         np.testing.assert_allclose(arrays["w"], wanted, rtol=1e-5)
         np.testing.assert_array_equal(arrays["copy"], arrays["w"].T)
+
+
+def test_rate_is_clipped_as_that_of_one_weight():
+    _, expected = step(network(copies=False))
+    _, found = step(network(copies=True), tie_weights=True)
+    rate = expected.clipped_rate(1e9, 1e-3)
+    assert found.clipped_rate(1e9, 1e-3) == pytest.approx(rate, rel=1e-5)
+    assert "1 array of 9 numbers" in repr(found)
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_whole_matrix_is_that_of_one_weight(matrix):
+    feeds = models.random_inputs(network(copies=True), BATCH)
+    batch = feeds, np.zeros((BATCH, WIDTH), np.float32)
+    alone, tied = (
+        ke.curvature_operator(network(copies), batch, matrix, loss="normal", tie_weights=copies)
+        for copies in (False, True)
+    )
+    unit = np.eye(WIDTH**2)
+    np.testing.assert_allclose(tied @ unit, alone @ unit, rtol=0, atol=1e-5)
 
 
 def test_equal_weights_are_tied_only_on_request():
