@@ -1,7 +1,10 @@
 """The configuration of a layer collection: averages, damping and inverses."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from operator import add, mul, sub, truediv
+from typing import Any, Literal
 
 from kfac_engine.arguments import flag, number, one_of, positive, whole
 from kfac_engine.errors import InputError
@@ -29,7 +32,53 @@ class RelativeDamping(float):
     block then has the same condition number whatever the scale of the loss, of the inputs and of
     the other layers. Each factor of a Kronecker block is damped by ``√ε`` times its own mean
     eigenvalue. Parameters without a block are damped by ``ε`` times the mean over all blocks.
+
+    Sums, products, quotients and powers with numbers are relative as well, so that
+    ``engine.damping *= 2`` doubles ε. ``float`` returns ε itself.
     """
+
+    __array_priority__ = 1.0  # scalars of NumPy leave their operators to this class
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({float(self)!r})"
+
+    def of(self, mean_eigenvalue: float) -> float:
+        """Return the damping of a block with this mean eigenvalue, in units of the block."""
+        return float(self) * mean_eigenvalue
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(mul, other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(truediv, other)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(add, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(sub, other)
+
+    def __pow__(self, other: Any, modulus: None = None) -> Any:
+        return self._with(pow, other)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+    def _with(self, operation: Callable[[float, Any], Any], other: Any) -> Any:
+        """Return the result of an operation: relative for a number, unchanged for an array."""
+        if isinstance(other, Real):
+            return RelativeDamping(operation(float(self), float(other)))
+        return operation(float(self), other)
+
+
+def as_damping(value: float) -> float:
+    """Return a number of any type as a damping of its kind: relative, or a plain ``float``."""
+    return value if isinstance(value, RelativeDamping) else float(value)
+
+
+def show_damping(damping: float) -> str:
+    """Return a damping as text: ``0.001``, or ``0.1 of the mean eigenvalue``."""
+    relative = " of the mean eigenvalue" if isinstance(damping, RelativeDamping) else ""
+    return f"{float(damping):.4g}{relative}"
 
 
 @dataclass(frozen=True, slots=True)

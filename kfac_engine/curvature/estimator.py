@@ -13,7 +13,7 @@ from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.config import RelativeDamping
+from kfac_engine.curvature.config import RelativeDamping, as_damping
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.estimator_options import check_counts, check_options
@@ -138,14 +138,14 @@ class FisherEstimator(Sealed):
         number("damping", value)
         if value < 0:
             raise InputError(f"damping must not be negative, got {value}.")
-        self._damping = value
+        self._damping = as_damping(value)
 
     @property
     def identity_damping(self) -> float:
         """λ of a parameter without a block; for a relative damping, that of an average block."""
         if not isinstance(self.damping, RelativeDamping):
             return self.damping
-        return self.damping * fmean(block.mean_eigenvalue() for block in self.blocks)
+        return self.damping.of(fmean(block.mean_eigenvalue() for block in self.blocks))
 
     @property
     def least_damping(self) -> float:
@@ -154,7 +154,7 @@ class FisherEstimator(Sealed):
             return self.damping
         if not all(factor.average.weight > 0 for factor in self.factors):
             return 0.0
-        return self.damping * min(block.mean_eigenvalue() for block in self.blocks)
+        return self.damping.of(min(block.mean_eigenvalue() for block in self.blocks))
 
     @property
     def combine(self) -> Combine | None:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kfac_engine._types import Array
+from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
 from kfac_engine.errors import InputError
@@ -117,12 +118,13 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     tensors |= {f"extra/{name}": value for name, value in state.extras.arrays.items()}
     for index, factor in enumerate(factors):
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
+    damping = state.damping
     header = {
         "format": str(FORMAT_VERSION),
         "counter": str(state.counter),
         "generator": json.dumps(state.generator),
         "factors": json.dumps([_description(factor) for factor in factors]),
-        "damping": json.dumps(state.damping),
+        "damping": json.dumps([damping] if isinstance(damping, RelativeDamping) else damping),
         "planner": json.dumps(state.planner),
         "extras": json.dumps(state.extras.values),
     }
@@ -156,6 +158,7 @@ def load_state(
             is listed.
     """
     header, tensors = _read(path)
+    header = {"damping": "null", "planner": "null", **header}  # older states have neither
     saved = _entries(path, header)
     arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
     values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
@@ -171,8 +174,8 @@ def load_state(
         generator=_parsed(path, header, "generator", _is_object),
         parameters=values,
         buffers=statistics,
-        damping=_parsed(path, {"damping": "null"} | header, "damping", _is_damping),
-        planner=_parsed(path, {"planner": "null"} | header, "planner", _is_planner),
+        damping=_damping(_parsed(path, header, "damping", _is_damping)),
+        planner=_parsed(path, header, "planner", lambda v: v is None or is_planner_state(v)),
         samples=_below("sample/", tensors),
         extras=extras,
     )
@@ -192,12 +195,12 @@ def load_state(
 
 def _before_changes(path: str | Path, state: State, expected: Expected) -> None:
     """Warn of another damping, and meet other processes, before anything changes."""
-    known = expected.damping
-    if known is not None and state.damping not in (None, known):
+    known, saved = expected.damping, state.damping
+    if known is not None and saved is not None and (known, type(known)) != (saved, type(saved)):
         # A caller may have warnings raised as errors.
         warnings.warn(
-            f"the state '{path}' was saved with damping {state.damping:g}, and this engine has "
-            f"{known:g}: stored inverses have the saved damping until their next "
+            f"the state '{path}' was saved with damping {show_damping(saved)}, and this engine has "
+            f"{show_damping(known)}: stored inverses have the saved damping until their next "
             f"refresh. Set engine.damping to continue with the saved damping.",
             stacklevel=4,
         )
@@ -304,12 +307,14 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _damping(value: Any) -> float | None:
+    """Return the damping of a JSON value: a number, a list of one if it is relative, or None."""
+    return RelativeDamping(value[0]) if isinstance(value, list) else value
+
+
 def _is_damping(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < inf)
-
-
-def _is_planner(value: Any) -> bool:
-    return value is None or is_planner_state(value)
+    number = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value is None or (type(number) in (int, float) and 0 <= number < inf)
 
 
 def _finite(array: Array) -> bool:

@@ -12,7 +12,6 @@ from time import perf_counter
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import one_of
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import LetGo, PendingUpdate
@@ -136,7 +135,7 @@ class Engine(Summarized, PreconditioningModel):
     @damping.setter
     def damping(self, value: float) -> None:
         check_damping(value, self._exps)
-        self.estimator.damping = value if isinstance(value, RelativeDamping) else float(value)
+        self.estimator.damping = value
 
     @property
     def schedule(self) -> Schedule:

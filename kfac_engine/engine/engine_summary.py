@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kfac_engine.curvature.config import RelativeDamping
+from kfac_engine.curvature.config import show_damping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.loss_bindings import LossBinding
@@ -52,12 +52,6 @@ def engine_summary(
     }
     heads = ("parameters", "kind", "block", "factors")
     return Summary(f"Engine of '{name}'", facts, Table(heads, map(_row, layers), count, "layers"))
-
-
-def show_damping(damping: float) -> str:
-    """Return a damping as text: ``0.001``, or ``0.1 of the mean eigenvalue``."""
-    relative = " of the mean eigenvalue" if isinstance(damping, RelativeDamping) else ""
-    return f"{float(damping):.4g}{relative}"
 
 
 def listed(texts: Sequence[str]) -> str:

@@ -85,7 +85,8 @@ class KfacOptimizer(Optimizer):
         learning_rate: η, a number or a function of the number of steps so far; ``"auto"`` or
             ``"quadratic"``.
         damping: λ, 0.01 if None; it contains ``l2``. With ``"auto"``, ε of the
-            ``RelativeDamping``, 0.1 if None.
+            ``RelativeDamping``, 0.1 if None. A learning rate that is given takes a
+            ``RelativeDamping`` as well.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
             this learning rate.
         weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
@@ -96,8 +97,8 @@ class KfacOptimizer(Optimizer):
         norm_constraint: Bound of ``η² uᵀ(F + λ)u``, to which natural gradients are shortened; None
             for no bound. It needs a learning rate that is given.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
-            ``DampingAdaptation`` with other constants. It needs an absolute damping, which
-            ``"auto"`` then uses as well.
+            ``DampingAdaptation`` with other constants. It needs an absolute damping, as
+            ``"quadratic"`` does; ``"auto"`` then uses one.
         update_length: Length of the update of one output in the noise of the batches, for
             ``"auto"``.
         adam_rate: Learning rate of Adam, for ``"auto"``.
@@ -182,7 +183,13 @@ class KfacOptimizer(Optimizer):
         self._last = LastUpdates()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
-        self._relative = rule == AUTO and self._adaptation is None
+        absolute = rule == QUADRATIC or self._adaptation is not None
+        if absolute and isinstance(damping, RelativeDamping):
+            raise InputError(
+                "adapt_damping and learning_rate='quadratic' need an absolute damping; give a "
+                "number as damping."
+            )
+        self._relative = not absolute and (rule == AUTO or isinstance(damping, RelativeDamping))
         default = _RELATIVE_DAMPING if self._relative else _DAMPING
         self.damping = default if damping is None else damping
         self._slots = self._update.new_slots(self._parameters())
@@ -190,7 +197,7 @@ class KfacOptimizer(Optimizer):
 
     @property
     def damping(self) -> float:
-        """λ of the next step, or ε with ``"auto"``; can be set."""
+        """λ of the next step, or a ``RelativeDamping``; can be set, and remains of its kind."""
         return self._damping
 
     @damping.setter
@@ -201,9 +208,12 @@ class KfacOptimizer(Optimizer):
                 f"damping is {value!r} and contains l2, which is {self._l2!r}; give a damping of "
                 f"at least l2."
             )
-        multiple = self._damping_multiple * value
-        self.engine.damping = RelativeDamping(multiple) if self._relative else multiple
-        self._damping = float(value)
+        if isinstance(value, RelativeDamping) and not self._relative:
+            raise InputError(
+                f"this optimizer has an absolute damping; give a number for {value!r}."
+            )
+        self._damping = RelativeDamping(value) if self._relative else float(value)
+        self.engine.damping = self._damping_multiple * self._damping
 
     def _prepare(
         self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
@@ -255,7 +265,7 @@ class KfacOptimizer(Optimizer):
             loss + penalty,
             rate if move.rate is None else move.rate,
             momentum if move.momentum is None else move.momentum,
-            damping,
+            float(damping),
             predicted_change=move.predicted,
             penalty=penalty,
         )
@@ -326,7 +336,7 @@ class KfacOptimizer(Optimizer):
             **super()._numbers(),
             "statistics": self._last.statistics,
             "start": self._last.start,
-            "damping": self._damping,
+            "damping": float(self._damping),
             "burned_in": self._burned_in,
         }
 

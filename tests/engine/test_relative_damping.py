@@ -1,5 +1,9 @@
 """A damping relative to the mean eigenvalue of each block, against dense matrices."""
 
+import copy
+import pickle
+import warnings
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -145,3 +149,108 @@ def test_an_engine_returns_the_relative_damping_that_was_set():
     np.testing.assert_allclose(
         block.damping * block.repeats, expected, rtol=ROUNDING, atol=ROUNDING
     )
+
+
+ARITHMETIC = {
+    "times": lambda d, k: d * k,
+    "times, from the right": lambda d, k: k * d,
+    "divided": lambda d, k: d / k,
+    "plus": lambda d, k: d + k,
+    "plus, from the right": lambda d, k: k + d,
+    "minus": lambda d, k: d - k,
+    "power": lambda d, k: d**k,
+}
+
+
+@pytest.mark.parametrize("number", [2, 0.25, np.float64(0.25), np.float32(0.25), np.int64(2)])
+@pytest.mark.parametrize("operation", ARITHMETIC)
+def test_a_relative_damping_is_relative_after_arithmetic(operation, number):
+    result = ARITHMETIC[operation](ke.RelativeDamping(3), number)
+    assert type(result) is ke.RelativeDamping
+    assert result == ARITHMETIC[operation](3.0, float(number))
+
+
+def test_a_relative_damping_is_a_plain_number_where_a_block_or_an_array_takes_it():
+    damping = ke.RelativeDamping(0.5)
+    assert type(damping.of(3.0)) is float
+    assert type(float(damping)) is float
+    np.testing.assert_array_equal(damping * np.arange(3), [0, 0.5, 1])
+    assert np.log2(damping) == -1
+    engine, _ = observed(damping)
+    blocks = [block.damping for block in engine.collection.get_blocks()]
+    taken = [*blocks, engine.estimator.identity_damping, engine.estimator.least_damping]
+    assert {type(value) for value in taken} == {float}
+
+
+def test_the_damping_of_an_engine_remains_relative_when_it_is_multiplied():
+    engine, _ = observed(ke.RelativeDamping(0.1))
+    engine.damping *= 2
+    engine.damping = np.float64(2) * engine.damping / 2
+    assert "0.2 of the mean eigenvalue" in repr(engine)
+    same, _ = observed(ke.RelativeDamping(0.2))
+    other, _ = observed(0.2)
+    dampings = [
+        [block.damping for block in e.collection.get_blocks()] for e in (engine, same, other)
+    ]
+    assert dampings[0] == dampings[1] != dampings[2]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))]
+)
+def test_copies_of_a_relative_damping_are_relative(copied):
+    assert repr(copied(ke.RelativeDamping(0.1))) == "RelativeDamping(0.1)"
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "warns"),
+    [
+        (ke.RelativeDamping(0.25), ke.RelativeDamping(0.25), False),
+        (ke.RelativeDamping(0.25), ke.RelativeDamping(0.5), True),
+        (ke.RelativeDamping(0.25), 0.25, True),
+        (0.25, ke.RelativeDamping(0.25), True),
+        (0.25, 0.25, False),
+    ],
+)
+def test_a_state_distinguishes_relative_from_absolute_damping(saved, present, warns, tmp_path):
+    observed(saved)[0].save(tmp_path / "state")
+    engine = observed(present)[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.load(tmp_path / "state")
+    assert bool(caught) == warns
+    assert (repr(engine.damping), type(engine.damping)) == (repr(present), type(present))
+
+
+@pytest.mark.parametrize("rate", ["auto", 0.1])
+def test_an_optimizer_keeps_a_relative_damping(rate, tmp_path):
+    x, y = np.ones((2, 2, 4, 4), np.float32), np.ones((2, 3), np.float32)
+    made = [
+        ke.KfacOptimizer(
+            ke.Engine.from_onnx(network(), loss="normal", damping=1.0),
+            rate,
+            damping=ke.RelativeDamping(0.25),
+        )
+        for _ in range(2)
+    ]
+    made[0].damping *= 2
+    report = made[0].step({"x": x}, y)
+    assert type(report.damping) is float
+    made[0].save(tmp_path / "state")
+    made[1].load(tmp_path / "state")
+    for optimizer in made:
+        for damping in (optimizer.damping, optimizer.engine.damping):
+            assert repr(damping) == "RelativeDamping(0.5)"
+
+
+@pytest.mark.parametrize(
+    "options", [{"learning_rate": "quadratic"}, {"learning_rate": 0.1, "adapt_damping": True}]
+)
+def test_an_optimizer_that_needs_an_absolute_damping_refuses_a_relative_one(options):
+    engine = ke.Engine.from_onnx(network(), loss="normal")
+    with pytest.raises(ke.InputError, match="absolute damping"):
+        ke.KfacOptimizer(engine, **options, damping=ke.RelativeDamping(0.1))
+    optimizer = ke.KfacOptimizer(engine, **options, damping=0.1)
+    with pytest.raises(ke.InputError, match="absolute damping"):
+        optimizer.damping = ke.RelativeDamping(0.1)
+    assert (optimizer.damping, type(engine.damping)) == (0.1, float)

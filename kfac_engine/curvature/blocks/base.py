@@ -8,7 +8,12 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.mixins.blocks import InverseProducts
-from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig, RelativeDamping
+from kfac_engine.curvature.config import (
+    LEAST_EIGENVALUE,
+    CollectionConfig,
+    RelativeDamping,
+    as_damping,
+)
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
@@ -136,7 +141,7 @@ class FisherBlock(InverseProducts, ABC):
             InputError: The damping is negative or not finite.
         """
         level = self._level()
-        return level * self.mean_eigenvalue() if isinstance(level, RelativeDamping) else level
+        return level.of(self.mean_eigenvalue()) if isinstance(level, RelativeDamping) else level
 
     def mean_eigenvalue(self) -> float:
         """Return the mean eigenvalue of the undamped block; at least ``LEAST_EIGENVALUE``.
@@ -234,7 +239,7 @@ class FisherBlock(InverseProducts, ABC):
         return self._checked_damping(self._damping())
 
     def _checked_damping(self, damping: float) -> float:
-        value = damping if isinstance(damping, RelativeDamping) else float(damping)
+        value = as_damping(damping)
         if not (isfinite(value) and value >= 0):
             raise InputError(
                 f"the damping of the block of {self.params} must not be negative and must be "
