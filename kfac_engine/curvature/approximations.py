@@ -60,13 +60,10 @@ class LayerKind:
         approximations: Name to row; the first row is the default.
         large: Default of layers with more than ``LARGEST_FULL_SIDE`` numbers; empty for the same
             default.
-        window: Whether the axes of the weight after the first two are a window, whose patches
-            statistics copy.
     """
 
     approximations: Mapping[str, Approximation]
     large: str = ""
-    window: bool = False
 
     @property
     def default(self) -> str:
@@ -178,12 +175,11 @@ KINDS: Registry[LayerKind] = Registry(
                 "diagonal": _LAYER_DIAGONAL,
                 "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
             },
-            window=True,
         ),
-        "conv1d": LayerKind({"kron": _PATCHES}, window=True),
-        "convolution": LayerKind({"kron": _PATCHES}, window=True),
+        "conv1d": LayerKind({"kron": _PATCHES}),
+        "convolution": LayerKind({"kron": _PATCHES}),
         "conv_transpose": LayerKind(
-            {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)}, window=True
+            {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)}
         ),
         "fully_connected_multi": LayerKind(
             {
@@ -208,17 +204,16 @@ KINDS: Registry[LayerKind] = Registry(
                 ),
             }
         ),
-        "conv2d_multi": LayerKind(_CONVOLUTION_USES, window=True),
-        "convolution_multi": LayerKind(_CONVOLUTION_USES, window=True),
+        "conv2d_multi": LayerKind(_CONVOLUTION_USES),
+        "convolution_multi": LayerKind(_CONVOLUTION_USES),
         "conv_transpose_multi": LayerKind(
-            {"kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)}, window=True
+            {"kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)}
         ),
-        "grouped_convolution": LayerKind(_GROUPS, window=True),
+        "grouped_convolution": LayerKind(_GROUPS),
         "grouped_convolution_multi": LayerKind(
             {"kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)},
-            window=True,
         ),
-        "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items())), window=True),
+        "depthwise_conv2d": LayerKind(dict(reversed(_GROUPS.items()))),
         "stacked_dense": LayerKind(_GROUPS),
         "embedding": LayerKind(
             {

@@ -18,7 +18,7 @@ from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.stacked import GroupedMoment, StackedSquareFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.curvature_result.blocks import InputMoment, Part
-from kfac_engine.curvature_result.packed import packed, packing_of
+from kfac_engine.curvature_result.packed import packed
 from kfac_engine.curvature_result.parameter_vector import ParameterVector, Places
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.errors import UnsupportedError
@@ -91,7 +91,7 @@ class Decomposer:
         if not self.separate or len(names) == 1:
             key = names[0] if len(names) == 1 else names
             return (Part(owners, key, slice(None)),)
-        if packing_of(block) is not None:  # the bias is the last row
+        if block.packing is not None:  # the bias is the last row
             rows = [slice(0, -1), slice(-1, None)]
         else:
             ends = np.cumsum([0, *(self.vector.places(name).size for name in names)]).tolist()

@@ -11,6 +11,7 @@ from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.layers.pieces import Piece
 from kfac_engine.ranks.report import RanksReport, ranks_report
 from kfac_engine.ranks.sizes import Periods
 
@@ -48,6 +49,11 @@ class MeasuredModel(TrainableModel):
     def layers(self) -> tuple[LayerReport, ...]:
         """A report for each layer with its block, and for each parameter without a layer."""
         return tuple(self._layer_reports())
+
+    @property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Parameter to the pieces that layers use: weights as matrices, and vectors."""
+        return self._entries.pieces(self.collection.fisher_blocks)
 
     def memory(self, batch_size: int = 1) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from math import prod
 
 from kfac_engine._types import Array, Params
+from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice, describe
+from kfac_engine.layers.pieces import Piece
 
 
 class ParameterEntries:
@@ -24,8 +26,9 @@ class ParameterEntries:
     def __init__(self, discovery: Discovery, parameters: Mapping[str, Array]) -> None:
         self.layers = discovery.layers
         self.shapes = {name: value.shape for name, value in parameters.items()}
+        self._parts = discovery.parts
         self._owners = {
-            part.name: (name, part) for name, parts in discovery.parts.items() for part in parts
+            part.name: (name, part) for name, parts in self._parts.items() for part in parts
         }
 
     def names(self, layer: LayerMatch) -> tuple[str, ...]:
@@ -35,6 +38,21 @@ class ParameterEntries:
     def extents(self, layer: LayerMatch) -> tuple[str, ...]:
         """Return the entries of each parameter that a layer uses; empty texts for all entries."""
         return tuple(self._extent(*self._owners[name]) for name in layer.parameters)
+
+    def pieces(self, blocks: Mapping[Params, FisherBlock]) -> dict[str, tuple[Piece, ...]]:
+        """Return the pieces of each parameter, in the order of its layers.
+
+        Args:
+            blocks: The blocks of the layers, by their parameters.
+        """
+        weights, kinds = {}, {}
+        for layer in self.layers:
+            weights[layer.parameters[0]] = blocks[block_key(layer)].packing
+            kinds |= dict.fromkeys(layer.parameters, layer.kind)
+        return {
+            name: tuple(Piece(part, kinds[part.name], weights.get(part.name)) for part in parts)
+            for name, parts in self._parts.items()
+        }
 
     def _extent(self, name: str, part: ParameterSlice) -> str:
         shape = self.shapes[name]

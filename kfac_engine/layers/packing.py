@@ -1,7 +1,7 @@
 """Packs the parameters of a layer into one matrix: rows are inputs, columns are outputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
 
@@ -74,7 +74,8 @@ class Packing:
 
     def kernel(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the spatial shape of a filter; empty for a dense weight."""
-        return tuple(weight_shape[axis] for axis in self.axes[:-2])
+        sizes = zip(self.weight_format, weight_shape, strict=False)
+        return tuple(size for letter, size in sizes if letter not in "IO")
 
     def matrix_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the packed matrix, with the row of the bias."""
@@ -204,6 +205,39 @@ class Packing:
         packed: Array = xp.empty((len(matrix) + 1, len(bias[0])), xp.result_type(matrix, bias[0]))
         packed[:-1], packed[-1] = matrix, bias[0]
         return packed
+
+    def matrices(self, weight: Array, xp: ModuleType) -> Array:
+        """Return the matrices of a weight, with a column for each output and no row of a bias.
+
+        The matrix of a transposed convolution has the taps in its rows, as the matrix of a
+        convolution; the packed matrix has them in its columns.
+
+        Args:
+            weight: The weight.
+            xp: Array module of the weight.
+
+        Returns:
+            ``(groups, inputs, outputs)``, a new array.
+        """
+        plain, weight = self._with_taps_in_rows(weight)
+        packed = plain.pack(weight, self.weight_format, xp)
+        return packed.reshape(-1, *packed.shape[-2:])
+
+    def from_matrices(self, matrices: Array, like: Array) -> Array:
+        """Convert matrices to a new weight in the shape and type of ``like``."""
+        plain, exchanged = self._with_taps_in_rows(like)
+        weight = plain.unpack(matrices, exchanged)
+        result: Array = self._with_taps_in_rows(weight)[1].astype(like.dtype, order="C", copy=False)
+        return result
+
+    def _with_taps_in_rows(self, weight: Array) -> tuple["Packing", Array]:
+        """Return the packing of a weight alone, and the weight with exchanged axes if needed."""
+        alone = replace(self, has_bias=False)
+        if self.weight_format not in _TRANSPOSED_AXES:
+            return alone, weight
+        inputs, outputs = (self.weight_format.index(letter) for letter in "IO")
+        adjoint = self.weight_format.translate({ord("I"): "O", ord("O"): "I"})
+        return replace(alone, weight_format=adjoint), weight.swapaxes(inputs, outputs)
 
     def unpack(self, matrix: Array, like: Vector) -> Vector:
         """Convert a packed matrix to new arrays in the shapes and types of ``like``."""

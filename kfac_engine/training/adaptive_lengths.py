@@ -11,10 +11,13 @@ from math import exp, log, sqrt
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.engine.engine import Engine
+from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments
+from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector, combine, zeros
 
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
@@ -46,15 +49,20 @@ class AdaptiveLengthUpdate:
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
     are updated by Adam.
 
+    A matrix is that of a layer, whatever its layout in the file: see ``Piece.matrices``. Each group
+    of a convolution and each expert of a stack has a matrix of its own.
+
     Attributes:
         engine: The engine that preconditions.
-        roots: √outputs of the matrices: see ``root_outputs``.
+        units: The division of the parameters; its weights are the matrices.
+        roots: √outputs of the matrices of each weight: see ``root_outputs``.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
         weight_decay: Parameters shrink by this number times the rate of their update.
     """
 
     engine: Engine
+    units: Units
     roots: Mapping[str, float]
     momentum: float
     adam_rate: Rate
@@ -64,83 +72,125 @@ class AdaptiveLengthUpdate:
         """Return the state before the first step.
 
         Returns:
-            Averaged gradients; squared gradients of the parameters that Adam updates; for each
-            matrix the last natural gradient p, ``⟨g', p⟩`` and ``log k``.
+            Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
+            weight the last natural gradient p, and of each of its matrices ``⟨g', p⟩`` and
+            ``log k``.
         """
-        matrices = {name: parameters[name] for name in self.roots}
-        by_adam = {name: value for name, value in parameters.items() if name not in matrices}
+        units, weights = self.units.split(parameters), self.units.weights
+        counts = {name: len(weight.matrices(units[name])) for name, weight in weights.items()}
         return {
             "momentum": zeros(parameters),
-            "second_moment": zeros(by_adam),
-            "natural_gradient": zeros(matrices),
-            "slope": {name: np.zeros(()) for name in matrices},
-            "log_length": {name: np.zeros(()) for name in matrices},
+            "second_moment": zeros({n: value for n, value in units.items() if n not in weights}),
+            "natural_gradient": zeros({name: units[name] for name in weights}),
+            **{
+                slot: {name: np.zeros(n if n > 1 else ()) for name, n in counts.items()}
+                for slot in ("slope", "log_length")
+            },
         }
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
-        adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
-        adam_rate = step.scale * evaluated_rate(self.adam_rate, step.step)
-        old, new = step.slots, step.new_slots
-        values: dict[str, Array] = {}
+        means = step.new_slots["momentum"]
         for name, gradient in step.gradients.items():
+            moments = means[name], self.momentum, step.slots["momentum"][name]
+            combine(*moments, 1 - self.momentum, gradient)
+        with step.clock("precondition"):
+            natural = natural_gradients(self.engine, means)
+        vectors = (step.gradients, step.parameters, means, natural)
+        gradients, parameters, means, natural = map(self.units.split, vectors)
+        units: dict[str, Array] = {}
+        for name, gradient in gradients.items():
+            # The memory of a gradient that is not needed any more receives the new value.
+            value = units[name] = gradient.copy() if step.predicts else gradient
             if name in self.roots:
-                moments = new["momentum"][name], self.momentum, old["momentum"][name]
-                combine(*moments, 1 - self.momentum, gradient)
+                self._by_matrix(name, value, natural[name], parameters[name], step)
             else:
-                before, after = ({slot: s[slot][name] for slot in adam.slots} for s in (old, new))
-                values[name] = direction = adam(gradient.copy(), before, after, step.step + 1)
-                shrunk = 1 - adam_rate * self.weight_decay
-                combine(direction, -adam_rate, direction, shrunk, step.parameters[name])
-        values |= self._matrices(step)
+                self._by_adam(name, value, means[name], parameters[name], step)
+        values = self.units.join(units, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
 
-    def _matrices(self, step: StepInputs) -> dict[str, Array]:
-        """Return the new values of the matrices."""
-        with step.clock("precondition"):
-            natural = natural_gradients(self.engine, step.new_slots["momentum"])
+    def _by_adam(
+        self, name: str, value: Array, mean: Array, parameter: Array, step: StepInputs
+    ) -> None:
+        """Write the new value of a unit in place of its gradient."""
+        adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
+        rate = step.scale * evaluated_rate(self.adam_rate, step.step)
+        old, new = (slots["second_moment"][name] for slots in (step.slots, step.new_slots))
+        direction = adam.direction(value, mean, old, new, step.step + 1)
+        combine(value, -rate, direction, 1 - rate * self.weight_decay, parameter)
+
+    def _by_matrix(
+        self, name: str, value: Array, natural: Array, parameter: Array, step: StepInputs
+    ) -> None:
+        """Write the new value of a weight in place of its gradient."""
+        weight, old, new = self.units.weights[name], step.slots, step.new_slots
+        slopes = old["slope"][name]
+        single = not slopes.ndim
+        next_slopes = _products(weight, value, old["natural_gradient"][name], single)
+        logs = [
+            _next_log(log_length, slope, next_slope, step.scale)
+            for log_length, slope, next_slope in zip(
+                np.ravel(old["log_length"][name]), np.ravel(slopes), next_slopes, strict=True
+            )
+        ]
+        new["natural_gradient"][name] = natural
+        new["slope"][name].flat = _products(weight, value, natural, single)
+        new["log_length"][name].flat = logs
         debiased = 1 / (1 - self.momentum ** (step.step + 1))
+        norms = _norms(weight, natural, single)
+        factors = [
+            step.rate * self.roots[name] * exp(log) * debiased / (debiased * norm + _TINY)
+            for log, norm in zip(logs, norms, strict=True)
+        ]
         shrunk = 1 - step.rate * self.weight_decay
-        values = {}
-        for name, root in self.roots.items():
-            array, gradient = natural[name], step.gradients[name]
-            length = step.rate * root * self._multiple(name, step)
-            step.new_slots["natural_gradient"][name] = array
-            step.new_slots["slope"][name][...] = float(np.vdot(gradient, array))
-            factor = length * debiased / (debiased * _norm(array) + _TINY)
-            # The memory of a gradient that is not needed any more receives the new value.
-            values[name] = np.empty_like(gradient) if step.predicts else gradient
-            combine(values[name], -factor, array, shrunk, step.parameters[name])
-        return values
-
-    def _multiple(self, name: str, step: StepInputs) -> float:
-        """Return k of a matrix, and write its logarithm."""
-        slope = float(step.slots["slope"][name])
-        next_slope = float(np.vdot(step.gradients[name], step.slots["natural_gradient"][name]))
-        agreement = min(max(next_slope / slope, -1.0), 1.0) if slope > 0 else 0.0
-        grown = (1 - _DECAY) * float(step.slots["log_length"][name])
-        grown += _GAIN * min(step.scale, 1.0) * agreement
-        length = min(max(grown, log(_LEAST)), log(_LARGEST))
-        step.new_slots["log_length"][name][...] = length
-        return exp(length)
+        if single:
+            combine(value, -factors[0], natural, shrunk, parameter)
+        else:
+            scales = array_module(natural).asarray(factors, natural.dtype)[:, None, None]
+            scaled = weight.array(scales * weight.matrices(natural), natural)
+            combine(value, -1.0, scaled, shrunk, parameter)
 
 
-def _norm(array: Array) -> float:
-    return float(np.linalg.norm(array))
+def _products(weight: Piece, left: Array, right: Array, single: bool) -> list[float]:
+    """Return the inner product of each matrix of one array with that of another."""
+    if single:
+        return [float(np.vdot(left, right))]
+    products: Array = (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
+    return [float(product) for product in products.tolist()]
 
 
-def root_outputs(engine: Engine) -> dict[str, float]:
-    """Return √outputs for the matrices of layers; embeddings and vectors are absent.
+def _norms(weight: Piece, array: Array, single: bool) -> list[float]:
+    """Return the Frobenius norm of each matrix."""
+    if single:
+        return [float(np.linalg.norm(array))]
+    return [sqrt(square) for square in _products(weight, array, array, single)]
 
-    The number of outputs is the size of the output factor, where the weight has an axis of this
-    size. The factors of groups are smaller; the first axis of the weight then has the outputs.
+
+def _next_log(log_length: float, slope: float, next_slope: float, scale: float) -> float:
+    """Return the new ``log k`` of a matrix."""
+    agreement = min(max(next_slope / slope, -1.0), 1.0) if slope > 0 else 0.0
+    grown = (1 - _DECAY) * log_length + _GAIN * min(scale, 1.0) * agreement
+    return min(max(grown, log(_LEAST)), log(_LARGEST))
+
+
+def adaptive_lengths(
+    engine: Engine, parameters: Vector, momentum: float, adam_rate: Rate, weight_decay: float
+) -> AdaptiveLengthUpdate:
+    """Return the update of an engine.
+
+    Args:
+        engine: The engine.
+        parameters: The parameters that are trained.
+        momentum: As in ``AdaptiveLengthUpdate``.
+        adam_rate: As in ``AdaptiveLengthUpdate``.
+        weight_decay: As in ``AdaptiveLengthUpdate``.
     """
-    parameters = engine.parameters
-    roots = {}
-    for layer in engine.layers:
-        for name in layer.parameters if layer.kind not in _BY_ADAM else ():
-            shape, size = parameters[name].shape, layer.factor_shapes[-1][-1]
-            if len(shape) > 1:
-                roots[name] = sqrt(size if size in shape else shape[0])
-    return roots
+    units = Units(engine, tuple(parameters), lambda piece: piece.kind not in _BY_ADAM)
+    roots = root_outputs(units, units.split(parameters))
+    return AdaptiveLengthUpdate(engine, units, roots, momentum, adam_rate, weight_decay)
+
+
+def root_outputs(units: Units, values: Vector) -> dict[str, float]:
+    """Return √outputs of the matrices of each weight."""
+    return {n: sqrt(w.matrices(values[n]).shape[-1]) for n, w in units.weights.items()}

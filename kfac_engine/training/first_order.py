@@ -1,11 +1,12 @@
 """Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, positive
 from kfac_engine.engine.engine import Engine
+from kfac_engine.layers.pieces import Piece
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
@@ -18,6 +19,7 @@ from kfac_engine.training.optimizer import (
 )
 from kfac_engine.training.report import StageClock, StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
+from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import add_multiple, combine, zeros
 
 # Rate of Adam for the parameters that an optimizer of matrices does not update itself.
@@ -29,12 +31,14 @@ class _Setting:
     """How the parameters are updated.
 
     Attributes:
-        rules: Parameter name to its update rule.
+        units: The division of the parameters.
+        rules: Unit to its update rule.
         decoupled: Whether weight decay shrinks the parameters directly, in place of a term of the
             gradient.
         momentum: The momentum in reports.
     """
 
+    units: Units
     rules: Mapping[str, Rule]
     decoupled: bool
     momentum: float
@@ -45,8 +49,11 @@ class _FirstOrder(Optimizer):
 
     _setting: _Setting
 
+    def _units(self, is_matrix: Callable[[Piece], bool] = lambda _: False) -> Units:
+        return Units(self.engine, self._names, is_matrix)
+
     def _set_up(self, setting: _Setting) -> None:
-        parameters = self._parameters()
+        parameters = setting.units.split(self._parameters())
         self._setting = setting
         for name, rule in setting.rules.items():
             for slot in rule.slots:
@@ -54,8 +61,8 @@ class _FirstOrder(Optimizer):
         self._sealed = True
 
     def _rates(self, rate: float) -> dict[str, float]:
-        """Return the learning rates of this step, by parameter."""
-        return dict.fromkeys(self._names, rate)
+        """Return the learning rates of this step, by unit."""
+        return dict.fromkeys(self._setting.rules, rate)
 
     def _propose(
         self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
@@ -63,8 +70,9 @@ class _FirstOrder(Optimizer):
         rate = evaluated_rate(self._learning_rate, self.steps)
         rates = self._rates(rate)
         loss, gradients = self._gradients(inputs, targets, clock)
-        decay, decoupled = self._weight_decay, self._setting.decoupled
-        values, slots = self._parameters(), self._new_slots()
+        decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units
+        parameters, slots = self._parameters(), self._new_slots()
+        values, gradients = units.split(parameters), units.split(gradients)
         for name, gradient in gradients.items():
             if decay and not decoupled:
                 add_multiple(gradient, decay, values[name])
@@ -74,7 +82,8 @@ class _FirstOrder(Optimizer):
             # The gradient is not needed any more: its memory receives the new value.
             shrunk = 1 - step * decay if decoupled else 1.0
             combine(gradient, -step, direction, shrunk, values[name])
-        return Proposal(gradients, slots, StepReport(loss, scale * rate, self._setting.momentum))
+        report = StepReport(loss, scale * rate, self._setting.momentum)
+        return Proposal(units.join(gradients, parameters), slots, report)
 
 
 class SGD(_FirstOrder):
@@ -102,8 +111,8 @@ class SGD(_FirstOrder):
         super().__init__(engine, learning_rate, weight_decay, non_finite)
         fraction("momentum", momentum)
         flag("nesterov", nesterov)
-        rule = HeavyBall(momentum, nesterov)
-        self._set_up(_Setting(dict.fromkeys(self._names, rule), False, momentum))
+        rules = dict.fromkeys(self._names, HeavyBall(momentum, nesterov))
+        self._set_up(_Setting(self._units(), rules, False, momentum))
 
 
 class Adam(_FirstOrder):
@@ -133,7 +142,7 @@ class Adam(_FirstOrder):
         super().__init__(engine, learning_rate, weight_decay, non_finite)
         rule = adaptive_moments(betas, epsilon)
         rules = dict.fromkeys(self._names, rule)
-        self._set_up(_Setting(rules, self._decoupled, rule.beta1))
+        self._set_up(_Setting(self._units(), rules, self._decoupled, rule.beta1))
 
 
 class AdamW(Adam):
@@ -168,8 +177,10 @@ class AdamW(Adam):
 class Muon(_FirstOrder):
     """Muon: orthogonalized momentum for matrices, Adam for vectors.
 
-    Parameters of two axes and more are updated by Muon, the other ones by Adam with the betas
-    0.9 and 0.999. Weight decay is decoupled.
+    The weights of layers are updated by Muon, each as the matrices from inputs to outputs that the
+    layer multiplies by, whatever their layout in the file: a group of a convolution and an expert
+    has a matrix of its own. Biases, scales and parameters without a layer are updated by Adam with
+    the betas 0.9 and 0.999. Weight decay is decoupled.
 
     Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
@@ -198,11 +209,13 @@ class Muon(_FirstOrder):
         fraction("momentum", momentum)
         flag("nesterov", nesterov)
         check_rate("adam_rate", adam_rate)
-        matmul = engine.collection.backend.matmul
-        matrix, vector = Orthogonalized(momentum, nesterov, matmul), adaptive_moments()
-        rules = {n: matrix if v.ndim > 1 else vector for n, v in self._parameters().items()}
+        units = self._units(lambda _: True)
+        rules: dict[str, Rule] = dict.fromkeys(units.split(self._parameters()), adaptive_moments())
+        for unit, weight in units.weights.items():
+            matmul = engine.collection.backend.matmul
+            rules[unit] = Orthogonalized(weight, momentum, nesterov, matmul)
         self._adam_rate = adam_rate
-        self._set_up(_Setting(rules, True, momentum))
+        self._set_up(_Setting(units, rules, True, momentum))
 
     def _rates(self, rate: float) -> dict[str, float]:
         adam_rate = evaluated_rate(self._adam_rate, self.steps)

@@ -14,7 +14,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
-from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, root_outputs
+from kfac_engine.training.adaptive_lengths import adaptive_lengths
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
@@ -165,8 +165,8 @@ class KfacOptimizer(Optimizer):
         self._adaptation = _adaptation(adapt_damping)
         self._momentum = None if isinstance(momentum, str) else momentum
         updates: dict[object, Callable[[], Update]] = {
-            AUTO: lambda: AdaptiveLengthUpdate(
-                engine, root_outputs(engine), cast(float, momentum), adam_rate, weight_decay
+            AUTO: lambda: adaptive_lengths(
+                engine, self._parameters(), cast(float, momentum), adam_rate, weight_decay
             ),
             QUADRATIC: lambda: QuadraticUpdate(
                 engine, PartialTrace(engine, curvature_part), weight_decay
@@ -183,13 +183,7 @@ class KfacOptimizer(Optimizer):
         self._last = LastUpdates()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
-        absolute = rule == QUADRATIC or self._adaptation is not None
-        if absolute and isinstance(damping, RelativeDamping):
-            raise InputError(
-                "adapt_damping and learning_rate='quadratic' need an absolute damping; give a "
-                "number as damping."
-            )
-        self._relative = not absolute and (rule == AUTO or isinstance(damping, RelativeDamping))
+        self._relative = _is_relative(rule, damping, self._adaptation)
         default = _RELATIVE_DAMPING if self._relative else _DAMPING
         self.damping = default if damping is None else damping
         self._slots = self._update.new_slots(self._parameters())
@@ -355,6 +349,17 @@ def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:
             f"adapt_damping must be True, False or a DampingAdaptation, got {value!r}."
         )
     return DampingAdaptation() if value else None
+
+
+def _is_relative(rule: object, damping: object, adaptation: DampingAdaptation | None) -> bool:
+    """Return whether the damping is relative; an InputError where it must not be."""
+    absolute = rule == QUADRATIC or adaptation is not None
+    if absolute and isinstance(damping, RelativeDamping):
+        raise InputError(
+            f"adapt_damping and learning_rate='quadratic' need an absolute damping, a number; got "
+            f"{damping!r}."
+        )
+    return not absolute and (rule == AUTO or isinstance(damping, RelativeDamping))
 
 
 def _check_rule(

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.vectors import add_multiple, combine
 
 # Slot of a rule (such as "momentum") to the state array of one parameter.
@@ -94,12 +95,26 @@ class AdaptiveMoments:
         """Write the new moments; return the direction of descent."""
         mean, square = new["momentum"], new["second_moment"]
         combine(mean, self.beta1, old["momentum"], 1 - self.beta1, gradient)
-        np.multiply(gradient, gradient, out=gradient)
-        combine(square, self.beta2, old["second_moment"], 1 - self.beta2, gradient)
-        return self._direction(mean, square, step, out=gradient)
+        return self.direction(gradient, mean, old["second_moment"], square, step)
 
-    def _direction(self, mean: Array, square: Array, step: int, out: Array) -> Array:
-        """Return ``m̂ / (√v̂ + ε)`` in the array ``out``."""
+    def direction(
+        self, gradient: Array, mean: Array, old_square: Array, square: Array, step: int
+    ) -> Array:
+        """Write the new mean of squares; return ``m̂ / (√v̂ + ε)``.
+
+        Args:
+            gradient: The gradient; its memory receives the direction.
+            mean: The new mean of gradients.
+            old_square: The old mean of squares.
+            square: Receives the new mean of squares.
+            step: Number of the step, from 1.
+
+        Returns:
+            The direction.
+        """
+        out = gradient
+        np.multiply(gradient, gradient, out=out)
+        combine(square, self.beta2, old_square, 1 - self.beta2, out)
         # m̂ / (√v̂ + ε) = (m / (1 − β₁ᵗ)) r / (√v + ε r) with r = √(1 − β₂ᵗ).
         root = sqrt(1 - self.beta2**step)
         np.sqrt(square, out=out)
@@ -113,18 +128,20 @@ class AdaptiveMoments:
 class Orthogonalized:
     """Muon: the momentum of a matrix with its singular values replaced by numbers close to one.
 
-    Arrays of more than two axes become matrices with the first axis as rows. The direction is
-    multiplied by ``√max(1, rows / columns)``.
+    The matrices are those of the layer: see ``Piece.matrices``. The direction of each is multiplied
+    by ``√max(1, outputs / inputs)``.
 
     Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
     Attributes:
+        weight: The weight, which has the matrices.
         momentum: μ in [0, 1).
         nesterov: Whether ``g + μ v`` is orthogonalized in place of ``v``.
         matmul: The product of two matrices.
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    weight: Piece
     momentum: float
     nesterov: bool
     matmul: MatMul = np.matmul
@@ -132,28 +149,28 @@ class Orthogonalized:
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new velocity; return the direction of descent."""
         direction = HeavyBall(self.momentum, self.nesterov)(gradient, old, new, step)
-        matrix = direction.reshape(len(direction), -1)
-        rows, columns = matrix.shape
-        scaled: Array = max(1.0, rows / columns) ** 0.5 * orthogonalize(matrix, self.matmul)
-        return scaled.reshape(gradient.shape)
+        matrices = self.weight.matrices(direction)
+        _, inputs, outputs = matrices.shape
+        scaled = max(1.0, outputs / inputs) ** 0.5 * orthogonalize(matrices, self.matmul)
+        return self.weight.array(scaled, direction)
 
 
-def orthogonalize(matrix: Array, matmul: MatMul = np.matmul) -> Array:
-    """Return a matrix with the singular vectors of another and singular values close to one.
+def orthogonalize(matrices: Array, matmul: MatMul = np.matmul) -> Array:
+    """Return matrices with the singular vectors of others and singular values close to one.
 
     Args:
-        matrix: ``(rows, columns)``; a zero matrix stays zero.
-        matmul: The product of two matrices.
+        matrices: ``(rows, columns)``, or a stack of them; a zero matrix stays zero.
+        matmul: The product of two matrices, or of two stacks.
 
     Returns:
-        Five Newton–Schulz iterations of the matrix divided by its Frobenius norm.
+        Five Newton–Schulz iterations of each matrix divided by its Frobenius norm.
     """
     a, b, c = _POLYNOMIAL
-    X: Array = matrix / (np.linalg.norm(matrix) + _TINY)
-    tall = len(X) > X.shape[1]
+    X: Array = matrices / (np.linalg.norm(matrices, axis=(-2, -1), keepdims=True) + _TINY)
+    tall = X.shape[-2] > X.shape[-1]
     if tall:
-        X = X.T
+        X = X.swapaxes(-2, -1)
     for _ in range(_ITERATIONS):
-        gram = matmul(X, X.T)
+        gram = matmul(X, X.swapaxes(-2, -1))
         X = a * X + matmul(b * gram + c * matmul(gram, gram), X)
-    return X.T if tall else X
+    return X.swapaxes(-2, -1) if tall else X

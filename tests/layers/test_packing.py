@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.layers.batched_dense import StackedDensePacking
+from kfac_engine.layers.grouped import GroupedPacking
 from kfac_engine.layers.packing import Packing
 
 SIDES = {"I": 3, "O": 4, "H": 2, "W": 5, "D": 2}
@@ -152,3 +154,45 @@ def test_pack_rejects_arrays_of_wrong_shape(weight_format, has_bias, vector, err
 def test_unknown_format_error_lists_known_formats():
     with pytest.raises(ke.InputError, match="unknown weight_format 'OHWI'; choose one of: IO, OI"):
         Packing("OHWI", False)
+
+
+@pytest.mark.parametrize("weight_format", [*FORMATS, "WOI", "IOW", "HWOI", "IOHW", "IODHW"])
+def test_the_matrix_of_a_weight_has_a_column_for_each_output(weight_format):
+    packing, weight = Packing(weight_format, has_bias=True), weight_of(weight_format, np.float32)
+    matrices = packing.matrices(weight, np)
+    spatial = [axis for axis in "DHW" if axis in weight_format]
+    assert packing.kernel(weight.shape) == tuple(SIDES[axis] for axis in spatial)
+    places = list(np.ndindex(*(SIDES[axis] for axis in [*spatial, "I"])))
+    assert matrices.shape == (1, len(places), 4)
+    for row, place in enumerate(places):
+        for o in range(4):
+            where = dict(zip([*spatial, "I"], place, strict=True)) | {"O": o}
+            assert matrices[0, row, o] == entry(weight_format, weight, where)
+    back = packing.from_matrices(matrices, weight)
+    np.testing.assert_array_equal(back, weight)
+    assert back.dtype == weight.dtype
+    assert back.flags.c_contiguous
+
+
+def test_stacked_weights_have_a_matrix_each():
+    filters = np.arange(48.0).reshape(6, 2, 4)  # (outputs, channels of a group, taps)
+    depthwise = np.arange(24.0).reshape(2, 2, 3, 2)  # (taps, taps, channels, outputs of a channel)
+    experts = np.arange(24.0).reshape(2, 3, 4)
+    cases = [
+        (
+            GroupedPacking("OIW", True, 3),
+            filters,
+            lambda g, r, c: filters[2 * g + c, r % 2, r // 2],
+        ),
+        (
+            GroupedPacking("HWIO", False, 3, True),
+            depthwise,
+            lambda g, r, c: depthwise[r // 2, r % 2, g, c],
+        ),
+        (StackedDensePacking("IO", True), experts, lambda g, r, c: experts[g, r, c]),
+    ]
+    for (packing, weight, at), shape in zip(cases, [(3, 8, 2), (3, 4, 2), (2, 3, 4)], strict=True):
+        matrices = packing.matrices(weight, np)
+        assert matrices.shape == shape
+        assert all(matrices[place] == at(*place) for place in np.ndindex(shape))
+        np.testing.assert_array_equal(packing.from_matrices(matrices, weight), weight)

@@ -18,6 +18,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
+from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
 from kfac_engine.ranks.sizes import Divisible
 from kfac_engine.text.summary import dimensions
@@ -127,6 +128,11 @@ class FisherBlock(InverseProducts, ABC):
     @abstractmethod
     def factors(self) -> tuple[FisherFactor, ...]:
         """The factors of the block, the input factor first."""
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packing of the layer's weight and bias; None for a block of concatenated vectors."""
+        return None
 
     @abstractmethod
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -38,6 +38,7 @@ from kfac_engine.curvature.linalg.kronecker import (
 )
 from kfac_engine.errors import NotReadyError
 from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.uses import rows_per_example
 from kfac_engine.ranks.sizes import Divisible
 
@@ -98,6 +99,10 @@ class KroneckerProductFB(FisherBlock):
         self._towers = Towers()
         self._factors: tuple[FisherFactor, ...] = ()
         self._dampings = _SideDamping(self, 0), _SideDamping(self, 1)
+
+    @property
+    def packing(self) -> Packing:
+        return self.form.packing
 
     # -- registration ---------------------------------------------------------------------------
 
@@ -160,7 +165,7 @@ class KroneckerProductFB(FisherBlock):
         return self._factors
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        d_in, d_out = self.form.packing.matrix_shape(shapes[0])
+        d_in, d_out = self.packing.matrix_shape(shapes[0])
         pairs = zip(self._sides, (d_in, d_out), strict=True)
         return tuple(side.shape(d) for side, d in pairs)
 
@@ -247,7 +252,7 @@ class KroneckerProductFB(FisherBlock):
     @property
     def divisible(self) -> Divisible | None:
         whole_matrices = all(type(factor) in _MATRICES for factor in self.factors)
-        one_axis = self.form.packing.column_axis is not None
+        one_axis = self.packing.column_axis is not None
         plain = type(self) is KroneckerProductFB  # subclasses have other products
         return "columns" if plain and whole_matrices and one_axis else None
 
@@ -260,7 +265,7 @@ class KroneckerProductFB(FisherBlock):
             return self._between(left, right, vector, scale)
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
-        return self.form.packing.unpack(scale * V, vector)
+        return self.packing.unpack(scale * V, vector)
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
         """Compute some columns of a product, those of some outputs, for a ``divisible`` block.
@@ -322,10 +327,10 @@ class KroneckerProductFB(FisherBlock):
         V = A.left_multiply_cholesky(V, damping_a, transpose=transpose, inverse=inverse)
         V = G.right_multiply_cholesky(V, damping_g, transpose=not transpose, inverse=inverse)
         scale = float(self.repeats) ** (-0.5 if inverse else 0.5)
-        return self.form.packing.unpack(scale * V, vector)
+        return self.packing.unpack(scale * V, vector)
 
     def _pack(self, vector: Vector) -> Array:
-        return self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+        return self.packing.pack(vector, self.params, self._collection.backend.xp)
 
 
 def _relative_level(factor: FisherFactor, root: float) -> Level:

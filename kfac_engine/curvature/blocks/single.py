@@ -21,6 +21,7 @@ from kfac_engine.curvature.factors.gradient_squares import GradientOuter, Gradie
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
 from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.packing import Packing
 
 
 class SingleFactorFB(FisherBlock):
@@ -227,8 +228,12 @@ class LayerDiagonalFB(SingleLayerFB):
         super().__init__(collection)
         self.form = form
 
+    @property
+    def packing(self) -> Packing:
+        return self.form.packing
+
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        return (self.form.packing.matrix_shape(shapes[0]),)
+        return (self.packing.matrix_shape(shapes[0]),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
         statistic = LayerSquare(
@@ -236,7 +241,7 @@ class LayerDiagonalFB(SingleLayerFB):
             self._towers.gradients(grads_list),
             self.form.input_view,
             self.form.output_view,
-            self.form.packing.has_bias,
+            self.packing.has_bias,
         )
         self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
 
@@ -262,7 +267,7 @@ class LayerDiagonalFB(SingleLayerFB):
         return super().damping * excess
 
     def _to_column(self, vector: Vector) -> Array:
-        packed = self.form.packing.pack(vector, self.params, self._collection.backend.xp)
+        packed = self.packing.pack(vector, self.params, self._collection.backend.xp)
         expected = self.factor.average.read().shape
         if packed.shape != expected:
             raise ShapeError(
@@ -272,4 +277,4 @@ class LayerDiagonalFB(SingleLayerFB):
         return packed
 
     def _from_column(self, column: Array, like: Vector) -> Vector:
-        return self.form.packing.unpack(column, like)
+        return self.packing.unpack(column, like)

@@ -1,0 +1,56 @@
+"""Pieces of parameters: the entries that one layer uses, and the matrices of a weight among them.
+
+The axes of an array in a file have no meaning by themselves: a weight may be transposed, reshaped
+or joined with other weights. The layer that reads the entries knows which of them compute one
+output. A formula that treats weights as matrices asks their pieces.
+"""
+
+from dataclasses import dataclass
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.parameter_slices import ParameterSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The entries of a parameter that one layer uses.
+
+    Attributes:
+        part: The entries.
+        kind: Kind of the layer; ``"generic"`` without a layer.
+        packing: Packing of the layer, for its weight; None for biases, scales and parameters
+            without a layer, which are vectors.
+    """
+
+    part: ParameterSlice
+    kind: str
+    packing: Packing | None = None
+
+    def matrices(self, array: Array) -> Array:
+        """Return the matrices of the weight, as a new array.
+
+        Args:
+            array: An array in the shape of the parameter.
+
+        Returns:
+            ``(groups, inputs, outputs)``: a matrix for each map from inputs to outputs, such as a
+            group of a convolution or an expert. The inputs of a convolution, transposed or not, are
+            ordered by tap, then by channel; the outputs are channels.
+        """
+        assert self.packing is not None, "vectors have no matrices"
+        return self.packing.matrices(self.part.read(array), array_module(array))
+
+    def array(self, matrices: Array, like: Array) -> Array:
+        """Return an array in the shape and type of ``like``; the inverse of ``matrices``.
+
+        Entries of the parameter that are not in the piece are zero.
+        """
+        assert self.packing is not None, "vectors have no matrices"
+        weight = self.packing.from_matrices(matrices, self.part.read(like))
+        if self.part.index is None:
+            return weight
+        whole: Array = array_module(like).zeros(like.size, like.dtype)
+        self.part.write(whole, weight)
+        return whole.reshape(like.shape)

@@ -1,0 +1,60 @@
+"""The units that optimizers of matrices update: the weights of layers, and the other parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kfac_engine._types import Array
+from kfac_engine.engine.engine import Engine
+from kfac_engine.layers import parameter_slices
+from kfac_engine.layers.parameter_slices import ParameterSlice
+from kfac_engine.layers.pieces import Piece
+from kfac_engine.training.vectors import Vector
+
+
+class Units:
+    """A division of parameters into units.
+
+    A parameter is one unit, unless a file joins a weight with other weights or with vectors in it:
+    then the entries of each layer are a unit, which has the name of the value that the layer reads.
+
+    Args:
+        engine: The engine.
+        names: The parameters.
+        is_matrix: Whether the optimizer treats a weight as matrices.
+
+    Attributes:
+        weights: Unit to its weight, for the units that are matrices.
+    """
+
+    def __init__(
+        self, engine: Engine, names: Sequence[str], is_matrix: Callable[[Piece], bool]
+    ) -> None:
+        self.weights: dict[str, Piece] = {}
+        self._parts: dict[str, tuple[ParameterSlice, ...]] = {}
+        for name, pieces in engine.pieces.items():
+            weights = [piece for piece in pieces if piece.packing is not None and is_matrix(piece)]
+            divided = len(pieces) > 1 and bool(weights)
+            whole = (ParameterSlice(name),)
+            if name in names:
+                self._parts[name] = tuple(piece.part for piece in pieces) if divided else whole
+                for piece in weights:
+                    unit = piece.part.name if divided else name
+                    part = ParameterSlice(unit) if divided else piece.part
+                    self.weights[unit] = replace(piece, part=part)
+
+    def split(self, arrays: Vector) -> dict[str, Array]:
+        """Return arrays by unit from arrays by parameter; other parameters are left out."""
+        own = {name: array for name, array in arrays.items() if name in self._parts}
+        return parameter_slices.split(self._parts, own)
+
+    def join(self, units: Vector, like: Vector) -> dict[str, Array]:
+        """Return arrays by parameter from arrays by unit; entries in no unit are those of ``like``.
+
+        Args:
+            units: Unit to array.
+            like: Parameter to array.
+        """
+        return {
+            name: parameter_slices.join(self._parts[name], units, array, rest=1.0)
+            for name, array in like.items()
+        }
