@@ -20,6 +20,8 @@ from kfac_engine.system.writing import checked_path
 
 FORMAT_VERSION = 2
 OPTIMIZER = "optimizer"
+# The number of a state that may be absent: the learning rate may be a function.
+LEARNING_RATE = "learning_rate"
 
 # Group to name (mostly that of a parameter) to array.
 Arrays: TypeAlias = Mapping[str, Mapping[str, Array]]
@@ -177,6 +179,8 @@ def _number_differences(part: str, here: Mapping[str, Any], there: Mapping[str, 
     differences = [
         f"the {part} has '{name}' {'here' if name in here else 'there'} only"
         for name in here.keys() ^ there.keys()
+        # A roll-back has the numbers of its snapshot, with a prefix.
+        if name.rpartition("/")[2] != LEARNING_RATE
     ]
     return differences + [
         f"'{name}' of the {part} is {there[name]!r:.40} there"

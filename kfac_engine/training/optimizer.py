@@ -24,6 +24,7 @@ from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.text.summary import Summarized, Summary
 from kfac_engine.training.checkpoint import (
+    LEARNING_RATE,
     OPTIMIZER,
     Check,
     Parts,
@@ -182,7 +183,8 @@ class Optimizer(Summarized, Sealed, ABC):
     def save(self, path: str | Path) -> None:
         """Write the state of the engine and of the optimizer, to resume with equal bits.
 
-        The file is replaced whole or not at all. A learning rate that is a function is not stored.
+        The file is replaced whole or not at all. A learning rate that is a number is part of the
+        state; ``load`` does not replace a function.
         """
         write_training(path, self.engine, self._saved({}, {}))
 
@@ -307,11 +309,15 @@ class Optimizer(Summarized, Sealed, ABC):
 
     def _numbers(self) -> dict[str, float]:
         """Return the numbers of the state by name."""
-        return {"steps": self.steps, "skipped": self.skipped, "restraint": self._restraint}
+        numbers = {"steps": self.steps, "skipped": self.skipped, "restraint": self._restraint}
+        rate = self._learning_rate
+        return numbers if callable(rate) else {**numbers, LEARNING_RATE: float(rate)}
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])
         self._restraint = float(numbers["restraint"])
+        if not callable(self._learning_rate):  # states of older versions have no number
+            self._learning_rate = float(numbers.get(LEARNING_RATE, self._learning_rate))
 
     def _saved(self, parts: Parts, run: Mapping[str, object]) -> TrainingState:
         return TrainingState(type(self).__name__, {OPTIMIZER: self.state(), **parts}, run)
