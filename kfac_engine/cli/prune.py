@@ -43,8 +43,8 @@ _SELECTION = (
         metavar="PATTERN",
         multiple=True,
         callback=one_or_more,
-        help="Name or pattern of parameters to prune; by default all with two axes or more. May be "
-        "repeated.",
+        help="Name or pattern of parameters to prune; by default the weights of all layers. May "
+        "be repeated.",
     ),
 )
 

@@ -52,6 +52,15 @@ class Layout:
         )
 
     @cached_property
+    def weights(self) -> tuple[Places, ...]:
+        """The places of the weight of each layer, ``(groups, inputs, outputs)``: its matrices."""
+        return tuple(
+            block.packing.matrices(self.vector.places(layer.parameters[0]), np)
+            for layer, block in self.layers
+            if block.packing is not None
+        )
+
+    @cached_property
     def frames(self) -> tuple[Block, ...]:
         """All blocks without eigenvalues; they cover every entry of every parameter once.
 

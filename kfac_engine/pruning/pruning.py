@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import number, texts, whole
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.curvature import Curvature, Damping
+from kfac_engine.curvature_result.parameter_vector import Places
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.trainable import matching
@@ -74,7 +76,7 @@ def prune(
             to the minimum of the damped quadratic model of the loss; with the others they remain.
         damping: λ, or λ of each parameter.
         parameters: Names of the parameters to prune, or patterns such as ``"*.weight"``; by default
-            all parameters with two axes or more.
+            the weights of all layers, without biases, scales and parameters without a layer.
 
     Returns:
         The name of every parameter to a new array, in the shape and type of the parameter, for
@@ -83,16 +85,17 @@ def prune(
     Raises:
         UnknownNameError: The method or a parameter is unknown.
         InputError: The number of zeros is not determined or out of range, a pattern does not divide
-            the inputs of a layer, or the damping is negative or too small.
+            the inputs of a layer, a chosen parameter has no inputs, or the damping is negative or
+            too small.
     """
     _check_one(sparsity=sparsity, count=count, pattern=pattern)
     scores = saliency(curvature, method, damping)
-    names = _chosen(curvature, parameters)
+    chosen = _chosen(curvature, parameters)
     row, _ = curvature.vector.join(scores)
     if pattern is not None:
-        removed = _by_pattern(curvature, row[0], names, Pattern.parsed(pattern))
+        removed = _by_pattern(curvature, row[0], chosen, Pattern.parsed(pattern))
     else:
-        removed = _smallest(curvature, row[0], names, sparsity, count)
+        removed = _smallest(row[0], chosen, sparsity, count)
     start, _ = curvature.vector.join(curvature.parameters)
     result = np.where(removed, 0.0, start[0])
     if method == _SURGEON:
@@ -110,24 +113,23 @@ def _check_one(**options: object) -> None:
         )
 
 
-def _chosen(curvature: Curvature, parameters: Sequence[str] | None) -> list[str]:
-    """Return the names of the parameters to prune."""
-    shapes = curvature.vector.shapes
+def _chosen(curvature: Curvature, parameters: Sequence[str] | None) -> Mask:
+    """Return a mask of the entries to prune, in the vector of all parameters."""
+    vector, mask = curvature.vector, np.zeros(curvature.vector.size, bool)
     if parameters is None:
-        return [name for name, shape in shapes.items() if len(shape) > 1]
+        for places in curvature.layout.weights:
+            mask[places] = True
+        return mask
     texts("parameters", parameters, "['fc1.weight']")
-    return matching(parameters, list(shapes), "parameter")
+    for name in matching(parameters, list(vector.shapes), "parameter"):
+        start = vector.starts[name]
+        mask[start : start + prod(vector.shapes[name])] = True
+    return mask
 
 
-def _smallest(
-    curvature: Curvature,
-    scores: Float,
-    names: Sequence[str],
-    sparsity: float | None,
-    count: int | None,
-) -> Mask:
-    """Return a mask of the smallest scores of the named parameters; earlier ones win ties."""
-    candidates = np.flatnonzero(_mask_of(curvature, names))
+def _smallest(scores: Float, chosen: Mask, sparsity: float | None, count: int | None) -> Mask:
+    """Return a mask of the smallest scores of the chosen entries; earlier ones win ties."""
+    candidates = np.flatnonzero(chosen)
     if sparsity is not None:
         number("sparsity", sparsity)
         if not 0 <= sparsity < 1:
@@ -144,35 +146,36 @@ def _smallest(
     return removed
 
 
-def _by_pattern(
-    curvature: Curvature, scores: Float, names: Sequence[str], pattern: Pattern
-) -> Mask:
+def _by_pattern(curvature: Curvature, scores: Float, chosen: Mask, pattern: Pattern) -> Mask:
     """Return a mask of the smallest scores of each group of inputs of a layer."""
-    inside = _mask_of(curvature, names)
-    removed = np.zeros(scores.size, bool)
-    for block in curvature.blocks:
-        for places in block.places:
-            # A row is an input, without the row of the bias.
-            rows = places[inside[places].all(axis=1)]
-            if len(rows) % pattern.size:
-                raise InputError(
-                    f"{block.parameters[0]} has {len(rows)} inputs for each output, which groups "
-                    f"of {pattern.size} do not divide; leave it out of parameters=."
-                )
-            groups = rows.reshape(-1, pattern.size, places.shape[1])
-            order = np.argsort(scores[groups], axis=1, kind="stable")
-            smallest = order[:, : pattern.size - pattern.nonzeros]
-            removed[np.take_along_axis(groups, smallest, axis=1)] = True
+    removed, left = np.zeros(scores.size, bool), chosen.copy()
+    for matrices in curvature.layout.weights:
+        if not chosen[matrices].all():
+            continue
+        left[matrices] = False
+        count, inputs, outputs = matrices.shape
+        if inputs % pattern.size:
+            raise InputError(
+                f"{_name_at(curvature, matrices)} has {inputs} inputs for each output, which "
+                f"groups of {pattern.size} do not divide; leave it out of parameters=."
+            )
+        groups = matrices.reshape(count, -1, pattern.size, outputs)
+        order = np.argsort(scores[groups], axis=2, kind="stable")
+        smallest = order[:, :, : pattern.size - pattern.nonzeros]
+        removed[np.take_along_axis(groups, smallest, axis=2)] = True
+    if left.any():
+        raise InputError(
+            f"{_name_at(curvature, np.flatnonzero(left))} has entries that are no weight of a "
+            f"layer, such as a bias or a scale, and pattern needs inputs; leave it out of "
+            f"parameters=."
+        )
     return removed
 
 
-def _mask_of(curvature: Curvature, names: Sequence[str]) -> Mask:
-    """Return whether an entry of the vector of all parameters belongs to a named parameter."""
-    mask = np.zeros(curvature.vector.size, bool)
-    for name in names:
-        start = curvature.vector.starts[name]
-        mask[start : start + int(np.prod(curvature.vector.shapes[name]))] = True
-    return mask
+def _name_at(curvature: Curvature, places: Places) -> str:
+    """Return the name of the parameter that has the first of some entries."""
+    starts = curvature.vector.starts
+    return [name for name, start in starts.items() if start <= places.flat[0]][-1]
 
 
 def _compensated(block: Block, start: Float, removed: Mask, damping: Damping) -> Float:

@@ -1,6 +1,7 @@
 """Pruned weights are zero, the choice is that of the saliencies, and other weights make up."""
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -85,9 +86,56 @@ def test_parameters_are_pruned_by_pattern_of_names():
     assert np.count_nonzero(pruned["b"] == 0) == 2
 
 
+# Spellings of one layer: nodes, and its parameters from W (inputs, outputs) and b.
+LAYOUTS = {
+    "inputs first": ("logits = Gemm (x, W, b)", lambda W, b: {"W": W, "b": b}),
+    "outputs first": ("logits = Gemm <transB = 1> (x, W, b)", lambda W, b: {"W": W.T, "b": b}),
+    "a bias with two axes": (
+        "h = MatMul (x, W) logits = Add (h, b)",
+        lambda W, b: {"W": W, "b": b[None]},
+    ),
+    "one vector": (
+        """
+        first = Constant <value_ints = [0]> () middle = Constant <value_ints = [12]> ()
+        last = Constant <value_ints = [15]> () shape = Constant <value_ints = [4, 3]> ()
+        flat = Slice (V, first, middle) W = Reshape (flat, shape) b = Slice (V, middle, last)
+        logits = Gemm (x, W, b)
+        """,
+        lambda W, b: {"V": np.concatenate([W.ravel(), b])},
+    ),
+}
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal", "full"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_zeros_are_inputs_of_each_output_in_every_layout_and_structure(layout, structure):
+    nodes, parameters = LAYOUTS[layout]
+    generator = np.random.default_rng(0)
+    # The bias is smaller than all weights.
+    W, b = generator.normal(size=(4, 3)), 1e-3 * generator.normal(size=3)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20]>
+        linear (double[N, 4] x) => (double[N, 3] logits) {{ {nodes} }}"""
+    )
+    for name, array in parameters(W, b).items():
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.ascontiguousarray(array), name)
+        )
+    data = ({"x": generator.normal(size=(9, 4))}, None)
+    curvature = ke.curvature(model, data, loss="categorical", structure=structure)
+    by_pattern, by_count = W.copy(), W.copy()
+    np.put_along_axis(by_pattern, np.argsort(abs(W), axis=0)[:2], 0.0, axis=0)
+    by_count.flat[np.argsort(abs(W), axis=None)[:5]] = 0.0
+    for options, expected in (({"pattern": "2:4"}, by_pattern), ({"count": 5}, by_count)):
+        pruned = ke.prune(curvature, method="magnitude", **options)
+        for name, array in parameters(expected, b).items():
+            np.testing.assert_array_equal(pruned[name], array)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"pattern": "2:4", "parameters": ["*"]}, "b has entries that are no weight of a layer"),
         ({}, "pass one of sparsity, count, pattern"),
         ({"sparsity": 0.5, "count": 3}, "pass one of"),
         ({"sparsity": 1.0}, r"sparsity must be in \[0, 1\)"),
