@@ -7,6 +7,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch
+from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.parameter_slices import ParameterSlice, describe
 from kfac_engine.layers.pieces import Piece
 
@@ -45,7 +46,8 @@ class ParameterEntries:
         Args:
             blocks: The blocks of the layers, by their parameters.
         """
-        weights, kinds = {}, {}
+        weights: dict[str, Packing | None] = {}
+        kinds: dict[str, str] = {}
         for layer in self.layers:
             weights[layer.parameters[0]] = blocks[block_key(layer)].packing
             kinds |= dict.fromkeys(layer.parameters, layer.kind)

@@ -226,9 +226,9 @@ class Packing:
     def from_matrices(self, matrices: Array, like: Array) -> Array:
         """Convert matrices to a new weight in the shape and type of ``like``."""
         plain, exchanged = self._with_taps_in_rows(like)
-        weight = plain.unpack(matrices, exchanged)
-        result: Array = self._with_taps_in_rows(weight)[1].astype(like.dtype, order="C", copy=False)
-        return result
+        weight: Array = plain.unpack(matrices, exchanged)  # type: ignore[assignment] # an array
+        _, result = self._with_taps_in_rows(weight)
+        return result.astype(like.dtype, order="C", copy=False)
 
     def _with_taps_in_rows(self, weight: Array) -> tuple["Packing", Array]:
         """Return the packing of a weight alone, and the weight with exchanged axes if needed."""

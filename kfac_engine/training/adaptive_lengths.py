@@ -125,23 +125,19 @@ class AdaptiveLengthUpdate:
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
         weight, old, new = self.units.weights[name], step.slots, step.new_slots
-        slopes = old["slope"][name]
-        single = not slopes.ndim
+        single = old["slope"][name].ndim == 0
+        logs, slopes = (np.ravel(old[slot][name]).tolist() for slot in ("log_length", "slope"))
         next_slopes = _products(weight, value, old["natural_gradient"][name], single)
-        logs = [
-            _next_log(log_length, slope, next_slope, step.scale)
-            for log_length, slope, next_slope in zip(
-                np.ravel(old["log_length"][name]), np.ravel(slopes), next_slopes, strict=True
-            )
-        ]
+        numbers = zip(logs, slopes, next_slopes, strict=True)
+        logs = [_next_log(*of_matrix, step.scale) for of_matrix in numbers]
         new["natural_gradient"][name] = natural
-        new["slope"][name].flat = _products(weight, value, natural, single)
-        new["log_length"][name].flat = logs
+        np.ravel(new["slope"][name])[:] = _products(weight, value, natural, single)
+        np.ravel(new["log_length"][name])[:] = logs
         debiased = 1 / (1 - self.momentum ** (step.step + 1))
         norms = _norms(weight, natural, single)
         factors = [
-            step.rate * self.roots[name] * exp(log) * debiased / (debiased * norm + _TINY)
-            for log, norm in zip(logs, norms, strict=True)
+            step.rate * self.roots[name] * exp(log_length) * debiased / (debiased * norm + _TINY)
+            for log_length, norm in zip(logs, norms, strict=True)
         ]
         shrunk = 1 - step.rate * self.weight_decay
         if single:

@@ -50,7 +50,7 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
                 "kind": layer.kind,
                 "block": f"{layer.approximation}: {layer.formula}",
                 "factors": [list(shape) for shape in layer.factor_shapes],
-                "numbers": sum(engine.parameters[name].size for name in layer.parameters),
+                "numbers": layer.numbers,
                 "bytes": layer.factor_bytes,
                 "reason": layer.reason,
             }

@@ -44,8 +44,8 @@ class Units:
 
     def split(self, arrays: Vector) -> dict[str, Array]:
         """Return arrays by unit from arrays by parameter; other parameters are left out."""
-        own = {name: array for name, array in arrays.items() if name in self._parts}
-        return parameter_slices.split(self._parts, own)
+        divided = {name: array for name, array in arrays.items() if name in self._parts}
+        return parameter_slices.split(self._parts, divided)
 
     def join(self, units: Vector, like: Vector) -> dict[str, Array]:
         """Return arrays by parameter from arrays by unit; entries in no unit are those of ``like``.
