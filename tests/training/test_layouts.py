@@ -296,6 +296,29 @@ def test_one_layer_and_three_take_equal_steps_without_matrices_only(optimizer):
     assert equal == (optimizer in ("adam", "sgd"))
 
 
+@pytest.mark.parametrize("optimizer", ["kfac auto", "muon"])
+@pytest.mark.parametrize("pair", ["experts", "one array for queries, keys and values"])
+def test_a_run_resumes_with_equal_bits(pair, optimizer, tmp_path):
+    chosen, rng = PAIRS[pair], np.random.default_rng(1)
+    joined = pair != "experts"
+    weights = chosen.rearranged(draws(chosen)) if joined else draws(chosen)
+    model = built(chosen, chosen.other if joined else chosen.one, weights)
+    whole, resumed = (
+        OPTIMIZERS[optimizer](ke.Engine.from_onnx(model, loss="normal", threads=1))
+        for _ in range(2)
+    )
+    for step in range(4):
+        x, y = rng.standard_normal((N, *chosen.x)), rng.standard_normal((N, *chosen.y))
+        whole.step({"x": x}, y)
+        if step == 1:
+            whole.save(tmp_path / "state")
+            resumed.load(tmp_path / "state")
+        elif step > 1:
+            resumed.step({"x": x}, y)
+    for name, value in whole.engine.parameters.items():
+        assert np.array_equal(value, resumed.engine.parameters[name])
+
+
 def by_svd(matrix):
     """The polynomial of Muon on the singular values themselves."""
     u, s, vt = np.linalg.svd(matrix.astype(float), full_matrices=False)
