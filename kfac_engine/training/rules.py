@@ -150,9 +150,11 @@ class Orthogonalized:
         """Write the new velocity; return the direction of descent."""
         direction = HeavyBall(self.momentum, self.nesterov)(gradient, old, new, step)
         matrices = self.weight.matrices(direction)
-        _, inputs, outputs = matrices.shape
-        scaled = max(1.0, outputs / inputs) ** 0.5 * orthogonalize(matrices, self.matmul)
-        return self.weight.array(scaled, direction)
+        count, inputs, outputs = matrices.shape
+        # Threads divide the rows of a matrix, or the matrices of a stack.
+        operand = matrices[0] if count == 1 else matrices
+        scaled = max(1.0, outputs / inputs) ** 0.5 * orthogonalize(operand, self.matmul)
+        return self.weight.array(scaled.reshape(matrices.shape), direction)
 
 
 def orthogonalize(matrices: Array, matmul: MatMul = np.matmul) -> Array:
