@@ -171,6 +171,34 @@ def test_parameter_not_read_by_loss_has_reason() -> None:
     assert reasons["logits.weight"] == "the loss does not depend on it"
 
 
+# -- predictions that are nearly certain -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [15, 18, 40])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_confident_predictions_keep_natural_gradients(dtype: str, gap: int) -> None:
+    """The gradient sums to zero over the classes, but an error of rounding does not."""
+    x = np.random.default_rng(0).integers(-8, 9, (16, 4)) / 4  # exact in all types
+    found = {}
+    for kind in (dtype, "float64"):
+        net = models.Net(kind)
+        zero, bias = np.zeros((4, 3), kind), np.array([gap, 0, 0], kind)
+        net.op("Gemm", "input", net.constant("W", zero), net.constant("b", bias), to="output")
+        engine = ke.Engine.from_onnx(
+            net.model({"input": ["batch", 4]}, {"output": ["batch", 3]}),
+            loss="categorical",
+            estimation_mode="exact",
+            damping=ke.RelativeDamping(0.1),
+            gradient_dtype="float32",
+        )
+        found[kind] = engine.step({"input": x.astype(kind)}, np.zeros(16, int))
+    narrow, wide = found[dtype], found["float64"]
+    assert narrow.loss == pytest.approx(wide.loss, rel=SINGLE)
+    for pair in ("gradients", "natural_gradients"):
+        ours, truth = getattr(narrow, pair)["W"], getattr(wide, pair)["W"]
+        np.testing.assert_allclose(ours, truth, atol=SINGLE * np.abs(truth).max())
+
+
 # -- graphs drawn at random, beside all their paths ------------------------------------------------
 
 FLOAT = np.dtype("float32")

@@ -196,19 +196,31 @@ _LossGraph: TypeAlias = Callable[[_LossBuilder, Term], None]
 
 
 def _categorical(b: _LossBuilder, term: Term) -> None:
-    """Write ``−log softmax(z)[target]``, with integer targets."""
+    """Write ``softplus(log Σ exp(z − z[target]))`` over the other classes, with integer targets.
+
+    This is −log softmax(z)[target]. It and its gradient keep all digits where the target is nearly
+    certain.
+    """
     logits, axis = term.value, term.axis
     shape = b.fact.shape
     column = tuple(1 if i == axis else size for i, size in enumerate(shape))
     targets = b.declare_targets(axis, "int64")
-    log_p = b.value("LogSoftmax", logits, shape=shape, axis=axis)
     index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
     # GatherElements would count negative targets from the last class. A number beyond every class
     # replaces them, so that ONNX Runtime refuses them.
     negative = b.value("Less", index, b.integers(0), shape=column, dtype="bool")
     index = b.value("Where", negative, b.integers(_NO_CLASS), index, shape=column, dtype="int64")
-    picked = b.value("GatherElements", log_p, index, shape=column, axis=axis)
-    b.reduce(b.value("Neg", picked, shape=column), axis)
+    picked = b.value("GatherElements", logits, index, shape=column, axis=axis)
+    apart = b.value("Sub", logits, picked, shape=shape)
+    lowest = b.value(
+        "Expand",
+        b.scalar(float(np.finfo(b.fact.dtype).min)),
+        b.value("Shape", index, shape=(len(column),), dtype="int64"),
+        shape=column,
+    )
+    others = b.value("ScatterElements", apart, index, lowest, shape=shape, axis=axis)
+    odds = b.value("ReduceLogSumExp", others, b.integers(axis), shape=column, keepdims=1)
+    b.reduce(b.value("Softplus", odds, shape=column), axis)
 
 
 def _normal(b: _LossBuilder, term: Term) -> None:
@@ -222,11 +234,15 @@ def _normal(b: _LossBuilder, term: Term) -> None:
 
 
 def _multi_bernoulli(b: _LossBuilder, term: Term) -> None:
-    """Write ``softplus(z) − t·z``."""
-    shape = b.fact.shape
-    softplus = b.value("Softplus", term.value, shape=shape)
-    hit = b.value("Mul", term.value, b.declare_targets(), shape=shape)
-    b.reduce(b.value("Sub", softplus, hit, shape=shape), term.axis)
+    """Write ``t·softplus(−z) + (1 − t)·softplus(z)``, without cancellation between the terms."""
+    shape, targets = b.fact.shape, b.declare_targets()
+    miss = b.value("Sub", b.scalar(1), targets, shape=shape)
+    opposite = b.value("Neg", term.value, shape=shape)
+    terms = [
+        b.value("Mul", weight, b.value("Softplus", logits, shape=shape), shape=shape)
+        for weight, logits in ((targets, opposite), (miss, term.value))
+    ]
+    b.reduce(b.value("Add", *terms, shape=shape), term.axis)
 
 
 # Class of a loss to the function that writes it. The lookup is exact: a subclass may differ.

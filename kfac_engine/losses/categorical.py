@@ -3,6 +3,10 @@
 Let p be the softmax of the logits z along the class axis. The Fisher matrix is
 ``F = diag(p) − p pᵀ``, with the factor ``B = diag(√p) − p √pᵀ`` (Martens & Grosse 2015,
 arXiv:1503.05671, section 2).
+
+A confident prediction has one probability near one. Terms such as ``1 − p`` and the gradient of
+that class are then sums over the other classes: ``1 − p`` itself would lose all digits. K-FAC
+amplifies such an error, because the gradient sums to zero along the null direction of F.
 """
 
 from collections.abc import Mapping
@@ -54,9 +58,9 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return -log_likelihood
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        log_p = self._log_probs(values)
-        rows = self._one_hot_rows(values, targets)
-        return {self.logits: array_module(log_p).exp(log_p) - rows.astype(log_p.dtype)}
+        p, q = self._probs(values)
+        rows = _one_hot_rows(targets, p, self._axis(values))
+        return {self.logits: array_module(p).where(rows, -q, p)}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
@@ -66,18 +70,25 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return owner(z).draw_classes(z, uniforms, axis)
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        p = self._probs(values)
-        weighted = p * v[self.logits]
-        return {self.logits: weighted - p * self._total(values, weighted)}
+        p, _ = self._probs(values)
+        x = v[self.logits]
+        # F maps a constant to zero. Without it, the entry of a p near one is a sum of small terms.
+        x = x - self._of_largest(values, x)
+        return {self.logits: p * (x - self._total(values, p * x))}
 
     def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        root = self._probs(values, power=0.5)
-        weighted = root * u
-        return {self.logits: weighted - root * root * self._total(values, weighted)}
+        p, _ = self._probs(values)
+        weighted = array_module(p).sqrt(p) * u
+        # B maps √p to zero.
+        ratio = self._of_largest(values, weighted) / self._of_largest(values, p)
+        weighted = weighted - ratio * p
+        return {self.logits: weighted - p * self._total(values, weighted)}
 
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        root, x = self._probs(values, power=0.5), v[self.logits]
-        result: Array = root * (x - self._total(values, root * root * x))
+        p, _ = self._probs(values)
+        x = v[self.logits]
+        x = x - self._of_largest(values, x)  # Bᵀ maps a constant to zero.
+        result: Array = array_module(p).sqrt(p) * (x - self._total(values, p * x))
         return result
 
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
@@ -87,9 +98,10 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         position[self._axis(values)] = slice(None)
         # Positions are independent, so the result depends on the logits (n, classes) of one
         # position.
-        root = array_module(z).exp(0.5 * _log_softmax(z[tuple(position)], axis=1))
-        column = -root[:, class_index, None] * root * root
-        column[:, class_index] += root[:, class_index]
+        p, q = _softmax(z[tuple(position)], axis=1)
+        root = array_module(z).sqrt(p[:, class_index])
+        column = -root[:, None] * p
+        column[:, class_index] = root * q[:, class_index]
         result = array_module(z).zeros_like(z)
         result[tuple(position)] = column
         return {self.logits: result}
@@ -128,21 +140,19 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
                 f"'{self.logits}' has {shape[axis]} classes, 0 to {shape[axis] - 1}."
             )
 
-    def _one_hot_rows(self, values: Values, targets: Array) -> Array:
-        """Return the targets as one-hot rows, booleans in the shape of the logits."""
-        z, axis = values[self.logits], self._axis(values)
-        xp = array_module(z)
-        ids = xp.arange(z.shape[axis]).reshape([-1 if i == axis else 1 for i in range(z.ndim)])
-        rows: Array = ids == xp.expand_dims(targets, axis)
-        return rows
-
     def _log_probs(self, values: Values) -> Array:
         return _log_softmax(values[self.logits], self._axis(values))
 
-    def _probs(self, values: Values, power: float = 1.0) -> Array:
-        log_p = self._log_probs(values)
-        p: Array = array_module(log_p).exp(power * log_p)
-        return p
+    def _probs(self, values: Values) -> tuple[Array, Array]:
+        """Return p and 1 − p, both to full relative precision."""
+        return _softmax(values[self.logits], self._axis(values))
+
+    def _of_largest(self, values: Values, x: Array) -> Array:
+        """Return the entry of x at the first of the most probable classes, with that axis."""
+        z, axis = values[self.logits], self._axis(values)
+        xp = array_module(z)
+        entry: Array = xp.take_along_axis(x, xp.expand_dims(z.argmax(axis=axis), axis), axis=axis)
+        return entry
 
     def _total(self, values: Values, x: Array) -> Array:
         """Return the sum over the classes, with a class axis of size 1."""
@@ -163,9 +173,15 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
         result: Array = -(targets.astype(log_p.dtype, copy=False) * log_p)
         return result
 
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        p, q = self._probs(values)
+        t = targets.astype(np.float64)
+        others = self._total(values, t) - t  # 1 − t for targets with the sum 1
+        return {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
+
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        ids = super().sample(values, rng)
-        return super()._one_hot_rows(values, ids).astype(values[self.logits].dtype)
+        z = values[self.logits]
+        return _one_hot_rows(super().sample(values, rng), z, self._axis(values)).astype(z.dtype)
 
     def hits(self, values: Values, targets: Array) -> Array:
         return super().hits(values, targets.argmax(axis=self._axis(values)))
@@ -182,13 +198,44 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
                 f"with sum 1 along the class axis."
             )
 
-    def _one_hot_rows(self, values: Values, targets: Array) -> Array:
-        return targets
-
 
 def _log_softmax(z: Array, axis: int) -> Array:
     """Return ``log softmax(z)``, which is finite for every finite z."""
+    shifted, _, rest, _ = _weights(z, axis)
+    result: Array = shifted - array_module(z).log1p(rest)
+    return result
+
+
+def _softmax(z: Array, axis: int) -> tuple[Array, Array]:
+    """Return ``p = softmax(z)`` and ``1 − p``, both to full relative precision."""
+    _, weights, rest, largest = _weights(z, axis)
+    p = weights / (1 + rest)
+    # Only the largest p can exceed ½.
+    return p, array_module(z).where(largest, rest / (1 + rest), 1 - p)
+
+
+def _weights(z: Array, axis: int) -> tuple[Array, Array, Array, Array]:
+    """Return the unnormalized probabilities, of which the largest is one.
+
+    Args:
+        z: Logits.
+        axis: Axis of the classes.
+
+    Returns:
+        Their logarithms, the weights, the sum of all but the largest, and where the largest is.
+        Of several largest weights, this is the first.
+    """
     xp = array_module(z)
     shifted = z - z.max(axis=axis, keepdims=True)
-    result: Array = shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
-    return result
+    weights = xp.exp(shifted)
+    largest = _one_hot_rows(z.argmax(axis=axis), z, axis)
+    rest = xp.where(largest, 0, weights).sum(axis=axis, keepdims=True)
+    return shifted, weights, rest, largest
+
+
+def _one_hot_rows(ids: Array, like: Array, axis: int) -> Array:
+    """Return class ids as one-hot rows, booleans in the shape of ``like``."""
+    xp = array_module(like)
+    classes = xp.arange(like.shape[axis]).reshape([-1, *[1] * (like.ndim - 1 - axis)])
+    rows: Array = classes == xp.expand_dims(ids, axis)
+    return rows

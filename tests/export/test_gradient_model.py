@@ -147,6 +147,31 @@ def test_gradients_of_unused_parameters_are_zero():
     assert found["gradient/logits.weight"].any()
 
 
+@pytest.mark.parametrize("gap", [0, 15, 18, 40], ids=str)
+@pytest.mark.parametrize("loss", ["categorical", "multi_bernoulli"])
+def test_gradients_of_confident_predictions_keep_their_digits(loss, gap):
+    """For a gap of 15, p is 1 − 6e-7; for 18, the nearest number to p in float32 is one."""
+    net = models.Net()
+    net.op("Add", "input", net.constant("b", np.zeros(3, np.float32)), to="output")
+    model = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+    gradient = ke.differentiate(model, loss, wrt=["input"], reduction="sum")
+    noise = np.random.default_rng(0).uniform(0, 1, 3)
+    z = np.where([True, False, False], gap + noise, -noise).astype(np.float32)
+    if loss == "categorical":  # the largest logit is right
+        targets, odds = np.array([0]), np.exp(z[1:].astype(float) - z[0])
+        value = np.log1p(odds.sum())
+        expected = np.array([-odds.sum(), *odds]) / (1 + odds.sum())
+    else:  # every logit is far from zero, with the right sign
+        z = np.where(z > 0, z, -gap + z).astype(np.float32)
+        targets, odds = (z[None] > 0).astype(np.float32), np.exp(-abs(z.astype(float)))
+        value = np.log1p(odds).sum()
+        expected = np.where(z > 0, -1, 1) * odds / (1 + odds)
+    found = run(gradient, {"input": z[None], "targets": targets})
+    # Roundings of exp and log, whose arguments are up to 41.
+    assert found["loss"] == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(found["gradient/input"][0], expected, rtol=1e-5)
+
+
 BAD = {
     "several outputs": (models.two_outputs, {}, "logits, mean"),
     "unknown output": (models.mlp, {"output": "nowhere"}, "nowhere"),
