@@ -103,7 +103,10 @@ class Outputs:
             return float(terms.mean())
         tiny = np.finfo(float).tiny
         if isinstance(self.loss, MultiBernoulliNegativeLogProbLoss):
-            terms = np.where(targets > 0, np.log(p.clip(tiny)), np.log((1 - p).clip(tiny)))
+            # Not 1 − p, which is zero for large logits.
+            q = self.probabilities(-mean, variance, LINKS["probit"], 1, rng)
+            assert q is not None
+            terms = targets * np.log(p.clip(tiny)) + (1 - targets) * np.log(q.clip(tiny))
             return float(terms.mean())
         rows = np.log(p.clip(tiny)).reshape(-1, p.shape[-1])
         if targets.ndim == p.ndim:  # one-hot rows

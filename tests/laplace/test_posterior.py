@@ -6,6 +6,7 @@ from scipy.special import expit, softmax
 from scipy.stats import multivariate_normal
 
 import kfac_engine as ke
+from kfac_engine.laplace.targets import Outputs
 from tests import models, oracle
 from tests.curvature_result.dense import (
     MODELS,
@@ -212,23 +213,45 @@ def test_validation_chooses_the_precision_with_the_best_likelihood():
     assert likelihood(chosen) > likelihood(1e3) + 0.01
 
 
-@pytest.mark.parametrize("loss", ["categorical", "multi_bernoulli"])
-def test_validation_of_classes_has_the_best_likelihood_of_probit(loss):
+@pytest.mark.parametrize(
+    ("loss", "smoothing"),
+    [("categorical", 0), ("one-hot", 0.1), ("multi_bernoulli", 0), ("multi_bernoulli", 0.1)],
+)
+def test_validation_of_classes_has_the_best_likelihood_of_probit(loss, smoothing):
     model = models.mlp((4, 3, 3), dtype="float64")
     inputs = models.random_inputs(model, batch=60)
     output = oracle.evaluate(model, inputs, "output")[0]
-    labels = output.argmax(axis=1) if loss == "categorical" else (output > 0).astype(float)
+    ids = output.argmax(axis=1)
+    labels = {"categorical": ids, "one-hot": np.eye(3)[ids]}.get(loss, (output > 0).astype(float))
     labels[:6] = labels[6:12]  # some of them wrong
+    if loss == "one-hot":
+        labels = (1 - smoothing) * labels + smoothing / 3
+        loss = ke.OnehotCategoricalLogitsNegativeLogProbLoss("output", "targets")
+    elif loss == "multi_bernoulli":
+        labels = (1 - smoothing) * labels + smoothing / 2
     curvature = measured(model, (inputs, labels), loss)
     chosen = ke.Laplace(curvature).fit_prior(validation=(inputs, labels)).prior_precision
 
     def likelihood(precision):
         p = ke.Laplace(curvature, precision).predict(inputs).probabilities
-        of_target = p[np.arange(60), labels] if loss == "categorical" else abs(1 - labels - p)
-        return np.log(of_target).mean()
+        if loss == "categorical":
+            return np.log(p[np.arange(60), labels]).mean()
+        if loss == "multi_bernoulli":
+            return (labels * np.log(p) + (1 - labels) * np.log1p(-p)).mean()
+        return (labels * np.log(p)).sum(axis=1).mean()
 
     assert likelihood(chosen) >= max(map(likelihood, np.logspace(-4, 6, 41))) - 1e-4
     assert likelihood(chosen) > likelihood(1e-3) + 0.01
+
+
+def test_binary_targets_have_the_likelihood_of_the_complement_for_any_logit():
+    """The nearest number to the probability of a logit of 40 is one."""
+    model = models.mlp((4, 3, 3), dtype="float64")
+    curvature = measured(model, (models.random_inputs(model), np.ones((3, 3))), "multi_bernoulli")
+    mean, targets = np.array([[40.0, -40.0, 2.0]]), np.array([[0.0, 1.0, 0.25]])
+    found = Outputs.of(curvature).log_likelihood(mean, np.zeros((1, 3, 3)), targets, 1.0)
+    softplus = np.log1p(np.exp(-2.0))
+    assert found == pytest.approx(-(40 + 40 + softplus + 0.75 * 2) / 3, rel=1e-12)
 
 
 # -- links -----------------------------------------------------------------------------------------
