@@ -9,7 +9,7 @@ import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.lowering.microsoft_rotary import angles, positions, rotated
+from kfac_engine.autodiff.lowering.microsoft_rotary import angles, consecutive, rotated
 from kfac_engine.autodiff.rules.attributes import integer, integers, number
 from kfac_engine.graph.structure import Node
 
@@ -35,13 +35,25 @@ class _Form:
     softcap: float = 0.0
 
 
+# Operands in the order of the schemas. A minus marks those that are refused.
+_OPERANDS = {
+    "Attention": "input weights bias mask_index -past attention_bias -past_sequence_length",
+    "MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key "
+    "past_value -past_sequence_length -cache_indirection",
+    # Without a past state, ONNX Runtime requires that total_sequence_length is the number of keys.
+    "GroupQueryAttention": "query key value -past_key -past_value seqlens_k total_sequence_length "
+    "cos_cache sin_cache position_ids attention_bias -head_sink -k_scale -v_scale -q_norm_weight "
+    "-k_norm_weight -query_seqlens",
+}
+
+
 @lowering("com.microsoft::Attention")
 def attention(b: LoweringBuilder, node: Node) -> None:
     """Write attention, after projections to queries, keys and values by one matrix."""
-    x, weights, bias, mask, past, added, _ = (*node.inputs, *[""] * 7)[:7]
+    x, weights, bias, mask, added = _operands(b, node)
     y, present = (*node.outputs, "")[:2]
-    if past or integer(node, "do_rotary", 0):
-        raise b.refuse(node, "a past state or rotary embedding is not supported")
+    if integer(node, "do_rotary", 0):
+        raise b.refuse(node, "rotary embedding is not supported")
     heads = integer(node, "num_heads", 1)
     whole = b.facts[weights].shape[1]
     sizes = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
@@ -64,10 +76,10 @@ def attention(b: LoweringBuilder, node: Node) -> None:
 @lowering("com.microsoft::MultiHeadAttention")
 def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
     """Write attention of projected queries, keys and values."""
-    query, key, value, bias, mask, added, past_k, past_v, *cache = (*node.inputs, *[""] * 9)[:10]
+    query, key, value, bias, mask, added, past_k, past_v = _operands(b, node)
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
-    if any(cache) or scores:
-        raise b.refuse(node, "a shared cache, or scores as a result, are not supported")
+    if scores:
+        raise b.refuse(node, "scores as a result are not supported")
     heads = integer(node, "num_heads", 1)
     q, k, v = _projected(b, node, (query, key, value), bias, heads)
     if past_k:
@@ -87,19 +99,20 @@ def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
 def group_query_attention(b: LoweringBuilder, node: Node) -> None:
     """Write causal attention in which groups of heads share keys and values.
 
-    All examples of a batch have the same length. Results after the end of a sequence are undefined.
+    No query sees the keys after the end of a sequence.
     """
-    operands = dict(zip(_GROUP_OPERANDS, node.inputs, strict=False))
+    query, key, value, lengths, _, cos, sin, ids, added = _operands(b, node)
     y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
-    beyond = [name for name in operands if name not in _GROUP_COVERED and operands[name]]
-    if beyond or scores or integer(node, "smooth_softmax", 0):
-        raise b.refuse(node, f"{', '.join(beyond) or 'a result or option'} is not supported")
+    if scores or integer(node, "smooth_softmax", 0):
+        raise b.refuse(node, "scores as a result, or the option smooth_softmax, are not supported")
     heads, shared = integer(node, "num_heads", 1), integer(node, "kv_num_heads", 1)
-    q, k, v = _grouped(b, operands, heads, shared)
+    q, k, v = _grouped(b, (query, key, value), heads, shared)
     if integer(node, "do_rotary", 0):
-        places = positions(b, operands.get("position_ids", ""), q)
-        waves = angles(b, operands["cos_cache"], operands["sin_cache"], places)
-        width = 2 * b.facts[operands["cos_cache"]].shape[-1]
+        # Without a past state, the kernel reads the first position id alone.
+        first = b.op("Reshape", ids, b.constant([-1])) if ids else ""
+        first = b.op("Gather", first, b.constant([0])) if ids else ""
+        waves = angles(b, cos, sin, consecutive(b, first, q))
+        width = 2 * b.facts[cos].shape[-1]
         interleaved = bool(integer(node, "rotary_interleaved", 0))
         q, k = (rotated(b, part, waves, width, interleaved) for part in (q, k))
     for part, present in ((k, present_k), (v, present_v)):
@@ -112,18 +125,18 @@ def group_query_attention(b: LoweringBuilder, node: Node) -> None:
         softcap=number(node, "softcap", 0.0),
     )
     k, v = (_repeated(b, part, heads // shared) for part in (k, v))
-    _attend(b, node, (q, k, v), form, [operands.get("attention_bias", "")], y)
+    ends = b.op("Add", b.cast(lengths, "int64"), b.constant(1))
+    _attend(b, node, (q, k, v), form, [added], y, ends)
 
 
-_GROUP_COVERED = (
-    "query", "key", "value", "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache",
-    "position_ids", "attention_bias",
-)  # fmt: skip
-_GROUP_OPERANDS = (
-    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
-    "cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
-    "q_norm_weight", "k_norm_weight",
-)  # fmt: skip
+def _operands(b: LoweringBuilder, node: Node) -> list[str]:
+    """Return the names of all operands that are not refused; ``""`` where one is omitted."""
+    names = _OPERANDS[node.op].split()
+    values = (*node.inputs, *[""] * len(names))[: len(names)]
+    for name, value in zip(names, values, strict=True):
+        if name.startswith("-") and value:
+            raise b.refuse(node, f"its operand '{name[1:]}' is not supported")
+    return [value for name, value in zip(names, values, strict=True) if name[0] != "-"]
 
 
 # -- heads -----------------------------------------------------------------------------------------
@@ -149,10 +162,10 @@ def _projected(
 
 
 def _grouped(
-    b: LoweringBuilder, operands: dict[str, str], heads: int, shared: int
+    b: LoweringBuilder, operands: tuple[str, str, str], heads: int, shared: int
 ) -> tuple[str, str, str]:
     """Write the heads of queries, keys and values, which one operand may contain together."""
-    query, key, value = operands["query"], operands.get("key", ""), operands.get("value", "")
+    query, key, value = operands
     if not key:
         size = b.facts[query].shape[-1] // (heads + 2 * shared)
         sizes = b.constant([heads * size, shared * size, shared * size])
@@ -192,8 +205,12 @@ def _attend(
     form: _Form,
     added: list[str],
     result: str,
+    ends: str = "",
 ) -> None:
-    """Write ``softmax(scale · q kᵀ + added) v`` with merged heads."""
+    """Write ``softmax(scale · q kᵀ + added) v`` with merged heads.
+
+    ``ends`` has the number of visible keys of each example; ``""`` for all.
+    """
     q, k, v = heads
     like = node.inputs[0]
     scores = b.op("MatMul", q, b.op("Transpose", k, perm=(0, 1, 3, 2)))
@@ -207,10 +224,24 @@ def _attend(
         scores = b.op("Mul", b.op("Tanh", b.op("Div", scores, cap)), cap)
     for part in added:
         scores = b.op("Add", scores, part) if part else scores
-    if form.causal:
+    visible = _visible(b, q, k, form.window) if form.causal else ""
+    if ends:
+        valid = _before(b, k, ends)
+        visible = b.op("And", visible, valid) if visible else valid
+    if visible:
         lowest = b.scalar(float(np.finfo(b.facts[like].dtype).min), like)
-        scores = b.op("Where", _visible(b, q, k, form.window), scores, lowest)
-    _merged(b, b.op("MatMul", b.op("Softmax", scores, axis=-1), v), result)
+        scores = b.op("Where", visible, scores, lowest)
+    weights = b.op("Softmax", scores, axis=-1)
+    if ends and form.window >= 0:  # a query after the end of its sequence may see no key
+        weights = b.op("Where", visible, weights, b.scalar(0.0, like))
+    _merged(b, b.op("MatMul", weights, v), result)
+
+
+def _before(b: LoweringBuilder, k: str, ends: str) -> str:
+    """Write a mask ``(n, 1, 1, keys)`` of the keys before the end of each example."""
+    length = b.op("Squeeze", b.op("Shape", k, start=2, end=3))
+    every = b.op("Range", b.constant(0), length, b.constant(1))
+    return b.op("Less", every, b.op("Reshape", ends, b.constant([-1, 1, 1, 1])))
 
 
 def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
@@ -236,10 +267,7 @@ def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> 
     if len(shape) == 1:
         if shape != b.facts[like].shape[:1]:
             raise b.refuse(node, f"a mask of shape {shape} is not supported")
-        length = b.op("Squeeze", b.op("Shape", k, start=2, end=3))
-        every = b.op("Range", b.constant(0), length, b.constant(1))
-        ends = b.op("Unsqueeze", b.cast(mask, "int64"), b.constant([1, 2, 3]))
-        valid = b.op("Less", every, ends)
+        valid = _before(b, k, b.cast(mask, "int64"))
     elif len(shape) in {2, 3}:
         apart = b.constant([1, 2] if len(shape) == 2 else [1])
         valid = b.op("Greater", b.op("Unsqueeze", mask, apart), b.constant(0, "int32"))

@@ -16,8 +16,10 @@ def matmul_n_bits(b: LoweringBuilder, node: Node) -> None:
     """
     a, packed, scales, zeros, order, bias = (*node.inputs, "", "", "")[:6]
     bits, rows = integer(node, "bits", 4), integer(node, "N", 1)
-    if bits not in {4, 8} or order:
-        raise b.refuse(node, "only blocks in order, of numbers of four or eight bits, are covered")
+    if order:
+        raise b.refuse(node, "its operand 'g_idx' is not supported")
+    if bits not in {4, 8}:
+        raise b.refuse(node, "only numbers of four or eight bits are covered")
     each = b.constant([rows, -1, 1])
     whole = _unpacked(b, packed, bits, b.constant([rows, 0, -1]))
     centred = b.op("Sub", _floats(b, whole, a), _zero(b, node, zeros, each))

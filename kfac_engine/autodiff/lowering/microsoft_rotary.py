@@ -20,7 +20,8 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
     if flat:
         apart = b.op("Reshape", x, b.constant([0, 0, heads, -1]))
         split = b.op("Transpose", apart, perm=_TO_HEADS)
-    waves = angles(b, cos, sin, positions(b, ids, split))
+    places = ids if len(b.facts[ids].shape) == 2 else consecutive(b, ids, split)
+    waves = angles(b, cos, sin, places)
     interleaved = bool(integer(node, "interleaved", 0))
     whole = shape[-1] // heads if flat else shape[-1]
     result = rotated(b, split, waves, min(size, whole), interleaved)
@@ -30,22 +31,20 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
     b.op("Reshape", result, flat_shape, result=node.outputs[0])
 
 
-def positions(b: LoweringBuilder, ids: str, x: str) -> str:
-    """Write positions ``(n or 1, length)`` from ``ids``, or as consecutive numbers.
+def consecutive(b: LoweringBuilder, first: str, x: str) -> str:
+    """Write consecutive positions ``(1, length)`` of heads ``(n, heads, length, size)``.
 
     Args:
         b: Writes the nodes.
-        ids: Name of the position ids, with one element or ``(n, length)``; ``""`` for none.
-        x: Heads, ``(n, heads, length, size)``.
+        first: Name of the first position, with one element; ``""`` for zero.
+        x: The heads.
 
     Returns:
         The name of the positions.
     """
-    if ids and len(b.facts[ids].shape) == 2:
-        return ids
     length = b.op("Squeeze", b.op("Shape", x, start=2, end=3))
     every = b.op("Range", b.constant(0), length, b.constant(1))
-    return b.op("Unsqueeze", b.op("Add", every, ids) if ids else every, b.constant([0]))
+    return b.op("Unsqueeze", b.op("Add", every, first) if first else every, b.constant([0]))
 
 
 def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, str]:
