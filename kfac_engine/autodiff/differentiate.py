@@ -179,7 +179,8 @@ class _Sweep:
         """Raise the error of the lowering of a node, or the error for an unknown operator."""
         lowering = find_lowering(node, self._graph)
         if lowering is not None:
-            lowering(LoweringBuilder(self._graph, self._facts, f"{node.name}/"), node)
+            b = LoweringBuilder(self._graph, self._facts, f"{node.name}/")
+            lowering(b, b.read_results(node))
         raise _unsupported(node, self._graph.opset)
 
 

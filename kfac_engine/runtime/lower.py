@@ -132,7 +132,7 @@ def _rewritten(
         # A later round may rewrite a refused node. `differentiate` raises the error if its
         # derivative is needed.
         with suppress(UnsupportedOpError):
-            rewriting(b, node)
+            rewriting(b, b.read_results(node))
             builders[node.name] = b
     if not builders:
         return graph

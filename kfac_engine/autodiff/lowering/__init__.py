@@ -12,7 +12,8 @@ nodes that compute the results of the node::
 
 Conventions:
 
-- The nodes compute each named result of the node under its name, by ``result=…``.
+- The nodes compute each named result of the node under its name, by ``result=…``. Optional results
+  that nothing reads have no name.
 - Nodes such as ``Slice`` and ``Squeeze`` select a part of a parameter.
   A lowering never computes with the value of a parameter.
 - The batch size remains dynamic. The number of unrolled steps may be that of the sample run.

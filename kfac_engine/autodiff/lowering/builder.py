@@ -1,6 +1,7 @@
 """Builds the nodes that replace one node of a graph."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +27,13 @@ class LoweringBuilder(NodeBuilder):
     def scalar(self, value: float, like: str) -> str:
         """Add a 0-d constant with the element type of the value ``like``; return its name."""
         return self.constant(np.asarray(value, dtype=self.facts[like].dtype))
+
+    def read_results(self, node: Node) -> Node:
+        """Return a node of the graph without the names of optional results that nothing reads."""
+        consumers, results = self.graph.consumers, self.graph.results
+        first, *others = node.outputs
+        read = (name if name in consumers or name in results else "" for name in others)
+        return replace(node, outputs=(first, *read))
 
     def refuse(self, node: Node, why: str) -> UnsupportedOpError:
         """Return the error to raise for a node that has no lowering."""
