@@ -8,7 +8,6 @@ a change of one example along the batch axis does not change the results of the 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph
+from kfac_engine.runtime.batch_candidates import Axes, Candidate, batch_candidates
 from kfac_engine.runtime.example_axis import (
     ExampleAxis,
     grown,
@@ -23,14 +23,11 @@ from kfac_engine.runtime.example_axis import (
     unmoved_axes,
     with_example,
 )
-from kfac_engine.runtime.leading_examples import axis_of, says_batch
+from kfac_engine.runtime.leading_examples import axis_of
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
 # Bytes of values that are compared at a time, with at least one value.
 _COMPARED_BYTES = 64 << 20
-
-# Map from the name of an input to the index of an axis.
-Axes: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +87,24 @@ def find_batch(
     """
     probe = _Probe(graph, facts, inputs)
     if axes:
-        axes = _checked(facts, axes)
-        batch = probe.batch_along(axes, outputs)
-        return (
-            batch
-            if batch is not None and _placed(batch, outputs)
-            else probe.batch_from_lengths(axes)
-        )
-    candidates = _candidates(graph, facts)
+        return probe.batch_of_user(_checked(facts, axes), outputs)
+    candidates = batch_candidates(graph, facts)
     ran: list[Batch] = []
-    stuck: list[_Candidate] = []
+    stuck: list[Candidate] = []
     for candidate in candidates:
         if stuck and stuck[0].named and not candidate.named:
             break  # an axis with a symbol for the batch is the batch, even if only one size runs
         batch = probe.batch_along(candidate.axes, outputs)
+        if batch is None and candidate.is_declared:
+            batch = probe.batch_alone(candidate.axes, outputs)
         if batch is None:
             stuck.append(candidate)
         elif _placed(batch, outputs):
             if candidate.named or (candidate.is_open and len(candidates) == 1):
                 return batch
             if not probe.coupled(batch, outputs):
-                only = stuck and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
+                tried = stuck and not candidate.is_declared
+                only = tried and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
                 return replace(batch, doubt=only or "")
             ran.append(batch)
     if ran:
@@ -153,6 +147,12 @@ class _Probe:
         self._is_generated = inputs is None
         self._feeds = sample_batch(graph, facts, inputs)
 
+    def batch_of_user(self, axes: Axes, outputs: Sequence[str]) -> Batch:
+        """Return the batch along axes that the user names."""
+        batch = self.batch_along(axes, outputs)
+        placed = batch is not None and _placed(batch, outputs)
+        return batch if batch is not None and placed else self.batch_from_lengths(axes)
+
     def batch_along(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
         """Return the batch along axes of the inputs; None if no second size runs."""
         size = self._size(axes)
@@ -190,6 +190,19 @@ class _Probe:
             name: self._place_from_length(name, axes, size, moved.get(name)) for name in names
         }
         return replace(batch, places={name: place for name, place in places.items() if place})
+
+    def batch_alone(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
+        """Return the batch along axes of a model that runs with one size only; None if it is none.
+
+        A change of one example must change no other in an output. This cannot be seen with one
+        example, which is on the first axes of all inputs.
+        """
+        size = self._size(axes)
+        if size == 1:
+            fits = len(axes) == len(self._graph.inputs) and not any(axes.values())
+        else:
+            fits = any(self._unmoved(Batch(size, axes, {}), outputs).values())
+        return self.batch_from_lengths(axes) if fits else None
 
     def with_doubt(self, batch: Batch, outputs: Sequence[str]) -> Batch:
         """Return the batch, with a doubt if its examples depend on each other."""
@@ -290,69 +303,6 @@ class _Probe:
             ),
         )
         return ExampleAxis(axis, shape[axis] // size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Possible batch axes of the inputs.
-
-    Attributes:
-        axes: Map from an input to an axis.
-        named: Whether the axes have a symbol for the batch.
-        is_open: Whether the file declares no size for the axes.
-    """
-
-    axes: Axes
-    named: bool
-    is_open: bool
-
-
-def _candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[_Candidate]:
-    """Return candidates for the batch axes, in the order of their likelihood."""
-    # Axes with one symbol form a candidate. Axes without a size and a symbol form a candidate if
-    # they have the same index. A first axis may be the batch axis although its size is declared.
-    groups: dict[object, dict[str, int]] = {}
-    for entry in graph.inputs:
-        shape = entry.shape or (None,) * len(facts[entry.name].shape)
-        for axis, size in enumerate(shape):
-            if not isinstance(size, int):
-                groups.setdefault(size or axis, {}).setdefault(entry.name, axis)
-            elif axis == 0:
-                groups.setdefault(("declared", size), {})[entry.name] = 0
-
-    ordered = sorted(
-        groups,
-        key=lambda key: (not says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
-    )
-    candidates = [
-        _Candidate(groups[key], says_batch(key), not isinstance(key, tuple)) for key in ordered
-    ]
-    # Exporters may give the batch axis of each input a different symbol. All axes with a symbol for
-    # the batch then form a candidate, or else all first axes without a size.
-    together: dict[str, int] = {}
-    for candidate in candidates:
-        if candidate.named:
-            together = {**candidate.axes, **together}
-    named = bool(together)
-    if not named:
-        firsts = [c.axes.items() for c in candidates if c.is_open]
-        together = {name: 0 for items in firsts for name, axis in items if axis == 0}
-    if len(together) > 1 and all(candidate.axes != together for candidate in candidates):
-        candidates.insert(0, _Candidate(together, named, is_open=True))
-    candidates += [
-        _Candidate(axes, named=False, is_open=True) for axes in _of_one_size(graph, facts)
-    ]
-    return [c for c in candidates if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
-
-
-def _of_one_size(graph: Graph, facts: Mapping[str, Fact]) -> list[dict[str, int]]:
-    """Return axes without a declared size that have equal lengths, one for each input."""
-    sizes: dict[int, dict[str, int]] = {}
-    for entry in graph.inputs:
-        for axis, size in enumerate(entry.shape or ()):
-            if not isinstance(size, int):
-                sizes.setdefault(facts[entry.name].shape[axis], {}).setdefault(entry.name, axis)
-    return [axes for axes in sizes.values() if len(axes) > 1]
 
 
 def _placed(batch: Batch, outputs: Sequence[str]) -> bool:

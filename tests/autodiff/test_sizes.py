@@ -218,22 +218,29 @@ def test_loss_and_gradients_use_named_batch_axis():
     )
 
 
+def test_axis_of_independent_examples_is_that_of_the_batch():
+    (report,) = ke.Engine.from_onnx(fixed_recurrence(), loss="normal").losses
+    assert (report.batch_axis, report.doubts) == (1, ())
+
+
 def test_coupled_examples_note_names_batch_axes_option():
-    engine = ke.Engine.from_onnx(fixed_recurrence(), loss="normal")
-    (report,) = engine.losses
+    net = models.Net()
+    rows = net.op("MatMul", "input", net.weight("w", 3, 2), to="rows")
+    net.op("Softmax", rows, to="output", axis=0)
+    model = net.model({"input": [5, 3]}, {"output": [5, 2]})
+    (report,) = ke.Engine.from_onnx(model, loss="normal").losses
     assert "depend on each other; if it is another axis" in report.doubts[0]
     assert "batch_axes" in report.doubts[0]
 
 
 def test_unknown_batch_axis_error_names_option():
+    """The largest entry of each row belongs to one example or another."""
     net = models.Net()
     columns = net.op("MatMul", net.weight("w", 2, 3), "input", to="columns")
-    net.op("Transpose", columns, to="output")
-    model = net.model({"input": [3, 5]}, {"output": [5, 2]})
+    net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="output")
+    model = net.model({"input": [3, 5]}, {"output": [2, 1]})
     with pytest.raises(ke.ShapeError, match=r"name the axis of the examples .* batch_axes"):
         ke.Engine.from_onnx(model, loss="normal")
-    engine = ke.Engine.from_onnx(model, loss="normal", batch_axes={"input": 1})
-    assert engine.losses[0].batch_axis == 0
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,8 @@ def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys)
         assert said in capsys.readouterr().err
     assert main(["inspect", str(path), "--loss", "normal", "--batch-axis", "z=1"]) == 2
     assert "batch_axes names 'z'" in capsys.readouterr().err
+    net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="largest")
+    onnx.save(net.model({"x": [3, 5]}, {"largest": [2, 1]}), path)
     assert main(["inspect", str(path), "--loss", "normal"]) == 2
     assert "batch_axes" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from onnx import numpy_helper, parser
 
 from kfac_engine.runtime.batch_axis import find_batch, find_coupling
 from kfac_engine.runtime.example_axis import ExampleAxis
@@ -27,11 +28,11 @@ def folded():
     return net.model({"input": ["batch", 4, 3]}, {"output": ["rows", 2]})
 
 
-def columns():
+def columns(examples="examples"):
     """A weight from the left: examples are columns."""
     net = models.Net()
     net.op("MatMul", net.weight("w", 2, 3), "input", to="output")
-    return net.model({"input": [3, "examples"]}, {"output": [2, "examples"]})
+    return net.model({"input": [3, examples]}, {"output": [2, examples]})
 
 
 def attention(symbols=("s0", "s1")):
@@ -58,13 +59,13 @@ def declared():
     return net.model({"input": [5, 3]}, {"output": [5, 2]})
 
 
-def centred():
+def centred(examples="batch"):
     """The mean over the batch is taken off: examples depend on each other."""
     net = models.Net()
     rows = net.op("MatMul", "input", net.weight("w", 3, 2), to="rows")
     mean = net.op("ReduceMean", rows, net.constant("axes", np.array([0])), to="mean", keepdims=1)
     net.op("Sub", rows, mean, to="output")
-    return net.model({"input": ["batch", 3]}, {"output": ["batch", 2]})
+    return net.model({"input": [examples, 3]}, {"output": [examples, 2]})
 
 
 def identifiers():
@@ -102,6 +103,63 @@ def test_batch_axes_of_inputs_and_outputs_are_found(make, axis, place):
     assert batch.inputs == {"input": axis}
     assert batch.places["output"] == place
     assert (batch.fixed, coupling) == ("", "")
+
+
+def recurrent(inputs, output, node, head):
+    """An LSTM with time first and all sizes fixed, as exporters write it for a batch."""
+    model = parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
+        m ({inputs}) => (float{output} output) <int64[1] zero = {{0}}, int64[1] one = {{1}}>
+        {{ all, last = LSTM <hidden_size = 5> ({node})  h = {head}  output = MatMul (h, v) }}""")
+    rng = np.random.default_rng(0)
+    for name, *shape in (("w", 1, 20, 4), ("r", 1, 20, 5), ("start", 1, 3, 5), ("v", 5, 2)):
+        weight = rng.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(weight, name))
+    return model
+
+
+X, LAST, ALL = "float[6,3,4] input", "Squeeze (last, zero)", "Squeeze (all, one)"
+# Models with all sizes fixed: the axes in the inputs, and the place in the output.
+FIXED = {
+    "dense": (declared, {"input": 0}, ExampleAxis(0, 1)),
+    "one time step": (lambda: time_major((1, 3)), {"input": 0}, ExampleAxis(0, 1)),
+    "running sum": (lambda: time_major((6, 3)), {"input": 1}, ExampleAxis(1, 1)),
+    "as many steps as examples": (lambda: time_major((3, 3)), {"input": 1}, ExampleAxis(1, 1)),
+    "tokens": (lambda: attention((3, 4)), {"input": 0}, ExampleAxis(0, 1)),
+    "columns": (lambda: columns(4), {"input": 1}, ExampleAxis(1, 1)),
+    "last state": (
+        lambda: recurrent(X, "[3,2]", "input, w, r", LAST), {"input": 1}, ExampleAxis(0, 1)
+    ),
+    "all states": (
+        lambda: recurrent(X, "[6,3,2]", "input, w, r", ALL), {"input": 1}, ExampleAxis(1, 1)
+    ),
+    "stored state": (
+        lambda: recurrent(X, "[3,2]", "input, w, r, , , start", LAST),
+        {"input": 1}, ExampleAxis(0, 1),
+    ),
+    "given state": (
+        lambda: recurrent(f"{X}, float[1,3,5] s", "[6,3,2]", "input, w, r, , , s", ALL),
+        {"input": 1, "s": 1}, ExampleAxis(1, 1),
+    ),
+    "lengths": (
+        lambda: recurrent(f"{X}, int32[3] ends", "[3,2]", "input, w, r, , ends", LAST),
+        {"input": 1, "ends": 0}, ExampleAxis(0, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "axes", "place"), FIXED.values(), ids=FIXED)
+def test_batch_axes_of_fixed_sizes_are_found(make, axes, place):
+    batch, coupling = found(make())
+    assert (batch.inputs, batch.places["output"], batch.doubt) == (axes, place, "")
+    assert "file declares" in batch.fixed
+    assert coupling == ""
+
+
+def test_fixed_sizes_of_dependent_examples_have_a_note():
+    """The mean over axis 0 couples the examples, and entries of axis 1 are not examples."""
+    batch, _ = found(centred(5))
+    assert batch.inputs == {"input": 0}
+    assert "name it with batch_axes" in batch.note
 
 
 def test_values_without_batch_have_no_batch_axis():
