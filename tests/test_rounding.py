@@ -1,6 +1,7 @@
 """What is rounded between a parameter and the loss: no gradient is zero, or half, in silence."""
 
 import itertools
+import re
 
 import numpy as np
 import onnx
@@ -163,6 +164,45 @@ def test_parameter_with_smooth_path_remains_trainable() -> None:
     text = f"{HEAD} {{ h = Add (input, b)  k = Floor (h)  r = Sub (h, k)  output = Mul (r, c) }}"
     engine = ke.Engine.from_onnx(parser.parse_model(text), loss="categorical")
     assert list(engine.parameters) == ["b", "c"]
+
+
+ESTIMATORS = {
+    "difference": "d = Sub (r, h)  e = Add (h, d)",
+    "other order": "d = Sub (r, h)  e = Add (d, h)",
+    "difference subtracted": "d = Sub (h, r)  e = Sub (h, d)",
+    "sum": "d = Add (r, h)  e = Sub (d, h)",
+    "copied": "d = Sub (r, h)  f = Identity (d)  e = Add (h, f)",
+    "scaled": "d = Sub (r, h)  f = Add (h, d)  e = Mul (f, c)",
+}
+
+
+@pytest.mark.parametrize("op", ["Round", "Sign", "Cast"])
+@pytest.mark.parametrize("form", ESTIMATORS)
+def test_straight_through_estimator_has_note(form: str, op: str) -> None:
+    body = f"h = Add (input, b)  {JUMPS[op]}  {ESTIMATORS[form]}"
+    for end in ("output = Mul (e, c)", "o = Mul (e, c)  output = Add (o, b)"):
+        model = parser.parse_model(f"{HEAD} {{ {body}  {end} }}")
+        engine = ke.Engine.from_onnx(model, loss="categorical")
+        result = engine.gradients(models.random_inputs(model), np.zeros(3, int))
+        (note,) = result.notes
+        assert re.search(rf"straight-through estimator around {op} node '\w+'.*'h' has", note)
+        assert note in ke.differentiate(model, loss="categorical").doc_string
+    assert "b" in result.gradients
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "r = Floor (h)  e = Sub (h, r)",
+        "r = Tanh (h)  d = Sub (r, h)  e = Add (h, d)",
+        "r = Round (c)  d = Sub (r, h)  e = Add (h, d)",
+        "r = Round (h)  d = Mul (r, c)  e = Add (h, d)",
+    ],
+)
+def test_sums_with_a_gradient_have_no_note(body: str) -> None:
+    text = f"{HEAD} {{ h = Add (input, b)  {body}  output = Mul (e, c) }}"
+    gradient = ke.differentiate(parser.parse_model(text), loss="categorical")
+    assert "straight-through" not in gradient.doc_string
 
 
 def test_parameter_not_read_by_loss_has_reason() -> None:

@@ -16,6 +16,10 @@ _CASTS = frozenset({"Cast", "CastLike"})
 # Integer types of rounded values; longer integers are indices and counts.
 _COARSE = frozenset({"int8", "uint8"})
 
+# Operators of which straight-through estimators consist, and the depth to which they are nested.
+_SUMS = frozenset({"Add", "Sub", "Identity"})
+_DEEPEST_SUM = 3
+
 
 @dataclass(frozen=True)
 class Activity:
@@ -175,6 +179,46 @@ def left_out(
                 f"before a quantizer, through which no gradient passes ({_described(node)})"
             )
     return left
+
+
+def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]) -> list[str]:
+    """Return a sentence for each straight-through estimator behind the values ``wrt``.
+
+    An estimator such as ``h + (round(h) − h)`` stops the gradient of the bracket in its framework.
+    A file does not stop it, so that the derivatives with respect to h cancel.
+    """
+    reached = activity(graph, facts, wrt).active
+    notes: dict[tuple[str, str], str] = {}
+    for node in graph.nodes:
+        if node.qualified_op not in _SUMS:
+            continue
+        signs: dict[str, int] = {}
+        for name, sign in _terms(graph, node.outputs[0], 1, _DEEPEST_SUM)[1:]:
+            signs[name] = signs.get(name, 0) + sign
+        # Where h cancels, its own terms do, too.
+        gone = [name for name, sign in signs.items() if not sign and name in reached]
+        inner = {part for name in gone for part, _ in _terms(graph, name, 1, _DEEPEST_SUM)[1:]}
+        for name in [name for name in gone if name not in inner]:
+            smooth = activity(graph, facts, [name]).active
+            flat = [other for other in signs if signs[other] and other not in smooth]
+            for jump in behind_jumps(graph, facts, flat, [name]).values():
+                notes.setdefault(
+                    (name, jump.name),
+                    f"no gradient passes {_described(node)}, a straight-through estimator around "
+                    f"{_described(jump)}: the file does not stop the gradient of the difference, "
+                    f"so that '{name}' has the derivative zero",
+                )
+    return list(notes.values())
+
+
+def _terms(graph: Graph, name: str, sign: int, depth: int) -> list[tuple[str, int]]:
+    """Return a value and the terms of nested sums and differences of it, each with its sign."""
+    terms, node = [(name, sign)], graph.producers.get(name)
+    if node is not None and node.qualified_op in _SUMS and depth:
+        for index, operand in enumerate(node.inputs):
+            part = -sign if index and node.op == "Sub" else sign
+            terms += _terms(graph, operand, part, depth - 1)
+    return terms
 
 
 def no_slope(jump: Node) -> str:

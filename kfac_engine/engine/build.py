@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from kfac_engine._types import Array, Params
-from kfac_engine.autodiff.activity import ZERO, behind_jumps, no_slope, notes_of, nothing_to_train
+from kfac_engine.autodiff.activity import (
+    ZERO,
+    behind_jumps,
+    no_slope,
+    notes_of,
+    nothing_to_train,
+    straight_through,
+)
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.select import memory_space_of, select
@@ -85,11 +92,12 @@ class Assembly:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on values that losses read in place of outputs, and on untrained parameters."""
+        """Sentences on values that losses read in place of outputs, and on missing gradients."""
         zero = (layer for layer in self.discovery.layers if layer.reason.startswith(ZERO))
         untrained = (f"'{layer.parameters[0]}' is {layer.reason}" for layer in zero)
-        form = self.model.loaded.notes
-        return (*self.task.notes, *form, *notes_of(self.model.left_out), *untrained)
+        model, form = self.model, self.model.loaded.notes
+        stopped = straight_through(model.graph, model.facts, tuple(model.parameters))
+        return (*self.task.notes, *form, *notes_of(model.left_out), *untrained, *stopped)
 
     def request_values(self, estimator: FisherEstimator) -> None:
         """Request the values that losses and statistics read from every forward pass."""

@@ -19,6 +19,7 @@ from kfac_engine.autodiff.activity import (
     left_out,
     notes_of,
     nothing_to_train,
+    straight_through,
     zero_notes,
 )
 from kfac_engine.autodiff.differentiate import Backward, needed
@@ -122,7 +123,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     result, constants = _written(graph, facts, backward, (value, shape), names, stored)
     zero = [name for name in names if name not in backward.gradients]
     jumps = behind_jumps(graph, facts, [value], zero)
-    result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps)))
+    stopped = straight_through(graph, facts, names)
+    result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps), *stopped))
     if path is None:
         return with_constants(result, constants)
     files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")
