@@ -44,7 +44,12 @@ def dense_form(
 
 
 def embedding_form(
-    vocabulary: int, *, positions: bool = False, count_repeats: bool = False, rank: int = 2
+    vocabulary: int,
+    *,
+    positions: bool = False,
+    count_repeats: bool = False,
+    rank: int = 2,
+    zeros_outside: bool = False,
 ) -> LayerForm:
     """Return the form of an embedding table, ``(vocabulary, d_out)``.
 
@@ -53,11 +58,12 @@ def embedding_form(
         positions: As in ``TokenIdView``.
         count_repeats: As in ``TokenIdView``.
         rank: As in ``TokenIdView``.
+        zeros_outside: As in ``TokenIdView``.
 
     Returns:
         The form.
     """
-    view = TokenIdView(vocabulary, rank, positions, count_repeats)
+    view = TokenIdView(vocabulary, rank, positions, count_repeats, zeros_outside)
     return LayerForm(view, RowView(-1, None if positions else 2), Packing("IO", has_bias=False))
 
 

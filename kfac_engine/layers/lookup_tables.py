@@ -31,7 +31,9 @@ def match_gather(context: MatchContext, node: Node, index: int) -> LayerMatch | 
 
 def embedding_match(context: MatchContext, table: str, ids: str, rows: str) -> LayerMatch:
     """Return the layer of a table from which ``ids`` select ``rows`` for each example."""
-    options = {"positions": True} if len(context.shapes[ids]) > 1 else {}
+    # Gather refuses ids outside the table. OneHot has a row of zeros for them.
+    options = {"zeros_outside": True}
+    options |= {"positions": True} if len(context.shapes[ids]) > 1 else {}
     return LayerMatch("embedding", (table,), ids, rows, options)
 
 
@@ -46,6 +48,7 @@ def find_token_ids(context: MatchContext, value: str) -> str:
     last = node.attributes.get("axis", -1) in (-1, len(context.shapes[ids]))
     off_on = context.graph.constants.get(values)
     fits = last and off_on is not None and off_on.tolist() == [0, 1] and ids in context.data
+    fits = fits and context.dtypes[ids].kind in "iu"
     return ids if fits and context.shapes[ids] else ""
 
 
@@ -82,7 +85,12 @@ def _positions(context: MatchContext, table: str, ids: str, rows: str) -> LayerM
         ),
     )
     return LayerMatch(
-        "embedding", (table,), broadcast_ids, y, {"positions": True}, computed=computed
+        "embedding",
+        (table,),
+        broadcast_ids,
+        y,
+        {"zeros_outside": True, "positions": True},
+        computed=computed,
     )
 
 

@@ -21,12 +21,15 @@ class TokenIdView:
             are one row.
         count_repeats: Whether an id that occurs ``k`` times in a row counts ``k`` times in the
             diagonal of the second moment; otherwise it counts once.
+        zeros_outside: Whether an id outside the table is a row of zeros, as in OneHot; otherwise it
+            is an error.
     """
 
     vocabulary: int
     rank: int = 2
     positions: bool = False
     count_repeats: bool = False
+    zeros_outside: bool = False
 
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) != self.rank and not self.positions:
@@ -77,6 +80,7 @@ class TokenIdView:
         """
         xp = backend.xp
         flat = xp.where(ids < 0, ids + self.vocabulary, ids)
+        flat = xp.where((flat < 0) | (flat >= self.vocabulary), -1, flat)
         if not (self.count_repeats or self.positions or ids.ndim == 1):
             ordered = xp.sort(flat, axis=1)
             first = xp.ones(ordered.shape, bool)
@@ -88,10 +92,13 @@ class TokenIdView:
         """Check that token ids are rows of the table; negative ids count from its end.
 
         Raises:
-            InputError: The ids are not integers, or are outside the vocabulary.
+            InputError: The ids are not integers, or are outside the vocabulary without
+                ``zeros_outside``.
         """
         if ids.dtype.kind not in "iu":
             raise InputError(f"'{name}' contains token ids and must be integer, not {ids.dtype}.")
+        if self.zeros_outside:
+            return
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if not -self.vocabulary <= low <= high < self.vocabulary:
             raise InputError(

@@ -68,6 +68,33 @@ def test_embedding_block_is_id_frequency_times_gradient_moment(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("kind", ["int64", "float32"])
+@pytest.mark.parametrize("sides", [("batch",), ("batch", 4)], ids=["vector", "sentences"])
+def test_one_hot_rows_of_ids_outside_the_table_are_zero(sides, kind):
+    net = models.Net()
+    depth, values = np.array(VOCABULARY, kind), np.array([0, 1], np.float32)
+    hot = net.op("OneHot", "input", net.constant("n", depth), net.constant("v", values), to="hot")
+    net.op("MatMul", hot, net.weight("table", VOCABULARY, WIDTH), to="y")
+    net.op("Tanh", "y", to="output")
+    model = net.model({"input": list(sides)}, {"output": [*sides, WIDTH]}, kind)
+    shape = (BATCH, *sides[1:])
+    ids = np.random.default_rng(0).integers(-2 * VOCABULARY, 2 * VOCABULARY, shape)
+    feeds = {"input": ids.astype(kind)}
+    engine = ke.Engine.from_onnx(
+        model, loss="normal", estimation_mode="empirical", reduction="batch_mean"
+    )
+    trace = ke.load_model(model).run(feeds)
+    engine.step(feeds, np.zeros_like(trace["output"]))
+    ds = trace.vjp({"output": 2 * trace["output"]}, ["y"])["y"]
+    g, wrapped = ds.reshape(-1, WIDTH).astype(float), np.where(ids < 0, ids + VOCABULARY, ids)
+    rows = (wrapped.ravel()[:, None] == np.arange(VOCABULARY)).astype(float)
+    assert 0 < rows.sum() < ids.size
+    np.testing.assert_array_equal(trace["hot"].reshape(rows.shape), rows)
+    expected = ids.size / BATCH * np.kron(rows.T @ rows / len(rows), g.T @ g / len(g))
+    block = engine.collection.fisher_blocks["table"].full_fisher_block()
+    np.testing.assert_allclose(block, expected, atol=SINGLE * np.abs(expected).max())
+
+
 def test_embedding_block_is_independent_of_batch_axis():
     def net_of(moves):
         net = models.Net()

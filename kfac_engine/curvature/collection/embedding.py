@@ -14,7 +14,7 @@ from kfac_engine.losses.collection import Reuse
 class EmbeddingLayers(BlockRegistry):
     """The part of ``LayerCollection`` that registers embeddings."""
 
-    def register_embedding(
+    def register_embedding(  # noqa: PLR0913 (the specification's signature, and OneHot)
         self,
         params: Params | Sequence[str],
         inputs: str,
@@ -23,6 +23,7 @@ class EmbeddingLayers(BlockRegistry):
         reuse: Reuse = "VARIABLE_SCOPE",
         count_repeats: bool = False,
         positions: bool = False,
+        zeros_outside: bool = False,
     ) -> None:
         """Register an embedding.
 
@@ -36,10 +37,15 @@ class EmbeddingLayers(BlockRegistry):
                 counts ``k`` times in the input factor; otherwise once.
             positions: Whether each token id has a separate output, ``(n, …positions)`` and
                 ``(n, …positions, d_out)``, as in ONNX's Gather.
+            zeros_outside: Whether a token id outside the vocabulary selects a row of zeros, as in
+                ONNX's OneHot; otherwise it is an error.
         """
         key = canonical_key(params)
         form = embedding_form(
-            self.require_vocabulary(key), positions=positions, count_repeats=count_repeats
+            self.require_vocabulary(key),
+            positions=positions,
+            count_repeats=count_repeats,
+            zeros_outside=zeros_outside,
         )
         self._register("embedding", key, form, (inputs, outputs), approx, reuse)
 
@@ -53,6 +59,7 @@ class EmbeddingLayers(BlockRegistry):
         reuse: Reuse = "VARIABLE_SCOPE",
         count_repeats: bool = False,
         positions: bool = False,
+        zeros_outside: bool = False,
     ) -> None:
         """Register an embedding that is used several times.
 
@@ -66,10 +73,14 @@ class EmbeddingLayers(BlockRegistry):
             reuse: Whether this is a further tower.
             count_repeats: As in ``register_embedding``.
             positions: As in ``register_embedding``.
+            zeros_outside: As in ``register_embedding``.
         """
         key = canonical_key(params)
         form = embedding_form(
-            self.require_vocabulary(key), positions=positions, count_repeats=count_repeats
+            self.require_vocabulary(key),
+            positions=positions,
+            count_repeats=count_repeats,
+            zeros_outside=zeros_outside,
         )
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)
