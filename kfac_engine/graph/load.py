@@ -9,6 +9,7 @@ operators that ONNX Runtime cannot execute.
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,6 +45,7 @@ from kfac_engine.graph.passes.upcast import declared_halves, upcast
 from kfac_engine.graph.read import read_model
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
+    densified,
     element_type,
     is_external,
     nested_tensors,
@@ -120,7 +122,8 @@ def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     Raises:
         InputError: ``train_form`` is set for a model without normalization and dropout.
         ModelError: The file cannot be read, or does not contain a valid model.
-        UnsupportedError: An input, constant or attribute of the model is not a dense tensor.
+        UnsupportedError: An input or attribute of the model is not a tensor.
+        MemoryLimitError: A sparse tensor does not fit into the free memory with all its entries.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     try:
@@ -138,19 +141,20 @@ def external_files(path: Path) -> Iterator[Path]:
     model = read_model(path)
     functions = (node for function in model.functions for node in function.node)
     nested = nested_tensors((*functions, *model.graph.node))
-    for entry in (*model.graph.initializer, *nested):
+    sparse = ((entry.values, entry.indices) for entry in model.graph.sparse_initializer)
+    for entry in (*model.graph.initializer, *chain.from_iterable(sparse), *nested):
         if is_external(entry):
             yield from (path.parent / e.value for e in entry.external_data if e.key == "location")
 
 
 def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> LoadedModel:
     check_versions(model)
-    if model.graph.sparse_initializer:
-        name = model.graph.sparse_initializer[0].values.name
-        raise UnsupportedError(f"initializer '{name}' is sparse; store it as a dense tensor.")
-    refuse_repeated((entry.name for entry in model.graph.initializer), "initializers")
+    sparse = {entry.values.name: entry for entry in model.graph.sparse_initializer}
+    names = (*(entry.name for entry in model.graph.initializer), *sparse)
+    refuse_repeated(names, "initializers")
     external = ExternalData(path) if path else None
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
+    constants |= {name: densified(entry, external) for name, entry in sparse.items()}
     template = _template(model, external)
     separate_statistics(template, constants)
     if train_form:
@@ -180,7 +184,11 @@ def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.Mod
         onnx.TensorProto(name=entry.name, data_type=entry.data_type, dims=entry.dims)
         for entry in model.graph.initializer
     ]
-    del model.graph.initializer[:]
+    stubs += [
+        onnx.TensorProto(name=e.values.name, data_type=e.values.data_type, dims=e.dims)
+        for e in model.graph.sparse_initializer
+    ]
+    del model.graph.initializer[:], model.graph.sparse_initializer[:]
     model.graph.initializer.extend(stubs)
     # Protobuf does not free the memory of deleted fields, so a new message is created.
     template = onnx.ModelProto()

@@ -5,13 +5,14 @@ from math import prod
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import SparseTensorProto, TensorProto, helper, numpy_helper
 
 from kfac_engine._types import Array, DType
-from kfac_engine.errors import ModelError
+from kfac_engine.errors import MemoryLimitError, ModelError
 from kfac_engine.graph.external import ExternalData
 from kfac_engine.graph.limits import MOST_ENTRIES
 from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.system.memory_limits import available_memory
 
 # Element types of real numbers.
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -69,6 +70,62 @@ def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array
         )
     array.flags.writeable = False
     return array
+
+
+def densified(sparse: SparseTensorProto, external: ExternalData | None = None) -> Array:
+    """Return a sparse tensor as an array with all its entries.
+
+    Args:
+        sparse: Values and their indices, which are positions in the flat array or coordinates.
+        external: External data files; None if the model was not read from a file.
+
+    Returns:
+        A read-only array.
+
+    Raises:
+        ModelError: Shape, values and indices do not agree, or the array has too many entries.
+        MemoryLimitError: The array does not fit into the free memory.
+    """
+    what = f"sparse tensor '{sparse.values.name}'"
+    values, indices = to_array(sparse.values, external), to_array(sparse.indices, external)
+    sizes = [*sparse.dims]
+    size = prod(sizes)
+    if min(sizes, default=-1) < 0 or size > MOST_ENTRIES:
+        raise ModelError(
+            f"{what} has the shape {sizes}; it needs sizes that are not negative, and at "
+            f"most {MOST_ENTRIES} entries."
+        )
+    if (need := size * values.itemsize) > (free := available_memory()):
+        raise MemoryLimitError(
+            f"{what} takes {need / 1e9:.3g} GB with all its entries, but {free / 1e9:.3g} GB of "
+            f"memory are free."
+        )
+    flat = _flat_indices(indices, sizes)
+    if values.ndim != 1 or flat is None or flat.shape != values.shape or _repeat(flat):
+        raise ModelError(
+            f"{what} of shape {sizes} needs one index of integers inside the shape for each value, "
+            f"but has values of shape {values.shape} and indices of shape {indices.shape}, some of "
+            f"them outside or repeated."
+        )
+    array = np.empty(size, values.dtype)
+    array.fill(0)  # touches the memory, so that the next check counts it
+    array[flat] = values
+    array.flags.writeable = False
+    return array.reshape(sizes)
+
+
+def _flat_indices(indices: Array, sizes: list[int]) -> Array | None:
+    """Return positions in the flat array; None if an index is outside the array."""
+    if indices.dtype != np.int64 or indices.shape[1:] not in ((), (len(sizes),)):
+        return None
+    limits = np.array(sizes if indices.ndim == 2 else prod(sizes))
+    if (indices < 0).any() or (indices >= limits).any():
+        return None
+    return indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), sizes)
+
+
+def _repeat(flat: Array) -> bool:
+    return len(np.unique(flat)) < len(flat)
 
 
 def filled(shape: Array, value: Array | None, what: str) -> Array:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import TensorProto, helper, parser
 
 from kfac_engine.errors import InputError, KfacError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.trainable import trainable_parameters
@@ -113,12 +113,6 @@ def set_opset(version: int) -> Callable[[onnx.ModelProto], None]:
     return change
 
 
-def sparse(model: onnx.ModelProto) -> None:
-    values = numpy_helper.from_array(np.ones(1, np.float32), "thin")
-    indices = numpy_helper.from_array(np.zeros(1, np.int64), "where")
-    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [9]))
-
-
 def sequence_input(model: onnx.ModelProto) -> None:
     model.graph.input.append(
         helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
@@ -201,7 +195,6 @@ def test_invalid_graph_error_names_node(change, words: Sequence[str]) -> None:
 
 
 UNSUPPORTED = {
-    "sparse": (changed(sparse), ("'thin'", "sparse")),
     "sequence": (changed(sequence_input), ("'parts'", "sequence_type")),
 }
 

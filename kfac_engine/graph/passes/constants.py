@@ -9,11 +9,12 @@ from onnx import AttributeProto
 from kfac_engine._types import Array
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.passes.order import describe
-from kfac_engine.graph.tensors import filled, to_array
+from kfac_engine.graph.tensors import densified, filled, to_array
 
 # Readers of the value of a Constant node, by the name of its attribute.
 _FORMS: Mapping[str, Callable[[AttributeProto], Array]] = {
     "value": lambda entry: to_array(entry.t),
+    "sparse_value": lambda entry: densified(entry.sparse_tensor),
     "value_float": lambda entry: np.asarray(entry.f, np.float32),
     "value_floats": lambda entry: np.asarray(entry.floats, np.float32),
     "value_int": lambda entry: np.asarray(entry.i, np.int64),
