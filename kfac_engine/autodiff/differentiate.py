@@ -20,7 +20,7 @@ from kfac_engine.autodiff.rules import (
     Wanted,
     load_rules,
 )
-from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.autodiff.rules.refused import REFUSED, REFUSED_DOMAINS
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
@@ -201,10 +201,10 @@ def _saved(builder: VjpBuilder, gradients: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unsupported(node: Node, opset: int) -> UnsupportedOpError:
-    if node.qualified_op in REFUSED:
+    reason = REFUSED.get(node.qualified_op) or REFUSED_DOMAINS.get(node.domain)
+    if reason:
         return UnsupportedOpError(
-            f"no derivative of {node.qualified_op} at node '{node.name}': "
-            f"{REFUSED[node.qualified_op]}."
+            f"no derivative of {node.qualified_op} at node '{node.name}': {reason}."
         )
     return UnsupportedOpError(
         f"no derivative rule for {node.qualified_op} (opset {opset}) at node '{node.name}'; "

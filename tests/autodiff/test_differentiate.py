@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from kfac_engine.autodiff.differentiate import differentiate, needed
+from kfac_engine.autodiff.rules.refused import REFUSED_DOMAINS
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, Subgraph
 from tests.autodiff.harness import Bench, finite_differences
@@ -345,3 +346,19 @@ def test_needed_nodes_include_values_captured_by_bodies():
     branch = Subgraph(b"", ("read",))
     chosen = node("If", "flag", "y", then_branch=branch, else_branch=branch)
     assert needed((source, other, chosen), ["y"]) == (source, chosen)
+
+
+@pytest.mark.parametrize("domain", REFUSED_DOMAINS)
+def test_file_saved_after_optimization_error_names_remedy(domain):
+    """As in files of ``optimized_model_filepath``, which this processor may not run."""
+    nodes = (
+        Node("Mul", ("x", "w"), ("scaled",), {}, name="scale"),
+        Node("ReorderInput", ("scaled",), ("blocks",), {}, name="blocked", domain=domain),
+    )
+    fact = Fact(np.dtype(np.float32), (1, 8, 2, 2))
+    graph = Graph(nodes, (Input("x", fact.dtype, None),), ("blocks",), {"w": np.ones(1)}, 18)
+    facts = dict.fromkeys(("x", "w", "scaled", "blocks"), fact)
+    with pytest.raises(
+        UnsupportedOpError, match=r"'blocked'.*after optimization.*ORT_ENABLE_BASIC"
+    ):
+        differentiate(graph, facts, ["blocks"], ["w"])

@@ -1,4 +1,4 @@
-"""Standard operators without a derivative, with the reason for the error message."""
+"""Operators and domains without a derivative, with the reason for the error message."""
 
 from collections.abc import Mapping
 
@@ -16,4 +16,15 @@ REFUSED: Mapping[str, str] = {
     "StringNormalizer": _TEXT,
     "StringSplit": _TEXT,
     "TfIdfVectorizer": "it counts words",
+}
+
+_OPTIMIZED = (
+    "ONNX Runtime writes it into files that it saves after optimization, for one kind of "
+    "processor; use the file from before, or save with ORT_ENABLE_BASIC as "
+    "graph_optimization_level"
+)
+
+REFUSED_DOMAINS: Mapping[str, str] = {
+    "com.microsoft.nchwc": _OPTIMIZED,
+    "com.ms.internal.nhwc": _OPTIMIZED,
 }
