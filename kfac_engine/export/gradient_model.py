@@ -106,13 +106,14 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     names = _chosen(loaded.graph, wrt, freeze)
     graph = replace(loaded.graph, inputs=with_batch_axes(loaded.graph.inputs, batch_axes))
     graph, facts = lowered(graph, names, sample_inputs)
+    shape: DeclaredShape | None = None
     if loss is None:
         value = _only_output(graph, facts, output)
         shape = declared_shape(loaded, value, facts[value])
     else:
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
         graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
-        value, shape = LOSS, ()
+        value = LOSS
     left = left_out(graph, facts, [value], names) if wrt is None else {}
     names = tuple(name for name in names if name not in left)
     backward = backward_graph(graph, facts, [value], names)
@@ -258,17 +259,21 @@ def _written(
     graph: Graph,
     facts: Mapping[str, Fact],
     backward: Backward,
-    result: tuple[str, DeclaredShape],
+    result: tuple[str, DeclaredShape | None],
     names: Sequence[str],
     stored: Mapping[str, DType],
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """Return the joint model with readable names of inputs and outputs, and its constants."""
+    """Return the joint model with readable names of inputs and outputs, and its constants.
+
+    ``result`` is the differentiated value and its declared shape; None for a loss, whose cotangent
+    is one instead of an input.
+    """
     value, shape = result
     joint = joint_graph(graph, backward)
     cotangent = backward.cotangents[value]
     dtype = facts[value].dtype
     nodes, constants, inputs = list(joint.nodes), dict(joint.constants), list(graph.inputs)
-    if value == LOSS:
+    if shape is None:
         constants[cotangent] = np.ones((), dtype)
     else:
         cotangent_input = _free(COTANGENT, graph)
@@ -277,7 +282,7 @@ def _written(
         nodes.insert(
             0, Node("Identity", (cotangent_input,), (cotangent,), name=f"node_{cotangent_input}")
         )
-    outputs = [Input(value, dtype, shape)]
+    outputs = [Input(value, dtype, shape or ())]
     for name in names:
         target = _free(f"{GRADIENT}{name}", graph)
         nodes += _result(name, target, backward.gradients.get(name))

@@ -110,6 +110,24 @@ def test_gradient_model_without_loss_has_cotangent_input():
     np.testing.assert_allclose(found["gradient/input"], expected, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["loss", "targets", "cotangent", "gradient/fc0.weight"])
+def test_output_may_have_the_name_of_another_value(name):
+    model = models.mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=4)
+    cotangent = np.random.default_rng(0).standard_normal((4, 3))
+    (expected,) = list(run(ke.differentiate(model), {**inputs, "cotangent": cotangent}).items())[
+        1:2
+    ]
+    for node in model.graph.node:
+        node.output[:] = [name if value == "output" else value for value in node.output]
+    model.graph.output[0].name = name
+    gradient = ke.differentiate(model)
+    added = gradient.graph.input[-1].name
+    assert added == ("cotangent_2" if name == "cotangent" else "cotangent")
+    results = list(run(gradient, {**inputs, added: cotangent}).values())
+    np.testing.assert_array_equal(results[1], expected[1])
+
+
 def test_gradient_model_is_differentiable():
     """Force matching: the loss is on the gradient with respect to the input."""
     model = models.mlp(widths=(3, 4, 1), dtype="float64")
