@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
+from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Node
 
 _TWO_OVER_ROOT_PI = 1.1283791670955126
@@ -58,7 +59,8 @@ def power(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
         zero, one = b.scalar(0, x), b.scalar(1, x)
         # The derivative for exponent zero is 0·x, not 0·x⁻¹, which is undefined at x = 0.
         lowered = b.op("Where", b.op("Equal", exponent, zero), one, b.op("Sub", exponent, one))
-        slope = b.op("Mul", exponent, b.op("Pow", x, lowered))
+        base = _apart_from_zero(b, x, x) if _is_constant(b, p, 0.5) else x
+        slope = b.op("Mul", exponent, b.op("Pow", base, lowered))
         wide[0] = b.op("Mul", g[0], slope)
     if 1 in wanted:
         # At x = 0, x^p does not depend on p. For x < 0, it is not defined for all real p.
@@ -137,7 +139,57 @@ def log(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def sqrt(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Return the cotangent divided by 2 y."""
     y = node.outputs[0]
-    return {0: b.op("Div", b.op("Mul", g[0], b.scalar(0.5, y)), y)}
+    half = b.op("Mul", g[0], b.scalar(0.5, y))
+    return {0: b.op("Div", half, _apart_from_zero(b, y, node.inputs[0]))}
+
+
+# Largest number of nested sums of a norm.
+_DEEPEST_SUM = 4
+
+
+def _apart_from_zero(b: VjpBuilder, value: str, square: str) -> str:
+    """Return a value whose zeros are replaced by one, if ``square`` is a sum of squares.
+
+    The derivative of the root is then finite where all squares are zero, and their derivatives make
+    it the subgradient zero of the norm.
+    """
+    if not _is_squared_norm(b, square, _DEEPEST_SUM):
+        return value
+    at_kink = b.op("Equal", value, b.scalar(0, value))
+    return b.op("Where", at_kink, b.scalar(1, value), value)
+
+
+def _is_squared_norm(b: VjpBuilder, name: str, depth: int) -> bool:
+    """Return whether a value is a square or a sum of squares, which may be times one number."""
+    node = b.graph.producers.get(name)
+    while node is not None and (node.op in RELAYS or node.op in _OF_SQUARES):
+        if node.op == "ReduceSumSquare":
+            return True
+        node = b.graph.producers.get(node.inputs[0])
+    if node is None or node.domain or not depth:
+        return False
+    if node.op == "Add":
+        return all(_is_squared_norm(b, part, depth - 1) for part in node.inputs)
+    if node.op == "Pow":
+        return _is_constant(b, node.inputs[1], 2)
+    if node.op not in ("Mul", "Div"):
+        return False
+    x, y = node.inputs
+    if node.op == "Mul" and x == y:
+        return True
+    scaled = {0: y, 1: x} if node.op == "Mul" else {1: x}
+    return any(
+        set(b.sample_shape(node.inputs[number])) <= {1} and _is_squared_norm(b, rest, depth - 1)
+        for number, rest in scaled.items()
+    )
+
+
+_OF_SQUARES = frozenset({"ReduceMean", "ReduceSum", "ReduceSumSquare"})
+
+
+def _is_constant(b: VjpBuilder, name: str, number: float) -> bool:
+    array = b.graph.constants.get(name)
+    return array is not None and array.size == 1 and array.item() == number
 
 
 @vjp_rule("Reciprocal")
