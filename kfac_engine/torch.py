@@ -7,11 +7,12 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.parameter_matches import match_parameters
 from kfac_engine.engine.result import KL_CLIP, Result
-from kfac_engine.errors import BackendError, InputError
+from kfac_engine.errors import BackendError, InputError, NonFiniteError
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.losses.objective import Targets
 
@@ -28,6 +29,18 @@ _NORMALIZATIONS = (
     torch.nn.BatchNorm3d,
     torch.nn.SyncBatchNorm,
 )
+# Their rates do not change the curvature, for which they keep all elements.
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+# The largest ⟨Δ, g⟩ that a bound accepts: a decrease of the loss of each example by half of it.
+_LARGEST_PRODUCT = 1e6
 
 
 class KFAC:
@@ -38,7 +51,9 @@ class KFAC:
     curvature from an ONNX file of the module.
 
     Args:
-        module: The module.
+        module: The module, or what ``torch.compile``, ``DataParallel`` or
+            ``DistributedDataParallel`` returned for it. ``step`` refuses a module whose parts,
+            trained parameters or normalizations in evaluation mode have changed since.
         sample: Inputs of the module for the export: a tensor, or a sequence of tensors. Their first
             axis holds the examples; later batches may have other numbers of examples.
         loss: The loss of the engine, such as ``"categorical"`` for the cross entropy of logits.
@@ -56,7 +71,7 @@ class KFAC:
 
     Raises:
         InputError: A parameter of the module is not a parameter of the file because an exporter
-            merged, folded or computed it; the message names it.
+            merged, folded or computed it; the message names it. Or torch cannot export the module.
         KfacError: The engine cannot read the file; see ``Engine.from_onnx``.
     """
 
@@ -70,25 +85,35 @@ class KFAC:
         model: ModelSource | None = None,
         **options: Any,
     ) -> None:
+        module = _unwrapped(module, options)
         self._module, self._kl_clip = module, kl_clip
         norms = [part for part in module.modules() if isinstance(part, _NORMALIZATIONS)]
         form = {"train_form": True} if any(norm.training for norm in norms) else {}
-        source = _exported(module, _tensors(sample)) if model is None else model
+        examples = _tensors(sample)
+        source = _exported(module, examples) if model is None else model
         graph = load_model(source).graph
         self._inputs = [entry.name for entry in graph.inputs]
         trained = [n for n in _trained(module) if n in graph.constants]
         chosen = {"trainable": trained} if model is None and trained else {}
-        self.engine = Engine.from_onnx(source, loss=loss, **{**chosen, **form, **options})
+        chosen |= {"gradient_dtype": "float32", **form, **options}
+        self.engine = Engine.from_onnx(source, loss=loss, **chosen)
         self.matches = match_parameters(self.engine, module.state_dict())
         absent = {*_trained(module)}.intersection(self.matches.unmatched)
         if absent:
-            names = ", ".join(f"'{name}'" for name in sorted(absent))
             raise InputError(
-                f"the file has no parameter for {names}: the output does not depend on them, or "
-                f"the exporter folded them. Set requires_grad=False for them, or omit model=."
+                f"the file has no parameter for {_listed(absent)}: the output does not depend on "
+                f"them, or the exporter folded them. Set requires_grad=False for them, or omit "
+                f"model=."
             )
+        self._parts = _parts(module)
 
-    def step(self, inputs: torch.Tensor | Sequence[torch.Tensor], targets: Targets = None) -> float:
+    def step(
+        self,
+        inputs: torch.Tensor | Sequence[torch.Tensor],
+        targets: Targets = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> float:
         """Update the curvature from a batch, and precondition the gradients of the module in place.
 
         Parameters whose ``grad`` is None are left out.
@@ -96,32 +121,54 @@ class KFAC:
         Args:
             inputs: The inputs of the batch whose gradients the module has.
             targets: The targets of the batch, for the estimation mode ``"empirical"``.
+            scaler: The scaler that multiplied the loss. ``kl_clip`` then bounds the gradients
+                without its factor. They keep the factor, which ``scaler.step(optimizer)`` removes;
+                omit ``scaler`` after ``scaler.unscale_(optimizer)``.
 
         Returns:
-            The factor, at most 1, that ``kl_clip`` multiplied the natural gradients by.
+            The factor, at most 1, that ``kl_clip`` multiplied the natural gradients by; 0 if scaled
+            gradients overflowed. ``scaler.step`` then leaves the parameters as they are.
 
         Raises:
-            InputError: No parameter has a gradient, or the inputs are wrong. No gradient changed.
+            InputError: No parameter has a gradient, the inputs are wrong, the module has changed,
+                or a factor of the loss makes ``kl_clip`` meaningless. No gradient changed.
             NonFiniteError: A gradient or a parameter holds NaN or infinity. No gradient changed.
         """
-        tensors = dict(self._module.named_parameters())
-        known = {n for layout in self.matches.layouts.values() for n in layout.names}
-        parameters = {name: tensor for name, tensor in tensors.items() if name in known}
-        present = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        named, factor = self._named(_tensors(inputs)), _factor(scaler)
+        parameters = self._parameters()
+        present = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not present:
             raise InputError("no parameter has a gradient; call loss.backward() before step().")
+        infinite = _infinite(present)
+        if infinite and scaler is not None:
+            return 0.0
+        if infinite:
+            raise NonFiniteError(f"the gradient of {_listed(infinite)} holds NaN or infinity.")
         self.engine.set_parameters(self.matches.to_engine(parameters))
-        gradients = self.matches.to_engine(present)
-        self.engine.observe(self._named(_tensors(inputs)), targets)
+        plain = present if factor == 1 else {n: g / factor for n, g in present.items()}
+        gradients = self.matches.to_engine(plain)
+        self.engine.observe(named, targets)
         natural = self.engine.precondition(gradients)
-        scale = 1.0
-        if self._kl_clip is not None:
-            trained = {name: natural[name] for name in gradients}  # no copies of tied weights
-            scale = Result(0.0, gradients, trained).clipped_rate(1.0, self._kl_clip)
-        converted = self.matches.to_module(natural)
-        with torch.no_grad():
-            for name, gradient in present.items():
-                gradient.copy_(torch.from_dlpack(converted[name])).mul_(scale)
+        trained = {name: natural[name] for name in gradients}  # no copies of tied weights
+        scale = self._scale(Result(0.0, gradients, trained))
+        arrays = self.matches.to_module(natural)
+        _replace(parameters, {n: torch.from_dlpack(arrays[n]) * (scale * factor) for n in present})
+        return scale
+
+    def _scale(self, result: Result) -> float:
+        """Return the factor that ``kl_clip`` allows; refuse gradients in another unit."""
+        if self._kl_clip is None:
+            return 1.0
+        scale = result.clipped_rate(1.0, self._kl_clip)
+        product = self._kl_clip / scale**2
+        if scale < 1 and product > _LARGEST_PRODUCT:
+            raise InputError(
+                f"kl_clip={self._kl_clip:g} has no meaning for these gradients: a step along the "
+                f"natural gradient would lower the loss by {product / 2:.3g} for each example. "
+                f"If a gradient scaler multiplied the loss, call step(inputs, scaler=scaler). If "
+                f"the loss is a sum over the batch, take the mean. Scale targets of large numbers. "
+                f"kl_clip=None has no bound."
+            )
         return scale
 
     def _named(self, inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -131,9 +178,76 @@ class KFAC:
             )
         return dict(zip(self._inputs, inputs, strict=True))
 
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of the engine by name; refuse a module that has changed."""
+        remedy = "make a new KFAC after a change of the module."
+        now = _parts(self._module)
+        for name in dict.fromkeys((*self._parts, *now)):
+            old, new = (parts.get(name, "absent") for parts in (self._parts, now))
+            if old != new:
+                raise InputError(
+                    f"part '{name}' of the module was {old} for KFAC, and is now {new}; {remedy}"
+                )
+        parameters = dict(self._module.named_parameters())
+        layouts = self.matches.layouts.values()
+        present = {layout.names: parameters.keys() & {*layout.names} for layout in layouts}
+        apart = [name for names, one in present.items() if len(one) != 1 for name in names]
+        if apart:
+            raise InputError(
+                f"{_listed(apart)} are absent now, or other parameters share memory; {remedy}"
+            )
+        known = {name: parameters[name] for (name,) in present.values()}
+        changing = [n for n, p in parameters.items() if p.requires_grad or p.grad is not None]
+        strangers = [name for name in changing if name not in known]
+        if strangers:
+            raise InputError(
+                f"KFAC has no natural gradient for {_listed(strangers)}, which the module did not "
+                f"have or did not train; {remedy}"
+            )
+        return known
 
-def _tensors(inputs: torch.Tensor | Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+
+def _unwrapped(module: torch.nn.Module, options: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` or a class for parallel batches contains."""
+    while isinstance(module, _WRAPPERS) or hasattr(module, "_orig_mod"):
+        if (
+            isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            and module.process_group.size() > 1
+            and options.get("communicator") is None
+        ):
+            raise InputError(
+                f"{module.process_group.size()} processes train the module, and each would have "
+                f"the curvature of its own part of a batch; pass communicator=."
+            )
+        module = module.module if isinstance(module, _WRAPPERS) else module._orig_mod
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"a module of torch is needed, got {type(module).__name__}.")
+    return module
+
+
+def _tensors(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    if not isinstance(inputs, list | tuple):
+        raise InputError(
+            f"the inputs must be a tensor or a sequence of tensors, got {type(inputs).__name__}."
+        )
+    for place, tensor in enumerate(inputs):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"input {place} must be a tensor, got {type(tensor).__name__}.")
+    return tuple(inputs)
+
+
+def _factor(scaler: torch.amp.GradScaler | None) -> float:
+    """Return the factor of the gradients that a scaler has not removed yet."""
+    if scaler is None:
+        return 1.0
+    if not hasattr(scaler, "get_scale"):
+        raise InputError(f"scaler must be a GradScaler, got {type(scaler).__name__}.")
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    if any(getattr(state.get("stage"), "name", "") == "UNSCALED" for state in states):
+        raise InputError("scaler.unscale_ has divided the gradients; call step without scaler=.")
+    return float(scaler.get_scale())
 
 
 def _trained(module: torch.nn.Module) -> list[str]:
@@ -142,13 +256,80 @@ def _trained(module: torch.nn.Module) -> list[str]:
     return [name for name, parameter in named if parameter.requires_grad]
 
 
+def _parts(module: torch.nn.Module) -> dict[str, str]:
+    """Return what determines the function of each part of a module besides its parameters."""
+    return {name: _description(part) for name, part in module.named_modules()}
+
+
+def _description(part: torch.nn.Module) -> str:
+    """Return class and settings; for a normalization its mode and statistics in that mode."""
+    kind = type(part).__name__
+    if isinstance(part, _NORMALIZATIONS):
+        mean, variance = part.running_mean, part.running_var
+        if part.training or mean is None or variance is None:
+            return f"{kind} in training mode"
+        statistics = torch.stack([mean, variance]).cpu().double().numpy().tobytes()
+        return f"{kind} in evaluation mode with statistics {crc32(statistics):08x}"
+    # Other classes may show numbers that change in training.
+    shown = type(part).__module__.startswith("torch.") and not isinstance(part, _DROPOUTS)
+    return f"{kind}({part.extra_repr()})" if shown else kind
+
+
+def _infinite(gradients: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of gradients with NaN or infinity; refuse gradients of other layouts."""
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise InputError(f"the gradient of '{name}' is sparse; set sparse=False in its layer.")
+    return [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+
+
+def _replace(
+    parameters: Mapping[str, torch.nn.Parameter], gradients: Mapping[str, torch.Tensor]
+) -> None:
+    """Write all gradients, or none if one exceeds the range of its element type."""
+    written = {n: g.to(parameters[n].grad) for n, g in gradients.items()}
+    infinite = _infinite(written)
+    if infinite:
+        raise NonFiniteError(
+            f"the natural gradient of {_listed(infinite)} exceeds the range of its element type; "
+            f"raise the damping, or use float32."
+        )
+    for name, gradient in written.items():
+        old = parameters[name].grad
+        # Elements that share memory cannot be written.
+        if any(
+            stride == 0 and size > 1 for stride, size in zip(old.stride(), old.shape, strict=True)
+        ):
+            parameters[name].grad = gradient
+        else:
+            old.detach().copy_(gradient)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
+
+
 def _exported(module: torch.nn.Module, sample: tuple[torch.Tensor, ...]) -> bytes:
     """Return the file of a module in evaluation form, with a free number of examples."""
     axes = tuple({0: torch.export.Dim.DYNAMIC} for _ in sample)
-    with _evaluated(module):
-        program = torch.onnx.export(
-            module, sample, dynamo=True, optimize=False, dynamic_shapes=axes, verbose=False
-        )
+    try:
+        with _evaluated(module):
+            program = torch.onnx.export(
+                module, sample, dynamo=True, optimize=False, dynamic_shapes=axes, verbose=False
+            )
+    except ImportError as failure:
+        raise BackendError(
+            f"the export needs a package: {failure}; run 'pip install onnxscript'."
+        ) from failure
+    except Exception as failure:
+        cause: BaseException = failure
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines() or [""]
+        raise InputError(
+            f"torch cannot export the module: {type(cause).__name__}: {lines[0]} Change the "
+            f"module for torch.onnx.export, or pass a file of it as model=."
+        ) from failure
     buffer = io.BytesIO()
     program.save(buffer)
     return buffer.getvalue()

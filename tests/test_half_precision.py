@@ -129,6 +129,68 @@ def test_inputs_and_gradients_are_accepted_in_both_types(dtype: str) -> None:
         np.testing.assert_array_equal(products[0][name], products[1][name])
 
 
+class Tensor:
+    """A tensor of PyTorch in bfloat16, which NumPy cannot read."""
+
+    dtype = "torch.bfloat16"
+    requires_grad = True
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array, self.shape = array.astype(DTYPES["bfloat16"]), array.shape
+
+    def detach(self) -> "Tensor":
+        plain = Tensor(self._array)
+        plain.requires_grad = False
+        return plain
+
+    def float(self) -> np.ndarray:
+        assert not self.requires_grad
+        return self._array.astype(np.float32)
+
+    def data_ptr(self) -> int:
+        return id(self)
+
+    def __dlpack__(self, **options: object) -> object:
+        raise RuntimeError("Unsupported dtype in DLTensor.")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.view(np.int16).__dlpack_device__()
+
+
+def test_bfloat16_tensors_are_read_wherever_arrays_are() -> None:
+    model = halved(models.mlp(), "bfloat16")
+    inputs, targets = batch_for(model, "categorical")
+    options = {"loss": "categorical", "gradient_dtype": "float32", "damping": 0.1}
+    engine = ke.Engine.from_onnx(model, **options)
+    gradients = engine.gradients(inputs, targets).gradients
+    found = []
+    for convert in (Tensor, lambda array: array.astype(DTYPES["bfloat16"])):
+        of = {n: convert(a) for n, a in inputs.items()}
+        engine = ke.Engine.from_onnx(model, **options)
+        engine.set_parameters({n: convert(2 * a) for n, a in engine.parameters.items()})
+        step = engine.step(of, targets)
+        found.append({
+            "output": engine.predict(of),
+            **{f"step {n}": a for n, a in step.natural_gradients.items()},
+            **engine.precondition({n: convert(g) for n, g in gradients.items()}),
+        })  # fmt: skip
+    for name, array in found[0].items():
+        np.testing.assert_array_equal(array, found[1][name])
+
+
+def test_bfloat16_tensors_match_the_parameters_of_their_file_by_value() -> None:
+    engine = ke.Engine.from_onnx(halved(models.mlp(), "bfloat16"), loss="categorical")
+    module = {f"net.{name}": Tensor(array) for name, array in engine.parameters.items()}
+    first = next(iter(module))
+    matches = ke.match_parameters(engine, {**module, "alias": module[first]})
+    assert matches.unmatched == ()
+    assert (first, "alias") in {layout.names for layout in matches.layouts.values()}
+    back = matches.to_module(engine.parameters)
+    for name, tensor in module.items():
+        assert back[name].dtype == np.float32  # which torch.from_dlpack reads
+        np.testing.assert_array_equal(back[name], tensor.detach().float())
+
+
 def test_input_of_other_type_error_names_both_types() -> None:
     engine = ke.Engine.from_onnx(halved(models.mlp(), "float16"), loss="categorical")
     with pytest.raises(InputError, match="float64, the model needs float16 or float32"):

@@ -60,8 +60,8 @@ def as_array(value: Any) -> Array:
         array: Array = value
         return array
     try:
-        return np.from_dlpack(detached(value)) if _is_foreign(value) else np.asarray(value)
-    # NumPy raises a RuntimeError for element types that it lacks, such as bfloat16.
+        return np.from_dlpack(readable(value)) if _is_foreign(value) else np.asarray(value)
+    # NumPy raises a RuntimeError for element types that it lacks.
     except (TypeError, ValueError, BufferError, RuntimeError) as failure:
         raise InputError(
             f"{type(value).__name__} is not an array of numbers: {str(failure).rstrip('.')}."
@@ -77,9 +77,13 @@ def numeric(what: str, array: Array) -> Array:
     return array
 
 
-def detached(value: Any) -> Any:
-    """Return a tensor without its autograd graph, which other libraries cannot read."""
-    return value.detach() if getattr(value, "requires_grad", False) else value
+def readable(value: Any) -> Any:
+    """Return a tensor that NumPy and CuPy can read: no autograd graph, bfloat16 as float32."""
+    if getattr(value, "requires_grad", False):
+        value = value.detach()
+    if str(getattr(value, "dtype", "")).rpartition(".")[2] != "bfloat16":
+        return value
+    return value.float() if hasattr(value, "float") else value.astype("float32")
 
 
 def read_only(array: Array) -> Array:

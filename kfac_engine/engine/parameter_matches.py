@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from kfac_engine.backend.namespace import on_host
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.analysis.exporter_changes import REMEDY, without_numbers
+from kfac_engine.graph.passes.upcast import in_single
 from kfac_engine.suggestions import suggestion
 
 _MOST_NAMES = 6
@@ -100,7 +102,8 @@ class ParameterMatches:
 
         Returns:
             Name in the framework to a new array in its layout; other libraries read it by DLPack,
-            such as ``torch.from_dlpack``. An array with several names is under each of them.
+            such as ``torch.from_dlpack``. An array with several names is under each of them. NumPy
+            lacks bfloat16; such an array is float32.
 
         Raises:
             UnknownNameError: A name is not a parameter of the engine.
@@ -117,6 +120,8 @@ class ParameterMatches:
                 )
             layout, array = self.layouts[name], self._engine.collection.backend.to_numpy(value)
             _check_shape(name, array, layout.file_shape)
+            # Frameworks read float16 from NumPy, but not bfloat16.
+            array = in_single(array) if array.dtype.name == "bfloat16" else array
             result |= dict.fromkeys(layout.names, layout.from_file(array))
         return result
 
@@ -149,11 +154,14 @@ class _Matching:
         copies = {tie.copy for tie in engine.ties} if engine.options.tie_weights else set()
         host = on_host(engine.parameters, engine.collection.backend)
         self.engine = engine
-        self.file = {
-            n: engine.collection.backend.to_numpy(a) for n, a in host.items() if n not in copies
-        }
-        module = {n: np.asarray(a) for n, a in on_host(arrays, engine.collection.backend).items()}
-        self.names = {names[0]: names for names in _aliases(module)}
+        to_numpy, read = (
+            engine.collection.backend.to_numpy,
+            on_host(arrays, engine.collection.backend),
+        )
+        self.file = {n: in_single(to_numpy(a)) for n, a in host.items() if n not in copies}
+        module = {n: np.asarray(a) for n, a in read.items()}
+        self.names = {names[0]: names for names in _aliases(module, arrays)}
+        module = {n: in_single(a) for n, a in module.items()}
         self.module = {name: module[name] for name in self.names}
         self.pairs: dict[str, tuple[str, tuple[int, ...]]] = {}
 
@@ -257,11 +265,16 @@ class _Matching:
                 )
 
 
-def _aliases(module: Mapping[str, Array]) -> Iterable[tuple[str, ...]]:
+def _aliases(
+    module: Mapping[str, Array], originals: Mapping[str, Any]
+) -> Iterable[tuple[str, ...]]:
     """Return the names of each array; names of the same memory are one array."""
     names: dict[object, tuple[str, ...]] = {}
     for name, array in module.items():
-        place = array.__array_interface__["data"][0] if array.size else name
+        place = name
+        if array.size:  # the address of a tensor, because its array may be a copy
+            pointer = getattr(originals[name], "data_ptr", None)
+            place = pointer() if pointer else array.__array_interface__["data"][0]
         key = (place, array.shape, array.strides, array.dtype)
         names[key] = (*names.get(key, ()), name)
     return names.values()

@@ -1,11 +1,13 @@
 """``kfac_engine.torch.KFAC`` and ``match_parameters`` against torch's autograd."""
 
+import contextlib
 import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 from torch import nn
 
 import kfac_engine as ke
@@ -150,10 +152,203 @@ def test_step_refuses_missing_gradients_and_wrong_inputs():
     before = backward(module, batch, targets)
     with pytest.raises(ke.InputError, match="1 inputs in the file, got 2"):
         kfac.step((batch, batch))
+    for wrong in (None, 5, "x", {"x": batch}, [None]):
+        with pytest.raises(ke.InputError, match="must be a tensor"):
+            kfac.step(wrong)
+        with pytest.raises(ke.InputError, match="must be a tensor"):
+            KFAC(module, wrong, loss="categorical")
     module[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(ke.NonFiniteError, match=r"0\.weight"):
         kfac.step(batch)
     torch.testing.assert_close(module[2].weight.grad, before["2.weight"], rtol=0, atol=0)
+    assert kfac.engine.counter == 0
+
+
+def replace(module, name, part):
+    setattr(module, name, part)
+    return module
+
+
+@pytest.mark.quick
+def test_a_gradient_whose_elements_share_memory_is_replaced():
+    module, batch, targets = create("mlp")
+    found = []
+    for convert in (torch.clone, lambda gradient: gradient):
+        backward(module, batch, targets)
+        module[2].bias.grad = convert(torch.ones(1).expand(3))
+        kfac = KFAC(module, batch[:3], loss="categorical", seed=3)
+        kfac.step(batch)
+        found.append({n: p.grad.clone() for n, p in module.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=0, atol=0)
+
+
+@pytest.mark.quick
+def test_sparse_gradient_is_refused_by_name():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    batch, targets = torch.randint(0, 9, (7, 2)), torch.randint(0, 3, (7,))
+    kfac = KFAC(module, batch[:3], loss="categorical")
+    before = backward(module, batch, targets)
+    with pytest.raises(ke.InputError, match=r"'0\.weight' is sparse"):
+        kfac.step(batch)
+    torch.testing.assert_close(module[2].weight.grad, before["2.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tied"])
+def test_half_precision_has_the_natural_gradients_of_float32(name, dtype):
+    module, batch, targets = create(name)
+    module = module.to(dtype)  # weights that both types hold
+    wide = copy.deepcopy(module).float()
+    narrow = batch.to(dtype) if batch.is_floating_point() else batch
+    before = backward(wide, narrow.float() if batch.is_floating_point() else batch, targets)
+    for parameter, gradient in zip(module.parameters(), before.values(), strict=True):
+        parameter.grad = gradient.to(dtype)
+    for own, other in zip(module.parameters(), wide.parameters(), strict=True):
+        other.grad = own.grad.float()
+    options = {"loss": "categorical", "damping": 0.1, "seed": 1}
+    for made, inputs in ((module, narrow), (wide, narrow.to(batch.dtype))):
+        KFAC(made, inputs[:3], **options).step(inputs)
+    for own, other in zip(module.parameters(), wide.parameters(), strict=True):
+        assert own.grad.dtype == dtype
+        close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4 * float(abs(other.grad).max())}
+        torch.testing.assert_close(own.grad.float(), other.grad, **close)
+
+
+@pytest.mark.quick
+def test_natural_gradient_beyond_its_element_type_changes_no_gradient():
+    module, batch, _ = create("mlp")
+    module, batch = module.half(), batch.half()
+    kfac = KFAC(module, batch[:3], loss="categorical", kl_clip=None, damping=1e-4)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 3e4)
+    with pytest.raises(ke.NonFiniteError, match="exceeds the range of its element type"):
+        kfac.step(batch)
+    assert all((p.grad == 3e4).all() for p in module.parameters())
+
+
+@contextlib.contextmanager
+def lone_process(folder):
+    """Open a process group of one process."""
+    address = f"file://{folder / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "compile": lambda m: torch.compile(m, backend="eager"),
+    "compiled part": lambda m: replace(m, "0", torch.compile(m[0], backend="eager")),
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "two": lambda m: torch.compile(nn.DataParallel(m), backend="eager"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_module_has_the_natural_gradients_of_the_module(wrapper, tmp_path):
+    with lone_process(tmp_path):
+        module, batch, targets = create("mlp")
+        wrapped = WRAPPERS[wrapper](copy.deepcopy(module))
+        for made in (module, wrapped):
+            backward(made, batch, targets)
+            KFAC(made, batch[:3], loss="categorical", seed=2).step(batch)
+        for own, other in zip(wrapped.parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
+
+
+@pytest.mark.quick
+def test_several_processes_need_a_communicator(tmp_path, monkeypatch):
+    with lone_process(tmp_path):
+        module, batch, _ = create("mlp")
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        monkeypatch.setattr(type(wrapped.process_group), "size", lambda group: 2)
+        with pytest.raises(ke.InputError, match=r"2 processes .* pass communicator="):
+            KFAC(wrapped, batch[:3], loss="categorical")
+
+
+class Undecided(nn.Module):
+    """A module that torch cannot export."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(x) if x.sum() > 0 else -self.head(x)
+
+
+@pytest.mark.quick
+def test_errors_of_the_exporter_are_one_line():
+    batch = torch.randn(3, 6)
+    with pytest.raises(ke.InputError, match=r"torch cannot export .*model=\.$") as failure:
+        KFAC(Undecided(), batch, loss="categorical")
+    assert len(str(failure.value).splitlines()) == 1
+    with pytest.raises(ke.InputError, match="a module of torch is needed, got function"):
+        KFAC(lambda x: x, batch, loss="categorical")
+
+
+def scaled_step(module, batch, targets, kfac, loop, *, unscale=False, **options):
+    """Return the parameters after a step of a loop with a gradient scaler, and the factor."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module.zero_grad()
+    loop.scale(nn.functional.cross_entropy(module(batch), targets)).backward()
+    if unscale:
+        loop.unscale_(optimizer)
+    factor = kfac.step(batch, **options)
+    loop.step(optimizer)
+    loop.update()
+    return [p.detach().clone() for p in module.parameters()], factor
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("way", ["scaler", "unscale"])
+@pytest.mark.parametrize("kl_clip", [1e-4, None])
+def test_a_gradient_scaler_does_not_change_the_update(way, kl_clip):
+    found = []
+    for scale in (1.0, 65536.0):
+        module, batch, targets = create("mlp")
+        kfac = KFAC(module, batch[:3], loss="categorical", kl_clip=kl_clip, seed=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        options = {"scaler": scaler} if way == "scaler" else {"unscale": True}
+        found.append(scaled_step(module, batch, targets, kfac, scaler, **options))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert found[0][1] < 1 or kl_clip is None
+    for own, other in zip(*(parameters for parameters, _ in found), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.quick
+def test_scaled_gradients_are_refused_where_the_scaler_is_not_given():
+    module, batch, targets = create("mlp")
+    kfac = KFAC(module, batch[:3], loss="categorical")
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ke.InputError, match=r"call step\(inputs, scaler=scaler\)"):
+        scaled_step(module, batch, targets, kfac, scaler)
+    with pytest.raises(ke.InputError, match="scaler must be a GradScaler, got float"):
+        kfac.step(batch, scaler=65536.0)
+    with pytest.raises(ke.InputError, match="call step without scaler="):
+        scaled_step(module, batch, targets, kfac, scaler, unscale=True, scaler=scaler)
+
+
+@pytest.mark.quick
+def test_overflow_of_scaled_gradients_skips_the_step():
+    module, batch, targets = create("mlp")
+    kfac = KFAC(module, batch[:3], loss="categorical")
+    before = [p.detach().clone() for p in module.parameters()]
+    scaler = torch.amp.GradScaler("cpu")
+    module[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+    after, factor = scaled_step(module, batch, targets, kfac, scaler, scaler=scaler)
+    assert factor == 0
+    assert kfac.engine.counter == 0
+    assert scaler.get_scale() < 65536
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=0)
 
 
 @pytest.mark.quick

@@ -19,7 +19,7 @@ from kfac_engine.backend.cuda.grouped_gram import GroupProducts, as_entry_images
 from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.cuda.patch_gram import PatchMoments
-from kfac_engine.backend.namespace import detached
+from kfac_engine.backend.namespace import readable
 from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
@@ -93,7 +93,7 @@ class CupyBackend:
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
         if _is_foreign(value, self.xp):
-            value = detached(value)
+            value = readable(value)
             value = self.xp.from_dlpack(value) if _on_gpu(value) else np.from_dlpack(value)  # type: ignore[arg-type] # it has __dlpack__
         array: Array = self.xp.asarray(value, dtype)
         return array
