@@ -7,12 +7,13 @@ take a backward pass for each example.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat
+from dataclasses import dataclass, replace
+from itertools import count, islice, repeat
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
@@ -27,7 +28,7 @@ from kfac_engine.curvature_result.parameter_vector import Places
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.example_gradients import ExampleGradients
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.errors import NonFiniteError, UnsupportedError
 from kfac_engine.layers.batched_dense import StackedDensePacking
 from kfac_engine.layers.broadcast import per_example
 from kfac_engine.layers.grouped import GroupedPacking
@@ -78,7 +79,8 @@ class LayerGradients:
             sources: For each gradient of an example, loss input to cotangent.
 
         Returns:
-            A reader for each layer of the model.
+            A reader for each layer of the model. Its tiles raise a ``NonFiniteError`` for an
+            example whose gradient holds NaN or infinity.
         """
         layers = self.assembly.discovery.layers
         values = [
@@ -86,7 +88,8 @@ class LayerGradients:
         ]
         wrt = tuple(dict.fromkeys(values))
         gradients = [trace.vjp(cotangents, wrt) if wrt else {} for cotangents in sources]
-        return [self._reader(layer, trace, sources, gradients) for layer in layers]
+        readers = [self._reader(layer, trace, sources, gradients) for layer in layers]
+        return [_checked(*pair, trace) for pair in zip(layers, readers, strict=True)]
 
     # -- private ----------------------------------------------------------------------------------
 
@@ -142,10 +145,10 @@ class LayerGradients:
         first = self._rows(form, inputs, outputs, slice(0, 1))
         (positions, d_in), (k, _, d_out) = first.inputs.shape[1:], first.outputs.shape[1:]
         rows, entries = positions * (d_in + k * d_out), k * d_in * d_out
-        count = len(inputs[0])
+        examples = len(inputs[0])
 
         def tiles(step: int) -> Iterator[FactoredGradients]:
-            for start in range(0, count, step):
+            for start in range(0, examples, step):
                 yield self._rows(form, inputs, outputs, slice(start, start + step))
 
         return LayerReader(tiles, rows if positions == 1 else max(rows, entries), entries)
@@ -204,7 +207,7 @@ class LayerGradients:
         """Yield gradients from a backward pass for each example."""
         task, names = self.assembly.task, layer.parameters
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
-        count = task.objective.examples(trace)
+        examples = task.objective.examples(trace)
         reached = self.assembly.model.backward(tuple(sources[0]), names).gradients
         passes = zip(*(each(trace, cotangents, names) for cotangents in sources), strict=True)
         rows: Iterator[Float] = (
@@ -214,14 +217,33 @@ class LayerGradients:
         try:
             if not reached:  # there is one gradient of the whole batch, zero
                 rows = repeat(next(rows))
-            for start in range(0, count, step):
-                yield WholeGradients(np.stack(list(islice(rows, min(step, count - start)))))
+            for start in range(0, examples, step):
+                yield WholeGradients(np.stack(list(islice(rows, min(step, examples - start)))))
         except UnsupportedError as failure:
             raise UnsupportedError(f"{', '.join(names)}: {failure}") from failure
 
     def _read(self, array: Array) -> Float:
         backend = self.assembly.collection.backend
         return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
+
+
+def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReader:
+    """Return a reader that refuses gradients with NaN or infinity."""
+
+    def tiles(step: int) -> Iterator[Gradients]:
+        for start, tile in zip(count(0, step), reader.tiles(step), strict=False):
+            is_factored = isinstance(tile, FactoredGradients)
+            for array in (tile.inputs, tile.outputs) if is_factored else (tile.values,):
+                if not all_finite(array):
+                    example = start + int(np.argwhere(~np.isfinite(array))[0][0])
+                    with trace.explain():
+                        raise NonFiniteError(
+                            f"the derivative of example {example} with respect to "
+                            f"{', '.join(layer.parameters)} holds NaN or infinity."
+                        )
+            yield tile
+
+    return replace(reader, tiles=tiles)
 
 
 def _slices(values: Float, step: int) -> Iterator[WholeGradients]:

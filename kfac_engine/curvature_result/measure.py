@@ -214,7 +214,8 @@ class _Measurement:
             has_targets = targets is not None
             trace = self.model.trace(inputs, targets)
             examples = objective.examples(trace)
-            self._measure(trace, examples, factors)
+            with trace.explain():
+                self._measure(trace, examples, factors)
             self.examples += examples
             self.predictions += sum(trace[name].size for name in objective.inputs)
             if has_targets and self.log_likelihood is not None:

@@ -170,7 +170,8 @@ class CurvatureProducts:
             if not self._shards.alone:
                 products = {name: array.copy() for name, array in products.items()}
             self._sum(list(products.values()))
-            check_finite(products, self._model.memory_space, "the product of")
+            with self._trace.explain():
+                check_finite(products, self._model.memory_space, "the product of")
         return self._model.to_file_layout(products)
 
     def _sum(self, arrays: Sequence[Array]) -> None:

@@ -252,7 +252,7 @@ class Engine(Summarized, PreconditioningModel):
             examples = self._meet(trace)
             with quiet():
                 if targets is not None:
-                    with self._history.explain():
+                    with self._history.explain(), trace.explain():
                         reported_loss(trace, self.objective)
                 update = self._measure_if_due(trace, examples, Recorder())
                 self._distribution.meet(0.0, update)
@@ -388,7 +388,7 @@ class Engine(Summarized, PreconditioningModel):
     ) -> PendingUpdate:
         """Measure the statistics of a shard."""
         scales = self.objective.fisher_scales(trace, examples=examples)
-        with self._history.explain():
+        with self._history.explain(), trace.explain():
             return self.estimator.statistics.measure(
                 trace, scales=scales, release=release, propagated=gradients
             )

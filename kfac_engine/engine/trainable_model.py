@@ -170,12 +170,13 @@ class TrainableModel(Sealed):
             UnknownNameError: A name is not an input, or not an output with a loss.
             ShapeError: An input does not fit its declared shape, or the model runs with another
                 number of examples only.
-            NonFiniteError: An input contains NaN or infinity.
+            NonFiniteError: NaN or infinity in an input reaches a value that a loss reads.
         """
         check_batch_size(self._task.batch, inputs)
         if isinstance(inputs, Mapping):
             inputs = self._arrays.for_model(inputs)
-        return self._model.run(inputs, self.objective.named_targets(targets))
+        trace = self._model.run(inputs, self.objective.named_targets(targets))
+        return trace.require_finite(self.objective.inputs)
 
     def loss(self, inputs: Mapping[str, Array], targets: Targets) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
@@ -197,7 +198,7 @@ class TrainableModel(Sealed):
         with single_threaded_blas(), quiet(), self._shards.together():
             trace = self.trace(inputs, targets)
             examples = self._shards.meet(trace)
-            with self._history.explain():
+            with self._history.explain(), trace.explain():
                 loss = reported_loss(trace, self.objective, examples)
             return self._shards.total(loss, "loss")
 
@@ -217,7 +218,7 @@ class TrainableModel(Sealed):
             not tensors are left out. Outputs in half precision are float32.
 
         Raises:
-            KfacError: The inputs are wrong; see ``trace``.
+            KfacError: The inputs are wrong, or outputs hold NaN because inputs do; see ``trace``.
         """
         return self._evaluation.predict(inputs)
 
@@ -370,7 +371,7 @@ class TrainableModel(Sealed):
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters = tuple(self._model.parameters)
-        with quiet(), self._history.explain():
+        with quiet(), self._history.explain(), trace.explain():
             backward = run_backward(trace, self.objective, parameters, outputs, examples)
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
@@ -390,7 +391,8 @@ class TrainableModel(Sealed):
 
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         buffers = self._model.buffers_after(trace)
-        check_finite(buffers, self._model.memory_space, "the running statistic")
+        with trace.explain():
+            check_finite(buffers, self._model.memory_space, "the running statistic")
         return buffers
 
     def _notes(self, trace: Trace) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.inference_form import inference_form
+from kfac_engine.errors import NonFiniteError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.runtime.forward_session import open_forward
-from kfac_engine.runtime.inputs import check_inputs, explained
+from kfac_engine.runtime.inputs import check_inputs, explained, finite, not_finite
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
@@ -41,7 +42,7 @@ class InferenceModel:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
             ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
-            NonFiniteError: An input contains NaN or infinity.
+            NonFiniteError: A value contains NaN or infinity, and an input does.
         """
         model = self._model
         checked = check_inputs(model.graph, inputs)
@@ -53,6 +54,10 @@ class InferenceModel:
         if computed:
             with explained(model.graph, checked):
                 results = self._session(computed).run(computed, feeds)
+            suspects = not_finite(checked)
+            bad = [name for name in computed if suspects and not finite(results[name])]
+            if bad:
+                raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity; {suspects}.")
         return {name: results[name] if name in results else known[name] for name in names}
 
     def _session(self, names: tuple[str, ...]) -> Session | DeviceSession:

@@ -18,6 +18,7 @@ from kfac_engine.errors import (
 )
 from kfac_engine.graph.passes.upcast import widened
 from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.losses.checks import first_index
 from kfac_engine.suggestions import suggestion
 
 
@@ -35,7 +36,6 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
         InputError: An input is missing or of the wrong element type.
         UnknownNameError: A name is not an input of the model.
         ShapeError: An input does not fit its declared shape.
-        NonFiniteError: An input contains NaN or infinity.
     """
     declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
     if not isinstance(inputs, Mapping):
@@ -60,6 +60,25 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
             raise InputError(f"input '{entry.name}' is missing; the model needs: {declared}.")
         checked[entry.name] = _check_array(entry, inputs[entry.name])
     return checked
+
+
+def not_finite(inputs: Mapping[str, Array]) -> str:
+    """Return a clause about the inputs with NaN or infinity; empty if there are none.
+
+    Such inputs are no error: a mask of minus infinity or a missing value may have finite results.
+
+    Args:
+        inputs: Input name to checked array.
+    """
+    places = {
+        name: first_index(~array_module(array).isfinite(array))
+        for name, array in inputs.items()
+        if not finite(array)
+    }
+    return "; ".join(
+        f"input '{name}' contains NaN or infinity, first at index {place}"
+        for name, place in places.items()
+    )
 
 
 def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
@@ -158,10 +177,17 @@ def check_parameters(
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array
-    for name, finite in zip(checked, memory_space.finite(list(checked.values())), strict=True):
-        if not finite:
+    for name, good in zip(checked, memory_space.finite(list(checked.values())), strict=True):
+        if not good:
             raise NonFiniteError(f"the new value of parameter '{name}' contains NaN or infinity.")
     return checked
+
+
+def finite(array: Array) -> bool:
+    """Return whether an array of numbers has neither NaN nor infinity."""
+    if not np.issubdtype(array.dtype, np.floating):
+        return True
+    return all_finite(array) if isinstance(array, np.ndarray) else bool(np.isfinite(array).all())
 
 
 def spelled(shape: Sequence[int | str | None]) -> str:
@@ -194,15 +220,4 @@ def _check_array(entry: Input, value: Array) -> Array:
         )
     if array.shape[:1] == (0,):
         raise ShapeError(f"input '{entry.name}' has shape {array.shape}: the batch is empty.")
-    if np.issubdtype(array.dtype, np.floating) and not _finite(array):
-        bad = tuple(int(i) for i in array_module(array).argwhere(~np.isfinite(array))[0])
-        raise NonFiniteError(
-            f"input '{entry.name}' contains NaN or infinity, first at index {bad}."
-        )
     return array
-
-
-def _finite(array: Array) -> bool:
-    if isinstance(array, np.ndarray):
-        return all_finite(array)
-    return bool(np.isfinite(array).all())

@@ -32,7 +32,7 @@ from kfac_engine.runtime.backward_session import BackwardSession, open_backward
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.passes import chosen_passes
 from kfac_engine.runtime.forward_session import open_forward
-from kfac_engine.runtime.inputs import check_inputs, check_parameters, explained
+from kfac_engine.runtime.inputs import check_inputs, check_parameters, explained, not_finite
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.runtime.sample_run import measured_facts, sample_facts
 from kfac_engine.runtime.trace import Trace
@@ -163,7 +163,6 @@ class OnnxModel:
             InputError: An input is missing or of the wrong element type.
             UnknownNameError: A name is not an input of the model.
             ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
-            NonFiniteError: An input contains NaN or infinity.
         """
         checked = check_inputs(self.graph, inputs)
         feeds = {name: self.memory_space.as_feed(array) for name, array in checked.items()}
@@ -173,7 +172,7 @@ class OnnxModel:
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
         extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
         with explained(self.graph, checked):
-            return Trace(self, feeds, extra)
+            return Trace(self, feeds, extra, not_finite(checked))
 
     def set_parameters(self, values: Mapping[str, Array], *, copy: bool = True) -> None:
         """Replace the values of parameters, or none of them if an error is raised.

@@ -1,6 +1,7 @@
 """Traces: evaluations of a model on a batch, with values and derivatives."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -8,9 +9,10 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.backend.memory_space import MemorySpace
-from kfac_engine.errors import ShapeError, UnknownNameError
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Graph
 from kfac_engine.runtime.backward_session import BackwardSession
+from kfac_engine.runtime.inputs import finite
 from kfac_engine.suggestions import suggestion
 
 
@@ -57,12 +59,18 @@ class Trace(Mapping[str, Array]):
         model: The model.
         feeds: Checked inputs and parameters, by name.
         extra: Further arrays by name, such as targets.
+        suspects: A clause about the inputs with NaN or infinity; empty if there are none.
     """
 
     def __init__(
-        self, model: Evaluator, feeds: Mapping[str, Array], extra: Mapping[str, Array]
+        self,
+        model: Evaluator,
+        feeds: Mapping[str, Array],
+        extra: Mapping[str, Array],
+        suspects: str = "",
     ) -> None:
         self._model = model
+        self._suspects = suspects
         self._feeds = feeds
         self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
         self._known = dict.fromkeys((*model.graph.values(), *model.defined))
@@ -101,7 +109,35 @@ class Trace(Mapping[str, Array]):
         Returns:
             The new evaluation; inputs without a new array do not change.
         """
-        return Trace(self._model, {**self._feeds, **inputs}, {})
+        return Trace(self._model, {**self._feeds, **inputs}, {}, self._suspects)
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Return a context that adds inputs with NaN or infinity to a ``NonFiniteError``."""
+        try:
+            yield
+        except NonFiniteError as error:
+            if not self._suspects or self._suspects in str(error):
+                raise
+            raise NonFiniteError(f"{str(error).rstrip('.')}; {self._suspects}.") from error
+
+    def require_finite(self, names: Sequence[str]) -> "Trace":
+        """Refuse values that inputs with NaN or infinity have made infinite or NaN.
+
+        Args:
+            names: Names of values.
+
+        Returns:
+            The trace itself.
+
+        Raises:
+            NonFiniteError: A value contains NaN or infinity, and an input does.
+        """
+        bad = [name for name in names if self._suspects and not finite(self[name])]
+        with self.explain():
+            if bad:
+                raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity.")
+        return self
 
     def release(self, names: Collection[str]) -> None:
         """Release the memory of computed values; reading a released value computes it again."""
