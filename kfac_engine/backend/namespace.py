@@ -51,11 +51,7 @@ def as_array(value: Any) -> Array:
     Raises:
         InputError: The array has a mask, or NumPy cannot convert the object.
     """
-    if isinstance(value, np.ma.MaskedArray):
-        raise InputError(
-            "a masked array cannot be used, because its mask would be ignored; fill the "
-            "array, for example with array.filled(0)."
-        )
+    refuse_mask(value)
     if isinstance(value, np.ndarray) or _library(value) == "cupy":
         array: Array = value
         return array
@@ -66,6 +62,15 @@ def as_array(value: Any) -> Array:
         raise InputError(
             f"{type(value).__name__} is not an array of numbers: {str(failure).rstrip('.')}."
         ) from failure
+
+
+def refuse_mask(value: object) -> None:
+    """Raise an InputError for a masked array."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(
+            "a masked array cannot be used, because its mask would be ignored; fill the "
+            "array, for example with array.filled(0)."
+        )
 
 
 def numeric(what: str, array: Array) -> Array:

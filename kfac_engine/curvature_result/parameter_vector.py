@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import numeric
+from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.layers.parameter_slices import ParameterSlice
 
@@ -119,7 +119,9 @@ class ParameterVector:
                 f"'{name}' is not a parameter of this curvature; they are: "
                 f"{', '.join(self.shapes)}."
             )
-        array = np.asarray(numeric(f"the vector of '{name}'", np.asarray(value)), np.float64)
+        array = np.asarray(
+            numeric(f"the vector of '{name}'", np.asarray(as_array(value))), np.float64
+        )
         shape = self.shapes[name]
         if array.shape != shape and array.shape[1:] != shape:
             raise ShapeError(

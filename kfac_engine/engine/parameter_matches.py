@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import on_host
+from kfac_engine.backend.namespace import as_array, on_host
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.analysis.exporter_changes import REMEDY, without_numbers
@@ -88,7 +88,7 @@ class ParameterMatches:
         for name, layout in self.layouts.items():
             for other in layout.names:
                 if other in host:
-                    array = np.asarray(host[other])
+                    array = np.asarray(as_array(host[other]))
                     _check_shape(other, array, layout.shape)
                     result[name] = layout.to_file(array)
                     break
@@ -159,7 +159,7 @@ class _Matching:
             on_host(arrays, engine.collection.backend),
         )
         self.file = {n: in_single(to_numpy(a)) for n, a in host.items() if n not in copies}
-        module = {n: np.asarray(a) for n, a in read.items()}
+        module = {n: np.asarray(as_array(a)) for n, a in read.items()}
         self.names = {names[0]: names for names in _aliases(module, arrays)}
         module = {n: in_single(a) for n, a in module.items()}
         self.module = {name: module[name] for name in self.names}

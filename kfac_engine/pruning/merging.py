@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import number
-from kfac_engine.backend.namespace import numeric
+from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
@@ -90,7 +90,7 @@ def _checked(
             f"{owner} and the first curvature differ in the parameters {differing}; merge models "
             f"of one architecture."
         )
-    arrays = {name: np.asarray(array) for name, array in entries.items()}
+    arrays = {name: np.asarray(as_array(array)) for name, array in entries.items()}
     for name, array in arrays.items():
         numeric(f"'{name}' of {owner}", array)
         if array.shape != shapes[name]:

@@ -28,7 +28,7 @@ def has_provider(kind: str) -> bool:
     return _PROVIDERS[kind] in ort.get_available_providers()
 
 
-class DeviceSession:
+class DeviceSession(session.Uncopied):
     """A graph compiled for a memory space, with the methods of ``session.Session``.
 
     Args:

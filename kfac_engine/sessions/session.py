@@ -13,14 +13,20 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from kfac_engine._types import Array, DType
-from kfac_engine.errors import BackendError, KfacError, MissingKernelError, ModelError
+from kfac_engine.errors import (
+    BackendError,
+    KfacError,
+    MissingKernelError,
+    ModelError,
+    UnsupportedError,
+)
 from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.limits import MOST_SECONDS
 from kfac_engine.graph.structure import Input, Node
@@ -47,7 +53,18 @@ FAILURES: tuple[type[Exception], ...] = (
 )
 
 
-class Session:
+class Uncopied:
+    """Base of sessions: what has one can be neither copied in depth nor pickled."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``, which ONNX Runtime does not support."""
+        raise UnsupportedError(
+            "an object with sessions of ONNX Runtime cannot be copied or pickled; make another one "
+            "from the model."
+        )
+
+
+class Session(Uncopied):
     """A graph compiled for the CPU.
 
     Args:

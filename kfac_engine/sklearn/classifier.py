@@ -8,6 +8,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.sklearn.estimator import OnnxEstimator
@@ -66,6 +67,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             ValueError: See ``fit``.
         """
         continues = self.__sklearn_is_fitted__()
+        refuse_mask(classes)
         labels = None if classes is None else np.unique(classes)
         if not continues and labels is None:
             raise InputError("the first call of partial_fit needs classes, the labels of all data.")

@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import listed, whole
+from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.sklearn.example_input import ExampleInput, as_rows
@@ -170,6 +171,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
     ) -> tuple[TrainedModel, Array, Array]:
         """Check examples; return the model, its inputs and its targets."""
         rows, shape = as_rows(X)
+        refuse_mask(y)
         rows, y = validate_data(self, rows, y, reset=not continues, **self._validation)
         outputs = self._read_targets(y, labels)
         model = self._trained if continues else None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.graph.structure import Graph
 
@@ -22,7 +23,11 @@ def as_rows(X: Any) -> tuple[Any, Shape | None]:
 
     Returns:
         ``X`` itself and None for rows; ``(n, features)`` and the shape of an example otherwise.
+
+    Raises:
+        InputError: The array has a mask.
     """
+    refuse_mask(X)
     if getattr(X, "ndim", 2) <= 2:
         return X, None
     array = np.asarray(X)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kfac_engine.arguments import number, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.errors import InputError, KfacError, NonFiniteError
+from kfac_engine.errors import InputError, KfacError, NonFiniteError, UnsupportedError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.text.summary import Summarized, Summary
@@ -179,6 +179,13 @@ class Optimizer(Summarized, Sealed, ABC):
         self.steps += 1
         report = self._adapt(proposal, inputs, targets, clock)
         return replace(report, seconds=clock.seconds)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy`` and ``pickle``, as the engine does."""
+        raise UnsupportedError(
+            "an optimizer cannot be copied or pickled; save its state with optimizer.save(path), "
+            "make another one with the same options, and load it there."
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the state of the engine and of the optimizer, to resume with equal bits.

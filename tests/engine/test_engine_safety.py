@@ -242,10 +242,34 @@ def test_tensors_that_require_gradients_are_taken():
         np.testing.assert_array_equal(array, wanted[name])
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_of_an_engine_are_refused_with_the_way_to_make_one(duplicate):
-    with pytest.raises(ke.UnsupportedError, match=r"engine\.save"):
-        duplicate(engine_of())
+# What cannot be copied because it has an engine or a session, and the remedy.
+UNCOPIED = {
+    "engine": (lambda e: e, r"engine\.save"),
+    "optimizer": (lambda e: ke.Adam(e, 0.1), r"optimizer\.save"),
+    "optimizer with curvature": (ke.KfacOptimizer, r"optimizer\.save"),
+    "trace": (lambda e: e.trace(X), "make another one from the model"),
+    "products": (lambda e: e.curvature_products(e.trace(X)), "another one from the model|engine"),
+    "factors": (lambda e: e.factors, "another one from the model"),
+    "estimator": (lambda e: e.estimator, "another one from the model"),
+    "matches": (lambda e: ke.match_parameters(e, e.parameters), r"engine\.save"),
+}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("name", UNCOPIED)
+def test_copies_are_refused_with_the_way_to_make_one(name, duplicate):
+    engine = engine_of()
+    engine.observe(X)
+    make, words = UNCOPIED[name]
+    with pytest.raises(ke.UnsupportedError, match=words):
+        duplicate(make(engine))
+
+
+@pytest.mark.parametrize("name", ["engine", "optimizer", "optimizer with curvature"])
+def test_a_shallow_copy_is_refused(name):
+    make, words = UNCOPIED[name]
+    with pytest.raises(ke.UnsupportedError, match=words):
+        copy.copy(make(engine_of()))
 
 
 def test_products_before_any_statistics_say_what_to_call():
