@@ -24,7 +24,6 @@ MAX_BODY_LINES = 40  # of a function, docstring not counted
 # Third-party import name to the places that may import it.
 RESERVED = {
     "onnx": ("kfac_engine/graph/",),
-    "onnx_ir": ("kfac_engine/graph/",),
     "onnxruntime": ("kfac_engine/sessions/session.py", "kfac_engine/sessions/device_session.py"),
     "cupy": ("kfac_engine/backend/cuda/device.py",),
     "mpi4py": ("kfac_engine/ranks/mpi.py",),

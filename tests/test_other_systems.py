@@ -14,7 +14,7 @@ import pytest
 # What is loaded first: these libraries have their own ways on each system.
 PRELUDE = """
 import importlib, os, pathlib, signal, sys
-import click, concurrent.futures, matplotlib.pyplot, numpy, onnx.reference, onnx_ir, onnxruntime
+import click, concurrent.futures, matplotlib.pyplot, numpy, onnx.reference, onnxruntime
 import rich.console, rich.progress, rich.table, safetensors.numpy, scipy.linalg, scipy.optimize
 import importlib.util, threadpoolctl, types
 

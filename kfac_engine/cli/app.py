@@ -1,7 +1,7 @@
 """The group of commands; a failure becomes one line on stderr and an exit status."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import click
 
@@ -59,6 +59,7 @@ class Program(click.Group):
 
 @click.group(
     cls=Program,
+    help="K-FAC natural gradients for any ONNX model.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="'kfac-engine COMMAND --help' shows the options of a command and an example.",
@@ -72,11 +73,28 @@ def app(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-COMMANDS = (
-    demo, train, find_rate, precondition, inspect, differentiate, report, verify, curvature,
-    laplace, influence, saliency, prune, merge, bench, doctor,
-)  # fmt: skip
-for command in COMMANDS:
+# The commands with their texts, which are no docstrings, because ``python -OO`` removes these.
+COMMANDS: Mapping[click.Command, str] = {
+    demo: "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
+    train: "Train a model, and write it with its new weights.\n\n"
+    "Of several processes that mpirun starts, each trains on its share of every batch.",
+    find_rate: "Suggest a learning rate, from a short run whose rate grows.",
+    precondition: "Write the gradients of a batch and the preconditioned gradients.",
+    inspect: "Show the layer, block, factors and costs of each parameter.",
+    differentiate: "Write the gradient of a model as a plain ONNX model.",
+    report: "Write a page with the charts and tables of a training run.",
+    verify: "Check gradients, curvature, inverses and export against definitions.",
+    curvature: "Measure the Fisher matrix of a model on a data set, and store it.",
+    laplace: "Predict with the uncertainty of the parameters, by a Laplace approximation.",
+    influence: "Score the examples of the training data for queries, or for themselves.",
+    saliency: "Write the rise of the loss for each weight that becomes zero.",
+    prune: "Write a model whose weights of small saliency are zero.",
+    merge: "Write the mean of models of one architecture, weighted by their Fisher matrices.",
+    bench: "Measure the time and the memory of each operation, of whole steps, and of training.",
+    doctor: "Show versions, libraries, threads, the GPU and the selected backend.",
+}
+for command, text in COMMANDS.items():
+    command.help = text
     app.add_command(command)
 
 

@@ -19,7 +19,7 @@ from kfac_engine.cli.options import debug_option, json_option
 from kfac_engine.cli.tables import print_table
 
 _PACKAGES = (
-    "numpy", "scipy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "safetensors",
+    "numpy", "scipy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors",
     "threadpoolctl", "cupy-cuda12x", "cupy-cuda13x", "matplotlib",
 )  # fmt: skip
 

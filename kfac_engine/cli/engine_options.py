@@ -1,20 +1,19 @@
 """The options of an engine on the command line, derived from the fields of ``EngineOptions``.
 
-A field gives its option the name, the type, the default and the help text, which is the first
-sentence of the field's entry in the docstring of the record. ``SPELLINGS`` has a row only where the
-command line differs. The record is imported when a command runs or shows its help, not before.
+A field gives its option the name, the type and the default, and ``TEXTS`` the help text.
+``SPELLINGS`` has its group, and where the command line differs the rest. The record is imported
+when a command runs or shows its help, not before.
 """
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from inspect import cleandoc
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
 from kfac_engine.cli.command import Choice, Command, Group, Option
+from kfac_engine.cli.engine_texts import CURVATURE_TEXTS, TEXTS
 from kfac_engine.cli.options import one_or_all, one_or_more
 
 HEADING = "Options of the engine"
@@ -262,17 +261,16 @@ def options_of(record: type[Any], names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record.
 
     Args:
-        record: A dataclass whose docstring has an entry for each field under ``Attributes``.
+        record: A dataclass; ``TEXTS`` has a text for each of its fields.
         names: The fields; empty for all but those that the commands have as their own.
 
     Returns:
         The options, in the order of the fields.
     """
-    types, texts = get_type_hints(record), dict(_entries(record))
+    types = get_type_hints(record)
+    texts = {**TEXTS, **(CURVATURE_TEXTS if record.__name__ == "CurvatureOptions" else {})}
     chosen = names or [f.name for f in fields(record) if f.name not in _ELSEWHERE]
-    return [
-        _option(f, types[f.name], texts.get(f.name, "")) for f in fields(record) if f.name in chosen
-    ]
+    return [_option(f, types[f.name], texts[f.name]) for f in fields(record) if f.name in chosen]
 
 
 def _option(record_field: "Field[Any]", annotation: Any, text: str) -> Option:
@@ -326,13 +324,3 @@ def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) not in {Union, UnionType}:
         return [annotation]
     return [inner for member in get_args(annotation) for inner in _members(member)]
-
-
-def _entries(record: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that a record and its bases document, with the first sentence of each."""
-    for owner in reversed(record.__mro__[:-1]):
-        _, _, section = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.*\n?(?:     +.*\n?)*)", section, re.M):
-            spelt = re.sub(r"``(\w+)``", lambda m: _flag(m[1]) if m[1] in SPELLINGS else m[1], text)
-            plain = re.sub(r'``"?|"?``', "", " ".join(spelt.split()))
-            yield name, re.match(r".*?\.(?= |$)|.*", plain)[0]  # type: ignore[index]

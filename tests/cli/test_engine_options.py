@@ -1,7 +1,12 @@
 """An option of the engine is written once: the command line and its page follow from the record."""
 
+import contextlib
+import io
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -10,27 +15,19 @@ import pytest
 from kfac_engine.cli.app import app
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.engine_options import SPELLINGS, EngineCommand, Spelling, options_of
+from kfac_engine.cli.engine_texts import CURVATURE_TEXTS, TEXTS
 from kfac_engine.cli.options import keywords
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.engine.options import EngineOptions
 from scripts import list_options
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extended(EngineOptions):
-    """Options and one more of each type.
-
-    Attributes:
-        dummy: Weight of the ``"dummy"``; for
-            the test. The library alone reads this sentence.
-        colour: Colour.
-        quiet: Silence.
-        open: Openness.
-        sizes: Sizes.
-        sorts: Sort.
-        axes: Axis.
-    """
+    """Options and one more of each type."""
 
     dummy: float = 0.25
     colour: Literal["red", "blue"] = "red"
@@ -47,6 +44,7 @@ def command(monkeypatch):
     monkeypatch.setattr("kfac_engine.engine.options.EngineOptions", Extended)
     for name in {field.name for field in fields(Extended)} - set(SPELLINGS):
         monkeypatch.setitem(SPELLINGS, name, Spelling(Group.MODEL))
+        monkeypatch.setitem(TEXTS, name, f"Weight of the {name}; for the test.")
 
     @click.command(cls=EngineCommand, example="")
     @keywords()
@@ -62,7 +60,6 @@ def test_a_new_field_is_an_option_with_its_help_and_a_row_of_the_page(command):
     page = command.get_help(click.Context(command))
     assert "--dummy FLOAT" in page
     assert "Weight of the dummy; for the test. [default: 0.25]" in " ".join(page.split())
-    assert "The library alone" not in page
     row = "| `--dummy` | `0.25` | Weight of the dummy; for the test. |\n"
     assert row in list_options.table(options_of(Extended))
 
@@ -92,12 +89,31 @@ def test_defaults_of_the_command_line_are_those_of_the_record(record):
 def test_every_field_has_a_text_and_every_spelling_a_field():
     records = EngineOptions, Schedule, CurvatureOptions
     names = {field.name for record in records for field in fields(record)}
-    assert set(SPELLINGS) <= names
+    assert set(CURVATURE_TEXTS) <= set(SPELLINGS) == set(TEXTS) <= names
     assert all(
         option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
         for record in records
         for option in options_of(record, names & set(SPELLINGS))
     )
+
+
+# Prints the help of the program and of each command.
+PAGES = """
+import click
+from kfac_engine.cli.app import app
+for name, command in {"": app, **app.commands}.items():
+    print(command.get_help(click.Context(command, info_name=name, terminal_width=80)))
+"""
+
+
+def test_the_help_is_the_same_without_docstrings():
+    pages = io.StringIO()
+    with contextlib.redirect_stdout(pages):
+        exec(PAGES, {})
+    run = [sys.executable, "-X", "utf8", "-OO", "-c", PAGES]
+    found = subprocess.run(run, check=True, capture_output=True, encoding="utf-8", cwd=ROOT).stdout
+    assert found == pages.getvalue()
+    assert len(found) > 10_000
 
 
 def test_an_accepted_name_is_in_the_help():
