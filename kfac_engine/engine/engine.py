@@ -42,6 +42,7 @@ from kfac_engine.losses.objective import Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
+from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
 
@@ -259,7 +260,7 @@ class Engine(Summarized, PreconditioningModel):
                 self._distribution.combine(update)
                 self.estimator.refreshes.run(self.counter)
             self._shards.agreement.vote(place="observe")
-        self._advance(perf_counter() - start)
+            self._advance(perf_counter() - start)
 
     def update_statistics(self, trace: Trace, examples: int | None = None) -> None:
         """Update the averages by one batch, whatever the schedule; inverses do not change.
@@ -323,14 +324,13 @@ class Engine(Summarized, PreconditioningModel):
         expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
         with self._together():
             state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
-        self._distribution.restart()
-        self.estimator.rng.bit_generator.state = state.generator
-        self.counter = state.counter
-        self.estimator.refreshes.restore(state.planner, state.samples)
-        if parameters:
-            self._model.set_parameters(state.parameters)
-            self.set_buffers(state.buffers)
-        self._history.restart()
+            self._distribution.restart()
+            self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
+            self.estimator.refreshes.restore(state.planner, state.samples)
+            if parameters:
+                self._model.set_parameters(state.parameters)
+                self.set_buffers(state.buffers)
+            self._history.restart()
 
     def _summary(self) -> Summary:
         settings = self.damping, self.schedule
@@ -347,8 +347,9 @@ class Engine(Summarized, PreconditioningModel):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Return a context in which an error of one process changes the state of none."""
-        with self._shards.together(), self.estimator.statistics.restored_on_error():
+        """Return a context that leaves no half of a change after an error of a rank or Ctrl-C."""
+        restored = self.estimator.statistics.restored_on_error
+        with HeldInterrupts(), self._shards.together(), restored():
             yield
 
     def _meet(self, trace: Trace, examples: int | None = None) -> int | None:

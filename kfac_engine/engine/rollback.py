@@ -70,7 +70,7 @@ def undone_on_overflow(
         generator = estimator.rng.bit_generator.state
         try:
             yield
-        except Exception:  # of several processes, the one that fails has another error
+        except BaseException:  # of several processes, the one that fails has another error
             estimator.rng.bit_generator.state = generator
             # A pending refresh reads averages that are replaced below.
             for moved in estimator.factors:

@@ -1,21 +1,76 @@
-"""Signals that end a program, deferred until the present task has stored its state."""
+"""Signals that wait: for the end of a step, or until a run has stored its state."""
 
 import signal
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from threading import current_thread, main_thread
 from types import FrameType, TracebackType
+from typing import Any, Self
 
 # Signals that end a program, where the system has them.
 SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
+_ALL = tuple(int(number) for number in signal.Signals)
 
 
-class DeferredSignals:
+class _Handling(ABC):
+    """A context with other handlers of signals.
+
+    The context has no effect outside the main thread, where Python receives no signals.
+
+    Args:
+        numbers: The signals.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._numbers = numbers
+        self._older: dict[int, Any] = {}
+        self._over = False
+
+    def __enter__(self) -> Self:
+        if current_thread() is main_thread():
+            try:
+                for number in self._numbers:
+                    older = signal.getsignal(number)
+                    if self._replaces(older):
+                        self._older[number] = older
+                        signal.signal(number, self._received)
+            except BaseException:  # a signal that is not replaced yet
+                self._restore()
+                raise
+        return self
+
+    def _restore(self) -> None:
+        # A signal may interrupt the loop; handlers that stay then do what the older ones do.
+        self._over = True
+        for number, older in self._older.items():
+            signal.signal(number, older)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        older = self._older[number]
+        if not self._over:
+            self._handle(number, frame)
+        elif callable(older):
+            older(number, frame)
+        else:
+            signal.signal(number, older)
+            signal.raise_signal(number)
+
+    @abstractmethod
+    def _replaces(self, older: object) -> bool:
+        """Return whether the context replaces a handler."""
+
+    @abstractmethod
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the context."""
+
+
+class DeferredSignals(_Handling):
     """A context in which the first signal that ends the program waits for the end of the context.
 
-    A second signal has its usual effect at once. Signals that the program ignores stay ignored. The
-    context has no effect outside the main thread, where Python receives no signals.
+    A second signal has its usual effect at once. Signals that the program ignores stay ignored. If
+    an error ends the context, the signal follows it.
 
     Args:
         active: Whether the context has an effect.
@@ -25,18 +80,8 @@ class DeferredSignals:
     """
 
     def __init__(self, active: bool = True) -> None:
-        self._active = active
+        super().__init__(SIGNALS if active else ())
         self.received: int | None = None
-        self._handlers = ExitStack()
-
-    def __enter__(self) -> "DeferredSignals":
-        if self._active and current_thread() is main_thread():
-            for number in SIGNALS:
-                older = signal.getsignal(number)
-                if older not in {signal.SIG_IGN, None}:
-                    self._handlers.callback(signal.signal, number, older)
-                    signal.signal(number, self._defer)
-        return self
 
     def __exit__(
         self,
@@ -44,13 +89,52 @@ class DeferredSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._handlers.close()
-        if self.received is not None and error is None:
+        self._restore()
+        if self.received is not None:
             signal.raise_signal(self.received)
 
-    def _defer(self, number: int, frame: FrameType | None) -> None:
+    def _replaces(self, older: object) -> bool:
+        return older not in {signal.SIG_IGN, None}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number
             return
-        self._handlers.close()
+        self._restore()
+        self.received = None
         signal.raise_signal(number)
+
+
+class HeldInterrupts(_Handling):
+    """A context at whose end the exception of a signal handler is raised.
+
+    Ctrl-C raises ``KeyboardInterrupt`` between any two instructions, also between two changes that
+    belong together. In the context, handlers of Python run at once, but the first exception that
+    one of them raises waits for the end of the context. A second one is raised at once: it ends
+    changes that take too long, and only a part of them may then be done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_ALL)
+        self._held: BaseException | None = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+        if self._held is not None and error is not self._held:
+            raise self._held
+
+    def _replaces(self, older: object) -> bool:
+        return callable(older)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._older[number](number, frame)
+        except BaseException as error:
+            if self._held is not None:
+                raise
+            self._held = error

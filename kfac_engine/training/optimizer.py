@@ -19,9 +19,10 @@ from kfac_engine.arguments import number, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.errors import InputError, KfacError, NonFiniteError, UnsupportedError
+from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.sealed import Sealed
+from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.text.summary import Summarized, Summary
 from kfac_engine.training.checkpoint import (
     LEARNING_RATE,
@@ -138,6 +139,7 @@ class Optimizer(Summarized, Sealed, ABC):
         """Change the parameters of the engine by one batch.
 
         Of several processes, each passes its shard of the batch; all of them take the same step.
+        Ctrl-C takes effect at the end of the step, and a second Ctrl-C at once.
 
         Args:
             inputs: Input name to array, the batch first.
@@ -151,7 +153,7 @@ class Optimizer(Summarized, Sealed, ABC):
             InputError: An argument is wrong.
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
-        with self.engine.agreement.together():
+        with HeldInterrupts(), self.engine.agreement.together():
             at_least_zero("scale", scale)
             return self._step(inputs, targets, scale * self._restraint)
 
@@ -207,8 +209,9 @@ class Optimizer(Summarized, Sealed, ABC):
             InputError: The file is missing, damaged, or of another model or optimizer; every
                 difference is listed.
         """
-        saved = read_training(path, self.engine, self._saved({}, {}))
-        self.restore(saved.parts[OPTIMIZER])
+        with HeldInterrupts():
+            saved = read_training(path, self.engine, self._saved({}, {}))
+            self.restore(saved.parts[OPTIMIZER])
 
     def save_run(self, path: Path, parts: Parts, run: Mapping[str, object]) -> None:
         """Write the file of ``save`` with further parts and the position of a run, for ``fit``."""
@@ -225,8 +228,9 @@ class Optimizer(Summarized, Sealed, ABC):
         Returns:
             The state of the further parts, and the position.
         """
-        saved = read_training(path, self.engine, self._saved(parts, {}), check)
-        self.restore(saved.parts[OPTIMIZER])
+        with HeldInterrupts():
+            saved = read_training(path, self.engine, self._saved(parts, {}), check)
+            self.restore(saved.parts[OPTIMIZER])
         return saved
 
     def state(self) -> SavedState:
@@ -287,7 +291,7 @@ class Optimizer(Summarized, Sealed, ABC):
         buffers = self.engine.buffers
         try:
             yield
-        except KfacError:
+        except BaseException:
             self.engine.set_buffers(buffers)
             raise
 

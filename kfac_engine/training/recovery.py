@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kfac_engine.arguments import whole
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
+from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.examples import Batch
 from kfac_engine.training.optimizer import Optimizer
@@ -164,9 +165,10 @@ class Recovery:
         """Return to the snapshot, with an optimizer that takes smaller steps."""
         optimizer, failed = self._optimizer, self._optimizer.steps
         skipped = optimizer.skipped
-        self._weights.apply(optimizer.engine)
-        optimizer.restore(self._saved)
-        optimizer.skipped = skipped
+        with HeldInterrupts():
+            self._weights.apply(optimizer.engine)
+            optimizer.restore(self._saved)
+            optimizer.skipped = skipped
         self._count += 1
         self._attempts += 1
         self._age = 0

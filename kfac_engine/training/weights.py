@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
+from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import Arrays
 from kfac_engine.training.optimizer import trained_names
 
@@ -53,8 +54,9 @@ class Weights:
     def applied(self, engine: Engine) -> Iterator[None]:
         """Return a context in which an engine has these weights; its own return at the end."""
         present = Weights.present(engine)
-        self.apply(engine)
         try:
+            self.apply(engine)
             yield
         finally:
-            present.apply(engine)
+            with HeldInterrupts():
+                present.apply(engine)

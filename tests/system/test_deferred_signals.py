@@ -7,7 +7,7 @@ from threading import Thread
 
 import pytest
 
-from kfac_engine.system.deferred_signals import SIGNALS, DeferredSignals
+from kfac_engine.system.deferred_signals import SIGNALS, DeferredSignals, HeldInterrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 
@@ -58,10 +58,53 @@ def test_a_second_signal_has_its_effect_at_once():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_in_the_context_comes_before_a_signal():
-    with pytest.raises(ZeroDivisionError), DeferredSignals():  # noqa: PT012
+@pytest.mark.parametrize("context", [DeferredSignals, HeldInterrupts])
+def test_a_signal_follows_the_error_that_ends_the_context(context):
+    with pytest.raises(KeyboardInterrupt) as caught, context():  # noqa: PT012
         send()
         raise ZeroDivisionError
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_run_at_once_and_their_exceptions_at_the_end():
+    calls = []
+
+    def count(number, frame):
+        calls.append(number)
+
+    def refuse(number, frame):
+        raise TimeoutError
+
+    signal.signal(signal.SIGTERM, count)
+    alarm = signal.signal(signal.SIGALRM, refuse)
+    try:
+        with pytest.raises(TimeoutError), HeldInterrupts(), HeldInterrupts():  # noqa: PT012
+            for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGTERM):
+                send(number)
+        assert signal.getsignal(signal.SIGALRM) is refuse
+    finally:
+        signal.signal(signal.SIGALRM, alarm)
+    assert calls == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_a_second_exception_of_a_handler_ends_the_context():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():  # noqa: PT012
+        send()
+        reached.append(1)
+        send()
+        reached.append(2)
+    assert reached == [1]
+
+
+def test_a_signal_in_a_held_context_waits_for_the_context_around_it():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), DeferredSignals() as signals:  # noqa: PT012
+        with HeldInterrupts():
+            send()
+        reached.append(signals.received)
+    assert reached == [signal.SIGINT]
 
 
 def test_an_ignored_signal_and_an_inactive_context_change_nothing():
