@@ -14,7 +14,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
 
 # Element types with several elements in a byte, which NumPy cannot map.
-_PACKED = ("int4", "uint4", "int2", "uint2", "float4", "float6")
+_PACKED = ("int4", "uint4", "int2", "uint2", "float4_", "float6_")
 
 # Largest number of digits of an offset; Python refuses to convert thousands of digits.
 _MOST_DIGITS = 20

@@ -39,6 +39,11 @@ def test_external_weights_are_views_of_one_mapped_file(tmp_path: Path) -> None:
     assert_same(graph.constants, load_graph(model).constants, 0)
 
 
+def test_external_weights_may_be_in_double_precision(tmp_path: Path) -> None:
+    graph = load_graph(save_external(models.linear(dtype="float64"), tmp_path))
+    assert {str(array.dtype) for array in graph.constants.values()} == {"float64"}
+
+
 def test_unaligned_external_weight_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     model = models.linear(4, 3, bias=False)
