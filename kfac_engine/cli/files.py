@@ -1,6 +1,6 @@
 """Files of the commands: inputs and targets by name, gradients, and results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
 from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
-from kfac_engine.system.reading import check_file
+from kfac_engine.system.reading import check_file, exists
 from kfac_engine.system.writing import check_outputs, write_file
 
 # Returns the arrays of a file by name, a lone array under None.
@@ -24,22 +24,26 @@ NATURAL_GRADIENT = "natural_gradient/"
 
 
 def check_files(
-    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: Path
+    outputs: Mapping[str, Path | None],
+    inputs: Mapping[str, Path | Iterable[Path] | None],
+    model: Path,
+    appended: Collection[str] = (),
 ) -> None:
-    """Refuse to write over a file that is read, before anything is computed.
+    """Refuse to write over a file that is read, or in vain, before anything is computed.
 
     Args:
         outputs: Name in messages to file, for the files that are written.
-        inputs: Name in messages to file, for the files that are read besides the model.
+        inputs: Name in messages to file or folder, for what is read besides the model.
         model: File of the model; its external data count as inputs.
+        appended: As for ``check_outputs``.
 
     Raises:
-        InputError: An output is the same file as an input or another output, or has no folder.
+        InputError: An output is the same file as an input or another output, or cannot be written.
     """
-    read = {**inputs, "the model": model}
-    if any(path is not None and path.is_file() for path in outputs.values()):
+    read: dict[str, Path | Iterable[Path] | None] = {**inputs, "the model": model}
+    if any(path is not None and exists(path) for path in outputs.values()):
         read |= {f"the weights '{path.name}'": path for path in external_files(model)}
-    check_outputs(outputs, read)
+    check_outputs(outputs, read, appended)
 
 
 def with_weights(name: str, path: Path) -> dict[str, Path | None]:

@@ -119,6 +119,7 @@ def precondition(
     """Write the gradients of a batch and the preconditioned gradients."""
     import kfac_engine as ke
     from kfac_engine.cli import files as reading
+    from kfac_engine.system.reading import exists
 
     read = {"--inputs": files.inputs, "--targets": files.targets, "--gradients": files.gradients}
     reading.check_files({"--out": files.out, "--state": files.state}, read, model)
@@ -133,7 +134,7 @@ def precondition(
         engine = ke.Engine.from_onnx(
             model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
         )
-        if files.state is not None and files.state.exists():
+        if files.state is not None and exists(files.state):
             # The parameters are those of the model's file, not those of the state's time.
             with warnings.catch_warnings(record=True) as issued:
                 warnings.simplefilter("always")

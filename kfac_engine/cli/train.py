@@ -269,17 +269,20 @@ def _check(files: Files, model: Path, *, resume: bool) -> None:
     from kfac_engine.training.run_checkpoint import RunCheckpoint
 
     validation = files.validation if isinstance(files.validation, Path) else None
+    checkpoint = RunCheckpoint(files.checkpoint)
     check_files(
         {
+            "the state in --checkpoint": checkpoint.state_file,
             **with_weights("--out", files.out), "--log": files.log, "--report": files.report,
         },
         {
             "--data": files.data, "--targets": files.targets, "--validation": validation,
-            "--inputs": files.inputs,
+            "--inputs": files.inputs, "the records in --checkpoint": checkpoint.record_files,
         },
         model,
+        appended=("--log",),
     )  # fmt: skip
-    if not resume and RunCheckpoint(files.checkpoint).exists():
+    if not resume and checkpoint.exists():
         raise InputError(
             f"'{files.checkpoint}' has the checkpoint of a run; give --resume to continue it, or "
             f"name another folder."

@@ -1,6 +1,7 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
@@ -39,6 +40,11 @@ class MeasuredModel(TrainableModel):
         self._exps = tuple(exps)
         self._entries = ParameterEntries(self._discovery, self._model.parameters)
         self._factors = Factors(self._entries, self.collection)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the model and of its external weights; empty for a model from memory."""
+        return self._model.loaded.files
 
     @property
     def factors(self) -> Factors:

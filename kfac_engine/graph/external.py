@@ -36,6 +36,11 @@ class ExternalData:
         self._model_path = model_path
         self._mapped: dict[Path, Array] = {}
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that have been read."""
+        return tuple(self._mapped)
+
     def array(self, tensor: TensorProto, dtype: DType, what: str) -> Array:
         """Return the values of an external tensor.
 

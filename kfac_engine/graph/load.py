@@ -80,12 +80,14 @@ class LoadedModel:
         stored: Element types in the file, for constants, inputs and outputs that are float16 or
             bfloat16 in the file and float32 in the graph.
         notes: Notes on nodes that cannot be put into training form.
+        files: The file of the model and its external data; empty for a model from memory.
     """
 
     graph: Graph
     template: onnx.ModelProto
     stored: Mapping[str, DType] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def float_outputs(self) -> tuple[str, ...]:
@@ -175,7 +177,8 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
         inner=inner,
     )
     graph, notes = in_train_form(graph) if train_form else (graph, ())
-    return LoadedModel(graph=graph, template=template, stored=stored, notes=notes)
+    files = (path, *external.files) if path and external else ()
+    return LoadedModel(graph, template, stored, notes, files)
 
 
 def _template(model: onnx.ModelProto, external: ExternalData | None) -> onnx.ModelProto:

@@ -5,7 +5,7 @@ from pathlib import Path
 from kfac_engine.errors import InputError
 from kfac_engine.run_report.page import page
 from kfac_engine.run_report.run_log import gathered, read_log
-from kfac_engine.system.writing import checked_path, write_file
+from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.history import History
 
 
@@ -25,6 +25,7 @@ def report(run: History | str | Path, path: str | Path) -> None:
     if isinstance(run, History):
         log = gathered(run.lines())
     elif isinstance(run, str | Path):
+        check_outputs({"the page": checked_path(path)}, {"the log": checked_path(run)})
         log = read_log(checked_path(run))
     else:
         raise InputError(f"a report needs a History or the path of a log, got {run!r:.80}.")

@@ -1,6 +1,8 @@
 """Checks and bounds for reading files of the user."""
 
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -50,6 +52,30 @@ def check_regular_file(path: Path, error: type[InputError] = InputError) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise error(f"cannot read '{path}': it is {_kind(status.st_mode)}, not a regular file.")
     return status.st_size
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path leads to a file or a folder; an InputError if the system refuses."""
+    with _explained(path):
+        return path.exists()
+
+
+def folder_members(path: Path) -> list[Path] | None:
+    """Return the sorted paths in a folder; None for another path.
+
+    Raises:
+        InputError: The folder cannot be read.
+    """
+    with _explained(path):
+        return sorted(path.iterdir()) if path.is_dir() else None
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
+        raise InputError(f"cannot read '{path}': {failure.strerror}.") from failure
 
 
 def is_pipe(path: Path) -> bool:

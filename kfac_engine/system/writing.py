@@ -12,16 +12,15 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import IO, TypeAlias
 
 from kfac_engine.errors import InputError
-
-if sys.platform != "win32":
-    import fcntl
+from kfac_engine.system.locks import lock
+from kfac_engine.system.reading import folder_members
 
 Chunks: TypeAlias = Iterable[bytes | memoryview]
 
@@ -76,25 +75,32 @@ def write_rendered(path: str | os.PathLike[str], render: Callable[[IO[bytes]], o
 
 
 def check_outputs(
-    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None
+    outputs: Mapping[str, Path | None],
+    inputs: Mapping[str, Path | Iterable[Path] | None] | None = None,
+    appended: Collection[str] = (),
 ) -> None:
-    """Check that outputs are different files in existing folders, and are not inputs.
+    """Check that outputs can be written, are different files, and are not inputs.
 
     Args:
         outputs: Name for messages to path of each output; None for an output not requested.
-        inputs: Name for messages to path of each input.
+        inputs: Name for messages to the path of an input, or to paths. The files of a folder are
+            inputs.
+        appended: Names of the outputs that are written in place; the others are replaced.
 
     Raises:
-        InputError: An output is a folder, an input or another output, or its folder is missing.
+        InputError: An output is a folder, an input or another output, or cannot be written.
     """
-    names = {_identity(path): name for name, path in (inputs or {}).items() if path is not None}
+    names = {
+        _identity(path): name
+        for name, paths in (inputs or {}).items()
+        for path in _with_members(paths)
+    }
     for name, path in outputs.items():
         if path is None:
             continue
-        if path.is_dir() or not path.parent.is_dir():
-            raise InputError(
-                f"{name} '{path}' cannot be written; name a file in an existing folder."
-            )
+        obstacle = _obstacle(path, in_place=name in appended)
+        if obstacle:
+            raise InputError(f"{name} '{path}' cannot be written; {obstacle}.")
         identity = _identity(path)
         if identity is not None and identity in names:
             raise InputError(
@@ -128,24 +134,71 @@ def _write(path: Path, chunks: Chunks, old: os.stat_result | None) -> None:
         _write_to_stdout(chunks)
         return
     target = Path(os.path.realpath(path))
-    if old is None or (stat.S_ISREG(old.st_mode) and _names(target, old)):
+    if _is_replaced(target, old):
         _replace(target, chunks, old)
         return
     with path.open("wb") as file:
         file.writelines(chunks)
 
 
+def _is_replaced(target: Path, old: os.stat_result | None) -> bool:
+    """Return whether a new file takes the place of a target; others are written in place."""
+    return old is None or (stat.S_ISREG(old.st_mode) and _names(target, old))
+
+
 def _replace(target: Path, chunks: Chunks, old: os.stat_result | None) -> None:
-    if old is not None and not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, "the file is write-protected")
+    _require_permission(target, old)
     _remove_stale(target.parent)
+    with _temporary(target, old) as (file, temporary):
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        temporary.replace(target)
+
+
+def _require_permission(target: Path, old: os.stat_result | None) -> None:
+    effective = os.access in os.supports_effective_ids
+    if old is not None and not os.access(target, os.W_OK, effective_ids=effective):
+        raise PermissionError(errno.EACCES, "the file is write-protected")
+
+
+def _obstacle(path: Path, *, in_place: bool) -> str:
+    """Return why a file cannot be written and what to do; empty if it can.
+
+    A trial tells: permissions do not bind the administrator, and systems of files such as ``/proc``
+    and read-only ones refuse new files whatever the permissions are.
+    """
+    try:
+        old, target = _status(path), Path(os.path.realpath(path))
+        if (old is not None and stat.S_ISDIR(old.st_mode)) or not path.parent.is_dir():
+            return "name a file in an existing folder"
+        if old is not None and _is_stdout(old):
+            return ""
+        _require_permission(path, old)
+        if not (in_place and old is not None) and _is_replaced(target, old):
+            with _temporary(target, old):
+                pass
+    except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
+        return f"name another file: {getattr(failure, 'strerror', None) or failure}"
+    return ""
+
+
+def _with_members(paths: Path | Iterable[Path] | None) -> Iterator[Path]:
+    """Yield paths, and the files of those that are folders."""
+    for path in [paths] if isinstance(paths, Path) else paths or ():
+        yield path
+        with suppress(InputError):  # what the run cannot read is an error elsewhere
+            yield from folder_members(path) or ()
+
+
+@contextmanager
+def _temporary(target: Path, old: os.stat_result | None) -> Iterator[tuple[IO[bytes], Path]]:
+    """Return a context with a new file next to a target, which is removed unless renamed."""
     temporary = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
     try:
         with _create(temporary, old) as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+            yield file, temporary
     finally:
         with suppress(OSError):  # the file was renamed
             temporary.unlink()
@@ -160,7 +213,7 @@ def _create(temporary: Path, old: os.stat_result | None) -> IO[bytes]:
         _TEMPORARY.add(temporary)
         file = os.fdopen(os.open(temporary, flags, mode), "wb")
     try:
-        _lock(file.fileno())
+        lock(file.fileno())
         if old is not None and sys.platform != "win32":
             with suppress(OSError):  # only root may change the owner
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)
@@ -179,22 +232,12 @@ def _remove_stale(folder: Path) -> None:
                 # Windows refuses to remove a file that is open.
                 descriptor = os.open(path, os.O_RDWR)
                 try:
-                    unused = _lock(descriptor)
+                    # A file system without locks says nothing about the process.
+                    unused = sys.platform == "win32" or lock(descriptor) is True
                 finally:
                     os.close(descriptor)
                 if unused:
                     path.unlink()
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open file; return False if another process has locked it or locks do not work."""
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _write_to_stdout(chunks: Chunks) -> None:

@@ -114,12 +114,31 @@ class RunData:
     Attributes:
         train: The batches to train on.
         validation: Batches to evaluate, which can be iterated again; None for no validation.
-        examples: Number of examples before a split; None for an iterable of batches.
+        source: The examples before a split; None for an iterable of batches.
+        fraction: Fraction of the examples that is split off for the validation; None for none.
     """
 
     train: Batches
     validation: Iterable[Batch] | None
-    examples: int | None
+    source: Examples | None = None
+    fraction: float | None = None
+
+    @property
+    def examples(self) -> int | None:
+        """Number of examples before a split; None for an iterable of batches."""
+        return None if self.source is None else self.source.total
+
+    def contents(self) -> dict[str, str | float | None]:
+        """Return texts that are equal for equal data: of ``data`` and of ``validation``.
+
+        Iterables of batches are not read: their texts are equal.
+        """
+        held_out = self.validation
+        if self.fraction is not None:
+            return {"data": _contents(self.source), "validation": self.fraction}
+        examples = held_out.examples if isinstance(held_out, OrderedBatches) else None
+        validation = None if held_out is None else _contents(examples)
+        return {"data": _contents(self.source), "validation": validation}
 
 
 def run_data(
@@ -159,14 +178,18 @@ def run_data(
                 "validation data of their own."
             )
         held_out_batches = _ordered(validation, axes, batch_size, share)
-        return RunData(GivenBatches(data, axes, share), held_out_batches, None)
+        return RunData(GivenBatches(data, axes, share), held_out_batches)
     if isinstance(validation, Real):
         used, held_out = _split(examples, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
         shuffled = ShuffledBatches(examples, batch_size, seed, used, share)
-        return RunData(shuffled, ordered, examples.total)
+        return RunData(shuffled, ordered, examples, float(validation))
     shuffled = ShuffledBatches(examples, batch_size, seed, share=share)
-    return RunData(shuffled, _ordered(validation, axes, batch_size, share), examples.total)
+    return RunData(shuffled, _ordered(validation, axes, batch_size, share), examples)
+
+
+def _contents(examples: Examples | None) -> str:
+    return "batches" if examples is None else examples.contents()
 
 
 def _split(examples: Examples, fraction: float, seed: int) -> tuple[list[Array], list[Array]]:

@@ -6,15 +6,18 @@ kind, or a group of ``.npy`` files ``SHARD.NAME.npy``. Other files of the folder
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
+
+import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays
+from kfac_engine.system.reading import folder_members
 from kfac_engine.training.examples import TARGETS, Batch, ExampleAxes
 from kfac_engine.training.shards import Shard
 
@@ -26,6 +29,25 @@ _SEPARATORS = ".-_"
 def is_path(data: object) -> TypeGuard[str | os.PathLike[str]]:
     """Return whether data are the path of a file or of a folder."""
     return isinstance(data, str | os.PathLike)
+
+
+def files_of(data: object) -> Iterator[Path]:
+    """Yield the files and folders that data are read from: paths, and the files of mapped arrays.
+
+    Args:
+        data: Data in a form of ``fit``. Iterables besides tuples, lists and mappings are not read.
+    """
+    if is_path(data):
+        yield Path(data)
+    elif isinstance(data, Mapping):
+        yield from files_of(list(data.values()))
+    elif isinstance(data, tuple | list):
+        for part in data:
+            yield from files_of(part)
+    while isinstance(data, np.ndarray):
+        if isinstance(data, np.memmap) and data.filename is not None:
+            yield Path(data.filename)
+        data = data.base
 
 
 def shards_of(path: str | os.PathLike[str], axes: ExampleAxes) -> list[Shard]:
@@ -43,10 +65,11 @@ def shards_of(path: str | os.PathLike[str], axes: ExampleAxes) -> list[Shard]:
             shapes of their arrays.
     """
     place = Path(path)
-    if not place.is_dir():
+    members = folder_members(place)
+    if members is None:
         batch = _separated(place, map_arrays(place), axes)
         return [Shard(axes.check(*batch), lambda: batch)]
-    shards = _grouped(place, axes)
+    shards = _grouped(place, members, axes)
     first, *others = shards
     headers = {name: _headers(files) for name, files in shards.items()}
     for name in others:
@@ -92,13 +115,13 @@ def _separated(path: Path, arrays: Mapping[str | None, Array], axes: ExampleAxes
         raise InputError(f"'{path}': {failure}") from failure
 
 
-def _grouped(folder: Path, axes: ExampleAxes) -> dict[str, Files]:
+def _grouped(folder: Path, members: Sequence[Path], axes: ExampleAxes) -> dict[str, Files]:
     """Return the files of each shard, by its name, in the order of the names.
 
     Raises:
         InputError: There is no shard, or a name of a file names no array of the model.
     """
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    paths = [path for path in members if not path.name.startswith(".")]
     archives = [path for path in paths if path.suffix == ".npz"]
     arrays = [path for path in paths if path.suffix == ".npy"]
     if archives and arrays:

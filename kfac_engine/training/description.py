@@ -13,6 +13,8 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.engine.factor_spectra import factor_spectra
 from kfac_engine.engine.spectra import FactorSpectrum
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.training.batches import RunData
 from kfac_engine.training.optimizer import Optimizer
 
 Description: TypeAlias = dict[str, Any]
@@ -58,6 +60,31 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
         ],
         "factors": _factor_shapes(engine),
     }
+
+
+def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
+    """Return what a run is made of besides its model and its numbers, as a resumed run compares it.
+
+    Args:
+        engine: The engine with its losses.
+        data: The data of the run.
+
+    Returns:
+        Texts of the ``loss``, of the ``data`` and of the ``validation``; equal for equal ones.
+    """
+    objective = engine.objective
+    losses = [
+        f"{loss.coefficient:g} {type(tower).__name__}{_plain(_attributes(tower))}"
+        for loss in objective.losses
+        for tower in loss.towers
+    ]
+    return {"loss": f"{objective.reduction} of {', '.join(losses)}", **data.contents()}
+
+
+def _attributes(loss: LossFunction) -> list[object]:
+    """Return the public attributes of a loss but the seed of its samples, by name."""
+    entries = sorted(vars(loss).items())
+    return [[n, v] for n, v in entries if not n.startswith("_") and n != "seed"]
 
 
 def _factor_shapes(engine: Engine) -> dict[str, list[int]]:

@@ -6,8 +6,8 @@ depends on the seed and the number of the epoch only. A resumed run therefore ne
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
+from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import Data, run_data
 from kfac_engine.training.budget import Position, budget_of
-from kfac_engine.training.description import describe
+from kfac_engine.training.data_files import files_of
+from kfac_engine.training.description import contents, describe
 from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
@@ -33,7 +35,7 @@ from kfac_engine.training.optimizer import Optimizer, Rate
 from kfac_engine.training.progress import Progress
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
-from kfac_engine.training.run_checkpoint import RunCheckpoint
+from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 from kfac_engine.training.shards import Share
 
@@ -137,37 +139,35 @@ def fit(  # noqa: PLR0913 (the options of a run)
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
     with agreement.together():
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
-        whole("batch_size", batch_size, least=1)
-        whole("seed", seed, least=0)
-        flag("resume", resume)
-        flag("progress", progress)
+        _check_plain(batch_size, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
         chosen = _optimizer(model_or_engine, loss, optimizer, seed)
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
-        for note in chosen.engine.inference_notes if is_first else ():
-            warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=2)
+        _warn_of(chosen.engine.inference_notes if is_first else ())
         axes = ExampleAxes(chosen.engine)
         sources = run_data(data, validation, axes, batch_size, seed, share)
-        options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
-        bounds = {"epochs": budget.epochs, "steps": budget.steps, "seconds": budget.seconds}
-        settings = {
-            **bounds, **options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks
-        }  # fmt: skip
-        description = describe(chosen, settings)
+        options: Options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
+        rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
+        description = describe(chosen, asdict(budget) | rest)
         arguments = _ADDRESS.sub("", f"{description['settings']} {sources.train.per_epoch}")
         agreement.require_equal({"arguments of fit": arguments})
+        if checkpoint is not None:
+            options |= contents(chosen.engine, sources)
         store = RunCheckpoint(checkpoint, checkpoint_every, options, agreement)
+        log = checked_path(log) if log is not None and is_first else None
+        _check_files(log, store, chosen.engine, {"data": data, "validation": validation})
         recovery = Recovery(chosen, rollbacks)
-        batches, held_out = sources.train, sources.validation
-        run = Run(chosen, batches, budget, factor, held_out, metrics, hooks, recovery)
-        position, records = _restored(run, store) if resume else (Position(), [])
-        store.begin()
-        log = log if is_first else None
-        with hooks, Progress(progress and is_first, budget.epochs) as display:
-            reporters = _Reporters(hooks, Log(log, description, records), display)
-            _train(run, position, records, reporters, store)
+        run = Run(
+            chosen, sources.train, budget, factor, sources.validation, metrics, hooks, recovery
+        )
+        with store:
+            position, records = _restored(run, store) if resume else (Position(), [])
+            store.begin()
+            with hooks, Progress(progress and is_first, budget.epochs) as display:
+                reporters = _Reporters(hooks, Log(log, description, records), display)
+                _train(run, position, records, reporters, store)
         agreement.vote(place="end of fit")
     return History(chosen.engine, chosen, records, description)
 
@@ -202,6 +202,30 @@ class _Reporters:
             self.log.add_spectra(optimizer.engine)
         self.display.show(record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
         return ends_run
+
+
+def _check_plain(batch_size: int, seed: int, **flags: bool) -> None:
+    whole("batch_size", batch_size, least=1)
+    whole("seed", seed, least=0)
+    for name, value in flags.items():
+        flag(name, value)
+
+
+def _warn_of(notes: Iterable[str]) -> None:
+    for note in notes:
+        warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=3)
+
+
+def _check_files(
+    log: Path | None, store: RunCheckpoint, engine: Engine, data: Mapping[str, object]
+) -> None:
+    """Refuse a log or a checkpoint in the place of a file that the run reads."""
+    read = {name: files_of(value) for name, value in data.items()}
+    check_outputs(
+        {"log": log, "the state of the checkpoint": store.state_file},
+        {**read, "the model": engine.files, "the records of the checkpoint": store.record_files},
+        appended=("log",),
+    )
 
 
 def _restored(run: Run, store: RunCheckpoint) -> tuple[Position, list[Record]]:

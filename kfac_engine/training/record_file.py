@@ -85,10 +85,15 @@ class RecordFile:
 
     def remove_others(self) -> None:
         """Remove the records of older runs, to which no checkpoint belongs any more."""
-        for path in self._folder.glob(_PATTERN):
-            if path.name != self._position.file and _NAME.fullmatch(path.name):
+        for path in record_files(self._folder):
+            if path.name != self._position.file:
                 with suppress(OSError):
                     path.unlink()
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Return the files of records in a folder."""
+    return [path for path in folder.glob(_PATTERN) if _NAME.fullmatch(path.name)]
 
 
 def read_records(folder: Path, position: RecordPosition) -> list[Record]:

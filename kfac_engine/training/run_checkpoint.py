@@ -3,20 +3,31 @@
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 from kfac_engine.arguments import whole
 from kfac_engine.errors import InputError, RankError
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
+from kfac_engine.system.locks import FileLock
+from kfac_engine.system.reading import exists
 from kfac_engine.system.writing import checked_path
 from kfac_engine.training.budget import Position
 from kfac_engine.training.checkpoint import Parts
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.record_file import RecordFile, position_of, read_records
+from kfac_engine.training.record_file import (
+    RecordFile,
+    position_of,
+    read_records,
+    record_files,
+)
+
+# Options that a resumed run must have, by name.
+Options: TypeAlias = dict[str, str | float | None]
 
 CHECKPOINT = "training.safetensors"
+_LOCK = "run.lock"
 
 _PLACE = ("epoch", "batch", "steps", "seconds")
 
@@ -24,7 +35,8 @@ _PLACE = ("epoch", "batch", "steps", "seconds")
 class RunCheckpoint:
     """The checkpoint of a run: a state in a folder, and the file of its records.
 
-    The size of the state does not grow with the run.
+    The size of the state does not grow with the run. As a context, it creates the folder, and holds
+    it against other runs.
 
     Args:
         folder: Folder of the files; None for no checkpoints.
@@ -37,7 +49,7 @@ class RunCheckpoint:
         self,
         folder: str | Path | None,
         every: int | None = None,
-        options: Mapping[str, int | None] | None = None,
+        options: Options | None = None,
         agreement: Agreement | None = None,
     ) -> None:
         self._agreement = agreement or Agreement(Alone())
@@ -46,6 +58,39 @@ class RunCheckpoint:
         self._every, self._options = every, options or {}
         self._file = None if folder is None else checked_path(folder) / CHECKPOINT
         self._records: RecordFile | None = None
+        self._lock: FileLock | None = None
+
+    def __enter__(self) -> Self:
+        """Create and lock the folder.
+
+        Returns:
+            This object.
+
+        Raises:
+            InputError: The folder cannot be written, or another run uses it.
+        """
+        if self._file is None or self._agreement.rank:
+            return self
+        folder = self._file.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise InputError(f"cannot create the folder '{folder}': {failure.strerror}.") from None
+        self._lock = FileLock(folder / _LOCK)
+        try:
+            holder = self._lock.acquire()
+        except OSError as failure:
+            raise InputError(f"cannot write into '{folder}': {failure.strerror}.") from None
+        if holder is not None:
+            raise InputError(
+                f"another run writes its checkpoints into '{folder}' ({holder}); wait for its end, "
+                f"or name another folder."
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def __bool__(self) -> bool:
         """Return whether the run has checkpoints."""
@@ -53,26 +98,32 @@ class RunCheckpoint:
 
     def exists(self) -> bool:
         """Return whether the folder has a checkpoint."""
-        return self._file is not None and self._file.exists()
+        return self._file is not None and exists(self._file)
+
+    @property
+    def state_file(self) -> Path | None:
+        """The file of the state, if the folder exists and this process writes it."""
+        folder_exists = self._file is not None and exists(self._file.parent)
+        return self._file if folder_exists and not self._agreement.rank else None
+
+    @property
+    def record_files(self) -> list[Path]:
+        """The files of records in the folder."""
+        return [] if self.state_file is None else record_files(self.state_file.parent)
 
     def is_due(self, position: Position, epoch_ends: bool) -> bool:
         """Return whether a checkpoint is written after a step."""
         return epoch_ends if self._every is None else position.steps % self._every == 0
 
     def begin(self) -> None:
-        """Create the folder, and the file of the records of a new run.
+        """Create the file of the records of a new run; ``restore`` reads that of a resumed run.
 
         Raises:
-            InputError: The folder cannot be written. A run learns this before its first step.
+            InputError: The file cannot be written. A run learns this before its first step.
         """
         if self._file is None or self._records is not None or self._agreement.rank:
             return
-        folder = self._file.parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise InputError(f"cannot create the folder '{folder}': {failure.strerror}.") from None
-        self._records = RecordFile(folder)
+        self._records = RecordFile(self._file.parent)
         self._records.add(())
 
     def write(
@@ -141,10 +192,11 @@ class RunCheckpoint:
                 f"'{self._file}' is the state of an optimizer, not of fit; use optimizer.load."
             )
         for name, value in self._options.items():
-            if options.get(name) != value:
+            # Checkpoints of older versions do not have all of the options.
+            if name in options and options[name] != value:
                 raise InputError(
-                    f"the run in '{self._file}' has {name}={options.get(name)}, and this "
-                    f"run has {name}={value}; resume with the same value."
+                    f"the run in '{self._file}' has {name}={options[name]!r:.200}, and this run "
+                    f"has {name}={value!r:.200}; resume with the same {name}."
                 )
         *counts, seconds = (run.get(name) for name in _PLACE)
         if not (

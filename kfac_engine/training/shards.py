@@ -6,7 +6,8 @@ each other in an epoch, so that a data set on a disk is read shard by shard. Bat
 last examples of one shard and the first of the next.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,13 +15,16 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
-from kfac_engine.training.examples import Batch, ExampleAxes, Selection
+from kfac_engine.losses.objective import Targets
+from kfac_engine.training.examples import TARGETS, Batch, ExampleAxes, Selection
 
 # Shards, each with the examples of it.
 Parts: TypeAlias = Sequence[tuple[int, Selection]]
 NumberedParts: TypeAlias = Sequence[tuple[int, Array]]
 
 _ALL = slice(None)
+# Bounds of the part of a data set whose checksum is compared when a run is resumed.
+_CHECKED_SHARDS, _CHECKED_BYTES = 16, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,25 @@ class Examples:
         batches = [self.axes.part(*self._load(shard), numbers) for shard, numbers in parts]
         return batches[0] if len(batches) == 1 else self.axes.joined(batches)
 
+    def contents(self) -> str:
+        """Return a text that is equal for equal data: the number of examples and a checksum.
+
+        The checksum covers at most sixteen shards, spread evenly over all. Of each it covers at
+        most 1/16 of 16 MiB, in examples that are spread evenly. Small data are covered whole. The
+        time is bounded where data are mapped files.
+        """
+        checksum = zlib.crc32(str(self.counts).encode())
+        shards = np.flatnonzero(self.counts)
+        for shard in shards[_evenly(len(shards), _CHECKED_SHARDS)].tolist():
+            first = _arrays(*self.batch([(shard, np.zeros(1, np.intp))]))
+            size = max(1, sum(array.nbytes for array in first.values()))
+            most = max(1, _CHECKED_BYTES // min(len(shards), _CHECKED_SHARDS) // size)
+            batch = self.batch([(shard, _evenly(self.counts[shard], most))])
+            for name, array in _arrays(*batch).items():
+                checksum = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), checksum)
+                checksum = zlib.crc32(array.reshape(-1).view(np.uint8).data, checksum)
+        return f"{self.total} examples with the checksum {checksum:08x}"
+
     def whole(self) -> Batch:
         """Return all examples as one batch; without a copy if there is one shard."""
         shards = range(len(self.counts))
@@ -201,25 +224,40 @@ class OrderedBatches:
         chosen: Sequence[Array] | None = None,
         share: Share = WHOLE,
     ) -> None:
-        self._examples, self._size, self._chosen = examples, batch_size, chosen
+        self.examples, self._size, self._chosen = examples, batch_size, chosen
         self._share = share
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._examples.axes.obstacle:
-            yield self._examples.whole()
+        if self.examples.axes.obstacle:
+            yield self.examples.whole()
             return
         for batch in full_batches(self._parts(), self._size, rest=True):
             parts = self._share.of_parts(batch)
             if parts:
-                yield self._examples.batch(parts)
+                yield self.examples.batch(parts)
 
     def _parts(self) -> Iterator[tuple[int, Array]]:
-        for shard, count in enumerate(self._examples.counts):
+        for shard, count in enumerate(self.examples.counts):
             chosen = None if self._chosen is None else self._chosen[shard]
             stop = count if chosen is None else len(chosen)
             for first in range(0, stop, self._size):  # a few numbers at a time
                 numbers = np.arange(first, min(first + self._size, stop))
                 yield shard, numbers if chosen is None else chosen[numbers]
+
+
+def _evenly(count: int, most: int) -> Array:
+    """Return at most so many numbers below a count, with the first and the last one."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.intp))
+
+
+def _arrays(inputs: Mapping[str, Array], targets: Targets) -> dict[str, Array]:
+    """Return the arrays of a batch by name, on the host and contiguous."""
+    by_name = targets if isinstance(targets, Mapping) else {TARGETS: targets}
+    if len(by_name) == 1:  # whatever its name is
+        by_name = {TARGETS: next(iter(by_name.values()))}
+    arrays = {**inputs, **{n: array for n, array in by_name.items() if array is not None}}
+    on_host = (array.get() if hasattr(array, "get") else array for array in arrays.values())
+    return {n: np.asarray(a, order="C") for n, a in zip(arrays, on_host, strict=True)}
 
 
 def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array], list[Array]]:

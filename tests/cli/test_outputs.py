@@ -34,7 +34,21 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, check=True, **options)
 
 
+def training(*arguments):
+    return ["train", "m.onnx", "--data=shards", "--epochs=1", *arguments]
+
+
 OWN_INPUTS = {
+    "shard": training("-o", "shards/0.npz"),
+    "shard as log": training("-o", "out.onnx", "--log=shards/0.npz"),
+    "shard as report": training("-o", "out.onnx", "--report=shards/0.npz"),
+    "shard of the validation": training("-o", "other/0.npz", "--validation=other"),
+    "state of the checkpoint": training("-o", "c/training.safetensors", "--checkpoint=c"),
+    "records of the checkpoint": training(
+        "-o", "c/records-01234567.jsonl", "--checkpoint=c", "--resume"
+    ),
+    "shard as plot": ["find-rate", "m.onnx", "--data=shards", "--plot=shards/0.npz"],
+    "log of a report": ["report", "run.jsonl", "-o", "./run.jsonl"],
     "model": ["precondition", *ARGUMENTS, "-o", "m.onnx"],
     "weights beside the model": ["precondition", *ARGUMENTS, "-o", "m.weights"],
     "batch": ["precondition", *ARGUMENTS, "-o", "x.npz"],
@@ -48,24 +62,62 @@ OWN_INPUTS = {
 }
 
 
+def contents():
+    return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("arguments", OWN_INPUTS.values(), ids=OWN_INPUTS)
 def test_an_output_that_is_an_input_is_refused_before_anything_is_computed(arguments, capsys):
-    if "--gradients" in arguments:
-        Path("g.st").write_bytes(b"")
-    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    Path("g.st").write_bytes(b"")
+    Path("run.jsonl").write_text("{}")
+    for place in ("shards/0.npz", "other/0.npz", "c/records-01234567.jsonl"):
+        Path(place).parent.mkdir()
+        Path(place).write_bytes(Path("x.npz").read_bytes())
+    before = contents()
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     assert "would overwrite the file of" in err
-    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    assert contents() == before
 
 
-@pytest.mark.parametrize("place", ["none/out", "."])
-def test_an_output_in_no_folder_is_refused_before_anything_is_computed(place, capsys, monkeypatch):
-    monkeypatch.setattr("kfac_engine.cli.files.read_inputs", None)
-    assert main(["precondition", *ARGUMENTS, "-o", place]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+# Each command that writes, before the name of a file that cannot be written.
+WRITERS = {
+    "precondition": ["precondition", *ARGUMENTS, "-o"],
+    "state": ["precondition", *ARGUMENTS, "-o", "out", "--state"],
+    "differentiate": ["differentiate", "m.onnx", "-o"],
+    "train": ["train", "m.onnx", "--data=x.npz", "-o"],
+    "log": ["train", "m.onnx", "--data=x.npz", "-o", "out", "--log"],
+    "report": ["train", "m.onnx", "--data=x.npz", "-o", "out", "--report"],
+    "curvature": ["curvature", "m.onnx", "--inputs=x.npz", "--targets=y.npz", "-o"],
+    "influence": [
+        "influence", "m.onnx", "--curvature=x.npz", "--inputs=x.npz", "--targets=y.npz", "-o"
+    ],
+    "laplace": ["laplace", "m.onnx", "--curvature=x.npz", "--inputs=x.npz", "-o"],
+    "exported": ["laplace", "m.onnx", "--curvature=x.npz", "--export"],
+    "prune": ["prune", "m.onnx", "--curvature=x.npz", "--sparsity=0.5", "-o"],
+    "saliency": ["saliency", "m.onnx", "--curvature=x.npz", "-o"],
+    "merge": ["merge", "m.onnx", "m.onnx", "--curvature=x.npz", "--curvature=y.npz", "-o"],
+    "page": ["report", "x.npz", "-o"],
+    "plot": ["find-rate", "m.onnx", "--data=x.npz", "--plot"],
+    "spectra": ["inspect", "m.onnx", "--inputs=x.npz", "--plot"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", WRITERS.values(), ids=WRITERS)
+def test_an_output_that_cannot_be_written_is_refused_first(arguments, capsys, monkeypatch):
+    monkeypatch.setattr("kfac_engine.graph.load._load", None)  # no model is read
+    Path("loop").symlink_to("loop")
+    Path("dangling").symlink_to("none/out.png")
+    before = contents()
+    for place in ("none/out.png", "loop/out.png", "dangling", ".", "x" * 300 + ".png"):
+        if place.endswith("png") or arguments[-1] != "--plot":
+            assert main([*arguments, place]) == 2
+            err = capsys.readouterr().err
+            assert "cannot be written" in err or "cannot read" in err
+            assert err.count("\n") == 1
+    assert contents() == before
 
 
 @posix

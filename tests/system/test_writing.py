@@ -15,6 +15,7 @@ from kfac_engine.graph.files import ModelFiles, write_model
 from kfac_engine.system import writing
 from kfac_engine.system.writing import abandon_files, check_outputs, write_file
 from tests import models
+from tests.unprivileged import unprivileged
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
 
@@ -90,7 +91,7 @@ def test_new_file_has_default_permissions(tmp_path, mask):
 def test_write_protected_file_is_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "state"
     path.write_bytes(b"old")
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write all
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write all
     with pytest.raises(ke.InputError, match="write-protected"):
         write_file(path, [b"new"])
     assert path.read_bytes() == b"old"
@@ -209,10 +210,125 @@ def test_output_equal_to_input_raises_error(tmp_path, make):
         check_outputs({"-o": written}, {"--inputs": read})
 
 
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+@posix
+def test_output_in_a_folder_of_inputs_raises_error(tmp_path, make):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "a").write_bytes(b"")
+    read, written = make(tmp_path / "a", tmp_path / "b")
+    if read.parent == written.parent:  # the folder of the inputs has one of the two names only
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "0.npz").symlink_to(read)
+    folder = tmp_path / "data" if (tmp_path / "data").exists() else tmp_path
+    with pytest.raises(ke.InputError, match=r"-o '.*' would overwrite the file of --data"):
+        check_outputs({"-o": written}, {"--data": [tmp_path / "none", folder]})
+    check_outputs({"-o": folder / "new.npz"}, {"--data": folder})
+
+
 def test_new_outputs_with_different_names_are_distinct(tmp_path):
     check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "b"}, {"--inputs": None})
     with pytest.raises(ke.InputError, match=r"--state .* would overwrite the file of -o"):
         check_outputs({"-o": tmp_path / "a", "--state": tmp_path / "a"})
+
+
+# -- outputs that cannot be written ----------------------------------------------------------------
+
+
+def dangling(folder):
+    (folder / "link").symlink_to(folder / "none" / "file")
+    return folder / "link"
+
+
+def loop(folder):
+    (folder / "one").symlink_to(folder / "other")
+    (folder / "other").symlink_to(folder / "one")
+    return folder / "one"
+
+
+def below_a_file(folder):
+    (folder / "file").write_bytes(b"old")
+    return folder / "file" / "out"
+
+
+def closed_folder(folder):
+    (folder / "closed").mkdir(mode=0o500)
+    return folder / "closed" / "out"
+
+
+def unreachable(folder):
+    (folder / "closed").mkdir(mode=0o000)
+    return folder / "closed" / "out"
+
+
+def protected(folder):
+    (folder / "file").write_bytes(b"old")
+    (folder / "file").chmod(0o400)
+    return folder / "file"
+
+
+# Refused to everybody, and to everybody but the administrator.
+NOWHERE = {
+    "missing folder": lambda folder: folder / "none" / "out",
+    "folder": lambda folder: folder,
+    "below a file": below_a_file,
+    "dangling link": dangling,
+    "loop of links": loop,
+    "long name": lambda folder: folder / ("x" * 300),
+    "zero byte": lambda folder: folder / "x\0y",
+    "/proc": lambda _: Path("/proc/out.onnx"),
+    "file of /proc": lambda _: Path("/proc/version"),
+    "/sys": lambda _: Path("/sys/out.onnx"),
+}
+PROTECTED = {
+    "closed folder": closed_folder, "unreachable folder": unreachable, "protected file": protected,
+}  # fmt: skip
+
+
+def refused(path):
+    """Check that an output is refused, by a rehearsal that leaves nothing."""
+    present = sorted(path.parent.glob("*"))
+    with pytest.raises(ke.InputError, match=r"-o '.*' cannot be written; name "):
+        check_outputs({"-o": path})
+    assert present == sorted(path.parent.glob("*"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="has no /proc and /sys")
+@pytest.mark.parametrize("make", NOWHERE.values(), ids=NOWHERE)
+def test_an_output_that_nobody_can_write_is_refused(tmp_path, make):
+    path = make(tmp_path)
+    refused(path)
+    with pytest.raises((ke.InputError, OSError)):  # as the writing itself finds
+        write_file(path, [b"new"])
+
+
+@posix
+@pytest.mark.parametrize("make", PROTECTED.values(), ids=PROTECTED)
+def test_an_output_without_permission_is_refused(make):
+    with unprivileged() as folder:
+        path = make(folder)
+        with pytest.raises(ke.InputError, match=r"-o '.*' cannot be written; name another file"):
+            check_outputs({"-o": path})
+
+
+@posix
+def test_an_output_that_can_be_written_is_not_touched_by_the_check(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "new")  # dangling, to a folder that exists
+    before = (tmp_path / "old").stat()
+    names = {"-o": "old", "--log": "link", "--report": "other"}
+    check_outputs({name: tmp_path / path for name, path in names.items()})
+    assert (tmp_path / "old").stat() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"]
+
+
+@posix
+def test_a_file_that_is_appended_to_needs_no_permission_for_its_folder():
+    with unprivileged() as folder:
+        (folder / "log").write_bytes(b"old")
+        folder.chmod(0o500)
+        check_outputs({"--log": folder / "log"}, appended=("--log",))
+        with pytest.raises(ke.InputError, match="Permission denied"):
+            check_outputs({"--log": folder / "log"})
 
 
 @posix

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.system.locks import FileLock
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.record_file import RecordFile, position_of, read_records
 from kfac_engine.training.run_checkpoint import CHECKPOINT
@@ -235,3 +236,47 @@ def test_weights_of_a_checkpoint_load_into_an_engine(tmp_path):
     engine.save(tmp_path / "state")
     with pytest.raises(ke.InputError, match="it is the state of an engine"):
         ke.SGD(engine, 0.1).load(tmp_path / "state")
+
+
+# -- two runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks files as POSIX does")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_in_the_folder_of_a_live_run_is_refused(tmp_path, resume):
+    whole = run(tmp_path / "whole")
+    folder, refused = tmp_path / "run", []
+    if resume:
+        interrupted(folder, 3)
+
+    def start_another(record, optimizer):
+        if record["step"] in {4, 8}:
+            before = {path.name: path.read_bytes() for path in folder.iterdir()}
+            for again in (False, True):
+                with pytest.raises(ke.InputError, match=r"another run .*run' \(process \d+ on"):
+                    run(folder, resume=again)
+                refused.append(record["step"])
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    history = run(folder, resume=resume, callbacks=[start_another])
+    assert refused == [4, 4, 8, 8]
+    assert same(whole.engine.parameters, history.engine.parameters)
+    assert {path.name for path in folder.iterdir()} == {CHECKPOINT, records_in(folder).name}
+    assert len(run(folder, resume=True).records) == 12  # the lock is released
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks files as POSIX does")
+def test_a_lock_that_a_killed_process_left_does_not_hold(tmp_path):
+    (tmp_path / "run.lock").write_text("process 1 on another machine")
+    assert len(run(tmp_path).records) == 12
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks files as POSIX does")
+def test_a_lock_is_free_after_its_file_was_removed(tmp_path):
+    one, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert one.acquire() is None
+    assert other.acquire() is not None
+    one.release()
+    assert other.acquire() is None
+    other.release()
+    assert not list(tmp_path.iterdir())
