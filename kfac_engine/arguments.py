@@ -1,5 +1,9 @@
-"""Checks of arguments; each raises an InputError that names the argument."""
+"""Checks of arguments; each raises an InputError that names the argument.
 
+Numbers of a file are untrusted as well: JSON has integers that no float can hold.
+"""
+
+import sys
 from collections.abc import Collection, Sequence
 from math import inf, isfinite
 from numbers import Integral, Real
@@ -54,3 +58,17 @@ def texts(name: str, value: object, like: str) -> None:
     """Raise an InputError that shows an example unless a value is a list of strings."""
     if not all(isinstance(entry, str) for entry in listed(name, value, like)):
         raise InputError(f"{name} must be a list of names, such as {like}, got {value!r}.")
+
+
+# Larger counters are not exact as floats.
+_MOST = 2**53
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Return whether a value of a file is a whole number that a counter can have."""
+    return type(value) is int and least <= value <= _MOST
+
+
+def is_amount(value: object) -> bool:
+    """Return whether a value of a file is a finite number of at least 0."""
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max  # type: ignore[operator] # a number

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from math import inf
 from typing import TypeAlias
 
-from kfac_engine.arguments import flag, one_of, positive, whole
+from kfac_engine.arguments import flag, is_amount, is_count, one_of, positive, whole
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.ranks.owners import Load, slots
 from kfac_engine.registry import Registry
@@ -262,8 +262,8 @@ def is_planner_state(value: object) -> bool:
     refreshed, numbers = value["refreshed"], [value[name] for name in names - {"refreshed"}]
     return (
         isinstance(refreshed, dict)
-        and all(type(count) is int and count >= 0 for count in refreshed.values())
-        and all(type(number) in (int, float) and 0 <= number < inf for number in numbers)
+        and all(map(is_count, refreshed.values()))
+        and all(map(is_amount, numbers))
     )
 
 

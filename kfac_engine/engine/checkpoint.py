@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import is_amount, is_count
 from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
@@ -170,7 +170,7 @@ def load_state(
         listed = "; ".join(differences)
         raise InputError(f"state '{path}' belongs to another model or options: {listed}.")
     state = State(
-        counter=_parsed(path, header, "counter", lambda value: type(value) is int and value >= 0),
+        counter=_parsed(path, header, "counter", is_count),
         generator=_parsed(path, header, "generator", _is_object),
         parameters=values,
         buffers=statistics,
@@ -291,12 +291,8 @@ def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
             isinstance(entry, dict)
             and entry.keys() == {"name", "operations", "weight", "repeats"}
             and isinstance(entry["operations"], list)
-            and type(entry["weight"]) in (int, float)
-            and 0 <= entry["weight"] < inf
-            and (
-                entry["repeats"] is None
-                or (type(entry["repeats"]) in (int, float) and 0 < entry["repeats"] < inf)
-            )
+            and is_amount(entry["weight"])
+            and (entry["repeats"] is None or (is_amount(entry["repeats"]) and entry["repeats"] > 0))
             for entry in entries
         )
 
@@ -314,7 +310,7 @@ def _damping(value: Any) -> float | None:
 
 def _is_damping(value: Any) -> bool:
     number = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return value is None or (type(number) in (int, float) and 0 <= number < inf)
+    return value is None or is_amount(number)
 
 
 def _finite(array: Array) -> bool:

@@ -42,8 +42,14 @@ class _Handling(ABC):
         return self
 
     def _restore(self) -> None:
-        # A signal may interrupt the loop; handlers that stay then do what the older ones do.
-        self._over = True
+        try:
+            self._put_back()
+        except BaseException:  # of a handler that a signal has called meanwhile
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        self._over = True  # handlers that another signal leaves do what the older ones do
         for number, older in self._older.items():
             signal.signal(number, older)
 

@@ -6,13 +6,14 @@ arrays of each part: the optimizer, and the callbacks of ``fit`` that have a sta
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import is_amount, is_count
 from kfac_engine.engine.checkpoint import Extras
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -22,6 +23,8 @@ FORMAT_VERSION = 2
 OPTIMIZER = "optimizer"
 # The number of a state that may be absent: the learning rate may be a function.
 LEARNING_RATE = "learning_rate"
+# The values of a counter; larger ones are not exact as floats.
+COUNTER = (0, 2**53)
 
 # Group to name (mostly that of a parameter) to array.
 Arrays: TypeAlias = Mapping[str, Mapping[str, Array]]
@@ -34,10 +37,12 @@ class SavedState:
     Attributes:
         numbers: Name to a number, a text, or a list of them.
         arrays: Group to name to array. The shapes and types do not change during a run.
+        bounds: Name of a number to the smallest and the largest value that a file may have.
     """
 
     numbers: Mapping[str, Any] = field(default_factory=dict)
     arrays: Arrays = field(default_factory=dict)
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 Parts: TypeAlias = Mapping[str, SavedState]
@@ -58,7 +63,7 @@ class TrainingState:
     run: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Refuses the position of a run, by an InputError.
+# Refuses the position of a run, or the numbers of a part, by an InputError.
 Check: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
@@ -87,7 +92,7 @@ def write_training(path: str | Path, engine: Engine, saved: TrainingState) -> No
 
 
 def read_training(
-    path: str | Path, engine: Engine, expected: TrainingState, check: Check | None = None
+    path: str | Path, engine: Engine, expected: TrainingState, checks: Mapping[str, Check]
 ) -> TrainingState:
     """Read the state of a training run into an engine; return the rest of the state.
 
@@ -95,7 +100,9 @@ def read_training(
         path: A file of ``write_training``.
         engine: The engine of the same model; changed only when the whole file fits.
         expected: The present state, with the same parts, numbers and arrays.
-        check: Called with the position of ``fit`` before anything changes; may raise.
+        checks: Each is called with a part of the values before anything changes, and may raise:
+            under ``"run"`` with the position of ``fit``, and under the name of a part with its
+            numbers.
 
     Returns:
         The state besides that of the engine.
@@ -108,10 +115,12 @@ def read_training(
 
     def accept(extras: Extras) -> list[str]:
         _check_values(path, extras.values, expected)
-        if check is not None:
-            check(extras.values["run"])
+        differences = _differences(extras, expected)
+        values = {"run": extras.values["run"], **extras.values["parts"]}
+        for name, check in checks.items() if not differences else ():
+            check(values[name])
         read.append(extras)
-        return _differences(extras, expected)
+        return differences
 
     engine.load(path, accept=accept)
     values, arrays = read[0].values, read[0].arrays
@@ -158,7 +167,7 @@ def _differences(extras: Extras, expected: TrainingState) -> list[str]:
     arrays = dict(extras.arrays)
     for part in expected.parts.keys() & there.keys():
         here = expected.parts[part]
-        differences += _number_differences(part, here.numbers, there[part])
+        differences += _number_differences(part, here, there[part])
         for group, members in here.arrays.items():
             for name, array in members.items():
                 one, other = _form(array), _form(arrays.pop(f"{part}/{group}/{name}", None))
@@ -175,27 +184,29 @@ def _differences(extras: Extras, expected: TrainingState) -> list[str]:
     return sorted(differences)
 
 
-def _number_differences(part: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def _number_differences(part: str, state: SavedState, there: Mapping[str, Any]) -> list[str]:
+    here = state.numbers
     differences = [
         f"the {part} has '{name}' {'here' if name in here else 'there'} only"
         for name in here.keys() ^ there.keys()
         # A roll-back has the numbers of its snapshot, with a prefix.
         if name.rpartition("/")[2] != LEARNING_RATE
     ]
-    return differences + [
-        f"'{name}' of the {part} is {there[name]!r:.40} there"
-        for name in here.keys() & there.keys()
-        if not _fits(there[name], here[name])
-    ]
+    for name in here.keys() & there.keys():
+        least, most = state.bounds.get(name, (-inf, inf))
+        value = there[name]
+        if not (_fits(value, here[name]) and (name not in state.bounds or least <= value <= most)):
+            differences.append(f"'{name}' of the {part} is {value!r:.40} there")
+    return differences
 
 
 def _fits(value: Any, like: Any) -> bool:
     """Return whether a value of a file can take the place of another value."""
     if isinstance(like, float):
-        return type(value) in (int, float) and not isnan(value)
+        return type(value) in (int, float) and (abs(value) == inf or is_amount(abs(value)))
     if isinstance(like, list):
-        return isinstance(value, list) and all(type(v) in (int, float) for v in value)
-    return type(value) is type(like)
+        return isinstance(value, list) and all(_fits(entry, 0.0) for entry in value)
+    return type(value) is type(like) and (type(value) is not int or is_count(abs(value)))
 
 
 def _form(array: Array | None) -> str:

@@ -11,11 +11,12 @@ from kfac_engine.arguments import one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.rollback import undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.adaptive_lengths import adaptive_lengths
-from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
     LastUpdates,
@@ -196,6 +197,11 @@ class KfacOptimizer(Optimizer):
 
     @damping.setter
     def damping(self, value: float) -> None:
+        self.engine.damping = self._engine_damping(value)
+        self._damping = RelativeDamping(value) if self._relative else float(value)
+
+    def _engine_damping(self, value: float) -> float:
+        """Return the damping of the engine for a damping; an InputError where that is refused."""
         positive("damping", value)
         if not self._relative and value < self._l2:
             raise InputError(
@@ -206,8 +212,9 @@ class KfacOptimizer(Optimizer):
             raise InputError(
                 f"this optimizer has an absolute damping; give a number for {value!r}."
             )
-        self._damping = RelativeDamping(value) if self._relative else float(value)
-        self.engine.damping = self._damping_multiple * self._damping
+        multiple = self._damping_multiple * float(value)
+        check_damping(multiple, self.engine.options.exps)
+        return RelativeDamping(multiple) if self._relative else multiple
 
     def _prepare(
         self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
@@ -333,6 +340,14 @@ class KfacOptimizer(Optimizer):
             "damping": float(self._damping),
             "burned_in": self._burned_in,
         }
+
+    def _bounds(self) -> dict[str, tuple[float, float]]:
+        since = (-1, COUNTER[1])
+        counters = {"statistics": since, "start": since, "burned_in": COUNTER}
+        return {**super()._bounds(), **counters}
+
+    def _check_numbers(self, numbers: Mapping[str, float]) -> None:
+        self._engine_damping(numbers["damping"])
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)

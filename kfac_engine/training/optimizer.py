@@ -3,6 +3,7 @@
 A step computes new parameters and new state, and replaces the old ones after all checks only.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from kfac_engine.sealed import Sealed
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.text.summary import Summarized, Summary
 from kfac_engine.training.checkpoint import (
+    COUNTER,
     LEARNING_RATE,
     OPTIMIZER,
     Check,
@@ -200,24 +202,20 @@ class Optimizer(Summarized, Sealed, ABC):
     def load(self, path: str | Path) -> None:
         """Restore the state of the engine and of the optimizer from a file of ``save``.
 
-        If the file is refused, the state does not change.
-
         Args:
             path: The file.
 
         Raises:
             InputError: The file is missing, damaged, or of another model or optimizer; every
-                difference is listed.
+                difference is listed, and nothing has changed.
         """
-        with HeldInterrupts():
-            saved = read_training(path, self.engine, self._saved({}, {}))
-            self.restore(saved.parts[OPTIMIZER])
+        self.load_run(path, {}, lambda _: None)
 
     def save_run(self, path: Path, parts: Parts, run: Mapping[str, object]) -> None:
         """Write the file of ``save`` with further parts and the position of a run, for ``fit``."""
         write_training(path, self.engine, self._saved(parts, run))
 
-    def load_run(self, path: Path, parts: Parts, check: Check) -> TrainingState:
+    def load_run(self, path: str | Path, parts: Parts, check: Check) -> TrainingState:
         """Load a file of ``save_run``.
 
         Args:
@@ -229,13 +227,14 @@ class Optimizer(Summarized, Sealed, ABC):
             The state of the further parts, and the position.
         """
         with HeldInterrupts():
-            saved = read_training(path, self.engine, self._saved(parts, {}), check)
+            checks = {OPTIMIZER: self._check_numbers, "run": check}
+            saved = read_training(path, self.engine, self._saved(parts, {}), checks)
             self.restore(saved.parts[OPTIMIZER])
         return saved
 
     def state(self) -> SavedState:
         """Return the state of the optimizer without the engine; its arrays are not copied."""
-        return SavedState(self._numbers(), self._slots)
+        return SavedState(self._numbers(), self._slots, self._bounds())
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
@@ -323,6 +322,14 @@ class Optimizer(Summarized, Sealed, ABC):
         numbers = {"steps": self.steps, "skipped": self.skipped, "restraint": self._restraint}
         rate = self._learning_rate
         return numbers if callable(rate) else {**numbers, LEARNING_RATE: float(rate)}
+
+    def _bounds(self) -> dict[str, tuple[float, float]]:
+        smallest, largest = sys.float_info.min, sys.float_info.max
+        counters = {"steps": COUNTER, "skipped": COUNTER}
+        return {**counters, "restraint": (smallest, 1.0), LEARNING_RATE: (0.0, largest)}
+
+    def _check_numbers(self, numbers: Mapping[str, float]) -> None:
+        """Refuse numbers of a state by an InputError; the bounds have been compared."""
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         self.steps, self.skipped = int(numbers["steps"]), int(numbers["skipped"])

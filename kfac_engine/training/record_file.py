@@ -15,12 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_engine.arguments import is_amount, is_count
 from kfac_engine.errors import InputError
 from kfac_engine.system.reading import check_file
-from kfac_engine.training.history import Record
+from kfac_engine.training.history import STEP_ENTRIES, Record
 
 _PATTERN = "records-*.jsonl"
 _NAME = re.compile(r"records-[0-9a-f]{8}\.jsonl")
+# Entries of records that are counters, and all that are numbers.
+_COUNTS = ("step", "epoch")
+_NUMBERS = STEP_ENTRIES - {"refreshed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +114,41 @@ def read_records(folder: Path, position: RecordPosition) -> list[Record]:
     check_file(path)
     try:
         with path.open("rb") as file:
-            data = file.read(position.length)
+            data = file.read(min(position.length, path.stat().st_size))
     except OSError as failure:
         raise InputError(f"cannot read '{path}': {failure.strerror}.") from failure
     lines = data.splitlines()
-    if zlib.crc32(data) != position.checksum or len(lines) != position.count:
+    right = zlib.crc32(data) == position.checksum and len(lines) == position.count
+    records = [_parsed(line) for line in lines] if right else []
+    if not right or not all(map(_is_record, records)):
         raise InputError(
             f"'{path}' does not have the records of the checkpoint beside it; restore the file, "
             f"or begin a new run in another folder."
         )
-    return [json.loads(line) for line in lines]
+    return records
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether the value of a line, which may be forged, has the form of a record."""
+    if not (isinstance(value, dict) and value.keys() >= {*_COUNTS, "seconds", "loss"}):
+        return False
+    numbers = [entry for entry in value.values() if type(entry) is int]
+    names = value.get("refreshed", [])
+    return (
+        all(is_count(value[name]) for name in _COUNTS)
+        and all(isinstance(value[name], int | float) for name in _NUMBERS & value.keys())
+        and all(is_amount(abs(number)) for number in numbers)
+        and not any(isinstance(entry, dict) for entry in value.values())
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+    )
 
 
 def position_of(values: Mapping[str, Any]) -> RecordPosition:
@@ -130,7 +159,6 @@ def position_of(values: Mapping[str, Any]) -> RecordPosition:
     """
     numbers = [values.get(name) for name in ("length", "count", "checksum")]
     file = values.get("file")
-    whole = all(type(number) is int and number >= 0 for number in numbers)
-    if not (whole and isinstance(file, str) and _NAME.fullmatch(file)):
+    if not (all(map(is_count, numbers)) and isinstance(file, str) and _NAME.fullmatch(file)):
         raise InputError("the checkpoint has no position in a file of records; use another.")
     return RecordPosition(file, *numbers)  # type: ignore[arg-type] # whole numbers

@@ -11,7 +11,7 @@ from typing import TypeVar
 from kfac_engine.arguments import whole
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
 from kfac_engine.system.deferred_signals import HeldInterrupts
-from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.examples import Batch
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.report import StepReport
@@ -103,7 +103,12 @@ class Recovery:
             **{f"{_STATE}{name}": value for name, value in self._saved.numbers.items()},
         }
         slots = {f"{_STATE}{slot}": arrays for slot, arrays in self._saved.arrays.items()}
-        return {_PART: SavedState(numbers, {**self._weights.arrays, **slots})}
+        of_optimizer = self._optimizer.state().bounds
+        bounds = {
+            **dict.fromkeys(("count", "attempts", "age"), COUNTER),
+            **{f"{_STATE}{name}": bound for name, bound in of_optimizer.items()},
+        }
+        return {_PART: SavedState(numbers, {**self._weights.arrays, **slots}, bounds)}
 
     def restore_all(self, states: Mapping[str, SavedState]) -> None:
         """Restore the state of a checkpoint."""

@@ -1,11 +1,10 @@
 """The checkpoints of a run: when they are written, and the options that a resumed run must have."""
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import is_amount, is_count, whole
 from kfac_engine.errors import InputError, RankError
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
@@ -199,9 +198,5 @@ class RunCheckpoint:
                     f"has {name}={value!r:.200}; resume with the same {name}."
                 )
         *counts, seconds = (run.get(name) for name in _PLACE)
-        if not (
-            all(type(count) is int and count >= 0 for count in counts)
-            and type(seconds) in (int, float)
-            and 0 <= seconds < inf  # type: ignore[operator] # a number
-        ):
+        if not (all(map(is_count, counts)) and is_amount(seconds)):
             raise InputError(f"the checkpoint '{self._file}' has no valid position; use another.")

@@ -42,6 +42,10 @@ def records_in(folder):
     return path
 
 
+def record_of(step, **changes):
+    return {"step": step, "epoch": 0, "seconds": 0.5, "loss": 0.1 * step, **changes}
+
+
 def same(left, right):
     return all(np.array_equal(left[name], right[name]) for name in left)
 
@@ -61,7 +65,7 @@ def test_the_size_of_a_checkpoint_does_not_grow_with_the_run(tmp_path):
 
 def test_a_checkpoint_appends_the_new_records_only(tmp_path):
     file = RecordFile(tmp_path)
-    records = [{"step": step, "loss": 0.1 * step} for step in range(1, 4)]
+    records = [record_of(step) for step in range(1, 4)]
     first = position_of(file.add(records[:2]))
     path = tmp_path / first.file
     path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')  # as a killed process leaves it
@@ -73,7 +77,7 @@ def test_a_checkpoint_appends_the_new_records_only(tmp_path):
 
 def test_records_with_nan_come_back(tmp_path):
     file = RecordFile(tmp_path)
-    position = position_of(file.add([{"step": 1, "loss": float("nan")}]))
+    position = position_of(file.add([record_of(1, loss=float("nan"))]))
     (record,) = read_records(tmp_path, position)
     assert np.isnan(record["loss"])
 

@@ -1,13 +1,14 @@
 """Callbacks that compare validations: early stop, and the weights of the best validation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 from kfac_engine.arguments import whole
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.suggestions import suggestion
-from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, at_least_zero
@@ -49,7 +50,8 @@ class _BestValidation(Callback):
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the best score and its step."""
         del optimizer
-        return SavedState({"score": self._score, "best_step": self.best_step})
+        numbers = {"score": self._score, "best_step": self.best_step}
+        return SavedState(numbers, bounds={"best_step": COUNTER})
 
     def restore(self, state: SavedState) -> None:
         """Restore the best score and its step."""
@@ -110,7 +112,9 @@ class EarlyStop(_BestValidation):
 
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the best score, its step, and the validations since then."""
-        return SavedState({**super().state(optimizer).numbers, "waits": self.waits})
+        state = super().state(optimizer)
+        numbers, bounds = {**state.numbers, "waits": self.waits}, {**state.bounds, "waits": COUNTER}
+        return SavedState(numbers, bounds=bounds)
 
     def restore(self, state: SavedState) -> None:
         """Restore the best score, its step, and the validations since then."""
@@ -151,7 +155,7 @@ class BestWeights(_BestValidation):
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the best score, its step, and the weights; present weights before the first."""
         weights = self._weights or Weights.present(optimizer.engine)
-        return SavedState(super().state(optimizer).numbers, weights.arrays)
+        return replace(super().state(optimizer), arrays=weights.arrays)
 
     def restore(self, state: SavedState) -> None:
         """Restore the best score, its step, and the weights."""

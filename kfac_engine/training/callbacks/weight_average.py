@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError
-from kfac_engine.training.checkpoint import SavedState
+from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer, fraction
@@ -75,7 +75,7 @@ class WeightAverage(Callback):
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the average and the number of its steps; present weights before the first."""
         arrays = self._average or Weights.present(optimizer.engine).parameters
-        return SavedState({"count": self.count}, {"parameter": arrays})
+        return SavedState({"count": self.count}, {"parameter": arrays}, {"count": COUNTER})
 
     def restore(self, state: SavedState) -> None:
         """Restore the average and the number of its steps."""
