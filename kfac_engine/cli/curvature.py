@@ -40,12 +40,13 @@ _FILES = (
         "--inputs",
         type=file_path,
         required=True,
-        help="Data: .npz by input name, or one .npy.",
+        help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
+        "--targets or without targets: the inputs, .npz or .npy.",
     ),
     Group.DATA.option(
         "--targets",
         type=file_path,
-        help="Targets, .npz or .npy; optional, except with --fisher empirical.",
+        help="Targets in a file of their own, .npz or .npy. Only --fisher empirical needs targets.",
     ),
     Group.OUTPUT.option(
         "--plot",
@@ -114,18 +115,19 @@ def _measured(
     model: Path, files: Files, size: int | None, options: dict[str, Any]
 ) -> "ke.Curvature":
     """Return the curvature of a model on the data of files."""
-    from kfac_engine.cli.curvature_data import CurvatureData
+    from kfac_engine.cli.curvature_data import file_batches, first_examples
+    from kfac_engine.cli.files import read_data
     from kfac_engine.curvature_result.assembly import assembled
     from kfac_engine.curvature_result.measure import measured
     from kfac_engine.curvature_result.options import CurvatureOptions
+    from kfac_engine.system.arrays import map_arrays
 
     with working("reading"):
-        several = not isinstance(options["loss"], str)
-        data = CurvatureData(model, files.inputs, files.targets, several=several)
-        sample = data.sample(options["batch_axes"] or {}, size)
+        inputs, data = read_data(files.inputs, files.targets, model, map_arrays)
+        sample = first_examples(inputs, model, options["batch_axes"] or {}, size)
     with working("preparing the model"), shown_warnings():
         record = CurvatureOptions(**options, sample_inputs=sample)
         assembly, estimator = assembled(model, record)
-        batches = data.batches(assembly, size, record.passes)
+        batches = file_batches(assembly, data, size, record.passes)
     with shown_warnings():
         return measured(assembly, estimator, record, batches)

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.datasets.examples import TARGETS
+from kfac_engine.datasets.files import first_shard
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
 from kfac_engine.suggestions import suggestion
@@ -18,7 +20,6 @@ from kfac_engine.system.writing import check_outputs, write_file
 # Returns the arrays of a file by name, a lone array under None.
 Reader: TypeAlias = Callable[[Path], dict[str | None, Array]]
 
-TARGETS = "targets"
 GRADIENT = "gradient/"
 NATURAL_GRADIENT = "natural_gradient/"
 
@@ -60,75 +61,57 @@ def with_weights(name: str, path: Path) -> dict[str, Path | None]:
     return {name: path, f"the weights of {name}": weights}
 
 
-def read_inputs(path: Path, model: Path, read: Reader = read_arrays) -> dict[str, Array]:
-    """Return the batch in a file.
+def read_inputs(path: Path, model: Path) -> dict[str, Array]:
+    """Return the batch in a file; of a folder of shards, the first shard.
 
     Args:
         path: ``.npz`` keyed by input name, or ``.npy`` for a model with one input.
         model: The model's file, which names the input of a lone array.
-        read: Reads the arrays, or maps them.
 
     Returns:
-        Input name to array; the engine checks the names.
+        Input name to array, without targets; the engine checks the names.
 
     Raises:
         InputError: The file is missing, broken, or a lone array for several inputs.
     """
-    arrays = read(path)
-    if None not in arrays:
-        return {name: array for name, array in arrays.items() if name is not None}
-    names = [entry.name for entry in load_graph(model).inputs]
-    if len(names) != 1:
-        raise InputError(
-            f"'{path}' holds one array, but the model has {len(names)} inputs: "
-            f"{', '.join(names)}. Give an .npz file keyed by input name."
-        )
-    return {names[0]: arrays[None]}
+    return read_data(path, None, model)[0]
 
 
-def read_targets_by_output(path: Path, read: Reader = read_arrays) -> dict[str, Array]:
-    """Return the targets of several losses.
+def read_data(
+    inputs: Path, targets: Path | None, model: Path, read: Reader = read_arrays
+) -> tuple[dict[str, Array], Any]:
+    """Return the inputs of files, and the data of these files.
 
     Args:
-        path: ``.npz`` keyed by output.
+        inputs: The inputs: ``.npz`` keyed by input name, ``.npy`` for a model with one input, or a
+            folder of shards; a file may have targets, too.
+        targets: The targets; None where ``inputs`` has them, or where there are none.
+        model: The model's file, which names the input of a lone array.
         read: Reads the arrays, or maps them.
 
     Returns:
-        Output to targets.
+        Input name to array, of a folder those of the first shard; and the data in a form of
+        ``fit``. A file is opened once, because it may be a pipe.
 
     Raises:
-        InputError: The file is missing, broken or a lone array.
+        InputError: A file is missing, broken, or a lone array for several inputs.
     """
-    arrays = {name: array for name, array in read(path).items() if name is not None}
-    if not arrays:
-        raise InputError(
-            f"'{path}' must be an .npz file with the targets of each loss, keyed by output."
-        )
-    return arrays
-
-
-def read_targets(path: Path, read: Reader = read_arrays) -> Array:
-    """Return the array ``targets`` of a file, or its only array.
-
-    Args:
-        path: ``.npz`` or ``.npy``.
-        read: Reads the arrays, or maps them.
-
-    Returns:
-        The array.
-
-    Raises:
-        InputError: The file is missing, broken, or has several arrays and none of that name.
-    """
-    arrays = read(path)
-    if TARGETS in arrays:
-        return arrays[TARGETS]
-    if len(arrays) != 1:
-        listed = ", ".join(f"'{name}'" for name in arrays) or "none"
-        raise InputError(
-            f"'{path}' must hold one array or one named '{TARGETS}'; it holds {listed}."
-        )
-    return next(iter(arrays.values()))
+    graph = load_graph(model)
+    names = [entry.name for entry in graph.inputs]
+    labels = {TARGETS, *graph.outputs} - {*names}
+    data: Any = inputs
+    if inputs.is_dir():
+        arrays = first_shard(inputs, (*names, *labels))
+    else:
+        opened = read(inputs)
+        if None in opened and len(names) != 1:
+            raise InputError(
+                f"'{inputs}' holds one array, but the model has {len(names)} inputs: "
+                f"{', '.join(names)}. Give an .npz file keyed by input name."
+            )
+        data = arrays = {names[0] if n is None else n: array for n, array in opened.items()}
+    sample = {name: array for name, array in arrays.items() if name not in labels}
+    return sample, data if targets is None else (data, targets)
 
 
 def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:

@@ -15,8 +15,7 @@ from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array
-    from kfac_engine.cli.curvature_data import Batches
-    from kfac_engine.curvature_result.curvature import Curvature
+    from kfac_engine.cli.curvature_data import ShownBatches
 
 # Number of queries that have a row in the table.
 _MOST_QUERIES = 20
@@ -28,7 +27,7 @@ class Files:
 
     curvature: Path
     inputs: Path
-    targets: Path
+    targets: Path | None
     queries: Path | None
     query_targets: Path | None
     out: Path
@@ -40,18 +39,21 @@ _FILES = (
         "--inputs",
         type=file_path,
         required=True,
-        help="Training data: .npz by input name, or one .npy.",
+        help="Training data: .npz with the inputs by name and 'targets', or a folder of such "
+        "files. With --targets: the inputs, .npz or .npy.",
     ),
     Group.DATA.option(
-        "--targets", type=file_path, required=True, help="Their targets, .npz or .npy."
+        "--targets", type=file_path, help="Their targets in a file of their own, .npz or .npy."
     ),
     Group.DATA.option(
         "--queries",
         type=file_path,
-        help="Queries, .npz or .npy; without them, each example has the score for itself.",
+        help="Queries, in a form of --inputs; without them, each example has the score for itself.",
     ),
     Group.DATA.option(
-        "--query-targets", type=file_path, help="Targets of the queries, .npz or .npy."
+        "--query-targets",
+        type=file_path,
+        help="Targets of the queries in a file of their own, .npz or .npy.",
     ),
     Group.OUTPUT.option(
         "-o",
@@ -92,10 +94,12 @@ def influence(
 ) -> None:
     """Score the examples of the training data for queries, or for themselves."""
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, write_npz
+    from kfac_engine.cli.curvature_data import file_batches
+    from kfac_engine.cli.files import check_files, read_data, write_npz
+    from kfac_engine.system.arrays import map_arrays
 
-    if (files.queries is None) != (files.query_targets is None):
-        raise InputError("queries need their targets; give --queries and --query-targets.")
+    if files.queries is None and files.query_targets is not None:
+        raise InputError("--query-targets are those of --queries; give both.")
     read = {
         "--curvature": files.curvature,
         "--inputs": files.inputs,
@@ -107,9 +111,14 @@ def influence(
     curvature = read_curvature(files.curvature, model, files.inputs)
     with working("decomposing"):
         scores = ke.Influence(curvature, damping)
-    train = _batches(curvature, model, files.inputs, files.targets, batch)
-    if files.queries is not None and files.query_targets is not None:
-        queries = _batches(curvature, model, files.queries, files.query_targets, batch)
+
+    def batches(inputs: Path, targets: Path | None) -> "ShownBatches":
+        _, data = read_data(inputs, targets, model, map_arrays)
+        return file_batches(curvature.layout.assembly, data, batch, labeled=True)
+
+    train = batches(files.inputs, files.targets)
+    if files.queries is not None:
+        queries = batches(files.queries, files.query_targets)
         name, result = "scores", scores.scores(queries, train)
     else:
         name, result = "self_scores", scores.self_scores(train)
@@ -117,17 +126,6 @@ def influence(
         write_npz(files.out, {name: result})
     with report_beside(files.out):
         _report(name, result, top, files.out, as_json)
-
-
-def _batches(
-    curvature: "Curvature", model: Path, inputs: Path, targets: Path, size: int | None
-) -> "Batches":
-    """Return the data of files in batches."""
-    from kfac_engine.cli.curvature_data import CurvatureData
-
-    several = not isinstance(curvature.options.loss, str)
-    data = CurvatureData(model, inputs, targets, several=several)
-    return data.batches(curvature.layout.assembly, size, 1)
 
 
 def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> None:

@@ -79,7 +79,7 @@ _FILES = (
     Group.DATA.option(
         "--inputs",
         type=file_path,
-        help="Queries: .npz by input name, or one .npy. Needed for --out.",
+        help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out.",
     ),
     Group.OUTPUT.option(
         "-o",
@@ -172,7 +172,8 @@ def laplace(
     model: Path, files: Files, prior: Posterior, prediction: Prediction, as_json: bool
 ) -> None:
     """Predict with the uncertainty of the parameters, by a Laplace approximation."""
-    from kfac_engine.cli.files import check_files, read_inputs, with_weights, write_npz
+    from kfac_engine.cli.files import check_files, read_data, with_weights, write_npz
+    from kfac_engine.system.arrays import map_arrays
 
     if files.out is None and files.export is None:
         raise InputError("nothing is asked for; name a file by --out, --export or both.")
@@ -188,9 +189,9 @@ def laplace(
     predictive = None
     if files.out is not None and files.inputs is not None:
         with working("predicting"):
-            inputs = read_inputs(files.inputs, model)
+            _, queries = read_data(files.inputs, None, model, map_arrays)
             predictive = posterior.predict(
-                inputs,
+                queries,
                 prediction.link,
                 joint=prediction.joint,
                 samples=prediction.samples,

@@ -1,6 +1,7 @@
 """``precondition``: write the gradients and natural gradients of a batch."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +62,14 @@ _FILE_OPTIONS = (
         "--inputs",
         type=file_path,
         required=True,
-        help="Batch: .npz by input name, or one .npy.",
+        help="Batch: .npz with the inputs by name and 'targets', or a folder of such files, which "
+        "are one batch. With --targets: the inputs, .npz or .npy.",
     ),
     Group.DATA.option(
         "--targets",
         type=file_path,
-        help="Targets, .npz or .npy; for --gradients optional.",
+        help="Targets in a file of their own, .npz or .npy. With --gradients, targets are "
+        "optional.",
     ),
     Group.DATA.option(
         "--gradients",
@@ -119,15 +122,13 @@ def precondition(
     """Write the gradients of a batch and the preconditioned gradients."""
     import kfac_engine as ke
     from kfac_engine.cli import files as reading
+    from kfac_engine.datasets.forms import whole_batch
     from kfac_engine.system.reading import exists
 
     read = {"--inputs": files.inputs, "--targets": files.targets, "--gradients": files.gradients}
     reading.check_files({"--out": files.out, "--state": files.state}, read, model)
     with working("reading"):
-        inputs = reading.read_inputs(files.inputs, model)
-        one = isinstance(options["loss"], str)
-        read_targets = reading.read_targets if one else reading.read_targets_by_output
-        targets: Targets = None if files.targets is None else read_targets(files.targets)
+        inputs, data = reading.read_data(files.inputs, files.targets, model)
     with working("preparing the model"), shown_warnings():
         chosen = {name: options.pop(name) for name in _SCHEDULE}
         schedule = Schedule(**{name: value for name, value in chosen.items() if value is not None})
@@ -147,7 +148,8 @@ def precondition(
             else reading.read_gradients(files.gradients, engine.parameters)
         )
     with working("preconditioning"):
-        outcome = _precondition(engine, inputs, targets, gradients, exp)
+        batch = whole_batch(data, engine.example_axes, labeled=False)
+        outcome = _precondition(engine, *batch, gradients, exp)
         reading.write_result(files.out, outcome.gradients, outcome.natural_gradients)
     if files.state is not None:
         engine.save(files.state)
@@ -157,7 +159,7 @@ def precondition(
 
 def _precondition(
     engine: "ke.Engine",
-    inputs: "dict[str, Array]",
+    inputs: "Mapping[str, Array]",
     targets: "Targets",
     gradients: "dict[str, Array] | None",
     exp: float,

@@ -28,9 +28,12 @@ FAILED = 3
     "--inputs",
     type=file_path,
     required=True,
-    help="Batch: .npz by input name, or one .npy.",
+    help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
+    "--targets: the inputs, .npz or .npy.",
 )
-@Group.DATA.option("--targets", type=file_path, required=True, help="Targets, .npz or .npy.")
+@Group.DATA.option(
+    "--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."
+)
 @Group.CHECKS.option(
     "--examples",
     type=click.IntRange(min=1),
@@ -51,7 +54,7 @@ FAILED = 3
 def verify(
     model: Path,
     inputs: Path,
-    targets: Path,
+    targets: Path | None,
     examples: int,
     parameters: int,
     options: dict[str, Any],
@@ -59,20 +62,17 @@ def verify(
 ) -> None:
     """Check gradients, curvature, inverses and export against definitions."""
     import kfac_engine as ke
-    from kfac_engine.cli import files
+    from kfac_engine.cli.files import read_data
 
     with working("reading"):
-        batch = files.read_inputs(inputs, model)
-        one = isinstance(options["loss"], str)
-        observed = (files.read_targets if one else files.read_targets_by_output)(targets)
+        sample, data = read_data(inputs, targets, model)
     result = ke.verify(
         model,
-        batch,
-        observed,
+        data,
         examples=examples,
         parameters=parameters,
         progress=True,
-        sample_inputs=batch,
+        sample_inputs=sample,
         **options,
     )
     if as_json:

@@ -14,7 +14,6 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature_result.assembly import assembled
-from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.example_gradients import LayerGradients
@@ -23,6 +22,8 @@ from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.memory import require_memory
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet
@@ -34,7 +35,7 @@ from kfac_engine.runtime.trace import Trace
 
 
 @by_keyword(CurvatureOptions)
-def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -> Curvature:
+def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> Curvature:
     """Measure the Fisher matrix of a model on a data set.
 
     The result is the mean over all examples, whatever the sizes of the batches are, of the Fisher
@@ -43,8 +44,8 @@ def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        batches: One pair of inputs (input name to array) and targets, or an iterable of such pairs.
-            Targets may be None unless ``fisher`` is ``"empirical"``.
+        batches: Data in a form of ``fit``. Arrays are one batch; files are read in batches of 128
+            examples. Targets may be None or absent unless ``fisher`` is ``"empirical"``.
         options: The fields of ``CurvatureOptions``, each as a keyword; only ``loss`` is needed.
 
     Returns:
@@ -56,15 +57,17 @@ def curvature(model: ModelSource, batches: Batches, options: CurvatureOptions) -
         NonFiniteError: A batch yields NaN or infinity.
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
-    pairs = pairs_of(batches, options.passes)
-    return measured(*assembled(model, options), options, pairs)
+    assembly, estimator = assembled(model, options)
+    axes = TrainableModel(assembly).example_axes
+    pairs = batches_of(batches, axes, passes=options.passes, labeled=False)
+    return measured(assembly, estimator, options, pairs)
 
 
 def measured(
     assembly: Assembly,
     estimator: FisherEstimator,
     options: CurvatureOptions,
-    pairs: Iterable[Pair],
+    pairs: Iterable[Batch],
 ) -> Curvature:
     """Return the curvature of an assembled model.
 
@@ -145,7 +148,7 @@ class _Measurement:
         blocks = (b for i, (_, b) in enumerate(self.layout.layers) if i not in self.moments.squares)
         return list(dict.fromkeys(factor for block in blocks for factor in block.factors))
 
-    def read_all(self, pairs: Iterable[Pair]) -> None:
+    def read_all(self, pairs: Iterable[Batch]) -> None:
         """Read the data once, or twice for factors that are measured in a basis of all data.
 
         Args:
@@ -191,7 +194,7 @@ class _Measurement:
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _read(self, pairs: Iterable[Pair], factors: Sequence[FisherFactor]) -> None:
+    def _read(self, pairs: Iterable[Batch], factors: Sequence[FisherFactor]) -> None:
         """Add all batches to the statistics.
 
         Args:
@@ -204,8 +207,7 @@ class _Measurement:
         objective, draws = self.layout.assembly.task.objective, self.layout.options.draws
         self.draws = {} if draws is None else objective.named_targets(draws)
         has_targets = None
-        for number, pair in enumerate(pairs, 1):
-            inputs, targets = checked_pair(pair, number)
+        for number, (inputs, targets) in enumerate(pairs, 1):
             if has_targets not in (None, targets is not None):
                 raise InputError(
                     f"batch {number} has {'no ' * (targets is None)}targets, unlike the batches "

@@ -1,12 +1,13 @@
 """Predictions of a model in inference form, and their metrics."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.datasets.examples import ExampleAxes
+from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
@@ -16,49 +17,52 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.inference import InferenceModel
 
-Pair: TypeAlias = tuple[Mapping[str, Array], Targets]
-
 
 class Evaluation:
     """Evaluates a model in inference form.
 
     Args:
         assembly: The model with its losses.
+        axes: The axes of the examples.
         arrays: Converts arrays of the model.
         shards: The processes among which data are divided.
     """
 
-    def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
-        self._shards = shards
+    def __init__(
+        self, assembly: Assembly, axes: ExampleAxes, arrays: ModelArrays, shards: BatchShards
+    ) -> None:
+        self._axes, self._shards = axes, shards
         self._model, self._task, self._arrays = assembly.model, assembly.task, arrays
         self._inference = InferenceModel(assembly.model)
 
-    def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
+    def predict(self, data: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model; see ``Engine.predict``."""
-        results = self._run(inputs, self._outputs)
-        return self._for_caller({name: results[name].copy() for name in self._outputs})
+        parts = []
+        for inputs, _ in batches_of(data, self._axes, labeled=False):
+            results = self._run(inputs, self._outputs)
+            parts.append({name: results[name].copy() for name in self._outputs})
+        if not parts:
+            raise InputError("the data have no example; give one batch at least.")
+        joined = {name: self._joined(name, [p[name] for p in parts]) for name in self._outputs}
+        return self._for_caller(joined)
 
-    def metrics(
-        self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
-    ) -> dict[str, float]:
+    def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
         with self._shards.together():
             return self._metrics(data, choices)
 
-    def _metrics(
-        self, data: Pair | Iterable[Pair], choices: Sequence[MetricChoice] | None
-    ) -> dict[str, float]:
+    def _metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         metrics = metrics_of(self.default_metrics() if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
         sums = np.zeros((len(metrics), 2))  # total and divisor of each metric
         batches = 0
-        for inputs, targets in _pairs(data):
+        for inputs, targets in batches_of(data, self._axes):
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
             for entry, metric in zip(sums, metrics.values(), strict=True):
                 entry += metric.measure(batch)
         if not self._shards.total(batches, "evaluate"):
             self._shards.agreement.refuse(
-                InputError("the data has no batch; give one (inputs, targets) pair at least.")
+                InputError("the data have no batch; give one pair (inputs, targets) at least.")
             )
         self._shards.sum([sums])
         means = {
@@ -85,6 +89,19 @@ class Evaluation:
             objective, values, self._for_caller(outputs) if outputs else None, _arrays(targets)
         )
 
+    def _joined(self, name: str, parts: Sequence[Array]) -> Array:
+        """Return an output of several batches; of the first one if it has no examples."""
+        place = self._task.batch.places.get(name)
+        if len(parts) == 1 or place is None:
+            return parts[0]
+        if place.repeats > 1:
+            raise InputError(
+                f"one axis of '{name}' holds examples and positions, so that batches of it cannot "
+                f"be joined; predict each batch."
+            )
+        joined: Array = array_module(parts[0]).concatenate(parts, axis=place.axis)
+        return joined
+
     @property
     def _outputs(self) -> list[str]:
         """Names of the outputs that are tensors."""
@@ -107,22 +124,3 @@ def _arrays(targets: Targets) -> Targets:
     if isinstance(targets, Mapping):
         return {name: as_array(array) for name, array in targets.items()}
     return None if targets is None else as_array(targets)
-
-
-def _pairs(data: Pair | Iterable[Pair]) -> Iterator[Pair]:
-    """Yield the pairs of data, which may be a single pair.
-
-    Raises:
-        InputError: An entry is not a pair.
-    """
-    if not isinstance(data, Iterable):
-        raise InputError(f"data must be pairs of inputs and targets, got {type(data).__name__}.")
-    single = isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[0], Mapping)
-    pairs: Iterable[Any] = (data,) if single else data
-    for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise InputError(
-                f"data must be one pair ({{'input': x}}, targets) or an iterable of such pairs; an "
-                f"entry is {type(pair).__name__}."
-            )
-        yield pair[0], pair[1]

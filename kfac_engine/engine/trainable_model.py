@@ -1,7 +1,7 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -12,12 +12,14 @@ from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.datasets.examples import ExampleAxes
+from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.divergence import LossHistory
-from kfac_engine.engine.evaluation import Evaluation, Pair
+from kfac_engine.engine.evaluation import Evaluation
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
@@ -44,20 +46,20 @@ class TrainableModel(Sealed):
 
     Attributes:
         objective: Losses and reduction.
+        example_axes: The axes of the examples in inputs and targets.
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        self.objective = assembly.task.objective
-        self._assembly = assembly
-        self._model = assembly.model
-        self._task = assembly.task
+        self._task = task = assembly.task
+        self.objective = task.objective
+        self.example_axes = ExampleAxes(task.batch, [head.output for head in task.heads])
+        self._assembly, self._model = assembly, assembly.model
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self._shards = BatchShards(
             assembly.options.communicator, self.objective, lambda: self._arrays.on_host()[0]
         )
-        self._evaluation = Evaluation(assembly, self._arrays, self._shards)
-        # Of several processes, the first one warns.
-        self._history = LossHistory(warns=self.agreement.rank == 0)
+        self._evaluation = Evaluation(assembly, self.example_axes, self._arrays, self._shards)
+        self._history = LossHistory(warns=self.agreement.rank == 0)  # the first process warns
         self._standing_notes = assembly.notes
 
     @property
@@ -202,7 +204,7 @@ class TrainableModel(Sealed):
                 loss = reported_loss(trace, self.objective, examples)
             return self._shards.total(loss, "loss")
 
-    def predict(self, inputs: Mapping[str, Array]) -> Array | dict[str, Array]:
+    def predict(self, inputs: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
 
         ``BatchNormalization`` in training form uses its running statistics (``buffers``), and a
@@ -211,7 +213,7 @@ class TrainableModel(Sealed):
         or ``Scan`` that was not unrolled, and other random operators, run as in ``trace``.
 
         Args:
-            inputs: Input name to array.
+            inputs: Inputs of a form of ``fit``, or data of ``fit``, whose targets are not read.
 
         Returns:
             The output, or output name to array for several outputs; new arrays. Outputs that are
@@ -228,7 +230,7 @@ class TrainableModel(Sealed):
         return self._evaluation.default_metrics()
 
     def evaluate(
-        self, data: Pair | Iterable[Pair], metrics: Sequence[MetricChoice] | None = None
+        self, data: Data, metrics: Sequence[MetricChoice] | None = None
     ) -> dict[str, float]:
         """Return metrics of predictions in inference form; see ``predict``.
 
@@ -246,14 +248,14 @@ class TrainableModel(Sealed):
         ==========================  =============================================================
 
         Args:
-            data: One pair of inputs and targets, or an iterable of such pairs, read once. Of
-                several processes, each passes its part of the data, or an empty iterable.
+            data: Data in a form of ``fit``; files are read in batches of 128 examples. Of several
+                processes, each passes its part of the data, or an empty iterable.
             metrics: Names and functions. A function receives the outputs as ``predict`` returns
                 them and the targets of a batch, and its value has its name. None for the loss, and
                 the accuracy where all targets are discrete.
 
         Returns:
-            Metric to its mean over the examples of all pairs, of all processes. A loss under the
+            Metric to its mean over the examples of all batches, of all processes. A loss under the
             reduction ``"sum"`` is their sum.
 
         Raises:

@@ -6,12 +6,13 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
 from kfac_engine.curvature_result.block_gradients import Sources, block_tiles, gradient_sources
 from kfac_engine.curvature_result.blocks import Block, checked_damping
 from kfac_engine.curvature_result.curvature import Curvature, Damping, checked_curvature
 from kfac_engine.curvature_result.gradient_forms import Gradients
 from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.influence.products import Products
@@ -58,15 +59,15 @@ class Influence:
         damping = "a tenth of the mean eigenvalues" if self.damping is None else self.damping
         return f"Influence({self.curvature!r}, damping {damping})"
 
-    def scores(self, queries: Batches, train: Batches) -> Array:
+    def scores(self, queries: Data, train: Data) -> Array:
         """Return the score of each example for each query.
 
         The gradients of as many queries as the option ``scratch_bytes`` of the curvature allows are
         in memory; the training data are read once for each such group.
 
         Args:
-            queries: A pair of inputs (input name to array) and targets, or an iterable of pairs.
-            train: The same for the training data; it is read several times.
+            queries: Data in a form of ``fit``.
+            train: The training data, in a form of ``fit``; they are read several times.
 
         Returns:
             ``(queries, examples)`` in float64.
@@ -77,10 +78,10 @@ class Influence:
             NonFiniteError: A gradient is not finite.
             UnsupportedError: The examples of a parameter without a layer cannot be separated.
         """
-        batches = pairs_of(train, 2)
+        batches = self._batches_of(train, 2)
         rows: list[Float] = []
         with single_threaded_blas(), quiet():
-            for query in self._batches(pairs_of(queries, 1), "queries"):
+            for query in self._gradients(self._batches_of(queries, 1), "queries"):
                 for vectors in self._preconditioned(query):
                     products = {key: Products(vector) for key, vector in vectors.items()}
                     rows.append(self._against(products, batches))
@@ -91,14 +92,14 @@ class Influence:
                         )
         return np.concatenate(rows)
 
-    def self_scores(self, train: Batches) -> Array:
+    def self_scores(self, train: Data) -> Array:
         """Return ``g_iᵀ (F + λI)⁻¹ g_i`` of each example.
 
         A large score means that the model depends on this example alone for its own prediction: the
         example is unusual, or its target is wrong.
 
         Args:
-            train: A pair of inputs and targets, or an iterable of pairs.
+            train: The training data, in a form of ``fit``.
 
         Returns:
             ``(examples,)`` in float64.
@@ -110,7 +111,7 @@ class Influence:
         """
         parts: list[Float] = []
         with single_threaded_blas(), quiet():
-            for batch in self._batches(pairs_of(train, 1), "training data"):
+            for batch in self._gradients(self._batches_of(train, 1), "training data"):
                 total = np.zeros(self._examples(batch))
                 for block, examples, gradients in self._tiles(batch):
                     gram = gradients.gram(self._inverses[id(block)])
@@ -138,15 +139,17 @@ class Influence:
             )
         return 1.0 / damped
 
-    def _batches(self, pairs: Iterable[Pair], noun: str) -> Iterator[Sources]:
+    def _batches_of(self, data: Data, passes: int) -> Iterable[Batch]:
+        return batches_of(data, self.curvature.model.example_axes, passes=passes)
+
+    def _gradients(self, batches: Iterable[Batch], noun: str) -> Iterator[Sources]:
         """Yield the gradients of each batch.
 
         Raises:
             InputError: There is no example or no target.
         """
         number = 0
-        for number, pair in enumerate(pairs, 1):
-            inputs, targets = checked_pair(pair, number)
+        for number, (inputs, targets) in enumerate(batches, 1):
             if targets is None:
                 raise InputError(
                     f"batch {number} of the {noun} has no targets; influence needs the targets of "
@@ -179,12 +182,12 @@ class Influence:
                     group[rows.start - start : rows.stop - start] = tile.sum(axis=1)
             yield {key: group * self._inverses[key] for key, group in vectors.items()}
 
-    def _against(self, products: Mapping[int, Products], train: Iterable[Pair]) -> Float:
+    def _against(self, products: Mapping[int, Products], train: Iterable[Batch]) -> Float:
         """Return the inner products of vectors with the gradients of all examples."""
         layout, blocks = self.curvature.layout, self.curvature.blocks
         count = len(next(iter(products.values())).vectors)
         parts: list[Float] = []
-        for batch in self._batches(train, "training data"):
+        for batch in self._gradients(train, "training data"):
             total = np.zeros((count, self._examples(batch)))
             for block, examples, gradients in block_tiles(layout, blocks, batch, rotated=False):
                 total[:, examples] += products[id(block)].of(gradients, block.spectrum)

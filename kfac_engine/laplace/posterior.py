@@ -12,6 +12,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature_result.blocks import Block, checked_damping
 from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
 from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.datasets.forms import Data, whole_batch
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError
 from kfac_engine.laplace.evidence import Evidence, Prior, checked_positive
@@ -142,17 +143,15 @@ class Laplace:
         deviation = self.noise if noise is None else self._checked_noise(noise)
         return self._evidence(prior).value(prior, deviation)
 
-    def fit_prior(
-        self, noise: bool = False, validation: tuple[Mapping[str, Array], Targets] | None = None
-    ) -> "Laplace":
+    def fit_prior(self, noise: bool = False, validation: Data | None = None) -> "Laplace":
         """Choose the prior precision, and change the posterior.
 
         Args:
             noise: Whether to choose the noise, too, for a loss ``normal``; not with
                 ``validation``.
-            validation: Inputs and targets that the model was not trained on. One precision is then
-                chosen between 1e-4 and 1e6, with the largest log-likelihood of these targets by the
-                link ``"probit"``.
+            validation: Data in a form of ``fit`` that the model was not trained on. One precision
+                is then chosen between 1e-4 and 1e6, with the largest log-likelihood of these
+                targets by the link ``"probit"``.
                 By default the evidence is maximized; a mapping as prior has a precision for each
                 block.
 
@@ -166,7 +165,9 @@ class Laplace:
         if validation is not None:
             if noise:
                 raise InputError("the noise is chosen by the evidence; leave validation out.")
-            self.prior_precision = self._validated(*validation)
+            self.prior_precision = self._validated(
+                *whole_batch(validation, self.curvature.model.example_axes)
+            )
             return self
         if noise and self._likelihood.variance is None:
             raise InputError("only targets of a normal loss with one variance have a noise.")
@@ -186,7 +187,7 @@ class Laplace:
 
     def predict(
         self,
-        inputs: Mapping[str, Array],
+        inputs: Data,
         link: str = "probit",
         *,
         joint: bool = False,
@@ -199,7 +200,7 @@ class Laplace:
         ``variance + σ² I``.
 
         Args:
-            inputs: Input name to array.
+            inputs: Input name to array, or data in another form of ``Engine.predict``.
             link: How means and variances of logits become probabilities: ``"probit"``,
                 ``"bridge"``, ``"bridge_norm"`` or ``"monte_carlo"``.
             joint: Whether to return the covariance of the outputs of all examples, too.
@@ -219,10 +220,11 @@ class Laplace:
         whole("samples", samples, least=1)
         whole("seed", seed, least=0)
         outputs, linear = Outputs.of(self.curvature), Linearization(self.curvature)
+        arrays, _ = whole_batch(inputs, self.curvature.model.example_axes, labeled=False)
         powers = self._powers(self.prior_precision)
         with single_threaded_blas(), quiet():
-            mean, (variance,) = linear.variances(inputs, [powers])
-            covariance = linear.covariance(inputs, powers) if joint else None
+            mean, (variance,) = linear.variances(arrays, [powers])
+            covariance = linear.covariance(arrays, powers) if joint else None
             generator = np.random.default_rng(seed)
             probabilities = outputs.probabilities(mean, variance, function, samples, generator)
         return Predictive(mean, variance, probabilities, covariance)

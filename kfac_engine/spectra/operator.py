@@ -10,9 +10,10 @@ from scipy.sparse.linalg import LinearOperator
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature_result.batches import Batches, Pair, checked_pair, pairs_of
 from kfac_engine.curvature_result.parameter_vector import ParameterVector
 from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import build
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.options import EngineOptions, check_names
@@ -58,7 +59,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
         self,
         model: TrainableModel,
         vector: ParameterVector,
-        pairs: Iterable[Pair],
+        pairs: Iterable[Batch],
         matrix: str,
         backend: Backend,
     ) -> None:
@@ -113,8 +114,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
             yield from self._only
             return
         number = 0
-        for number, pair in enumerate(self._pairs, 1):
-            inputs, targets = checked_pair(pair, number)
+        for number, (inputs, targets) in enumerate(self._pairs, 1):
             if targets is None and self.matrix == "hessian":
                 raise InputError(
                     f"batch {number} has no targets, which the Hessian matrix depends on."
@@ -133,7 +133,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
 
 
 def curvature_operator(
-    model: ModelSource, batches: Batches, matrix: str = "ggn", **options: Any
+    model: ModelSource, batches: Data, matrix: str = "ggn", **options: Any
 ) -> CurvatureOperator:
     """Return a curvature matrix of all parameters as a linear operator.
 
@@ -142,8 +142,8 @@ def curvature_operator(
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        batches: One pair of inputs (input name to array) and targets, or an iterable of such pairs
-            that can be read again. Only ``"hessian"`` needs targets.
+        batches: Data in a form of ``fit``, which can be read again. Only ``"hessian"`` needs
+            targets.
         matrix: ``"ggn"``, the generalized Gauss–Newton matrix; ``"fisher"``, the Fisher matrix,
             which is equal for losses on natural parameters; or ``"hessian"``, the exact Hessian
             matrix of the mean loss.
@@ -165,5 +165,6 @@ def curvature_operator(
     assembly, _ = build(model, EngineOptions(**options, reduction="batch_mean"))
     shapes = {name: array.shape for name, array in assembly.model.parameters.items()}
     vector = ParameterVector(shapes, assembly.discovery.parts)
-    pairs, backend = pairs_of(batches, 2), assembly.collection.backend
-    return CurvatureOperator(TrainableModel(assembly), vector, pairs, matrix, backend)
+    trainable = TrainableModel(assembly)
+    pairs = batches_of(batches, trainable.example_axes, passes=2, labeled=False)
+    return CurvatureOperator(trainable, vector, pairs, matrix, assembly.collection.backend)

@@ -16,7 +16,6 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.report import StageClock
 
 _NEVER = -1
@@ -57,7 +56,7 @@ class PartialTrace:
 
     def __init__(self, engine: Engine, part: float) -> None:
         self._engine, self._part = engine, part
-        self._axes = ExampleAxes(engine)
+        self._axes = engine.example_axes
 
     def __call__(
         self, step: int, inputs: Mapping[str, Array], targets: Targets

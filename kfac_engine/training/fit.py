@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from kfac_engine.arguments import flag, whole
+from kfac_engine.datasets.files import files_of
+from kfac_engine.datasets.forms import Data
+from kfac_engine.datasets.shards import Share
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.metrics import MetricChoice
@@ -22,11 +25,9 @@ from kfac_engine.ranks.protocol import Alone
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path
-from kfac_engine.training.batches import Data, run_data
+from kfac_engine.training.batches import run_data
 from kfac_engine.training.budget import Position, budget_of
-from kfac_engine.training.data_files import files_of
 from kfac_engine.training.description import contents, describe
-from kfac_engine.training.examples import ExampleAxes
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
@@ -37,7 +38,6 @@ from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
-from kfac_engine.training.shards import Share
 
 _SGD_RATE = 0.01
 # In the text of an object; each process has another one.
@@ -146,7 +146,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
         _warn_of(chosen.engine.inference_notes if is_first else ())
-        axes = ExampleAxes(chosen.engine)
+        axes = chosen.engine.example_axes
         sources = run_data(data, validation, axes, batch_size, seed, share)
         options: Options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
         rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}

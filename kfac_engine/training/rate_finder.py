@@ -16,6 +16,8 @@ from scipy.ndimage import gaussian_filter1d
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, positive, whole
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.errors import (
@@ -28,8 +30,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.system.writing import checked_path, write_rendered
 from kfac_engine.training.bars import stages
-from kfac_engine.training.batches import Batches, Data, run_data
-from kfac_engine.training.examples import Batch, ExampleAxes
+from kfac_engine.training.batches import Batches, run_data
 from kfac_engine.training.fit import OPTIMIZERS
 from kfac_engine.training.optimizer import Optimizer
 
@@ -144,7 +145,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
     rates = np.geomspace(lowest, highest, steps)
     with _copy(model_or_engine, loss, seed) as engine:
         trained = _optimizer(engine, optimizer, rates, options)
-        batches = run_data(data, None, ExampleAxes(engine), batch_size, seed).train
+        batches = run_data(data, None, engine.example_axes, batch_size, seed).train
         with stages(progress, steps + 1) as begin:
             losses = _losses(trained, _announced(_endless(batches), rates, begin))
     tried = rates[: len(losses) - 1]

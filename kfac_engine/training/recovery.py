@@ -9,10 +9,10 @@ from statistics import median
 from typing import TypeVar
 
 from kfac_engine.arguments import whole
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, SavedState
-from kfac_engine.training.examples import Batch
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.weights import Weights

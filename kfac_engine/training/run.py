@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.metrics import MetricChoice, metrics_of
 from kfac_engine.errors import InputError
 from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position
-from kfac_engine.training.examples import Batch
 from kfac_engine.training.history import STEP_ENTRIES, Record
 from kfac_engine.training.hooks import Hooks
 from kfac_engine.training.optimizer import Optimizer

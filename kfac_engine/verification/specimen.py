@@ -18,7 +18,6 @@ from kfac_engine.graph.structure import Graph
 from kfac_engine.losses.objective import Targets
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.training.examples import ExampleAxes
 
 # An array in float64.
 Floats: TypeAlias = NDArray[np.float64]
@@ -61,7 +60,7 @@ class Specimen:
             targets have been raised.
         """
         engine.loss(inputs, targets)
-        axes = ExampleAxes(engine)
+        axes = engine.example_axes
         if axes.inputs and not axes.obstacle:
             count = axes.check(inputs, targets)
             if count > most:
@@ -71,7 +70,7 @@ class Specimen:
 
     def alone(self) -> "Specimen | None":
         """Return the first example; None if the model does not run with one example alone."""
-        axes = ExampleAxes(self.engine)
+        axes = self.engine.example_axes
         if self.examples == 1:
             return self
         if axes.obstacle or not axes.inputs or self.coupling:

@@ -1,12 +1,13 @@
 """``kfac_engine.verify``: all checks on a model and a batch of the user."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import flag, whole
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data, Path, batches_of
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
@@ -29,8 +30,8 @@ _NAMES = (gradients.NAME, products.NAME, blocks.NAME, inverses.NAME, exports.NAM
 
 def verify(
     model: ModelSource | Engine,
-    inputs: Mapping[str, Array],
-    targets: Targets,
+    inputs: Data,
+    targets: Targets | Path = None,
     *,
     examples: int = 8,
     parameters: int = 12,
@@ -45,7 +46,8 @@ def verify(
 
     Args:
         model: Path, bytes or ``ModelProto``; or an engine, whose state does not change.
-        inputs: Input name to array.
+        inputs: Inputs with ``targets``, or data with targets in a form of ``fit``, of which the
+            first batch is read.
         targets: The targets of the loss; for several losses, by output.
         examples: Largest number of examples.
         parameters: Largest number of parameters, and of layers, that are checked one by one.
@@ -76,14 +78,23 @@ def verify(
     with stages(progress, 1 + len(_NAMES)) as begin:
         begin("preparing the model")
         engine = model if isinstance(model, Engine) else Engine.from_onnx(model, **options)
-        specimen = Specimen.of_batch(engine, inputs, targets, examples)
-        with Rebuild.exported(engine, inputs) as rebuild:
+        batch = _batch(engine, inputs if targets is None else (inputs, targets))
+        specimen = Specimen.of_batch(engine, *batch, examples)
+        with Rebuild.exported(engine, batch[0]) as rebuild:
             results = _checks(specimen, rebuild, parameters, _source(model))
             for name in _NAMES:
                 begin(name)
                 checks.append(next(results))
     names = spread_evenly(tuple(specimen.parameters), parameters)
     return Verification(tuple(checks), specimen.examples, names)
+
+
+def _batch(engine: Engine, data: Data) -> Batch:
+    """Return the first batch of data; an InputError if there is none."""
+    batch = next(iter(batches_of(data, engine.example_axes)), None)
+    if batch is None:
+        raise InputError("the data have no batch; give one pair (inputs, targets) at least.")
+    return batch
 
 
 def _source(model: ModelSource | Engine) -> Any:

@@ -18,7 +18,6 @@ from kfac_engine.cli.comparison import (
 from kfac_engine.cli.demo import median_or_never, verdicts
 from kfac_engine.cli.loss_curves import median_curve
 from kfac_engine.data import demo_model, digits
-from kfac_engine.training.examples import ExampleAxes
 
 SECONDS = 0.05
 
@@ -77,7 +76,7 @@ def test_the_held_out_data_are_evaluated_after_every_fifth_step_and_the_last():
     inputs, targets = run.held_out
     assert len(targets) == HELD_OUT
     assert run.held_out_loss == pytest.approx(engines[0].loss(inputs, targets), rel=1e-5)
-    assert ExampleAxes(engines[0]).check(inputs, targets) == HELD_OUT
+    assert engines[0].example_axes.check(inputs, targets) == HELD_OUT
 
 
 def test_every_method_runs_with_all_its_rates_for_each_seed():

@@ -11,7 +11,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.bench.training.models import recurrent
-from kfac_engine.cli.curvature_data import CurvatureData
+from kfac_engine.cli.curvature_data import first_examples
 from kfac_engine.cli.curvature_report import spectra_of
 from tests.models import Net, linear, two_outputs
 
@@ -171,13 +171,11 @@ def test_sample_has_the_first_examples_of_the_axis_that_is_named():
     onnx.save(net.model({"input": ["d", "n"]}, {"fc": ["n", 3]}), "turned.onnx")
     x = np.load("x.npz")["input"].T.copy()
     np.save("turned.npy", x)
-    data = CurvatureData(Path("turned.onnx"), Path("turned.npy"), None, several=False)
-    np.testing.assert_array_equal(data.sample({"input": 1}, 3)["input"], x[:, :3])
-    np.testing.assert_array_equal(data.sample({}, 3)["input"], x[:3])
-    assert (
-        CurvatureData(Path("m.onnx"), Path("x.npz"), None, several=False).sample({"input": 1}, 3)
-        is None
-    )  # the model declares 4 features there
+    inputs, model = {"input": x}, Path("turned.onnx")
+    np.testing.assert_array_equal(first_examples(inputs, model, {"input": 1}, 3)["input"], x[:, :3])
+    np.testing.assert_array_equal(first_examples(inputs, model, {}, 3)["input"], x[:3])
+    # The model declares 4 features there.
+    assert first_examples(dict(np.load("x.npz")), Path("m.onnx"), {"input": 1}, 3) is None
 
 
 def test_model_with_a_fixed_batch_reads_batches_of_its_size(capsys):
@@ -301,7 +299,10 @@ WRONG = {
     "no examples in a batch": (["--batch", "0"], "--batch"),
     "damping of zero": (["--damping", "0"], "--damping"),
     "no data": (["--inputs", "none.npz"], "none.npz"),
-    "data of another name": (["--inputs", "named.npz"], "no array 'input' (did you mean 'inputs'"),
+    "data of another name": (
+        ["--inputs", "named.npz"],
+        "the arrays are: 'inputs' (did you mean",
+    ),
     "too few targets": (["--targets", "few.npy"], "20 examples"),
     "targets outside the classes": (["--targets", "far.npy"], "7"),
     "NaN": (["--inputs", "nan.npz"], "NaN"),

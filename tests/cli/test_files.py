@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from kfac_engine.cli.files import (
     read_gradients,
     read_inputs,
-    read_targets,
     write_result,
 )
+from kfac_engine.datasets.files import opened_targets
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.system.arrays import read_arrays
 from tests.models import mlp
@@ -69,13 +69,13 @@ def test_a_lone_array_is_the_input_of_a_model_with_one(model, tmp_path):
 )
 def test_targets_are_found(arrays, tmp_path):
     np.savez(tmp_path / "y.npz", **arrays)
-    np.testing.assert_array_equal(read_targets(tmp_path / "y.npz"), X)
+    np.testing.assert_array_equal(opened_targets(tmp_path / "y.npz", ["z"]), X)
 
 
 def test_two_arrays_without_one_named_targets_are_refused(tmp_path):
     np.savez(tmp_path / "y.npz", a=X, b=X)
-    with pytest.raises(InputError, match=r"y\.npz.*one named 'targets'; it holds 'a', 'b'"):
-        read_targets(tmp_path / "y.npz")
+    with pytest.raises(InputError, match=r"y\.npz.*one named 'targets', .*; it holds 'a', 'b'"):
+        opened_targets(tmp_path / "y.npz", ["z"])
 
 
 BROKEN = {

@@ -182,7 +182,7 @@ def test_table_of_queries_fits_80_columns(data, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--queries=q.npy"], "give --queries and --query-targets"),
+        (["--queries=q.npy"], "the targets are missing"),
         (["--queries=q.npy", "--query-targets=y.npy"], "20"),
         (["--queries=no.npy", "--query-targets=yq.npy"], "no.npy"),
         (["--damping=-1"], "--damping"),

@@ -21,9 +21,9 @@ def curvature():
     ("batches", "message"),
     [
         ([], "no example"),
-        (3, "iterable of such pairs, got int"),
-        ({"input": 1}, "iterable of such pairs, got dict"),
-        ([INPUTS], "batch 1 must be a pair"),
+        (3, "iterable of batches, got int"),
+        ({"inputs": INPUTS["input"]}, "no input 'inputs'|'input' is missing"),
+        ([INPUTS, INPUTS, 3], "batch 3 is int"),
         ([(INPUTS, LABELS), (INPUTS, None)], "batch 2 has no targets"),
         ([(INPUTS, None), (INPUTS, LABELS)], "batch 2 has targets"),
         ([({"input": np.zeros((4, 5))}, None)], "shape"),

@@ -130,8 +130,8 @@ def test_a_recurrence_predicts_with_time_first():
 
 def test_predict_refuses_what_trace_refuses():
     engine, _, inputs, _ = made("mlp")
-    with pytest.raises(ke.InputError, match="must be a mapping"):
-        engine.predict(inputs["input"])
+    with pytest.raises(ke.InputError, match="iterable of batches, got int"):
+        engine.predict(3)
     with pytest.raises(ke.InputError, match="'input' is missing"):
         engine.predict({})
     with pytest.raises(ke.ShapeError, match="the model needs"):
@@ -230,9 +230,9 @@ def test_evaluate_refuses_other_data_and_metrics():
         engine.evaluate((inputs, targets), metrics=["auc"])
     with pytest.raises(ke.InputError, match="no batch"):
         engine.evaluate([])
-    with pytest.raises(ke.InputError, match="one pair"):
+    with pytest.raises(ke.InputError, match="the targets are missing"):
         engine.evaluate([inputs])
-    with pytest.raises(ke.InputError, match="pairs of inputs"):
+    with pytest.raises(ke.InputError, match="iterable of batches, got int"):
         engine.evaluate(3)
     continuous, _, inputs, targets = made("tied")
     assert list(continuous.evaluate((inputs, targets), ("loss",))) == ["loss"]

@@ -109,7 +109,7 @@ INPUTS = models.random_inputs(MODEL, batch=N)
         ((INPUTS, None), {"speed": 1}, "speed"),
         ((INPUTS, None), {"reduction": "sum"}, "reduction"),
         (iter([(INPUTS, None)]), {}, "read 2 times"),
-        (5, {}, "batches must be one pair"),
+        (5, {}, "iterable of batches, got int"),
     ],
 )
 def test_wrong_arguments_are_refused(batches, options, message):

@@ -14,7 +14,6 @@ from onnx import save as save_model
 
 import kfac_engine as ke
 from kfac_engine.training.batches import run_data
-from kfac_engine.training.examples import ExampleAxes
 from tests.training import softmax_net as net
 
 COUNTS = (7, 12, 3, 9)  # examples of the shards
@@ -23,7 +22,7 @@ SIZE, SEED = 5, 4
 
 @pytest.fixture(scope="module")
 def axes():
-    return ExampleAxes(net.engine())
+    return net.engine().example_axes
 
 
 @pytest.fixture

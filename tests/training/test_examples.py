@@ -5,7 +5,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
-from kfac_engine.training.examples import ExampleAxes
 from tests.training import softmax_net as net
 
 T, N, D, K = 5, 12, 3, 4  # time steps, examples, features, classes
@@ -50,7 +49,7 @@ def engine(**options):
 
 def test_a_part_is_taken_along_the_axis_of_the_examples(data):
     inputs, targets = data
-    axes = ExampleAxes(engine())
+    axes = engine().example_axes
     assert axes.inputs == {"x": 1}
     assert axes.check(inputs, targets) == N
     chosen = np.array([7, 2, 5])
@@ -70,7 +69,7 @@ def test_fit_cuts_arrays_along_the_axis_of_the_examples(data):
 
 def test_a_model_of_one_batch_size_takes_whole_batches_only(data):
     fixed = engine(batch=N)
-    assert ExampleAxes(fixed).obstacle
+    assert fixed.example_axes.obstacle
     with pytest.raises(ke.InputError, match="arrays cannot be cut into batches"):
         ke.fit(fixed, data, epochs=1)
     history = ke.fit(fixed, [data], epochs=3, validation=data)
@@ -80,11 +79,11 @@ def test_a_model_of_one_batch_size_takes_whole_batches_only(data):
 def test_inputs_with_different_numbers_of_examples_are_refused(data):
     inputs, targets = data
     with pytest.raises(ke.ShapeError, match="the inputs have 12 examples"):
-        ExampleAxes(engine()).check(inputs, targets[:-1])
+        engine().example_axes.check(inputs, targets[:-1])
     with pytest.raises(ke.ShapeError, match="same number of examples; found: none"):
-        ExampleAxes(engine()).count({"offset": inputs["offset"]})
+        engine().example_axes.count({"offset": inputs["offset"]})
 
 
 def test_a_lone_array_is_the_only_input():
     x, _ = net.batch()
-    assert ExampleAxes(net.engine()).named(x) == {"x": x}
+    assert net.engine().example_axes.named(x) == {"x": x}

@@ -163,14 +163,13 @@ def test_a_checkpoint_without_contents_is_resumed(monkeypatch):
 
 
 def test_the_checksum_of_large_data_reads_a_bounded_part(monkeypatch):
-    from kfac_engine.training import shards
+    from kfac_engine.datasets import shards
     from kfac_engine.training.batches import run_data
-    from kfac_engine.training.examples import ExampleAxes
 
     row = X[0].nbytes + Y[0].nbytes
     monkeypatch.setattr(shards, "_CHECKED_BYTES", 4 * row)
     monkeypatch.setattr(shards, "_CHECKED_SHARDS", 2)
-    axes, read = ExampleAxes(net.engine()), []
+    axes, read = net.engine().example_axes, []
     source = run_data((X, Y), None, axes, 16, 0).source
     batch = source.batch
     monkeypatch.setattr(

@@ -7,9 +7,9 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.runtime import batch_axis
 from kfac_engine.suggestions import suggestion
 
 # Examples of a batch: a range, or an array of their numbers.
@@ -22,25 +22,26 @@ TARGETS = "targets"  # name of the targets among arrays by name
 class ExampleAxes:
     """The axes of the examples in the inputs and targets of a model.
 
+    ``TrainableModel.example_axes`` returns them.
+
     Args:
-        model: The model with its losses.
+        batch: Where the examples are in the inputs and values of the model.
+        outputs: Outputs with a loss.
 
     Attributes:
         inputs: Input name to axis.
         obstacle: Why the model does not run on a part of a batch; empty where it does.
+        fixed_size: The only number of examples that the model runs with; None where it runs with
+            others, or where its targets have no parts.
     """
 
-    def __init__(self, model: TrainableModel) -> None:
-        losses = model.losses
-        self.inputs = losses[0].input_axes
-        self._targets = {loss.output: loss.batch_axis for loss in losses}
-        fixed = (loss.fixed_batch for loss in losses if loss.fixed_batch)
-        folded = (
-            f"one axis of '{loss.output}' holds examples and positions"
-            for loss in losses
-            if loss.positions > 1
-        )
-        self.obstacle = next(fixed, "") or next(folded, "")
+    def __init__(self, batch: batch_axis.Batch, outputs: Sequence[str]) -> None:
+        self.inputs = dict(batch.inputs)
+        self._targets = {output: batch.places[output].axis for output in outputs}
+        folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
+        shared = folded and f"one axis of '{folded}' holds examples and positions"
+        self.obstacle = batch.fixed or shared or ""
+        self.fixed_size = batch.size if batch.fixed and not folded else None
 
     def count(self, inputs: Mapping[str, Array]) -> int:
         """Return the number of examples of a batch.
@@ -137,18 +138,19 @@ class ExampleAxes:
         }
         return inputs, targets if isinstance(first, Mapping) else targets[""]
 
-    def separated(self, arrays: Mapping[str, Array]) -> Batch:
+    def separated(self, arrays: Mapping[str, Array], *, labeled: bool = True) -> Batch:
         """Return the inputs and the targets among arrays by name.
 
         Args:
             arrays: An array for each input, and ``targets``; for several losses, the targets under
                 the names of their outputs.
+            labeled: Whether the targets are needed; if not, they may be absent, and are None then.
 
         Returns:
             Inputs and targets.
 
         Raises:
-            InputError: There are no targets, or an input is missing.
+            InputError: There are no targets where they are needed, or an input is missing.
         """
         missing = [name for name in self.inputs if name not in arrays]
         unknown = arrays.keys() - {*self.names}
@@ -161,13 +163,24 @@ class ExampleAxes:
         if TARGETS in arrays and TARGETS not in self.inputs:
             inputs = {name: array for name, array in arrays.items() if name != TARGETS}
             return inputs, arrays[TARGETS]
-        targets = {name: arrays[name] for name in self._targets if name in arrays}
+        targets = {
+            name: arrays[name]
+            for name in self._targets
+            if name in arrays and name not in self.inputs
+        }
+        if not targets and not labeled:
+            return arrays, None
         if not targets:
             names = " or ".join(f"'{name}'" for name in (TARGETS, *self._targets))
             raise InputError(
                 f"the targets are missing: no array is named {names}; the arrays are: {present}."
             )
         return {name: array for name, array in arrays.items() if name not in targets}, targets
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs with a loss."""
+        return tuple(self._targets)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.datasets.examples import TARGETS, Batch, ExampleAxes, Selection
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
-from kfac_engine.training.examples import TARGETS, Batch, ExampleAxes, Selection
 
 # Shards, each with the examples of it.
 Parts: TypeAlias = Sequence[tuple[int, Selection]]
@@ -211,10 +211,14 @@ class OrderedBatches:
 
     Args:
         examples: The examples.
-        batch_size: Examples in a batch; the last batch may have fewer.
+        batch_size: Examples in a batch; the last batch may have fewer. A model that runs with one
+            batch size only has batches of this size.
         chosen: As for ``ShuffledBatches``.
         share: As for ``ShuffledBatches``. Batches of which this process has no example are left
             out.
+
+    Attributes:
+        total: Number of examples of all batches.
     """
 
     def __init__(
@@ -224,11 +228,13 @@ class OrderedBatches:
         chosen: Sequence[Array] | None = None,
         share: Share = WHOLE,
     ) -> None:
-        self.examples, self._size, self._chosen = examples, batch_size, chosen
-        self._share = share
+        axes = examples.axes
+        self.examples, self._size, self._chosen = examples, axes.fixed_size or batch_size, chosen
+        self._share, self._divides = share, bool(axes.fixed_size) or not axes.obstacle
+        self.total = sum(examples.counts if chosen is None else map(len, chosen))
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.examples.axes.obstacle:
+        if not self._divides:
             yield self.examples.whole()
             return
         for batch in full_batches(self._parts(), self._size, rest=True):

@@ -6,7 +6,7 @@ kind, or a group of ``.npy`` files ``SHARD.NAME.npy``. Other files of the folder
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
@@ -14,12 +14,12 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.datasets.examples import TARGETS, Batch, ExampleAxes
+from kfac_engine.datasets.shards import Shard
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays
 from kfac_engine.system.reading import folder_members
-from kfac_engine.training.examples import TARGETS, Batch, ExampleAxes
-from kfac_engine.training.shards import Shard
 
 # The files of a shard: the file of each array; or one file of all arrays, under None.
 Files: TypeAlias = Mapping[str | None, Path]
@@ -50,37 +50,46 @@ def files_of(data: object) -> Iterator[Path]:
         data = data.base
 
 
-def shards_of(path: str | os.PathLike[str], axes: ExampleAxes) -> list[Shard]:
-    """Return the shards of a file or a folder.
+def shards_of(
+    path: str | os.PathLike[str], axes: ExampleAxes, *, labeled: bool = True
+) -> list[Shard]:
+    """Return the shards of a folder.
 
     Args:
-        path: An ``.npz`` file, or a folder of shards, which are sorted by name.
+        path: A folder of shards, which are sorted by name.
         axes: The axes of the examples.
+        labeled: Whether the targets are needed.
 
     Returns:
-        The shards; a file is one.
+        The shards.
 
     Raises:
-        InputError: The path is neither, a file is damaged, or the shards differ in names, types or
-            shapes of their arrays.
+        InputError: A file is damaged, or the shards differ in names, types or shapes of their
+            arrays.
     """
     place = Path(path)
-    members = folder_members(place)
-    if members is None:
-        batch = _separated(place, map_arrays(place), axes)
-        return [Shard(axes.check(*batch), lambda: batch)]
-    shards = _grouped(place, members, axes)
+    shards = _grouped(place, axes.names)
     first, *others = shards
     headers = {name: _headers(files) for name, files in shards.items()}
     for name in others:
         _compare(place, (first, headers[first]), (name, headers[name]), axes)
     return [
         Shard(
-            _counted(place / name, headers[name], axes),
-            partial(_load, place / name, files, headers[name], axes),
+            _counted(place / name, headers[name], axes, labeled=labeled),
+            partial(_load, place / name, files, headers[name], axes, labeled=labeled),
         )
         for name, files in shards.items()
     ]
+
+
+def first_shard(folder: Path, names: Collection[str]) -> dict[str, Array]:
+    """Return the arrays of the first shard of a folder by name, mapped.
+
+    Args:
+        folder: The folder.
+        names: Names of the inputs and targets of the model.
+    """
+    return _mapped(next(iter(_grouped(folder, names).values())))
 
 
 def opened_inputs(path: str | os.PathLike[str]) -> Array | dict[str, Array]:
@@ -89,38 +98,74 @@ def opened_inputs(path: str | os.PathLike[str]) -> Array | dict[str, Array]:
     return arrays[None] if None in arrays else {str(name): a for name, a in arrays.items()}
 
 
-def opened_targets(path: str | os.PathLike[str]) -> Targets:
-    """Return the only array of a file, its array ``targets``, or its arrays by name; mapped."""
+def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Targets:
+    """Return the targets in a file, mapped.
+
+    Args:
+        path: The file.
+        outputs: Names of the outputs with a loss.
+
+    Returns:
+        The array ``targets`` of the file, its arrays by output, or its only array.
+
+    Raises:
+        InputError: The file has other arrays, or cannot be read.
+    """
     arrays = opened_inputs(path)
     if not isinstance(arrays, Mapping):
         return arrays
     if TARGETS in arrays:
         return arrays[TARGETS]
-    return next(iter(arrays.values())) if len(arrays) == 1 else arrays
+    if arrays.keys() & {*outputs}:
+        return arrays
+    if len(arrays) != 1:
+        names = ", ".join(f"'{name}'" for name in arrays) or "none"
+        raise InputError(
+            f"'{path}' must hold one array, one named '{TARGETS}', or an array for each of "
+            f"{', '.join(outputs)}; it holds {names}."
+        )
+    return next(iter(arrays.values()))
 
 
-# -- private ---------------------------------------------------------------------------------------
+def separated(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Array] | Mapping[str | None, Array],
+    axes: ExampleAxes,
+    *,
+    labeled: bool = True,
+) -> Batch:
+    """Return the inputs and targets of a file.
 
+    Args:
+        path: The file, for messages.
+        arrays: Its arrays by name.
+        axes: The axes of the examples.
+        labeled: Whether the targets are needed.
 
-def _separated(path: Path, arrays: Mapping[str | None, Array], axes: ExampleAxes) -> Batch:
-    """Return the inputs and targets of a file."""
+    Raises:
+        InputError: The file has one array without a name, or see ``ExampleAxes.separated``.
+    """
     if None in arrays:
         raise InputError(
             f"'{path}' holds one array; data are an .npz file with the inputs by name and "
             f"'{TARGETS}', or a folder of such files."
         )
     try:
-        return axes.separated({str(name): array for name, array in arrays.items()})
+        return axes.separated({str(n): array for n, array in arrays.items()}, labeled=labeled)
     except InputError as failure:
         raise InputError(f"'{path}': {failure}") from failure
 
 
-def _grouped(folder: Path, members: Sequence[Path], axes: ExampleAxes) -> dict[str, Files]:
+# -- private ---------------------------------------------------------------------------------------
+
+
+def _grouped(folder: Path, names: Collection[str]) -> dict[str, Files]:
     """Return the files of each shard, by its name, in the order of the names.
 
     Raises:
         InputError: There is no shard, or a name of a file names no array of the model.
     """
+    members = folder_members(folder) or ()
     paths = [path for path in members if not path.name.startswith(".")]
     archives = [path for path in paths if path.suffix == ".npz"]
     arrays = [path for path in paths if path.suffix == ".npy"]
@@ -130,7 +175,7 @@ def _grouped(folder: Path, members: Sequence[Path], axes: ExampleAxes) -> dict[s
         return {path.name: {None: path} for path in archives}
     shards: dict[str, dict[str | None, Path]] = {}
     for path in arrays:
-        shard, name = _split_name(path, axes.names)
+        shard, name = _split_name(path, names)
         shards.setdefault(shard, {})[name] = path
     if not shards:
         raise InputError(f"the folder '{folder}' has no .npz and no .npy file.")
@@ -185,9 +230,11 @@ def _form(header: ArrayHeader | None, name: str, axes: ExampleAxes) -> str:
     return f"{header.dtype} ({', '.join(sizes)})"
 
 
-def _counted(path: Path, headers: Mapping[str | None, ArrayHeader], axes: ExampleAxes) -> int:
+def _counted(
+    path: Path, headers: Mapping[str | None, ArrayHeader], axes: ExampleAxes, *, labeled: bool
+) -> int:
     """Return the number of examples that the headers of a shard announce."""
-    batch = _separated(path, headers, axes)  # type: ignore[arg-type] # only shapes are read
+    batch = separated(path, headers, axes, labeled=labeled)  # type: ignore[arg-type] # shapes only
     try:
         return axes.check(*batch)
     except InputError as failure:
@@ -195,15 +242,24 @@ def _counted(path: Path, headers: Mapping[str | None, ArrayHeader], axes: Exampl
 
 
 def _load(
-    path: Path, files: Files, headers: Mapping[str | None, ArrayHeader], axes: ExampleAxes
+    path: Path,
+    files: Files,
+    headers: Mapping[str | None, ArrayHeader],
+    axes: ExampleAxes,
+    *,
+    labeled: bool,
 ) -> Batch:
     """Return the arrays of a shard, which must be as they were when the run began."""
-    arrays = (
-        map_arrays(files[None])
-        if None in files
-        else {name: map_arrays(file).get(None) for name, file in files.items()}
-    )
-    present = {name: None if a is None else (a.shape, a.dtype) for name, a in arrays.items()}
+    arrays = _mapped(files)
+    present = {name: (array.shape, array.dtype) for name, array in arrays.items()}
     if present != {name: (header.shape, header.dtype) for name, header in headers.items()}:
         raise InputError(f"the shard '{path}' has changed since the run began.")
-    return _separated(path, arrays, axes)  # type: ignore[arg-type] # none is None
+    return separated(path, arrays, axes, labeled=labeled)
+
+
+def _mapped(files: Files) -> dict[str, Array]:
+    """Return the arrays of a shard by name; files that are no arrays any more are left out."""
+    if None in files:
+        return {str(name): array for name, array in map_arrays(files[None]).items()}
+    arrays = {str(name): map_arrays(file) for name, file in files.items()}
+    return {name: entry[None] for name, entry in arrays.items() if None in entry}

@@ -1,0 +1,254 @@
+"""The forms of data: arrays, files, folders and iterables of batches, which become batches.
+
+Every function that takes data reads them here. Data are
+
+- all examples: a pair ``(inputs, targets)``, or arrays by name with ``targets``;
+- a path: an ``.npz`` file with arrays by name, or a folder of shards;
+- batches: an iterable, whose entries are pairs or arrays by name.
+
+Inputs are arrays by input name, or the array of the only input; a path may stand in the place of an
+array, of the inputs and of the targets. Where targets are not needed, the inputs alone are data, as
+well.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias, TypeGuard
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import as_array
+from kfac_engine.datasets.examples import Batch, ExampleAxes
+from kfac_engine.datasets.files import (
+    is_path,
+    opened_inputs,
+    opened_targets,
+    separated,
+    shards_of,
+)
+from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, Shard, Share
+from kfac_engine.errors import InputError
+from kfac_engine.losses.objective import Targets
+from kfac_engine.system.arrays import map_arrays
+
+Path: TypeAlias = str | os.PathLike[str]
+Data: TypeAlias = Path | Mapping[str, Any] | tuple[Any, Targets | Path] | Array | Iterable[Any]
+
+# Examples in a batch of a file.
+FILE_BATCH = 128
+
+
+def batches_of(
+    data: Data,
+    axes: ExampleAxes,
+    *,
+    passes: int = 1,
+    labeled: bool = True,
+    size: int | None = None,
+) -> Iterable[Batch]:
+    """Return data as batches of inputs by name and targets, in the order of the examples.
+
+    Args:
+        data: Data in any form.
+        axes: The axes of the examples.
+        passes: Number of times that the batches are read.
+        labeled: Whether targets are needed; if not, the inputs alone are data, as well.
+        size: Examples in a batch of arrays, a file or a folder. By default arrays in memory are one
+            batch, and files are read in batches of 128. A model that does not run on a part of a
+            batch reads all examples at once.
+
+    Returns:
+        The batches; entries of an iterable are checked when they are read.
+
+    Raises:
+        InputError: The data have another form, or are an iterator and read more than once.
+    """
+    if is_folder(data):
+        shards = shards_of(data, axes, labeled=labeled)
+        return OrderedBatches(Examples(shards, axes), size or FILE_BATCH)
+    whole = _whole(data, axes, labeled)
+    if whole is None:
+        return GivenBatches(data, axes, passes=passes, labeled=labeled)
+    size = size or (FILE_BATCH if _names_a_file(data) else None)
+    if size is None or (axes.obstacle and not axes.fixed_size):
+        return [whole]
+    return OrderedBatches(_examples(whole, axes), size)
+
+
+def whole_batch(data: Data, axes: ExampleAxes, *, labeled: bool = True) -> Batch:
+    """Return all examples of data as one batch; the arguments are those of ``batches_of``.
+
+    Raises:
+        InputError: As for ``batches_of``, or there is no batch.
+    """
+    whole = None if is_folder(data) else _whole(data, axes, labeled)
+    if whole is not None:
+        return whole
+    batches = list(batches_of(data, axes, labeled=labeled))
+    if not batches:
+        raise InputError("the data have no example; give one batch at least.")
+    return batches[0] if len(batches) == 1 else axes.joined(batches)
+
+
+def examples_of(data: Data, axes: ExampleAxes) -> Examples | None:
+    """Return data with targets as examples that can be selected; None for batches."""
+    if is_folder(data):
+        return Examples(shards_of(data, axes), axes)
+    whole = _whole(data, axes, labeled=True)
+    return None if whole is None else _examples(whole, axes)
+
+
+class GivenBatches:
+    """The batches of an iterable, in its order.
+
+    Args:
+        data: A list, or another object that can be iterated again. If it has a method
+            ``set_epoch``, each epoch begins with a call of it.
+        axes: The axes of the examples.
+        share: The examples of a batch that this process has.
+        passes: Number of times that the batches are read; 0 for an unknown number.
+        labeled: As for ``batches_of``.
+
+    Raises:
+        InputError: The object is no iterable, or is read again although it is an iterator.
+    """
+
+    def __init__(
+        self,
+        data: object,
+        axes: ExampleAxes,
+        share: Share = WHOLE,
+        *,
+        passes: int = 0,
+        labeled: bool = True,
+    ) -> None:
+        if not isinstance(data, Iterable) or isinstance(data, bytes):
+            raise InputError(
+                f"data must be a pair (inputs, targets), arrays by name, a path, or an iterable of "
+                f"batches, got {type(data).__name__}."
+            )
+        if passes != 1 and isinstance(data, Iterator):
+            raise InputError(
+                f"data is an iterator, which cannot be read again, but is read "
+                f"{f'{passes} times' if passes else 'in each epoch'}; give a list, or an object "
+                f"whose __iter__ starts anew."
+            )
+        self._data, self._axes, self._share, self._labeled = data, axes, share, labeled
+        self.per_epoch: int | None = _length(data)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the batches, without those of which this process has no example."""
+        parts = (self._share.of_batch(batch, self._axes) for batch in self._batches(0))
+        return (part for part in parts if self._share.size == 1 or self._axes.count(part[0]))
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch from the batch ``start`` on.
+
+        Raises:
+            InputError: An entry is no batch, or has fewer examples than there are processes.
+        """
+        for batch in self._batches(number, start):
+            if self._share.size > 1:
+                self._share.require(self._axes.check(*batch))
+            yield self._share.of_batch(batch, self._axes)
+
+    def _batches(self, number: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of all processes."""
+        set_epoch = getattr(self._data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(number)
+        entries = islice(self._data, start, None)
+        for index, entry in enumerate(entries, start + 1):
+            pair = isinstance(entry, tuple | list) and len(entry) == 2
+            batch = _whole(tuple(entry) if pair else entry, self._axes, self._labeled, pair=pair)
+            if batch is None:
+                raise InputError(
+                    f"each batch must be a pair (inputs, targets), or arrays by name"
+                    f"{' with targets' if self._labeled else ''}; batch {index} is "
+                    f"{type(entry).__name__}."
+                )
+            yield batch
+
+
+# -- private ---------------------------------------------------------------------------------------
+
+
+def is_folder(data: object) -> TypeGuard[Path]:
+    """Return whether data are the path of a folder."""
+    return is_path(data) and pathlib.Path(data).is_dir()
+
+
+def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> Batch | None:
+    """Return inputs by name and targets; None where data are neither arrays nor a file.
+
+    Args:
+        data: Data in any form but a folder.
+        axes: The axes of the examples.
+        labeled: As for ``batches_of``.
+        pair: Whether data are known to be a pair.
+    """
+    inputs, targets = data, None
+    if pair or _is_pair(data, axes):
+        inputs, targets = data
+    elif is_path(data):
+        arrays = map_arrays(pathlib.Path(data))
+        if labeled or None not in arrays:
+            inputs, targets = separated(data, arrays, axes, labeled=labeled)
+    elif isinstance(data, Mapping):
+        inputs, targets = axes.separated(data, labeled=labeled)
+    elif labeled or not _is_array(data):
+        return None
+    named = {name: _opened(array) for name, array in axes.named(_opened(inputs)).items()}
+    return named, _targets(targets, axes)
+
+
+def _is_pair(data: object, axes: ExampleAxes) -> bool:
+    """Return whether data are inputs and targets, in place of an iterable of batches."""
+    if not isinstance(data, tuple | list) or len(data) != 2 or isinstance(data[0], tuple | list):
+        return False
+    are_batches = all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data)
+    return not are_batches
+
+
+def _is_array(value: object) -> bool:
+    return any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
+
+
+def _names_a_file(data: Any) -> bool:
+    """Return whether data are a path, or have one in the place of arrays."""
+    if isinstance(data, Mapping):
+        return any(map(_names_a_file, data.values()))
+    return is_path(data) or (isinstance(data, tuple | list) and any(map(_names_a_file, data)))
+
+
+def _targets(targets: Any, axes: ExampleAxes) -> Targets:
+    if is_path(targets):
+        return opened_targets(targets, axes.outputs)
+    if isinstance(targets, Mapping):
+        return {name: _opened(array) for name, array in targets.items()}
+    return targets  # type: ignore[no-any-return] # the losses check it
+
+
+def _opened(value: Any) -> Any:
+    """Return the contents of a file in place of its path."""
+    return opened_inputs(value) if is_path(value) else value
+
+
+def _examples(batch: Batch, axes: ExampleAxes) -> Examples:
+    """Return the examples of a batch, as arrays of NumPy or CuPy."""
+    inputs = {name: as_array(array) for name, array in batch[0].items()}
+    targets = batch[1]
+    if isinstance(targets, Mapping):
+        targets = {name: as_array(array) for name, array in targets.items()}
+    elif targets is not None:
+        targets = as_array(targets)
+    return Examples([Shard(axes.check(inputs, targets), lambda: (inputs, targets))], axes)
+
+
+def _length(data: object) -> int | None:
+    """Return the number of batches; loaders of a stream have no length, or raise a TypeError."""
+    try:
+        return len(data)  # type: ignore[arg-type] # may have none
+    except TypeError:
+        return None
