@@ -9,7 +9,6 @@ from kfac_engine.cli.display import progress
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.datasets.forms import FILE_BATCH, batches_of
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import load_graph
 
@@ -70,7 +69,7 @@ def file_batches(
     Raises:
         InputError: The data are wrong, or the model runs with another number of examples only.
     """
-    axes = TrainableModel(assembly).example_axes
+    axes = assembly.task.example_axes
     if axes.obstacle and size not in (None, axes.fixed_size):
         raise InputError(f"--batch is {size}, but {axes.obstacle}; leave out --batch.")
     batches = batches_of(data, axes, labeled=labeled, size=size or FILE_BATCH)

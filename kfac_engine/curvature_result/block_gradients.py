@@ -15,6 +15,7 @@ from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.example_gradients import LayerGradients, numbered, whole_rows
 from kfac_engine.curvature_result.gradient_forms import Gradients, WholeGradients
 from kfac_engine.curvature_result.layout import Layout
+from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.losses.objective import Targets
@@ -38,6 +39,7 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
     Raises:
         InputError: Inputs or targets are wrong.
     """
+    require_gradient(layout.assembly, inputs)
     trace = TrainableModel(layout.assembly).trace(inputs, targets)
     losses = layout.assembly.task.objective.losses
     return trace, list(MODES["empirical"](losses, trace, np.random.default_rng()))
@@ -66,6 +68,7 @@ def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:
             f"the Jacobian matrix of '{name}' needs one value that the loss reads, with the "
             f"examples alone on its first axis."
         )
+    require_gradient(layout.assembly, inputs)
     trace = TrainableModel(layout.assembly).trace(inputs)
     value, sources = trace[name], list[Mapping[str, Array]]()
     for index in np.ndindex(value.shape[1:]):

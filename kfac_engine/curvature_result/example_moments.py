@@ -14,9 +14,8 @@ from kfac_engine._types import Array
 from kfac_engine.curvature_result.example_gradients import LayerGradients, whole_rows
 from kfac_engine.curvature_result.parameter_vector import Places
 from kfac_engine.curvature_result.spectrum import Float
-from kfac_engine.errors import MemoryLimitError
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.system import memory_limits
 
 _BYTES = 8
 # The matrix, a product that is added to it, its eigenvectors and the work space of LAPACK.
@@ -77,11 +76,9 @@ def whole_matrix(shapes: Mapping[str, tuple[int, ...]]) -> Float:
         MemoryLimitError: The matrix and its eigenvectors do not fit into the available memory.
     """
     size = sum(map(prod, shapes.values()))
-    need, free = _MATRICES * _BYTES * size**2, available_memory()
-    if need > free:
-        raise MemoryLimitError(
-            f"structure='full' of {size} parameters needs {need / 2**30:.3g} GiB for the matrix "
-            f"and its eigenvectors, but {free / 2**30:.3g} GiB are available; use "
-            f"structure='kron', or fewer parameters by layers='last' or trainable."
-        )
+    memory_limits.require_memory(
+        _MATRICES * _BYTES * size**2,
+        f"structure='full' of {size} parameters",
+        "use structure='kron', or fewer parameters by layers='last' or trainable",
+    )
     return np.zeros((size, size))

@@ -25,6 +25,7 @@ from kfac_engine.curvature_result.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
@@ -58,7 +59,7 @@ def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> C
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
     assembly, estimator = assembled(model, options)
-    axes = TrainableModel(assembly).example_axes
+    axes = assembly.task.example_axes
     pairs = batches_of(batches, axes, passes=options.passes, labeled=False)
     return measured(assembly, estimator, options, pairs)
 
@@ -107,6 +108,7 @@ class _Measurement:
         predictions: Number of values so far that the losses read.
         draws: The draws of the user that are not used yet, by name of targets.
         inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
+        averages: Bytes of the averages of factors, which the first batch allocates.
     """
 
     model: TrainableModel
@@ -118,6 +120,7 @@ class _Measurement:
     predictions: int = 0
     draws: dict[str, Array] = field(default_factory=dict)
     inputs: dict[int, Float] = field(default_factory=dict)
+    averages: int = 0
 
     def prepare(self) -> None:
         """Check the memory, and allocate what is measured from gradients of single examples.
@@ -138,7 +141,7 @@ class _Measurement:
                 for number, (_, block) in enumerate(layout.layers)
                 if not all(isinstance(factor, DiagonalFactor) for factor in block.factors)
             }
-        require_memory(layout, self.factors)
+        self.averages = require_memory(layout, self.factors)
 
     @property
     def factors(self) -> list[FisherFactor]:
@@ -214,6 +217,7 @@ class _Measurement:
                     f"before it; give targets with all batches or with none."
                 )
             has_targets = targets is not None
+            require_gradient(self.layout.assembly, inputs, self.averages)
             trace = self.model.trace(inputs, targets)
             examples = objective.examples(trace)
             with trace.explain():

@@ -7,8 +7,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature_result.layout import Layout
-from kfac_engine.errors import MemoryLimitError
-from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.system import memory_limits
 
 # Averages have float32 at least, eigenvectors float64.
 _AVERAGE_BYTES, _BYTES = 4, 8
@@ -16,12 +15,15 @@ _AVERAGE_BYTES, _BYTES = 4, 8
 _MATRICES = 3
 
 
-def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> None:
+def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
     """Raise an error if dense factors and their eigenvectors do not fit into the memory.
 
     Args:
         layout: The model with its layers.
         factors: The factors that are measured.
+
+    Returns:
+        Bytes of the averages, which are allocated with the first batch.
 
     Raises:
         MemoryLimitError: They need more than the available memory.
@@ -34,15 +36,14 @@ def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> None:
             if factor in wanted and not isinstance(factor, DiagonalFactor):
                 entries[factor], owners[factor] = prod(shape), block
     if not entries:
-        return
+        return 0
     largest = max(entries, key=entries.__getitem__)
     total = sum(entries.values())
     need = (_AVERAGE_BYTES + _BYTES) * total + _MATRICES * _BYTES * entries[largest]
-    free = available_memory()
-    if need > free:
-        raise MemoryLimitError(
-            f"structure='{layout.options.structure}' needs {need / 2**30:.3g} GiB for matrices and "
-            f"their eigenvectors, the largest for {', '.join(uses(owners[largest].params or ()))}, "
-            f"but {free / 2**30:.3g} GiB are available; use structure='diagonal', or exclude these "
-            f"parameters by freeze."
-        )
+    memory_limits.require_memory(
+        need,
+        f"structure='{layout.options.structure}', with matrices and their eigenvectors, the "
+        f"largest for {', '.join(uses(owners[largest].params or ()))},",
+        "use structure='diagonal', or exclude these parameters by freeze",
+    )
+    return _AVERAGE_BYTES * total

@@ -130,9 +130,9 @@ class GivenBatches:
             )
         if passes != 1 and isinstance(data, Iterator):
             raise InputError(
-                f"data is an iterator, which cannot be read again, but is read "
-                f"{f'{passes} times' if passes else 'in each epoch'}; give a list, or an object "
-                f"whose __iter__ starts anew."
+                f"data is an iterator, which is read "
+                f"{f'{passes} times' if passes else 'in each epoch'}, but {type(data).__name__} "
+                f"cannot be read again; give a list, or an object whose __iter__ starts anew."
             )
         self._data, self._axes, self._share, self._labeled = data, axes, share, labeled
         self.per_epoch: int | None = _length(data)

@@ -1,7 +1,7 @@
 """Assembly of an engine: loads a model, finds and registers its layers and losses."""
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from kfac_engine._types import Array, Params
@@ -21,6 +21,7 @@ from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
 from kfac_engine.engine.options import EngineOptions
@@ -67,6 +68,11 @@ class Task:
         return (*reads, *self.doubts)
 
     @property
+    def example_axes(self) -> ExampleAxes:
+        """The axes of the examples in inputs and targets."""
+        return ExampleAxes(self.batch, [head.output for head in self.heads])
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """Notes on losses and batch axes that may be interpreted wrongly."""
         return tuple(filter(None, (*(head.doubt for head in self.heads), self.batch.note)))
@@ -82,6 +88,7 @@ class Assembly:
         discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: The blocks of the layers, and the losses.
         options: The options of the engine.
+        checked: Largest number of examples whose memory was checked, by whether for statistics.
     """
 
     model: OnnxModel
@@ -89,6 +96,7 @@ class Assembly:
     discovery: Discovery
     collection: LayerCollection
     options: EngineOptions
+    checked: dict[bool, int] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -36,14 +36,12 @@ from kfac_engine.engine.profiling import Recorder
 from kfac_engine.engine.rank_checks import check_ranks
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
-from kfac_engine.engine.validation import batch_size
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.deferred_signals import HeldInterrupts
-from kfac_engine.system.memory_limits import available_memory
 from kfac_engine.text.summary import Summarized, Summary
 
 # Gradients whose norms have a smaller sum cannot overflow when they are added.
@@ -203,7 +201,7 @@ class Engine(Summarized, PreconditioningModel):
         start, record = perf_counter(), Recorder(profile)
         with single_threaded_blas(), self._together():
             one_of("gradients", gradients, GATHERINGS)
-            self._require_memory(inputs)
+            self.require_memory(inputs)
             self.prepare()
             with record("forward"):
                 trace = self.trace(inputs, targets)
@@ -248,7 +246,7 @@ class Engine(Summarized, PreconditioningModel):
         """
         start = perf_counter()
         with single_threaded_blas(), self._together():
-            self._require_memory(inputs)
+            self.require_memory(inputs)
             trace = self.trace(inputs, targets)
             examples = self._meet(trace)
             with quiet():
@@ -278,6 +276,7 @@ class Engine(Summarized, PreconditioningModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         with single_threaded_blas(), quiet(), self._together():
+            self.require_memory(trace)
             whole = self._meet(trace, examples)
             self.estimator.refreshes.wait()
             update = self._measure(trace, whole)
@@ -338,12 +337,6 @@ class Engine(Summarized, PreconditioningModel):
         return engine_summary(self.name, self._assembly, settings, self.counter, reports)
 
     # -- private ----------------------------------------------------------------------------------
-
-    def _require_memory(self, inputs: Mapping[str, Array]) -> None:
-        """Refuse a first step that does not fit into the available memory."""
-        if self.counter == 0:
-            examples = batch_size(self._task.batch, inputs) or self._task.batch.size
-            self._footprint.require(examples, available_memory)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, as_array
-from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
@@ -23,15 +22,12 @@ class Evaluation:
 
     Args:
         assembly: The model with its losses.
-        axes: The axes of the examples.
         arrays: Converts arrays of the model.
         shards: The processes among which data are divided.
     """
 
-    def __init__(
-        self, assembly: Assembly, axes: ExampleAxes, arrays: ModelArrays, shards: BatchShards
-    ) -> None:
-        self._axes, self._shards = axes, shards
+    def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
+        self._axes, self._shards = assembly.task.example_axes, shards
         self._model, self._task, self._arrays = assembly.model, assembly.task, arrays
         self._inference = InferenceModel(assembly.model)
 

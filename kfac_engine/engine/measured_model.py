@@ -1,13 +1,14 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kfac_engine._types import Array
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
-from kfac_engine.engine.memory import Footprint, MemoryReport
+from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
@@ -75,6 +76,24 @@ class MeasuredModel(TrainableModel):
         """
         whole("batch_size", batch_size, least=1)
         return self._footprint.peak(batch_size)
+
+    def require_memory(
+        self, inputs: Mapping[str, Array], *, statistics: bool = True, more: int = 0
+    ) -> None:
+        """Refuse a batch that does not fit into the available memory, before it is computed.
+
+        Args:
+            inputs: Input name to array.
+            statistics: Whether the batch updates statistics and inverses; if not, only its gradient
+                is computed.
+            more: Bytes of further arrays that are allocated for the batch.
+
+        Raises:
+            MemoryLimitError: The batch does not fit; the message names what would fit.
+        """
+        examples = unchecked(self._assembly, inputs, statistics=statistics)
+        if examples:
+            (self._footprint if statistics else Footprint(self._assembly)).require(examples, more)
 
     def ranks_report(self, ranks: int, batch_size: int = 1) -> RanksReport:
         """Return traffic, memory and work of one of several processes, without running the model.

@@ -1,10 +1,11 @@
 """Peak memory of a step, computed before the step; a step that does not fit is refused."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
+from kfac_engine._types import Array
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.approximations import row
@@ -12,9 +13,12 @@ from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.parameter_entries import block_key
 from kfac_engine.engine.report import LayerReport
+from kfac_engine.engine.validation import batch_size
 from kfac_engine.errors import MemoryLimitError
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.runtime.memory import activation_bound, activation_bytes, value_bytes
+from kfac_engine.system import memory_limits
+from kfac_engine.system.memory_limits import spelled
 
 # Resident after a step of one example, without arrays: 12 MB for a network of few nodes; 5.6 kB
 # more a node for an LSTM of 400 steps (33,000 nodes), 7.8 for one of 50, 11 for a ResNet-20.
@@ -65,21 +69,51 @@ class MemoryReport:
         return self.total - self.device
 
 
+def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: bool) -> int:
+    """Return the number of examples of a batch; 0 if the memory of as many was checked before.
+
+    Args:
+        assembly: Model, losses and layers.
+        inputs: Input name to array, unchecked.
+        statistics: Whether the batch updates statistics.
+    """
+    batch = assembly.task.batch
+    examples = batch_size(batch, inputs) or batch.size
+    return examples if examples > assembly.checked.get(statistics, 0) else 0
+
+
+def require_gradient(assembly: Assembly, inputs: Mapping[str, Array], more: int = 0) -> None:
+    """Refuse a batch whose gradient does not fit into the available memory.
+
+    Args:
+        assembly: Model, losses and layers.
+        inputs: Input name to array, unchecked.
+        more: Bytes of further arrays that are allocated for the batch.
+
+    Raises:
+        MemoryLimitError: The batch does not fit.
+    """
+    examples = unchecked(assembly, inputs, statistics=False)
+    if examples:
+        Footprint(assembly).require(examples, more)
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory of a step of one engine.
+    """The memory of a step of one engine, or of gradients alone.
 
     Attributes:
         assembly: Model, losses and layers.
-        layers: Reports of all blocks. A shared factor counts for each block, an upper bound.
+        layers: Reports of all blocks; none for gradients without statistics. A shared factor counts
+            for each block, an upper bound.
         exps: Powers that are stored.
         sums: Whether statistics of several sources are added before they are averaged.
     """
 
     assembly: Assembly
-    layers: Sequence[LayerReport]
-    exps: Sequence[float]
-    sums: bool
+    layers: Sequence[LayerReport] = ()
+    exps: Sequence[float] = ()
+    sums: bool = False
 
     def peak(self, examples: int) -> MemoryReport:
         """Return the peak memory of a step, in bytes for each part.
@@ -93,39 +127,61 @@ class Footprint:
         task, model = self.assembly.task, self.assembly.model
         return self._report(examples, activation_bytes(model, task.batch, examples, task.inputs))
 
-    def require(self, examples: int, available: Callable[[], int]) -> None:
-        """Raise an error for a step that does not fit; reserve the memory of a GPU.
+    def require(self, examples: int, more: int = 0) -> None:
+        """Raise an error for a batch that does not fit; reserve the memory of a GPU.
 
         Args:
             examples: Number of examples in the batch.
-            available: Returns the number of available bytes.
+            more: Bytes of further arrays that are allocated for the batch, such as the state of an
+                optimizer.
 
         Raises:
-            MemoryLimitError: The step needs more bytes.
+            MemoryLimitError: The batch needs more bytes than are available; the message names what
+                would fit.
         """
-        task, model, free = self.assembly.task, self.assembly.model, available()
+        task, checked = self.assembly.task, self.assembly.checked
         # The peak itself takes sessions to measure: only where a generous bound does not fit.
-        report = self._report(examples, activation_bound(model, task.batch, examples))
-        if report.on_host > free:
+        bound = activation_bound(self.assembly.model, task.batch, examples)
+        report, free = self._report(examples, bound), memory_limits.available_memory()
+        # What is allocated already is not free any more.
+        allocated = self._stored(report) + (report.parameters + report.sessions if checked else 0)
+        if report.on_host + more > free + allocated:
             report = self.peak(examples)
-        if report.on_host > free:
+        if report.on_host + more > free + allocated:
             raise MemoryLimitError(
-                f"a step needs {_spelled(report.on_host)} and {_spelled(free)} are free; "
-                f"{self._cure(examples, free)}."
+                f"{'a step' if self.layers else 'a gradient'} needs "
+                f"{spelled(report.on_host + more - allocated)} and {spelled(free)} are free; "
+                f"{self._cure(examples, report.on_host, free + allocated - more)}."
             )
-        self._backend.reserve(report.factors)
+        if self.layers:
+            self._backend.reserve(report.factors)
+        for statistics in {False, bool(self.layers)}:
+            checked[statistics] = max(examples, checked.get(statistics, 0))
 
-    def _cure(self, examples: int, free: int) -> str:
+    def _cure(self, examples: int, need: int, free: int) -> str:
         """Return advice that makes a step fit: a smaller batch only if one example fits."""
         least = examples if self.assembly.task.batch.fixed else 1
-        if least < examples and self.peak(least).on_host <= free:
-            return f"the values of {examples} examples are too large: use a smaller batch"
+        one = self.peak(least).on_host if least < examples else need
+        if one <= free:
+            # The peak is a convex function of the number of examples: it lies below its chord.
+            fitting = least + int((free - one) / max(need - one, 1) * (examples - least))
+            return (
+                f"the values of {examples} examples are too large: use a smaller batch, of at most "
+                f"{fitting} examples"
+            )
+        if not self.layers:
+            return "one example does not fit: train fewer parameters"
         largest = max(self.layers, key=lambda layer: layer.factor_bytes)
         return (
-            f"the block of {', '.join(largest.parameters)} takes "
-            f"{_spelled(largest.factor_bytes)}: choose approximation 'diagonal' for "
-            f"{largest.kind}, or train fewer parameters"
+            f"the block of {', '.join(largest.parameters)} takes {spelled(largest.factor_bytes)}: "
+            f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters"
         )
+
+    def _stored(self, report: MemoryReport) -> int:
+        """Return the bytes of averages and powers on the host, if there are any already."""
+        factors = self.assembly.collection.get_factors() if self.layers else ()
+        are_stored = any(factor.average.value is not None for factor in factors)
+        return report.factors if are_stored and not report.device else 0
 
     @property
     def _backend(self) -> Backend:
@@ -160,7 +216,7 @@ class Footprint:
         return max((self._operand(*pair) for pair in self._pairs()), default=0)
 
     def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:
-        return zip(self.assembly.discovery.layers, self.layers, strict=True)
+        return zip(self.assembly.discovery.layers if self.layers else (), self.layers, strict=True)
 
     def _operand(self, layer: LayerMatch, report: LayerReport) -> int:
         """Patches of a convolution, all of them; of other layers the input."""
@@ -192,7 +248,3 @@ class Footprint:
         """Averages once more, where sources are summed up before they move them."""
         averages = (prod(shape) for layer in self.layers for shape in layer.factor_shapes)
         return _FLOAT * sum(averages) if self.sums else 0
-
-
-def _spelled(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -12,7 +12,6 @@ from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
 from kfac_engine.engine.batch_shards import BatchShards
@@ -20,6 +19,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.evaluation import Evaluation
+from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
@@ -50,15 +50,14 @@ class TrainableModel(Sealed):
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        self._task = task = assembly.task
-        self.objective = task.objective
-        self.example_axes = ExampleAxes(task.batch, [head.output for head in task.heads])
-        self._assembly, self._model = assembly, assembly.model
+        self._assembly, self._model, self._task = assembly, assembly.model, assembly.task
+        self.objective = self._task.objective
+        self.example_axes = self._task.example_axes
         self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
         self._shards = BatchShards(
             assembly.options.communicator, self.objective, lambda: self._arrays.on_host()[0]
         )
-        self._evaluation = Evaluation(assembly, self.example_axes, self._arrays, self._shards)
+        self._evaluation = Evaluation(assembly, self._arrays, self._shards)
         self._history = LossHistory(warns=self.agreement.rank == 0)  # the first process warns
         self._standing_notes = assembly.notes
 
@@ -155,9 +154,8 @@ class TrainableModel(Sealed):
     def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
         """Evaluate the model on a batch; no gradient, no statistics.
 
-        Statistics of a part of a batch, gradients of other functions of the outputs and Jacobian
-        products start from a trace: ``trace.vjp``, ``trace.jvp``, and
-        ``update_statistics(trace)``. Parameters that are replaced later do not change it.
+        ``trace.vjp``, ``trace.jvp`` and ``update_statistics`` start from a trace. Parameters that
+        are replaced later do not change it.
 
         Args:
             inputs: Input name to array, in the shapes that the model declares.
@@ -357,6 +355,7 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
         with single_threaded_blas(), self._shards.together():
+            require_gradient(self._assembly, inputs)
             trace = self.trace(inputs, targets)
             backward = self._differentiate(trace, self._shards.meet(trace))
             buffers = self._updated_buffers(trace) if update_buffers else {}
@@ -364,8 +363,8 @@ class TrainableModel(Sealed):
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
             self._record(loss, backward.gradients)
-            gradients = self._model.to_file_layout(backward.gradients)
             self._model.buffers.update(buffers)
+            gradients = self._model.to_file_layout(backward.gradients)
             return Result(loss, gradients, {}, self._notes(trace), ties=self._model.ties)
 
     def _differentiate(

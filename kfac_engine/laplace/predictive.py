@@ -18,8 +18,8 @@ from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.gradient_forms import Gradients
 from kfac_engine.curvature_result.spectrum import Float
-from kfac_engine.errors import MemoryLimitError
-from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.engine.validation import batch_size
+from kfac_engine.system import memory_limits
 
 _BYTES = 8
 
@@ -75,6 +75,7 @@ class Linearization:
             InputError: The inputs are wrong.
         """
         means, covariances = [], []
+        self._require_variances(inputs, len(powers))
         for chunk in self._chunks(inputs):
             batch = jacobian_sources(self.curvature.layout, chunk)
             mean = self._mean(batch)
@@ -149,9 +150,26 @@ class Linearization:
 
     def _require_memory(self, rows: int) -> None:
         entries = max(prod(block.places.shape) for block in self.curvature.blocks)
-        need, free = _BYTES * rows * (3 * entries + 2 * rows), available_memory()
-        if need > free:
-            raise MemoryLimitError(
-                f"the joint covariance of {rows} outputs needs {need / 2**30:.3g} GiB, but "
-                f"{free / 2**30:.3g} GiB are available; pass fewer examples."
-            )
+        memory_limits.require_memory(
+            _BYTES * rows * (3 * entries + 2 * rows),
+            f"the joint covariance of {rows} outputs",
+            "pass fewer examples",
+        )
+
+    def _require_variances(self, inputs: Mapping[str, Array], several: int) -> None:
+        """Refuse covariances of the outputs of all examples that do not fit.
+
+        The cotangents of a batch, the covariances of its examples, and those of all examples are in
+        memory together.
+        """
+        assembly = self.curvature.layout.assembly
+        batch, (value, *_) = assembly.task.batch, assembly.task.objective.inputs
+        count = batch_size(batch, inputs) or batch.size
+        outputs = prod(assembly.model.facts[value].shape) // batch.size
+        each = 2 * several * _BYTES * outputs**2
+        fitting = memory_limits.available_memory() // each
+        memory_limits.require_memory(
+            count * each,
+            f"the covariance of {outputs} outputs of each of {count} examples",
+            f"pass at most {fitting} examples at a time" if fitting else "one example is too many",
+        )

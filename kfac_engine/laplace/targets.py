@@ -8,6 +8,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.engine.memory import require_gradient
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.laplace.links import LINKS, Link, Logits
 from kfac_engine.losses.base import LossFunction
@@ -81,6 +82,7 @@ class Outputs:
             InputError: Inputs or targets are wrong.
         """
         objective = self.curvature.layout.assembly.task.objective
+        require_gradient(self.curvature.layout.assembly, inputs)
         trace = self.curvature.model.trace(inputs, targets)
         self.loss.read(trace, targets=True)
         (array,) = objective.named_targets(targets).values()

@@ -16,8 +16,8 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
 from kfac_engine.arguments import number, whole
 from kfac_engine.curvature_result.spectrum import Float
-from kfac_engine.errors import InputError, MemoryLimitError
-from kfac_engine.system.memory_limits import available_memory
+from kfac_engine.errors import InputError
+from kfac_engine.system import memory_limits
 
 _BYTES = 8
 # Lanczos vectors below this norm, relative to the matrix, are rounding errors.
@@ -163,12 +163,11 @@ def estimate_spectrum(
     if A.shape[0] != A.shape[1]:
         raise InputError(f"the matrix must be square, got the shape {A.shape}.")
     size, count = A.shape[0], min(steps, A.shape[0])
-    need, free = _BYTES * size * (count + 3), available_memory()
-    if need > free:
-        raise MemoryLimitError(
-            f"{count} Lanczos vectors of {size} entries need {need / 2**30:.3g} GiB, but "
-            f"{free / 2**30:.3g} GiB are available; use fewer steps."
-        )
+    memory_limits.require_memory(
+        _BYTES * size * (count + 3),
+        f"a sequence of {count} Lanczos vectors of {size} entries",
+        "use fewer steps",
+    )
     generator = np.random.default_rng(seed)
     rules = [_rule(A, generator.choice([-1.0, 1.0], size), count) for _ in range(vectors)]
     return SpectrumEstimate(size, *map(tuple, zip(*rules, strict=True)))

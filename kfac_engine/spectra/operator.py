@@ -9,13 +9,13 @@ from scipy.sparse.linalg import LinearOperator
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import on_host
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature_result.parameter_vector import ParameterVector
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
-from kfac_engine.engine.build import build
+from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.curvature_products import CurvatureProducts
+from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.options import EngineOptions, check_names
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
@@ -41,11 +41,10 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
     ``kfac_engine.curvature_operator`` returns it.
 
     Args:
-        model: The model with its losses.
+        assembly: The model with its losses.
         vector: All parameters as one vector.
         pairs: The batches.
         matrix: Name of the matrix.
-        backend: Backend of the model.
 
     Attributes:
         model: The model.
@@ -57,18 +56,17 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
 
     def __init__(
         self,
-        model: TrainableModel,
+        assembly: Assembly,
         vector: ParameterVector,
         pairs: Iterable[Batch],
         matrix: str,
-        backend: Backend,
     ) -> None:
         super().__init__(np.dtype(np.float64), (vector.size, vector.size))
-        self.model, self.vector, self.matrix = model, vector, matrix
+        self.model, self.vector, self.matrix = TrainableModel(assembly), vector, matrix
         self.examples = 0
         self._pairs, self._product = pairs, MATRICES[matrix]
-        self._backend = backend
-        self._types = {name: array.dtype for name, array in model.parameters.items()}
+        self._assembly, self._backend = assembly, assembly.collection.backend
+        self._types = {name: array.dtype for name, array in self.model.parameters.items()}
         self._only: list[tuple[int, Product]] = []
 
     def __repr__(self) -> str:
@@ -119,6 +117,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
                 raise InputError(
                     f"batch {number} has no targets, which the Hessian matrix depends on."
                 )
+            require_gradient(self._assembly, inputs)
             trace = self.model.trace(inputs, targets)
             entry = (
                 self.model.objective.examples(trace),
@@ -165,6 +164,5 @@ def curvature_operator(
     assembly, _ = build(model, EngineOptions(**options, reduction="batch_mean"))
     shapes = {name: array.shape for name, array in assembly.model.parameters.items()}
     vector = ParameterVector(shapes, assembly.discovery.parts)
-    trainable = TrainableModel(assembly)
-    pairs = batches_of(batches, trainable.example_axes, passes=2, labeled=False)
-    return CurvatureOperator(trainable, vector, pairs, matrix, assembly.collection.backend)
+    pairs = batches_of(batches, assembly.task.example_axes, passes=2, labeled=False)
+    return CurvatureOperator(assembly, vector, pairs, matrix)

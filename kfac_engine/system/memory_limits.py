@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kfac_engine.errors import MemoryLimitError
+
 if sys.platform != "win32":
     import resource
 
@@ -25,6 +27,29 @@ def available_memory() -> int:
     Without ``/proc/meminfo`` this is the physical memory of the machine.
     """
     return max(0, min(_of_the_machine(), *_of_control_groups(), *_of_the_process(), sys.maxsize))
+
+
+def require_memory(need: float, what: str, cure: str) -> None:
+    """Raise an error if arrays do not fit into the available memory, before they are allocated.
+
+    Args:
+        need: Their number of bytes.
+        what: What needs them, as the subject of a sentence.
+        cure: What to do.
+
+    Raises:
+        MemoryLimitError: They need more bytes than are available.
+    """
+    free = available_memory()
+    if need > free:
+        raise MemoryLimitError(
+            f"{what} needs {spelled(need)} and {spelled(free)} are free; {cure}."
+        )
+
+
+def spelled(count: float) -> str:
+    """Return a number of bytes as text."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _of_the_machine() -> int:

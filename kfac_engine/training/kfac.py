@@ -124,6 +124,8 @@ class KfacOptimizer(Optimizer):
         InputError: An option lies outside its range, or does not fit the others.
     """
 
+    _measures = True
+
     def __init__(  # noqa: PLR0913 (the options of the algorithm)
         self,
         engine: Engine,

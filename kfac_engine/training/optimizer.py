@@ -84,6 +84,8 @@ class Optimizer(Summarized, Sealed, ABC):
         skipped: Number of batches that were skipped.
     """
 
+    # Whether a step updates statistics of curvature.
+    _measures = False
     _options: dict[str, object]
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
@@ -166,6 +168,7 @@ class Optimizer(Summarized, Sealed, ABC):
                 single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"),
                 self.engine.agreement.together(),
             ):  # fmt: skip
+                self._require_memory(inputs)
                 prepared = self._prepare(inputs, targets, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
@@ -277,6 +280,12 @@ class Optimizer(Summarized, Sealed, ABC):
         with clock("gradients"):
             result = self.engine.gradients(inputs, targets, update_buffers=True)
         return result.loss, {name: result.gradients[name] for name in self._names}
+
+    def _require_memory(self, inputs: Mapping[str, Array]) -> None:
+        """Refuse a batch that does not fit, with the arrays that receive the new state."""
+        new = (self._parameters(), *(() if self._spare_slots else self._slots.values()))
+        more = sum(array.nbytes for arrays in new for array in arrays.values())
+        self.engine.require_memory(inputs, statistics=self._measures, more=more)
 
     def _new_slots(self) -> SlotArrays:
         """Return arrays that receive the new state: those of the state before the present one."""

@@ -229,9 +229,7 @@ def test_entries_without_use_have_zero_curvature():
 
 def test_matrix_that_does_not_fit_is_refused_before_the_data_are_read(monkeypatch):
     model = models.mlp()
-    monkeypatch.setattr(
-        "kfac_engine.curvature_result.example_moments.available_memory", lambda: 200_000
-    )
+    monkeypatch.setattr("kfac_engine.system.memory_limits.available_memory", lambda: 200_000)
 
     def unread():
         pytest.fail("the data were read")
@@ -246,12 +244,14 @@ def test_factors_that_do_not_fit_are_refused_before_the_data_are_read(monkeypatc
     model = models.mlp((40, 3, 2))
     batch = models.random_inputs(model), None
     # The inputs of fc0 have a factor of 41 × 41 numbers, 12 bytes each and 24 to decompose it.
-    memory = "kfac_engine.curvature_result.memory.available_memory"
+    memory = "kfac_engine.system.memory_limits.available_memory"
     monkeypatch.setattr(memory, lambda: 36 * 41**2)
     with pytest.raises(ke.MemoryLimitError, match=r"largest for fc0.weight, fc0.bias, .* freeze"):
         measured(model, batch, structure=structure)
-    measured(model, batch, structure="diagonal")
-    measured(model, batch, structure=structure, freeze="fc0.*")
+    # Other matrices fit, and the gradient of the batch is what does not.
+    for options in ({"structure": "diagonal"}, {"structure": structure, "freeze": "fc0.*"}):
+        with pytest.raises(ke.MemoryLimitError, match="a gradient needs"):
+            measured(model, batch, **options)
 
 
 def test_full_matrix_has_no_separate_bias():

@@ -1,14 +1,16 @@
 """What is announced before a run, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.approximations import accepted
-from kfac_engine.engine import engine as engine_module
 from kfac_engine.engine import memory
 from kfac_engine.engine.validation import check_finite
 from kfac_engine.runtime.memory import activation_bound, activation_bytes
+from kfac_engine.system import memory_limits
 from kfac_engine.system.memory_limits import available_memory
 from tests import models
 
@@ -16,7 +18,7 @@ from tests import models
 def test_step_that_cannot_fit_is_refused_with_the_figures(monkeypatch):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
     inputs = models.random_inputs(models.mlp(), batch=4)
-    monkeypatch.setattr(engine_module, "available_memory", lambda: 10_000_000)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 10_000_000)
     figures = r"needs 1\d\.\d MB and 10\.0 MB.*fc0\.weight.*diagonal"
     with pytest.raises(ke.MemoryLimitError, match=figures):
         engine.observe(inputs)
@@ -27,8 +29,8 @@ def test_step_that_cannot_fit_is_refused_with_the_figures(monkeypatch):
 def test_a_step_that_cannot_fit_is_refused_before_anything_runs(monkeypatch):
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
     inputs = models.random_inputs(models.mlp(), batch=4)
-    monkeypatch.setattr(engine_module, "available_memory", lambda: 10_000_000)
-    monkeypatch.setattr(engine_module.Engine, "trace", None)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 10_000_000)
+    monkeypatch.setattr(ke.Engine, "trace", None)
     for call in (engine.observe, engine.step):
         with pytest.raises(ke.MemoryLimitError):
             call(inputs, np.zeros(4, np.int64))
@@ -37,7 +39,10 @@ def test_a_step_that_cannot_fit_is_refused_before_anything_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("free", "cure"),
     [
-        (lambda one, many: (one + many) // 2, "values of 100000 examples .* smaller batch"),
+        (
+            lambda one, many: (one + many) // 2,
+            r"values of 100000 examples .* smaller batch, of at most 5\d{4} examples",
+        ),
         (lambda one, many: one - 1, "block of fc0.weight, fc0.bias .* 'diagonal'"),
     ],
     ids=["one example would fit", "one example would not"],
@@ -46,9 +51,11 @@ def test_a_smaller_batch_is_advised_only_where_it_helps(free, cure, monkeypatch)
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", threads=1)
     x = np.zeros((100_000, 6), np.float32)
     one, many = (engine.memory(n).on_host for n in (1, len(x)))
-    monkeypatch.setattr(engine_module, "available_memory", lambda: free(one, many))
-    with pytest.raises(ke.MemoryLimitError, match=cure):
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: free(one, many))
+    with pytest.raises(ke.MemoryLimitError, match=cure) as error:
         engine.observe({"input": x})
+    for fitting in re.findall(r"at most (\d+) examples", str(error.value)):
+        engine.observe({"input": x[: int(fitting)]})
 
 
 def test_available_memory_is_what_an_allocation_can_have():

@@ -127,7 +127,7 @@ def test_parameter_without_effect_has_no_best_prior():
 
 
 def test_joint_covariance_that_does_not_fit_is_refused(curvature, monkeypatch):
-    monkeypatch.setattr("kfac_engine.laplace.predictive.available_memory", lambda: 1000)
+    monkeypatch.setattr("kfac_engine.system.memory_limits.available_memory", lambda: 1000)
     inputs = {"input": np.ones((5, 4))}
     with pytest.raises(ke.MemoryLimitError, match="joint covariance of 15 outputs"):
         ke.Laplace(curvature).predict(inputs, joint=True)

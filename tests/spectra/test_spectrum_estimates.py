@@ -122,6 +122,6 @@ def test_wrong_arguments_are_refused(call, message):
 
 
 def test_vectors_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.setattr("kfac_engine.spectra.lanczos.available_memory", lambda: 1000)
+    monkeypatch.setattr("kfac_engine.system.memory_limits.available_memory", lambda: 1000)
     with pytest.raises(ke.MemoryLimitError, match="50 Lanczos vectors of 60 entries"):
         ke.estimate_spectrum(A)

@@ -1,0 +1,68 @@
+"""The memory guard stands in front of every entrance: a batch that does not fit is not begun."""
+
+import re
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.system import memory_limits
+from tests.training import softmax_net as net
+
+N = 2000
+X, Y = net.batch(n=N)
+LOSS = {"loss": "categorical"}
+
+
+def engine():
+    return net.engine(threads=1)
+
+
+@pytest.fixture(scope="module")
+def curvature():
+    return ke.curvature(net.model(), (X[:8], Y[:8]), **LOSS)
+
+
+BATCH = {"x": X}, Y
+ENTRANCES = {
+    "Engine.step": lambda _: engine().step(*BATCH),
+    "Engine.observe": lambda _: engine().observe(*BATCH),
+    "Engine.gradients": lambda _: engine().gradients(*BATCH),
+    "precondition": lambda _: ke.precondition(net.model(), *BATCH, **LOSS),
+    "KfacOptimizer": lambda _: ke.KfacOptimizer(engine()).step(*BATCH),
+    "KfacOptimizer with a burn-in": lambda _: ke.KfacOptimizer(engine(), burn_in=1).step(*BATCH),
+    "Adam": lambda _: ke.Adam(engine()).step(*BATCH),
+    "AdamW": lambda _: ke.AdamW(engine()).step(*BATCH),
+    "Muon": lambda _: ke.Muon(engine()).step(*BATCH),
+    "SGD": lambda _: ke.SGD(engine(), 0.1).step(*BATCH),
+    "fit": lambda _: ke.fit(net.model(), (X, Y), steps=1, batch_size=N),
+    "find_rate": lambda _: ke.find_rate(net.model(), (X, Y), batch_size=N),
+    "curvature": lambda _: ke.curvature(net.model(), (X, Y), **LOSS),
+    "curvature of structure full": lambda _: ke.curvature(
+        net.model(), (X, Y), structure="full", **LOSS
+    ),
+    "curvature_operator": lambda _: (
+        ke.curvature_operator(net.model(), (X, Y), **LOSS) @ np.ones(39)
+    ),
+    "Laplace.predict": lambda curvature: ke.Laplace(curvature).predict(X),
+    "Laplace.fit_prior": lambda curvature: ke.Laplace(curvature).fit_prior(validation=(X, Y)),
+    "Influence.scores": lambda curvature: ke.Influence(curvature).scores((X, Y), (X[:8], Y[:8])),
+    "Influence.self_scores": lambda curvature: ke.Influence(curvature).self_scores((X, Y)),
+    "example_gradients": lambda curvature: next(curvature.example_gradients(*BATCH)),
+}
+FITS = r"at most (\d+) examples|structure='kron'"
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_a_batch_that_does_not_fit_is_refused_before_it_runs(name, curvature, monkeypatch):
+    """One example fits and 2,000 do not."""
+    curvature.layout.assembly.checked.clear()
+    one, many = (engine().memory(n).on_host for n in (1, N))
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: (one + many) // 2)
+    monkeypatch.setattr(OnnxModel, "run", lambda *_, **__: pytest.fail("the model has run"))
+    with pytest.raises(ke.MemoryLimitError, match=r"needs .* are free; ") as error:
+        ENTRANCES[name](curvature)
+    found = re.search(FITS, str(error.value))
+    assert found
+    assert found[1] is None or 0 < int(found[1]) < N
