@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.losses import LOSSES
 from tests import models, oracle
 from tests.curvature_result.dense import (
     SINGLE,
@@ -81,6 +82,24 @@ def test_diagonal_curvature_equals_the_diagonal_of_the_fisher(make, fisher):
     targets = labels if fisher == "empirical" else None
     F = exact_fisher(curvature, model, inputs, "categorical", targets)
     assert_close(dense(curvature), np.diag(np.diag(F)), SINGLE)
+
+
+# Every name of a loss to the name that the oracle knows.
+ORACLES = dict.fromkeys(("categorical", "softmax_cross_entropy", "cross_entropy"), "categorical")
+ORACLES |= dict.fromkeys(("multi_bernoulli", "sigmoid_cross_entropy", "bce"), "multi_bernoulli")
+ORACLES |= dict.fromkeys(("normal", "squared_error", "mse"), "normal")
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_curvature_of_every_loss_with_positions_is_that_of_the_fisher(loss, structure):
+    model, rng = models.token_mlp("tokens", (2, 3), dtype="float64"), np.random.default_rng(0)
+    batches = [({"input": rng.normal(size=(3, t, 2))}, None) for t in (1, 4)]
+    for order in (batches, batches[::-1]):
+        curvature = measured(model, order, loss, structure=structure)
+        fishers = (exact_fisher(curvature, model, x, ORACLES[loss]) for x, _ in batches)
+        F = sum(fishers) / 2
+        assert_close(dense(curvature), F if structure == "full" else np.diag(np.diag(F)))
 
 
 def test_scales_and_shifts_have_the_full_block_of_the_fisher():
