@@ -13,8 +13,10 @@ from math import fsum, sqrt
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.errors import NonFiniteError
 
 # Intermediate products may be larger than the result.
 _MARGIN = 1e-6
@@ -47,7 +49,7 @@ def undone_on_overflow(
     types: Mapping[str, DType],
     exp: float,
     norm: float | None = None,
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Return a context that restores averages, inverses and generator after an error.
 
     Args:
@@ -59,17 +61,17 @@ def undone_on_overflow(
             pass one bound, so that they decide equally.
 
     Yields:
-        Nothing.
+        Whether an overflow is possible, and the state will be restored.
     """
     with quiet():
         if not _may_overflow(estimator, gradients, types, exp, norm):
-            yield
+            yield False
             return
         saved = [_Saved(factor) for factor in estimator.factors]
         restore_division = estimator.refreshes.division.snapshot()
         generator = estimator.rng.bit_generator.state
         try:
-            yield
+            yield True
         except BaseException:  # of several processes, the one that fails has another error
             estimator.rng.bit_generator.state = generator
             # A pending refresh reads averages that are replaced below.
@@ -79,6 +81,25 @@ def undone_on_overflow(
                 factor.restore()
             restore_division()
             raise
+
+
+def require_finite(values: Mapping[str, Array], backend: Backend) -> None:
+    """Refuse new parameters with NaN or infinity, while a context can restore the averages.
+
+    Args:
+        values: Parameter name to new value.
+        backend: The array library of the values.
+
+    Raises:
+        NonFiniteError: A value contains NaN or infinity.
+    """
+    finite = backend.are_finite(list(values.values())).tolist() if values else ()
+    for name, is_finite in zip(values, finite, strict=True):
+        if not is_finite:
+            raise NonFiniteError(
+                f"the new value of parameter '{name}' contains NaN or infinity; lower the learning "
+                f"rate."
+            )
 
 
 def quiet() -> np.errstate:

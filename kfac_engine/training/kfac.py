@@ -12,7 +12,7 @@ from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.options import check_damping
-from kfac_engine.engine.rollback import undone_on_overflow
+from kfac_engine.engine.rollback import require_finite, undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.adaptive_lengths import adaptive_lengths
@@ -56,6 +56,8 @@ MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
+# A step of a higher rate may overflow although its natural gradient does not.
+_LARGE_RATE = 1e6
 # Weight decay of "auto".
 _WEIGHT_DECAY = 0.05
 
@@ -236,7 +238,6 @@ class KfacOptimizer(Optimizer):
     ) -> Proposal:
         engine, values = self.engine, self._parameters()
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        momentum = evaluated_momentum(self._momentum, self.steps)
         loss, gradients = self._gradients(inputs, targets, clock)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
@@ -250,7 +251,7 @@ class KfacOptimizer(Optimizer):
             step=self.steps,
             rate=rate,
             scale=scale,
-            momentum=momentum,
+            momentum=evaluated_momentum(self._momentum, self.steps),
             damping=damping,
             l2=self._l2,
             batch=(inputs, targets),
@@ -258,16 +259,18 @@ class KfacOptimizer(Optimizer):
             clock=clock,
         )
         # Only steps that update the curvature have a state of the estimator to restore.
-        guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0)
-        with guard if self._curvature.is_due(self.steps, self._last) else nullcontext():
+        norm = inf if rate > _LARGE_RATE else None
+        guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0, norm)
+        with guard if self._curvature.is_due(self.steps, self._last) else nullcontext() as undone:
             last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
             move = self._update(step)
+            require_finite(move.values if undone else {}, engine.collection.backend)
             engine.agreement.vote(place="KfacOptimizer")
         self._last = last
         report = StepReport(
             loss + penalty,
             rate if move.rate is None else move.rate,
-            momentum if move.momentum is None else move.momentum,
+            step.momentum if move.momentum is None else move.momentum,
             float(damping),
             predicted_change=move.predicted,
             penalty=penalty,

@@ -22,12 +22,13 @@ def slots(optimizer):
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_whose_parameters_overflow_changes_nothing(name, policy):
+def test_a_step_whose_parameters_overflow_changes_nothing(name, policy, tmp_path):
     engine = norm_net.engine()
     optimizer = OPTIMIZERS[name](engine, non_finite=policy)
     x, y = norm_net.batch()
     assert engine.buffers
     weights, before = norm_net.weights(engine), slots(optimizer)
+    engine.save(tmp_path / "before")
     if policy == "raise":
         with pytest.raises(ke.NonFiniteError):
             optimizer.step({"x": x}, y)
@@ -35,4 +36,6 @@ def test_a_step_whose_parameters_overflow_changes_nothing(name, policy):
         assert optimizer.step({"x": x}, y).skipped
     assert all(np.array_equal(v, weights[n]) for n, v in norm_net.weights(engine).items())
     assert all(np.array_equal(v, before[key]) for key, v in slots(optimizer).items())
+    engine.save(tmp_path / "after")  # averages, inverses and the generator
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
     assert (optimizer.steps, optimizer.skipped) == (0, policy == "skip")
