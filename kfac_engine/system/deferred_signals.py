@@ -117,11 +117,14 @@ class HeldInterrupts(_Handling):
     Ctrl-C raises ``KeyboardInterrupt`` between any two instructions, also between two changes that
     belong together. In the context, handlers of Python run at once, but the first exception that
     one of them raises waits for the end of the context. A second one is raised at once: it ends
-    changes that take too long, and only a part of them may then be done.
+    changes that take too long, and only a part of them may then be done. A context in such a
+    context has no effect.
     """
 
     def __init__(self) -> None:
-        super().__init__(_ALL)
+        around = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        nested = isinstance(around, HeldInterrupts) and not around._over
+        super().__init__(() if nested else _ALL)
         self._held: BaseException | None = None
 
     def __exit__(
