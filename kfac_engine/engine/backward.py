@@ -5,13 +5,16 @@ backward pass then serves both. It computes the gradients with this number, beca
 more of them; the gradients of parameters are divided by it in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 
 from kfac_engine._types import Array
-from kfac_engine.errors import NonFiniteError
+from kfac_engine.errors import KfacError, NonFiniteError
 from kfac_engine.losses.objective import Objective
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.runtime.nonfinite import first_nonfinite
 from kfac_engine.runtime.trace import Trace
 
 
@@ -90,3 +93,28 @@ def run_backward(
     for gradient in gradients.values():
         gradient *= 1 / ratio
     return BackwardResult(loss, gradients, read)
+
+
+@contextmanager
+def origin_named(model: OnnxModel, trace: Trace, objective: Objective) -> Iterator[None]:
+    """Name the first node that is not finite in a ``NonFiniteError`` of the block.
+
+    Args:
+        model: The model.
+        trace: The batch.
+        objective: The loss.
+
+    Raises:
+        NonFiniteError: The error of the block, with the node if one is found.
+    """
+    try:
+        yield
+    except NonFiniteError as error:
+        origin, cotangents = "", None
+        with suppress(KfacError):
+            cotangents = objective.cotangents(trace)
+        with suppress(KfacError):
+            origin = first_nonfinite(model, trace, cotangents, tuple(model.parameters))
+        if not origin:
+            raise
+        raise NonFiniteError(f"{error} {origin}") from error

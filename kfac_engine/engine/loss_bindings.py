@@ -18,7 +18,8 @@ from kfac_engine.losses.logits import (
     logits_of_probabilities,
     possible_probabilities,
 )
-from kfac_engine.runtime.batch_axis import Axes, Batch, find_batch
+from kfac_engine.runtime.batch_axis import Batch, find_batch
+from kfac_engine.runtime.batch_candidates import Axes
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 from kfac_engine.suggestions import suggestion

@@ -13,7 +13,7 @@ from kfac_engine.arguments import whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.forms import Data
-from kfac_engine.engine.backward import BackwardResult, reported_loss, run_backward
+from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
@@ -372,7 +372,8 @@ class TrainableModel(Sealed):
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters = tuple(self._model.parameters)
-        with quiet(), self._history.explain(), trace.explain():
+        origin = origin_named(self._model, trace, self.objective)
+        with quiet(), self._history.explain(), trace.explain(), origin:
             backward = run_backward(trace, self.objective, parameters, outputs, examples)
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
