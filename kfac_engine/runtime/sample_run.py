@@ -109,7 +109,7 @@ class SampleRun:
 
         Args:
             feeds: Input name to array.
-            names: Names of inputs, or of results that are arrays.
+            names: Names of inputs, of constants, or of results that are arrays.
 
         Returns:
             Name to array.

@@ -40,7 +40,7 @@ class Chain:
     Args:
         graph: Graph with the inputs and the constants.
         nodes: Nodes in topological order.
-        outputs: Names of the results that a run returns.
+        outputs: Names of the results and constants that a run returns.
         what: Description of the graph, for messages.
 
     Raises:
@@ -51,6 +51,7 @@ class Chain:
         self, graph: Graph, nodes: Sequence[Node], outputs: Iterable[str], what: str
     ) -> None:
         self._outputs = tuple(outputs)
+        self._constants = {n: graph.constants[n] for n in self._outputs if n in graph.constants}
         self._last = _last_readers(nodes)
         self._links = tuple(_links(graph, nodes, self._outputs, what, with_shapes=False))
 
@@ -66,7 +67,7 @@ class Chain:
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
         """
-        values, outputs = dict(feeds), {}
+        values, outputs = dict(feeds), dict(self._constants)
         for link in self._links:
             results = link.session.run(link.outputs, {name: values[name] for name in link.reads})
             outputs.update(results)

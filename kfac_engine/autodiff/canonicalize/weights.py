@@ -183,16 +183,16 @@ def _products_of(value: str, graph: Graph, data: Set[str]) -> list[tuple[Node, i
     The list is empty if the value has other uses.
     """
     products: list[tuple[Node, int]] = []
-    for node, index in graph.consumers.get(value, ()):
-        moves = not node.domain and node.op in MOVES and index == 0
-        other = _PRODUCTS.get(node.op, {}).get(index) if not node.domain else None
-        if moves:
-            further = [_products_of(name, graph, data) for name in node.outputs if name]
-            if not all(further):
-                return []
-            products += [product for group in further for product in group]
-        elif other is not None and other < len(node.inputs) and node.inputs[other] in data:
-            products.append((node, other))
-        else:
+    moved = [value]
+    for name in moved:  # the loop appends to the list
+        if name in graph.results or name not in graph.consumers:
             return []
-    return [] if value in graph.results else products
+        for node, index in graph.consumers[name]:
+            other = _PRODUCTS.get(node.op, {}).get(index) if not node.domain else None
+            if not node.domain and node.op in MOVES and index == 0:
+                moved += filter(None, node.outputs)
+            elif other is not None and other < len(node.inputs) and node.inputs[other] in data:
+                products.append((node, other))
+            else:
+                return []
+    return products

@@ -206,11 +206,14 @@ def _defined(b: VjpBuilder, y: str) -> str:
 
 
 def _is_selected(b: VjpBuilder, value: str) -> bool:
-    readers = [reader for reader, _ in b.graph.consumers.get(value, ())]
-    return any(
-        reader.op == "Where" or (reader.op in _RELAYS and _is_selected(b, reader.outputs[0]))
-        for reader in readers
-    )
+    relayed = [value]
+    for name in relayed:  # the loop appends to the list
+        readers = b.graph.consumers.get(name, ())
+        if any(reader.op == "Where" for reader, _ in readers):
+            return True
+        # Only the first operand is relayed, so that no value is met twice.
+        relayed += [r.outputs[0] for r, index in readers if r.op in _RELAYS and index == 0]
+    return False
 
 
 def _sum_over_axis(b: VjpBuilder, node: Node, value: str) -> str:

@@ -97,11 +97,13 @@ class SubGraph:
 
     def variable_uses(self, name: str) -> int:
         """Return the number of nodes that read a value, directly or through a Reshape or Slice."""
-        count, waiting = 0, [name]
-        while waiting:
-            for node in self._readers.get(waiting.pop(), ()):
+        count, views = 0, [name]
+        passed_on: set[str] = set()
+        for view in views:  # the loop appends to the list
+            for node in self._readers.get(view, ()):
                 if node.qualified_op in _PASS_ON:
-                    waiting.append(node.outputs[0])
+                    views += [result for result in node.outputs if result not in passed_on]
+                    passed_on.update(node.outputs)
                 elif node.qualified_op not in ONLY_SHAPES:
                     count += 1
         return count

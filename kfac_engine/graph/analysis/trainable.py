@@ -82,6 +82,7 @@ _ITERATIONS: Mapping[str, tuple[int, int]] = {"Loop": (2, 1), "Scan": (0, 0)}
 
 # Operators whose results consist of entries of their operand.
 _ROWS = RELAYS | {"Gather"}
+_SCALES = frozenset({"Div", "Mul", "Sub"})
 _VIEWS = RELAYS | {"Concat", "Expand", "Slice", "Split", "Tile"}
 
 
@@ -311,11 +312,18 @@ def _is_neutral_in_group_norm(graph: Graph, array: Array, node: Node, index: int
 
 def _scales_whole(graph: Graph, node: Node, index: int) -> bool:
     """Return whether an operand scales or shifts stored integers, as a dequantization does."""
-    if node.op in _ROWS and index == 0:
-        users = graph.consumers.get(node.outputs[0], ())
-        return bool(users) and all(_scales_whole(graph, *use) for use in users)
-    others = [name for place, name in enumerate(node.inputs) if place != index]
-    return node.op in {"Div", "Mul", "Sub"} and any(_is_whole(graph, name) for name in others)
+    uses = [(node, index)]
+    for user, place in uses:  # the loop appends to the list
+        if user.op in _ROWS and place == 0:
+            readers = graph.consumers.get(user.outputs[0], ())
+            if not readers:
+                return False
+            uses += readers
+        else:
+            others = [name for at, name in enumerate(user.inputs) if at != place]
+            if user.op not in _SCALES or not any(_is_whole(graph, name) for name in others):
+                return False
+    return True
 
 
 def _is_whole(graph: Graph, name: str) -> bool:

@@ -122,15 +122,14 @@ def _has_fixed_condition(body: onnx.GraphProto, constants: Mapping[str, Array]) 
     """Return whether the condition of a Loop never changes, or is constant."""
     if len(body.input) < 2 or not body.output:
         return False
-    makers = {name: node for node in body.node for name in node.output}
+    fixed = {body.input[1].name, *(entry.name for entry in body.initializer)}
+    # The body is not checked yet. One pass in its order ends, even if the body has a cycle.
+    for node in body.node:
+        copied = node.input if node.op_type == "Identity" else ()
+        if node.op_type == "Constant" or any(n in fixed or n in constants for n in copied):
+            fixed.update(node.output)
     condition = body.output[0].name
-    while condition in makers and makers[condition].op_type == "Identity":
-        condition = makers[condition].input[0]
-    if condition in {body.input[1].name, *(entry.name for entry in body.initializer)}:
-        return True
-    return condition in constants or (
-        condition in makers and makers[condition].op_type == "Constant"
-    )
+    return condition in fixed or condition in constants
 
 
 def _own_numbers(body: onnx.GraphProto) -> dict[str, Array]:
