@@ -9,8 +9,14 @@ from kfac_engine.backend.namespace import on_host
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.verification.checks import Check, Measurement
-from kfac_engine.verification.dense_fisher import MOST_ROWS, DenseFisher, Entries, dense_fisher
+from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE, Check, Measurement
+from kfac_engine.verification.dense_fisher import (
+    CURVED_ERROR,
+    MOST_ROWS,
+    DenseFisher,
+    Entries,
+    dense_fisher,
+)
 from kfac_engine.verification.differences import sizes
 from kfac_engine.verification.sources import Rebuild
 from kfac_engine.verification.specimen import Floats, Specimen, spread_evenly
@@ -22,8 +28,10 @@ REMEDY = (
 )
 # Errors of float32 averages and products, relative to the largest entry.
 _TOLERANCE = 2e-3
-# A damping below the rounding of the blocks.
-_DAMPING = 1e-14
+# A damping whose root is below the rounding of the blocks, also where predictions are certain.
+_DAMPING = 1e-30
+# Errors of the probabilities in the definition and, where they are squared, in float32 blocks.
+_UNIT = 8 * CURVED_ERROR
 # Kinds whose Kronecker block is exact for one example with one use at one position.
 _KRONECKER = frozenset(
     {"fully_connected", "conv1d", "conv2d", "convolution", "conv_transpose", "embedding"}
@@ -66,13 +74,12 @@ def check_blocks(
     probe.estimator.update_covariances(trace, scales=probe.objective.fisher_scales(trace))
     measurements, skipped = [], {}
     for index, layer in enumerate(exact):
-        error = _error(
-            one, layer, mode, Entries.draw(one.parameters, layer.parameters, entries, index)
-        )
-        if isinstance(error, str):
-            skipped[", ".join(layer.parameters)] = error
+        rows = Entries.draw(one.parameters, layer.parameters, entries, index)
+        measurement = _measure(one, layer, mode, rows)
+        if isinstance(measurement, str):
+            skipped[", ".join(layer.parameters)] = measurement
         else:
-            measurements.append(Measurement(", ".join(layer.parameters), error, _TOLERANCE))
+            measurements.append(measurement)
     detail = f"one example, mode {mode}, {len(exact)} of {len(specimen.engine.layers)} layers"
     return Check(NAME, tuple(measurements), detail, skipped, REMEDY)
 
@@ -89,11 +96,12 @@ def _is_exact(alone: Specimen, layer: LayerReport) -> bool:
     return isinstance(output, str) and alone.trace[output].size == layer.factor_shapes[-1][-1]
 
 
-def _error(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> float | str:
+def _measure(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> Measurement | str:
     """Return the error of a product with the block of a layer, or why it cannot be measured."""
     scales, rng = sizes(one.parameters), np.random.default_rng(0)
     vector = {n: scales[n] * rng.standard_normal(one.parameters[n].shape) for n in layer.parameters}
     product = rows.of(_product(one.engine, vector))
+    errors = np.zeros(len(rows))
     if mode == "empirical":
         gradients = {name: one.gradients[name] for name in layer.parameters}
         along = sum(float(np.vdot(gradients[n], vector[n])) for n in vector)
@@ -105,10 +113,17 @@ def _error(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> float
         dense = dense_fisher(one, rows, [vector])
         if not isinstance(dense, DenseFisher):
             return dense
-        diagonal = layer.approximation == "diagonal"
-        expected = dense.diagonal() * rows.of(vector) if diagonal else dense.products()[0]
+        if layer.approximation == "diagonal":
+            expected = dense.diagonal() * rows.of(vector)
+            errors = dense.diagonal_errors(_UNIT) * abs(rows.of(vector))
+        else:
+            expected, errors = dense.products()[0], dense.product_errors(_UNIT)[0]
     size = float(abs(expected).max()) or 1.0
-    return float(abs(product - expected).max()) / size
+    tolerance = max(_TOLERANCE, float(errors.max()) / size)
+    if tolerance > MOST_TOLERANCE:
+        return FAINT
+    error = float(abs(product - expected).max()) / size
+    return Measurement(", ".join(layer.parameters), error, tolerance)
 
 
 def _product(engine: Engine, vector: dict[str, Floats]) -> dict[str, Floats]:

@@ -8,6 +8,11 @@ from typing import Literal, TypeAlias
 Outcome: TypeAlias = Literal["pass", "fail", "skip"]
 
 
+# Errors of results that one rounding changes more, relative to the results, are not measured.
+MOST_TOLERANCE = 0.5
+FAINT = "the predictions are so certain that rounding errors exceed the result"
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """The error of one subject of a check.

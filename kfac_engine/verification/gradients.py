@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from kfac_engine.verification.checks import Check, Measurement
+from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE, Check, Measurement
 from kfac_engine.verification.differences import Difference, differentiate_along, sizes
 from kfac_engine.verification.specimen import Floats, Specimen
 
@@ -21,7 +21,8 @@ _DOUBLE_TOLERANCE, _SINGLE_TOLERANCE = 1e-3, 5e-2
 _SETTLED = 0.25
 # Gradients below this part of the mean gradient of an entry are compared with this part.
 _FLOOR = 1e-3
-# The change of a gradient by one rounding of the parameters, times this, is a rounding error.
+# The change of a gradient by one rounding of the parameters and probabilities, times this, is a
+# rounding error.
 _ROUNDINGS = 8
 _SIGNS = 3
 
@@ -57,33 +58,37 @@ class GradientCheck:
         measurements, skipped = [], {}
         for subject, members in [(ALL, everything), *((name, (name,)) for name in names)]:
             measurement = self._measure(subject, members)
-            if measurement is None:
-                skipped[subject] = "the loss is not smooth enough there: steps disagree"
+            if isinstance(measurement, str):
+                skipped[subject] = measurement
             else:
                 measurements.append(measurement)
         copy = self._specimen.copy
-        steps = f"{min(self._steps):.1g} to {max(self._steps):.1g}"
         detail = (
             f"central differences in {'float64' if copy.is_double else 'float32'}, {copy.passes} "
-            f"passes, steps of {steps} of the size of the entries"
+            f"passes"
         )
+        if self._steps:
+            steps = f"{min(self._steps):.1g} to {max(self._steps):.1g}"
+            detail += f", steps of {steps} of the size of the entries"
         if copy.why_not:
             detail += f"; no float64: {copy.why_not.rstrip('.')}"
         return Check(NAME, tuple(measurements), detail, skipped, REMEDY)
 
-    def _measure(self, subject: str, names: tuple[str, ...]) -> Measurement | None:
-        """Return the error of the gradients of some parameters; None if differences disagree."""
+    def _measure(self, subject: str, names: tuple[str, ...]) -> Measurement | str:
+        """Return the error of the gradients of some parameters, or why it cannot be measured."""
         gradients = {n: self._scales[n] * self._specimen.gradients[n] for n in names}
         size = max(_norm(gradients), self._floor(names))
         rounding = self._specimen.resolution + self._noise_of(names, size)
         tolerance = max(self._base, _ROUNDINGS * rounding)
+        if tolerance > MOST_TOLERANCE:
+            return FAINT
         errors = []
         for direction in self._directions(gradients, _SIGNS if subject == ALL else 1):
             along = {n: self._scales[n] * array for n, array in direction.items()}
             # Along signs a derivative has the size of the gradient.
             measured = self._along(along, _SETTLED * tolerance * size)
             if measured.doubt > 2 * _SETTLED * tolerance * size:
-                return None
+                return "the loss is not smooth enough there: steps disagree"
             self._steps.add(measured.step)
             computed = sum(float(np.vdot(gradients[n], direction[n])) for n in names)
             errors.append(abs(computed - float(measured.value)) / size)
@@ -114,24 +119,33 @@ class GradientCheck:
         return (_FLOOR * _norm(scaled) * (members / entries) ** 0.5) or 1.0
 
     def _rounding(self) -> dict[str, Floats]:
-        """Return the change of the gradients by one rounding of all parameters."""
+        """Return the change of the gradients by one rounding of parameters and probabilities."""
         specimen = self._specimen
         types = {name: specimen.model.parameters[name].dtype for name in specimen.parameters}
         moved = {
             n: (a * (1 + np.finfo(types[n]).eps * self._rng.choice([-1.0, 1.0], a.shape)))
             for n, a in specimen.parameters.items()
         }
-        before, after = map(self._propagated, (specimen.parameters, moved))
+        before = self._propagated(specimen.parameters, 0.0)
+        after = self._propagated(moved, specimen.rounding)
         return {name: after[name] - before[name] for name in before}
 
-    def _propagated(self, parameters: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Return the gradients at other parameters, by a backward pass of the engine."""
+    def _propagated(self, parameters: Mapping[str, Floats], rounding: float) -> dict[str, Floats]:
+        """Return the gradients at other parameters, by a backward pass of the engine.
+
+        Probabilities have errors of the size ``rounding``.
+        """
         model, objective = self._specimen.model, self._specimen.engine.objective
         feeds = {entry.name: self._specimen.trace[entry.name] for entry in model.graph.inputs}
         single = {n: a.astype(model.parameters[n].dtype) for n, a in parameters.items()}
         named = objective.named_targets(self._specimen.targets)
         trace = model.run(feeds, named, parameters=single)
-        gradients = trace.vjp(objective.cotangents(trace), tuple(parameters))
+        cotangents = objective.cotangents(trace)
+        for name, weight in self._specimen.probability_weights.items() if rounding else ():
+            errors = weight * rounding * self._rng.choice([-1.0, 1.0], cotangents[name].shape)
+            like = errors.astype(cotangents[name].dtype)
+            cotangents[name] = cotangents[name] + model.memory_space.to_device(like)
+        gradients = trace.vjp(cotangents, tuple(parameters))
         return {n: model.memory_space.on_host(g).astype(np.float64) for n, g in gradients.items()}
 
     def _noise_of(self, names: tuple[str, ...], size: float) -> float:

@@ -111,6 +111,26 @@ class Specimen:
         return max((_RESOLUTIONS.get(name, 0.0) for name in types), default=0.0)
 
     @cached_property
+    def probability_weights(self) -> dict[str, float]:
+        """Value that a loss of classes reads to the weight of its probabilities in the objective.
+
+        The derivative of such a loss is a probability minus a target. The rounding error of a
+        probability close to one exceeds this difference if the predictions are certain.
+        """
+        objective, found = self.engine.objective, dict[str, float]()
+        towers = [tower for loss in objective.losses for tower in loss.towers]
+        for weight, tower in zip(objective.weights(self.trace), towers, strict=True):
+            for name in tower.inputs if tower.discrete else ():
+                found[name] = found.get(name, 0.0) + weight
+        return found
+
+    @cached_property
+    def rounding(self) -> float:
+        """The largest rounding error of a probability of one."""
+        types = (np.dtype(self.trace[name].dtype) for name in self.probability_weights)
+        return max((float(np.finfo(dtype).eps) for dtype in types), default=0.0)
+
+    @cached_property
     def gradients(self) -> dict[str, Floats]:
         """Parameter name to the gradient that the engine computes, in float64."""
         result = self.engine.gradients(self.inputs, self.targets).gradients

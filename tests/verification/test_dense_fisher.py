@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.verification import dense_fisher as module
@@ -42,6 +43,26 @@ def test_a_slice_is_that_of_the_dense_fisher(loss, method, monkeypatch):
     close = {"rtol": 0, "atol": 2e-5 * abs(F).max()}
     np.testing.assert_allclose(dense.diagonal(), np.diag(F)[index], **close)
     np.testing.assert_allclose(dense.products()[0], (F @ flat)[index], **close)
+
+
+@pytest.mark.parametrize("gap", [2.0, 10.0, 18.0])
+def test_products_of_certain_predictions_are_in_float64(gap):
+    """One layer of ones with the bias ``gap``, in which 1 - p is down to 3e-8."""
+    model = models.linear(2, 3, bias=True)
+    values = {"weight": np.zeros((2, 3)), "bias": np.array([gap, 0.0, 0.0])}
+    for entry, value in zip(model.graph.initializer, values.values(), strict=True):
+        entry.CopyFrom(numpy_helper.from_array(value.astype(np.float32), entry.name))
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    specimen = Specimen.of_batch(engine, {"input": np.ones((1, 2), np.float32)}, np.array([0]), 1)
+    name = model.graph.initializer[1].name
+    rows = Entries({name: (0, 1, 2)})
+    v = np.array([1.0, 2.0, -1.0])
+    rest = np.exp(-gap) / (1 + 2 * np.exp(-gap))
+    p = np.array([1 - 2 * rest, rest, rest])
+    # F v without the cancellation in diag(p) - p pᵀ: the differences of the entries of v.
+    expected = p * np.array([p @ (v[k] - v) for k in range(3)])
+    found = dense_fisher(specimen, rows, [{name: v}]).products()[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=module.CURVED_ERROR)
 
 
 def test_differences_of_a_smooth_function_are_its_derivative():

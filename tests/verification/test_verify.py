@@ -15,6 +15,7 @@ from kfac_engine.engine import model_arrays
 from kfac_engine.losses.objective import Objective
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.verification import exports
+from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE
 from tests import models
 from tests.engine.test_train_form import network
 
@@ -263,6 +264,56 @@ def test_activations_on_kinks_do_not_fail_the_gradients():
     result = ke.verify(model, inputs, targets, loss="normal")
     assert result["gradients"].outcome == "pass"
     assert not result["gradients"].skipped
+
+
+# -- certain predictions ---------------------------------------------------------------------------
+
+
+def certain(factor, loss):
+    """A model whose predictions are the targets, and certain with a large factor of the logits."""
+    model = models.mlp((6, 5, 3))
+    for entry in model.graph.initializer:
+        if entry.name.startswith("fc1"):
+            array = np.float32(factor) * numpy_helper.to_array(entry)
+            entry.CopyFrom(numpy_helper.from_array(array, entry.name))
+    inputs = models.random_inputs(model, 5)
+    logits = ke.Engine.from_onnx(model, loss=loss).predict(inputs)
+    return model, inputs, logits.argmax(1) if loss == "categorical" else (logits > 0).astype("f")
+
+
+LOSSES = ["categorical", "multi_bernoulli"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("factor", [1, 10, 30, 100, 1000, 1e6])
+def test_certain_predictions_pass(factor, loss):
+    result = ke.verify(*certain(factor, loss), loss=loss)
+    assert not failed(result), [check.failures for check in result.checks]
+    if factor <= 10:
+        assert all(check.outcome == "pass" for check in result.checks)
+    for check in result.checks:
+        assert all(m.tolerance <= MOST_TOLERANCE for m in check.measurements)
+    assert result["gradients"].outcome == "pass" or FAINT in result["gradients"].skipped.values()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("factor", [1, 10, 20])
+def test_wrong_results_of_certain_predictions_fail(monkeypatch, factor, loss):
+    model, inputs, targets = certain(factor, loss)
+    scales, jvp = Objective.fisher_scales, Trace.jvp
+    monkeypatch.setattr(
+        Objective,
+        "fisher_scales",
+        lambda self, *a, **k: {n: 1.01 * y for n, y in scales(self, *a, **k).items()},
+    )
+    monkeypatch.setattr(
+        Trace, "jvp", lambda self, *a, **k: {n: 1.2 * y for n, y in jvp(self, *a, **k).items()}
+    )
+    monkeypatch.setitem(load_rules()._rows, "Tanh", times(1.5))
+    result = ke.verify(model, inputs, targets, loss=loss)
+    assert failed(result) == {"gradients", "curvature products", "blocks"}
+    subjects = {m.subject for m in result["blocks"].failures}
+    assert subjects == {"fc0.weight, fc0.bias", "fc1.weight, fc1.bias"}
 
 
 def test_wrong_arguments_are_errors():
