@@ -18,6 +18,7 @@ from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.spectrum import Spectrum
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.checkpoint import checksum
 from kfac_engine.errors import InputError
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import checked_path, write_file
@@ -80,13 +81,14 @@ def save_curvature(
             for name, array in arrays.items()
             if array is not None
         }
-    header = {
+    header: dict[str, object] = {
         "format": FORMAT,
         "options": _stored(layout.options),
         "about": dict(about),
         "positions": [None if b.inputs is None else b.inputs.positions for b in blocks],
         "weights": weight_hashes(layout.assembly),
     }
+    header["checksum"] = checksum(header, tensors)
     write_file(path, [save(tensors, {"curvature": json.dumps(header, sort_keys=True)})])
 
 
@@ -123,6 +125,9 @@ class CurvatureFile:
                 f"'{path}' is not a curvature of format {FORMAT}; another program or version wrote "
                 f"it."
             )
+        # Earlier versions wrote no checksum.
+        if "checksum" in header and header.pop("checksum") != checksum(header, self._arrays):
+            raise self._damaged("its checksum is wrong")
         self._header: dict[str, Any] = header
         self.about: dict[str, Any] = header["about"]
 
@@ -197,6 +202,10 @@ class CurvatureFile:
         moment = self._array(f"{number}/inputs", (groups, d_in))
         if values is None or values.min(initial=0.0) < 0:
             raise self._damaged(f"the eigenvalues of {', '.join(block.parameters)} are not valid")
+        # A layer whose inputs were measured has eigenvectors of both factors. Elsewhere, absent
+        # eigenvectors are those of a diagonal matrix.
+        if positions and (left is None or right is None or moment is None):
+            raise self._damaged(f"{', '.join(block.parameters)} have no eigenvectors")
         inputs = None if moment is None or not positions else InputMoment(moment, positions)
         return replace(block, spectrum=Spectrum(values, left, right), inputs=inputs)
 
@@ -233,6 +242,8 @@ def _is_header(header: Any) -> bool:
         return False
     kinds = {"options": dict, "about": dict, "weights": dict, "positions": list}
     if any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
+        return False
+    if header.keys() - {"format", "checksum"} != kinds.keys():
         return False
     if header["about"].keys() != set(NUMBERS):
         return False

@@ -130,7 +130,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     }
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    header["checksum"] = _checksum(header, tensors)
+    header["checksum"] = checksum(header, tensors)
     write_file(path, _with_sorted_metadata(save(tensors, header)))
 
 
@@ -244,12 +244,12 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as failure:
         raise InputError(f"cannot read the state '{path}': {failure}") from failure
-    if header.pop("checksum", None) != _checksum(header, tensors):
+    if header.pop("checksum", None) != checksum(header, tensors):
         raise InputError(f"the state '{path}' is damaged: its checksum is wrong; use another.")
     return header, tensors
 
 
-def _checksum(header: Mapping[str, str], tensors: Mapping[str, Array]) -> str:
+def checksum(header: Mapping[str, object], tensors: Mapping[str, Array]) -> str:
     """Return the CRC-32 of a header and its arrays; the file format detects missing bytes only."""
     crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):

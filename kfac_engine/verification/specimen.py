@@ -117,12 +117,12 @@ class Specimen:
         The derivative of such a loss is a probability minus a target. The rounding error of a
         probability close to one exceeds this difference if the predictions are certain.
         """
-        objective, found = self.engine.objective, dict[str, float]()
+        objective, sums = self.engine.objective, dict[str, float]()
         towers = [tower for loss in objective.losses for tower in loss.towers]
         for weight, tower in zip(objective.weights(self.trace), towers, strict=True):
             for name in tower.inputs if tower.discrete else ():
-                found[name] = found.get(name, 0.0) + weight
-        return found
+                sums[name] = sums.get(name, 0.0) + weight
+        return sums
 
     @cached_property
     def rounding(self) -> float:

@@ -106,7 +106,9 @@ def read(path):
 
 
 def rewritten(path, change):
+    """Change a file, and remove its checksum as in files of earlier versions."""
     header, arrays = read(path)
+    del header["checksum"]
     change(header, arrays)
     save_file(arrays, path, {"curvature": json.dumps(header)})
 
@@ -142,12 +144,44 @@ def set_header(name, value):
         (set_header("options", {"loss": "categorical", "speed": 1}), "damaged: .*speed"),
         (set_header("options", {"loss": "categorical", "structure": "cube"}), "structure must be"),
         (set_header("weights", {}), "other weights"),
+        (set_header("chexksum", "0"), "not a curvature"),
+        (set_header("checksum", "00000000"), "damaged: its checksum is wrong"),
+        (set_header("checksum", None), "damaged: its checksum is wrong"),
+        (without("0/left"), "fc0.weight, fc0.bias have no eigenvectors"),
+        (without("2/right"), "fc2.weight, fc2.bias have no eigenvectors"),
+        (without("1/inputs"), "fc1.weight, fc1.bias have no eigenvectors"),
     ],
 )
 def test_damaged_files_are_refused(path, change, message):
     rewritten(path, change)
     with pytest.raises(ke.InputError, match=message):
         load(path)
+
+
+def test_files_of_earlier_versions_are_read(path):
+    before = dense(load(path), damping=0.1)
+    rewritten(path, lambda header, arrays: None)
+    np.testing.assert_array_equal(dense(load(path), damping=0.1), before)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diagonal", "full"])
+def test_every_flipped_bit_and_missing_array_is_detected(path, structure):
+    measured(MODEL, (INPUTS, LABELS), structure=structure).save(path)
+    good, rng = path.read_bytes(), np.random.default_rng(0)
+    header, arrays = read(path)
+    for place in rng.integers(8, len(good), 60):
+        data = bytearray(good)
+        data[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+        with pytest.raises(ke.InputError):
+            load(path)
+    for name in arrays:
+        rest = {key: array for key, array in arrays.items() if key != name}
+        save_file(rest, path, {"curvature": json.dumps(header)})
+        with pytest.raises(ke.InputError, match="checksum is wrong"):
+            load(path)
+    path.write_bytes(good)
+    assert load(path).examples == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\xff" * 64])

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
-from kfac_engine.engine.checkpoint import _checksum
+from kfac_engine.engine.checkpoint import checksum
 from tests.engine.test_engine_safety import X, Y, assert_same, engine_of, state_of
 
 WEIGHTED = "factor/0/average"
@@ -34,7 +34,7 @@ def forged(saved, path, change):
             tensors[key] = file.get_tensor(key)
     header.pop("checksum")
     change(header, tensors)
-    save_file(tensors, path, header | {"checksum": _checksum(header, tensors)})
+    save_file(tensors, path, header | {"checksum": checksum(header, tensors)})
     return path
 
 
