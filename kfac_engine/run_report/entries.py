@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 from kfac_engine.printable import printable
-from kfac_engine.run_report.run_log import Json
+from kfac_engine.run_report.run_log import Json, number
 
 _MOST_ENTRIES = 400
 _MOST_CHARACTERS = 2000
@@ -155,15 +154,9 @@ def _word(value: object) -> str:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if isfinite(number) else None
+    return None if isinstance(value, bool) else number(value)
 
 
 def _whole(value: object) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
+    whole = _number(value)
+    return None if whole is None else int(whole)

@@ -30,11 +30,11 @@ function show(value) {
 
 // Scales map values to pixels; a logarithmic scale has ticks at powers of ten, or at 1, 2 and 5 times these.
 function linearTicks(low, high, most) {
-  const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = high / most - low / most, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(k => k * power).find(k => k >= rough) ?? rough;
-  const ticks = [];
-  for (let k = Math.ceil(low / step); k * step <= high * (1 + 1e-12) + 1e-300; k += 1) ticks.push(Number((k * step).toPrecision(12)));
-  return ticks;
+  const ticks = [], first = Math.ceil(low / step), last = Math.floor(high / step * (1 + 1e-12));
+  for (let k = first; k <= last; k += 1) ticks.push(Number((k * step).toPrecision(12)));
+  return ticks.filter(Number.isFinite);
 }
 function logTicks(low, high, most) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
@@ -43,15 +43,21 @@ function logTicks(low, high, most) {
   for (let power = first; power <= last; power += stride)
     for (const factor of factors) {
       const tick = Number(`${factor}e${power}`);
-      if (tick >= low * 0.999 && tick <= high * 1.001) ticks.push(tick);
+      if (tick >= low * 0.999 && tick <= high * 1.001 && Number.isFinite(tick)) ticks.push(tick);
     }
   return ticks;
 }
-function scale(low, high, from, to, log, most) {
-  if (!(high > low)) { const pad = log ? 2 : Math.abs(low) || 1; [low, high] = log ? [low / pad, low * pad] : [low - pad / 2, low + pad / 2]; }
-  const f = log ? Math.log10 : (x => x), a = f(low), b = f(high);
-  const at = value => from + (f(value) - a) / (b - a) * (to - from);
-  at.ticks = (log ? logTicks : linearTicks)(low, high, most);
+function scale(low, high, from, to, log, count) {
+  const f = log ? Math.log10 : (x => x), size = Math.max(Math.abs(low), Math.abs(high));
+  // Values that are equal to 10 digits are drawn as one value: their ticks would be equal.
+  if (!(f(high) - f(low) > (log ? 1e-12 : Math.max(size * 1e-10, 1e-300)))) {
+    const pad = size > 1e-300 ? size : 1, most = Number.MAX_VALUE;
+    [low, high] = log ? [Math.max(low / 2, Number.MIN_VALUE), Math.min(low * 2, most)] : [Math.max(low - pad / 2, -most), Math.min(low + pad / 2, most)];
+  }
+  // The unit avoids that a difference overflows.
+  const unit = Math.max(Math.abs(f(low)), Math.abs(f(high))) || 1, a = f(low) / unit, b = f(high) / unit;
+  const at = value => from + (f(value) / unit - a) / (b - a) * (to - from);
+  at.ticks = (log ? logTicks : linearTicks)(low, high, count);
   return at;
 }
 

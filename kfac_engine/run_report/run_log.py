@@ -19,6 +19,8 @@ Json: TypeAlias = Mapping[str, Any]
 _MOST_BYTES_IN_LINE = 1 << 26
 _MOST_COLUMNS = 64
 _MOST_NAMES = 4096
+# Products of two numbers, and sums over all records, are finite below this bound.
+_LARGEST = 1e150
 # Entry of a record with the names of factors.
 REFRESHED = "refreshed"
 
@@ -74,7 +76,8 @@ def gathered(lines: Iterable[Json]) -> RunLog:
                     continue
                 column = values.setdefault(name, [])
                 column.extend([nan] * (steps - len(column)))
-                column.append(_number(value))
+                entry = number(value)
+                column.append(nan if entry is None else entry)
             log.refreshed.append(_texts(line.get(REFRESHED)))
             steps += 1
     if not steps:
@@ -138,15 +141,11 @@ def _texts(values: object) -> list[str]:
     return list(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
 
 
-def _number(value: object) -> float:
-    """Return a finite number as float; NaN for anything else."""
-    if not isinstance(value, int | float):
-        return nan
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number of many digits
-        return nan
-    return number if isfinite(number) else nan
+def number(value: object) -> float | None:
+    """Return a number as float; None for anything else, and for numbers beyond 1e150."""
+    # Comparisons of whole numbers of many digits do not overflow.
+    is_number = isinstance(value, int | float) and abs(value) <= _LARGEST
+    return float(value) if is_number else None
 
 
 def _check_positions(log: RunLog) -> None:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -247,6 +248,43 @@ def test_values_of_a_wrong_type_are_not_shown(content):
         gathered([{"run": content}, record(1, note="text", flag=None), {"spectra": spectra}])
     )
     assert PageReader(text).terms["steps"] == "1"
+
+
+LARGEST, LEAST = 1.7976931348623157e308, 5e-324
+NUMBERS = [
+    LARGEST, -LARGEST, 1e150, 1e17, LEAST, -LEAST, 2**53, 10**308, -(10**400), True,
+    float("nan"), float("inf"), None, [],
+]  # fmt: skip
+PLACES = [
+    "seconds", "epoch", "loss", "validation_loss", "skipped", "learning_rate", "reduction_ratio",
+    "accuracy", "seconds/inverses", "seconds/statistics",
+]  # fmt: skip
+SIZES = [
+    "count", "smallest", "largest", "resolution", "damping", "below_damping", "condition",
+    "eigenvalues", "shape",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extreme", NUMBERS, ids=[f"{x!r:.12}" for x in NUMBERS])
+def test_extreme_numbers_have_a_page(extreme):
+    """The number alone at every place, and in all records at all places."""
+    usual = dict.fromkeys(PLACES, 0.5) | {"refreshed": ["A"]}
+    logs = [
+        [{"step": 1, **usual, name: extreme}, {"step": 2, **usual}, {"step": 3, name: extreme}]
+        for name in PLACES
+    ]
+    logs.append([{"step": i, **dict.fromkeys(usual, extreme)} for i in (1, 2, 3)])
+    usual_spectrum = {"parameters": ["w"], "factor": "A", "count": 3, "largest": 1.0}
+    for name in SIZES:
+        entry = [[extreme, 1.0], [1, extreme]] if name == "eigenvalues" else extreme
+        run = {"layers": [{"numbers": extreme, "bytes": extreme}], "factors": {"A": [extreme]}}
+        logs.append([{"run": run}, {"step": 1}, {"spectra": [usual_spectrum | {name: entry}]}])
+    for log in logs:
+        text = page(gathered(log))
+        assert not re.search(r"\b(nan|inf)\b", text.split("</style>")[1].split("<script")[0])
+    for steps in ([extreme], [1, extreme]):
+        with suppress(ke.InputError):
+            page(gathered([{"step": step, **usual} for step in steps]))
 
 
 def test_a_long_run_has_a_bounded_page_that_says_so():
