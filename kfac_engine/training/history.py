@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import isfinite
+from math import isfinite, nan
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +28,9 @@ STEP_ENTRIES = frozenset(
     }
 )  # fmt: skip
 
+# Entries of a record that callbacks must not change.
+_POSITION = frozenset({"step", "epoch", "seconds"})
+
 # Columns of the summary of a history, before the metrics.
 _COLUMNS = ("step", "epoch", "seconds", "loss", "learning_rate")
 _MOST_METRICS = 8
@@ -42,10 +46,11 @@ class History(Summarized):
     Attributes:
         engine: The engine with the trained parameters.
         optimizer: The optimizer with its state.
-        records: A dictionary for each step: ``step`` (from 1), ``epoch`` (from 0), ``seconds``,
-            ``loss`` of the batch before the update, and ``learning_rate``. The other numbers of
-            the step are those of ``StepReport`` where they are defined: ``momentum``, ``damping``,
-            ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and ``seconds/STAGE``
+        records: A dictionary of numbers for each step: ``step`` (from 1), ``epoch`` (from 0),
+            ``seconds``, ``loss`` of the batch before the update, and ``learning_rate``. The other
+            numbers of the step are those of ``StepReport`` where they are defined: ``momentum``,
+            ``damping``, ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and
+            ``seconds/STAGE``
             for each stage.
             ``spent`` is the part of the budget that is spent. Steps that end an epoch or the run
             also have ``validation_loss`` and the other metrics by name, and with ``BestWeights``
@@ -127,6 +132,50 @@ class Log:
                 file.writelines(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
         except OSError as failure:
             raise InputError(f"cannot write the log '{self._path}': {failure.strerror}.") from None
+
+
+def check_entries(record: Record, before: Record, callback: str) -> None:
+    """Convert the numbers in a record to those of Python, in place.
+
+    Args:
+        record: A record that a callback received. None becomes NaN, and a NumPy number or an array
+            without axes becomes the number of Python.
+        before: The record before the call.
+        callback: Name of the callback.
+
+    Raises:
+        InputError: An entry is not a number, or the callback removed an entry of the step or
+            changed its position; the message names the callback and the entry.
+    """
+    for name in before.keys() & STEP_ENTRIES:
+        if name not in record or (name in _POSITION and record[name] != before[name]):
+            raise InputError(
+                f"the callback {callback} removed or changed '{name}' of a record; add entries of "
+                f"other names."
+            )
+    for name, value in record.items():
+        entry = value if name == "refreshed" else _as_number(value)
+        if entry is None or not isinstance(name, str):
+            raise InputError(
+                f"the callback {callback} put {name!r:.80} = {value!r:.80} into a record; the "
+                f"entries of a record are numbers with a text as name."
+            )
+        record[name] = entry
+
+
+def _as_number(value: object) -> float | None:
+    """Return a number of Python; None if ``value`` is not a number."""
+    if value is None:
+        return nan
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    try:
+        as_float = float(value) if isinstance(value, Real) else None
+    except OverflowError:  # a whole number of many digits
+        return None
+    if isinstance(value, bool) or as_float is None:
+        return value if isinstance(value, bool) else None
+    return int(value) if isinstance(value, Integral) else as_float
 
 
 def _show_number(value: float | None) -> str:

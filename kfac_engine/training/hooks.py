@@ -6,10 +6,12 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeAlias
 
+import numpy as np
+
 from kfac_engine.errors import InputError
 from kfac_engine.suggestions import suggestion
 from kfac_engine.training.checkpoint import SavedState
-from kfac_engine.training.history import Record
+from kfac_engine.training.history import Record, check_entries
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.weights import Weights
 
@@ -41,10 +43,12 @@ class Callback:
         """
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> object:
-        """Receive the record of a step; it may be changed.
+        """Receive the record of a step, to which it may add numbers.
 
         Args:
             record: The record. In the last step of an epoch it has the metrics of the validation.
+                Numbers of NumPy become those of Python, and None becomes NaN. The run ends with an
+                error if an added entry is not a number, or if an entry of the step is removed.
             optimizer: The optimizer, after the step.
 
         Returns:
@@ -79,7 +83,7 @@ class Callback:
         """Receive the record of a step with the metrics of its validation, before ``on_step_end``.
 
         Args:
-            record: The record; it may be changed.
+            record: The record, to which numbers may be added.
             optimizer: The optimizer. Its engine has the weights that were evaluated.
         """
 
@@ -182,18 +186,15 @@ class Hooks(Callback):
 
     def on_run_start(self, optimizer: Optimizer, records: Sequence[Record]) -> bool:
         """Return whether a callback ends the run before its first step."""
-        answers = [c.on_run_start(optimizer, records) for c in self._callbacks]
-        return any(answer is True for answer in answers)
+        return _any_true([c.on_run_start(optimizer, records) for c in self._callbacks])
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> bool:
         """Return whether a callback ends the run; every callback receives the record."""
-        answers = [c.on_step_end(record, optimizer) for c in self._callbacks]
-        return any(answer is True for answer in answers)
+        return self._each(lambda c: c.on_step_end(record, optimizer), record)
 
     def on_epoch_end(self, record: Record, optimizer: Optimizer) -> bool:
         """Return whether a callback ends the run; every callback receives the record."""
-        answers = [c.on_epoch_end(record, optimizer) for c in self._callbacks]
-        return any(answer is True for answer in answers)
+        return self._each(lambda c: c.on_epoch_end(record, optimizer), record)
 
     @contextmanager
     def evaluating(self, record: Record, optimizer: Optimizer) -> Iterator[None]:
@@ -207,8 +208,7 @@ class Hooks(Callback):
 
     def on_validation_end(self, record: Record, optimizer: Optimizer) -> None:
         """Pass on the record of a validation."""
-        for callback in self._callbacks:
-            callback.on_validation_end(record, optimizer)
+        self._each(lambda c: c.on_validation_end(record, optimizer), record)
 
     def on_run_end(self, optimizer: Optimizer, records: Sequence[Record]) -> None:
         """Replace the weights, and complete a run."""
@@ -232,6 +232,15 @@ class Hooks(Callback):
             if name in states:
                 callback.restore(states[name])
 
+    def _each(self, call: Callable[[Callback], object], record: Record) -> bool:
+        """Return whether a hook ends the run; the record is checked after each callback."""
+        answers = []
+        for callback in self._callbacks:
+            before = dict(record)
+            answers.append(call(callback))
+            check_entries(record, before, _name(callback))
+        return _any_true(answers)
+
     def _evaluated_weights(self, record: Record, optimizer: Optimizer) -> Weights | None:
         answers = (c.evaluated_weights(record, optimizer) for c in self._callbacks)
         return next((weights for weights in answers if weights is not None), None)
@@ -252,10 +261,20 @@ class _EachStep(Callback):
     """A function as a callback."""
 
     def __init__(self, function: StepFunction) -> None:
-        self._function = function
+        self.function = function
 
     def on_step_end(self, record: Record, optimizer: Optimizer) -> object:
-        return self._function(record, optimizer)
+        return self.function(record, optimizer)
+
+
+def _any_true(answers: Sequence[object]) -> bool:
+    """Return whether an answer is True, of Python or of NumPy."""
+    return any(isinstance(answer, bool | np.bool_) and bool(answer) for answer in answers)
+
+
+def _name(callback: Callback) -> str:
+    function = getattr(callback, "function", type(callback))
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

@@ -1,7 +1,9 @@
 """The hooks of ``fit``: their order, their effect on the run, and their release."""
 
+import json
 import os
 import signal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -138,3 +140,101 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_resumes_with_equal_bits(tmp_
             run(interrupt)
     finally:
         signal.signal(signal.SIGINT, older)
+
+
+# -- entries of records ---------------------------------------------------------------------------
+
+NUMBERS = {
+    "float": (0.5, 0.5),
+    "whole": (3, 3),
+    "bool": (True, True),
+    "float16": (np.float16(0.5), 0.5),
+    "float32": (np.float32(0.5), 0.5),
+    "float64": (np.float64(0.5), 0.5),
+    "longdouble": (np.longdouble(0.5), 0.5),
+    "int64": (np.int64(-3), -3),
+    "uint8": (np.uint8(3), 3),
+    "bool_": (np.bool_(True), True),
+    "array without axes": (np.array(0.5, np.float32), 0.5),
+    "fraction": (Fraction(1, 2), 0.5),
+    "undefined": (None, None),
+    "nan": (float("nan"), None),
+    "infinite": (np.float32("inf"), None),
+}
+NO_NUMBERS = {
+    "text": "x",
+    "text of NumPy": np.str_("x"),
+    "array": np.ones(2),
+    "array of one entry": np.ones(1),
+    "list": [1.0],
+    "mapping": {},
+    "complex": 1j,
+    "huge": 10**400,
+    "date": np.datetime64("2020-01-01"),
+    "object": object(),
+    "type": float,
+}
+HOOKS = ["on_step_end", "on_epoch_end", "on_validation_end"]
+
+
+def adding(hook, **entries):
+    """A callback that adds entries to the records that a hook receives."""
+
+    class Adding(Callback):
+        pass
+
+    setattr(Adding, hook, lambda self, record, optimizer: record.update(entries))
+    return Adding()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_numbers_of_any_kind_may_be_added(hook, tmp_path):
+    entries = {name: number for name, (number, _) in NUMBERS.items()}
+    history = ke.fit(
+        net.engine(), net.batch(n=32), optimizer="sgd", epochs=2, batch_size=16, progress=True,
+        callbacks=[adding(hook, **entries), ke.TensorBoard(tmp_path / "events")],
+        validation=net.batch(7), log=tmp_path / "log.jsonl", checkpoint=tmp_path / "checkpoint",
+    )  # fmt: skip
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    for record in (history.records[-1], logged[-2]):
+        for name, (_, number) in NUMBERS.items():
+            value = record[name]
+            if number is not None:
+                assert value == number
+                assert type(value) is type(number)
+            else:
+                assert value is None or not np.isfinite(value)
+    assert repr(history)
+    ke.report(history, tmp_path / "run.html")
+    ke.report(tmp_path / "log.jsonl", tmp_path / "run.html")
+
+
+@pytest.mark.parametrize("entry", NO_NUMBERS.values(), ids=NO_NUMBERS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_other_entries_are_refused_by_name(hook, entry, tmp_path):
+    with pytest.raises(ke.InputError, match=r"the callback Adding put 'note' = .* into a record"):
+        run(adding(hook, note=entry), validation=net.batch(7), log=tmp_path / "log.jsonl")
+    with pytest.raises(ke.InputError, match="the callback Adding put 'loss' = "):
+        run(adding(hook, loss=entry), validation=net.batch(7))
+
+
+@pytest.mark.parametrize("name", ["step", "epoch", "seconds", "loss", "learning_rate", "refreshed"])
+def test_entries_of_a_step_cannot_be_removed(name):
+    def remove(record, optimizer):
+        del record[name]
+
+    with pytest.raises(ke.InputError, match=f"the callback remove removed or changed '{name}'"):
+        run(remove)
+    if name in ("step", "epoch", "seconds"):
+        with pytest.raises(ke.InputError, match=f"changed '{name}'"):
+            run(lambda record, optimizer: record.update({name: -5}))
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(ke.InputError, match="the callback <lambda> put 3 = 1 into a record"):
+        run(lambda record, optimizer: record.update({3: 1}))
+
+
+def test_true_of_numpy_ends_the_run():
+    assert len(run(lambda record, optimizer: np.float32(record["step"]) > 1).records) == 2
+    assert len(run(lambda record, optimizer: 1).records) == 4
