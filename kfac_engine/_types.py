@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,8 +41,13 @@ class Rows:
 
         Raises:
             ShapeError: ``values`` does not have one row for each index.
-            InputError: The indices are not integers, or lie outside the matrix.
+            InputError: The indices are not integers, or lie outside the matrix; or an argument has
+                another type.
         """
+        if not all(hasattr(array, "dtype") for array in (self.indices, self.values)):
+            raise InputError("rows need indices (k,) and values (k, d), which are arrays.")
+        if not isinstance(self.num_rows, Integral):
+            raise InputError(f"num_rows must be a whole number, got {self.num_rows!r:.80}.")
         if self.values.ndim != 2 or self.indices.shape != self.values.shape[:1]:
             raise ShapeError(
                 f"rows need indices (k,) and values (k, d), got {self.indices.shape} and "

@@ -4,12 +4,18 @@ Numbers of a file are untrusted as well: JSON has integers that no float can hol
 """
 
 import sys
-from collections.abc import Collection, Sequence
-from math import inf, isfinite
+from collections.abc import Collection, Mapping, Sequence
+from math import isfinite
 from numbers import Integral, Real
+from typing import TypeGuard
 
 from kfac_engine.errors import InputError
 from kfac_engine.suggestions import suggestion
+
+# Largest size of an axis.
+_MOST = 2**63 - 1
+# Largest number of threads of a session.
+MOST_THREADS = 2**16
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> None:
@@ -19,45 +25,85 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> None:
         raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{near}.")
 
 
-def whole(name: str, value: object, *, least: int | None) -> None:
-    """Raise an InputError unless a value is an integer, not below ``least``."""
+def whole(name: str, value: object, *, least: int | None, most: int = _MOST) -> None:
+    """Raise an InputError unless a value is an integer from ``least`` to ``most``."""
     fits = isinstance(value, Integral) and not isinstance(value, bool)
     if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
         bound = "" if least is None else f" of at least {least}"
-        raise InputError(f"{name} must be a whole number{bound}, got {value!r}.")
+        raise InputError(f"{name} must be a whole number{bound}, got {value!r:.80}.")
+    if value > most:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must be a whole number of at most {most}, got a larger one.")
+
+
+def check_seed(seed: object) -> None:
+    """Raise an InputError unless a value is an integer of at least zero, of any size."""
+    fits = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if not fits or seed < 0:  # type: ignore[operator] # a number
+        raise InputError(f"seed must be a whole number of at least 0, got {seed!r:.80}.")
 
 
 def number(name: str, value: object) -> None:
     """Raise an InputError unless a value is a finite real number."""
-    fits = isinstance(value, Real) and not isinstance(value, bool)
-    if not fits or not isfinite(value):  # type: ignore[arg-type] # a number
-        raise InputError(f"{name} must be a finite number, got {value!r}.")
+    if not _is_finite(value):
+        raise InputError(f"{name} must be a finite number, got {value!r:.80}.")
 
 
 def positive(name: str, value: object) -> None:
     """Raise an InputError unless a value is a positive finite number."""
-    fits = isinstance(value, Real) and not isinstance(value, bool)
-    if not fits or not 0 < value < inf:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must be a positive number, got {value!r}.")
+    if not (_is_finite(value) and value > 0):
+        raise InputError(f"{name} must be a positive number, got {value!r:.80}.")
 
 
-def flag(name: str, value: object) -> None:
-    """Raise an InputError unless a value is True or False."""
-    if value is not True and value is not False:
-        raise InputError(f"{name} must be True or False, got {value!r}.")
+def _is_finite(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number that a float can hold."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return isfinite(value)
+    except OverflowError:  # a whole number of many digits
+        return False
+
+
+def flag(name: str, value: object) -> bool:
+    """Return a value unchanged; raise an InputError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r:.80}.")
+    return value
 
 
 def listed(name: str, value: object, like: str) -> Sequence[object]:
     """Return a sequence unchanged; raise an InputError that shows an example for other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InputError(f"{name} must be a list, such as {like}, got {value!r}.")
+        raise InputError(f"{name} must be a list, such as {like}, got {value!r:.80}.")
     return value
 
 
-def texts(name: str, value: object, like: str) -> None:
-    """Raise an InputError that shows an example unless a value is a list of strings."""
-    if not all(isinstance(entry, str) for entry in listed(name, value, like)):
-        raise InputError(f"{name} must be a list of names, such as {like}, got {value!r}.")
+def texts(name: str, value: object, like: str) -> Sequence[str]:
+    """Return a list of strings unchanged; raise an InputError that shows an example otherwise."""
+    entries = [entry for entry in listed(name, value, like) if isinstance(entry, str)]
+    if len(entries) < len(listed(name, value, like)):
+        raise InputError(f"{name} must be a list of names, such as {like}, got {value!r:.80}.")
+    return entries
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """Raise an InputError unless a value is an object of a public class."""
+    if not isinstance(value, kind):
+        raise InputError(
+            f"{name} must be a kfac_engine.{kind.__name__}, got {type(value).__name__}."
+        )
+
+
+def patterns(name: str, value: object) -> None:
+    """Raise an InputError unless a value is None, a string or a list of strings."""
+    if not isinstance(value, str | None):
+        texts(name, value, "['fc*']")
+
+
+def dictionary(name: str, value: object, like: str) -> None:
+    """Raise an InputError that shows an example unless a value is None or a mapping."""
+    if not isinstance(value, Mapping | None):
+        raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.")
 
 
 # Larger counters are not exact as floats.

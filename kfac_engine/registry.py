@@ -22,9 +22,9 @@ class Registry(Mapping[str, Row], Generic[Row]):
         self._rows: dict[str, Row] = dict(rows or {})
 
     def __getitem__(self, name: str) -> Row:
-        if name not in self._rows:
+        if name not in self:
             raise UnknownNameError(
-                f"unknown {self.kind} '{name}'{suggestion(name, self._rows)}; choose one of: "
+                f"unknown {self.kind} '{name!s:.80}'{suggestion(name, self._rows)}; choose one of: "
                 f"{', '.join(sorted(self._rows))}."
             )
         return self._rows[name]
@@ -36,7 +36,7 @@ class Registry(Mapping[str, Row], Generic[Row]):
         return len(self._rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return isinstance(name, str) and name in self._rows
 
     def add(self, name: str, row: Row) -> None:
         """Add a row under a new name."""

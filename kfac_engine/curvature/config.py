@@ -6,7 +6,7 @@ from numbers import Real
 from operator import add, mul, sub, truediv
 from typing import Any, Literal
 
-from kfac_engine.arguments import flag, number, one_of, positive, whole
+from kfac_engine.arguments import check_seed, flag, number, one_of, positive, whole
 from kfac_engine.errors import InputError
 from kfac_engine.layers.subsampling import Sampling
 
@@ -143,7 +143,7 @@ class CollectionConfig:
             )
         whole("eigendecomposition_threshold", self.eigendecomposition_threshold, least=1)
         whole("max_num_patches", self.max_num_patches, least=1)
-        whole("seed", self.seed, least=0)
+        check_seed(self.seed)
         positive("max_num_patches_per_dimension", self.max_num_patches_per_dimension)
 
     def sampling(self, inputs: bool | None = None, patches: bool | None = None) -> Sampling:

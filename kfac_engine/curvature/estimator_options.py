@@ -1,6 +1,6 @@
 """Checks of the options of an estimator."""
 
-from kfac_engine.arguments import listed, number, texts, whole
+from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.errors import InputError
 from kfac_engine.suggestions import suggestion
@@ -25,8 +25,8 @@ def check_options(
 
 def check_counts(seed: object, batch_size: object, needs_batch_size: bool) -> None:
     """Refuse a negative seed, and a batch size that is missing or below one, with an InputError."""
-    if needs_batch_size and batch_size is None:
+    if flag("compute_params_stats", needs_batch_size) and batch_size is None:
         raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
-    whole("seed", seed, least=0)
+    check_seed(seed)
     if batch_size is not None:
         whole("batch_size", batch_size, least=1)

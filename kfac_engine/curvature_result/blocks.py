@@ -148,4 +148,6 @@ def checked_damping(
     missing = [name for name in names if name not in numbers] if "" not in numbers else []
     if missing:
         raise InputError(f"damping has no number for {', '.join(missing)}.")
-    return damping
+    # NumPy does not compute with whole numbers of more than 64 bits.
+    floats = {name: float(value) for name, value in numbers.items()}
+    return floats.get("", floats)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Params
-from kfac_engine.arguments import number, whole
+from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature_result.assembly import assembled
@@ -209,7 +209,7 @@ class Curvature:
             InputError: An argument is wrong, or the damped matrix is singular.
         """
         whole("count", count, least=1)
-        whole("seed", seed, least=0)
+        check_seed(seed)
         level, generator = self._checked(damping), np.random.default_rng(seed)
         rows = np.empty((count, self.vector.size))
         for block in self.blocks:
@@ -367,7 +367,7 @@ class Curvature:
 
     def _block_of_weight(self, name: str) -> Block:
         for block in self.blocks:
-            if name == block.parameters[0]:
+            if isinstance(name, str) and name == block.parameters[0]:
                 return block
         raise UnknownNameError(
             f"'{name}' is not the weight of a layer; weights are: "

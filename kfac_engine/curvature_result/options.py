@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import one_of
+from kfac_engine.arguments import dictionary, one_of
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.options import EngineOptions
@@ -88,6 +88,7 @@ class CurvatureOptions:
             )
         if self.biases == "separate" and self.structure == "full":
             raise InputError("structure='full' is one matrix, in which no bias is separate.")
+        dictionary("approximations", self.approximations, "{'conv2d': 'diagonal'}")
         if self.approximations and self.structure == "full":
             raise InputError(
                 "structure='full' is one matrix, in which no layer has an approximation of its "

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import is_amount, is_count
+from kfac_engine.arguments import is_amount, is_count, texts
 from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
@@ -218,7 +218,7 @@ def _extras(
     values = _parsed(path, {"extras": "{}", **header}, "extras", _is_object)
     extras = Extras(values, _below("extra/", tensors))
     accept = None if expected is None else expected.accept
-    return extras, () if accept is None else accept(extras)
+    return extras, () if accept is None else texts("the result of accept", accept(extras), "[]")
 
 
 def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:

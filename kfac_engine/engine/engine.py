@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 from kfac_engine._types import Array, whole_arrays
-from kfac_engine.arguments import one_of
+from kfac_engine.arguments import flag, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
@@ -36,6 +36,7 @@ from kfac_engine.engine.profiling import Recorder
 from kfac_engine.engine.rank_checks import check_ranks
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
+from kfac_engine.engine.validation import check_load, checked_extras
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Targets
 from kfac_engine.ranks.agreement import Agreement
@@ -198,7 +199,7 @@ class Engine(Summarized, PreconditioningModel):
             InputError: Inputs, targets or ``gradients`` are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        start, record = perf_counter(), Recorder(profile)
+        start, record = perf_counter(), Recorder(flag("profile", profile))
         with single_threaded_blas(), self._together():
             one_of("gradients", gradients, GATHERINGS)
             self.require_memory(inputs)
@@ -210,7 +211,7 @@ class Engine(Summarized, PreconditioningModel):
             with record("backward"):
                 read = self.estimator.differentiated if along else None
                 backward = self._differentiate(trace, examples, read)
-            moved = self._updated_buffers(trace) if update_buffers else {}
+            moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
             update = self._measure_if_due(trace, examples, record, backward.outputs)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
             loss, bound = self._distribution.meet(backward.loss, update, every)
@@ -302,7 +303,7 @@ class Engine(Summarized, PreconditioningModel):
 
     def _state(self, extras: Extras | None) -> State:
         schedule = self.estimator.refreshes.saved()
-        rest = *self._arrays.on_host(), self.damping, *schedule, extras or Extras()
+        rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
         return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
 
     def load(
@@ -318,6 +319,7 @@ class Engine(Summarized, PreconditioningModel):
         Raises:
             InputError: The file does not fit this engine; every difference is listed.
         """
+        check_load(parameters, accept)
         damping = None if accept else self.damping  # a caller with extras restores it
         shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
         expected = Expected(self.estimator.rng, shapes, damping, accept, meet)

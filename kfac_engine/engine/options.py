@@ -8,7 +8,18 @@ from math import inf
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, listed, number, one_of, positive, texts, whole
+from kfac_engine.arguments import (
+    MOST_THREADS,
+    check_seed,
+    dictionary,
+    flag,
+    listed,
+    number,
+    one_of,
+    patterns,
+    positive,
+    whole,
+)
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.batch_shards import check_communicator
@@ -138,12 +149,11 @@ class EngineOptions:
         self.losses  # noqa: B018 (they check themselves)
         self._check_curvature()
         for name in ("trainable", "freeze"):
-            if not isinstance(getattr(self, name), str | None):
-                texts(name, getattr(self, name), "['fc*']")
-        for name in ("threads", "scratch_bytes"):
+            patterns(name, getattr(self, name))
+        for name, most in (("threads", MOST_THREADS), ("scratch_bytes", 2**63 - 1)):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1)
-        whole("seed", self.seed, least=0)
+                whole(name, getattr(self, name), least=1, most=most)
+        check_seed(self.seed)
         whole("layer_owners", self.layer_owners, least=1)
         check_communicator(self.communicator)
         one_of("distribution", self.distribution, DISTRIBUTIONS)
@@ -151,9 +161,7 @@ class EngineOptions:
             flag(name, getattr(self, name))
         chosen_passes(self.graph_passes)
         for name, like in _DICTIONARIES.items():
-            value = getattr(self, name)
-            if not isinstance(value, Mapping | None):
-                raise InputError(f"{name} must be a dictionary, such as {like}, got {value!r:.80}.")
+            dictionary(name, getattr(self, name), like)
         for name, axis in (self.batch_axes or {}).items():
             whole(f"batch_axes['{name}']", axis, least=None)
         if not isinstance(self.backend, str):

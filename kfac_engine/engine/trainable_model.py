@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from kfac_engine._types import Array, Rows, entries
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.forms import Data
@@ -283,6 +283,7 @@ class TrainableModel(Sealed):
             KfacError: The model does not run on these inputs.
         """
         whole("examples", examples, least=1)
+        check_seed(seed)
         task, model, rng = self._task, self._model, np.random.default_rng(seed)
         inputs = sample_batch(model.graph, model.facts, task.inputs)
         if not task.batch.fixed:
@@ -358,7 +359,7 @@ class TrainableModel(Sealed):
             require_gradient(self._assembly, inputs)
             trace = self.trace(inputs, targets)
             backward = self._differentiate(trace, self._shards.meet(trace))
-            buffers = self._updated_buffers(trace) if update_buffers else {}
+            buffers = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
             loss = self._shards.total(backward.loss, "gradients")
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))

@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import flag
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.engine.checkpoint import Extras
 from kfac_engine.engine.loss_bindings import LossBinding
 from kfac_engine.errors import (
+    InputError,
     NonFiniteError,
     ShapeError,
     UnknownNameError,
@@ -145,3 +148,17 @@ def check_finite(
     for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
         if not finite:
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
+
+
+def checked_extras(extras: object) -> Extras:
+    """Return the extras of a state, empty for None; an InputError for another object."""
+    if not isinstance(extras, Extras | None):
+        raise InputError(f"extras must be Extras, got {extras!r:.80}.")
+    return extras or Extras()
+
+
+def check_load(parameters: object, accept: object) -> None:
+    """Refuse other arguments of ``load`` than a flag and a function, with an InputError."""
+    flag("parameters", parameters)
+    if accept is not None and not callable(accept):
+        raise InputError(f"accept must be a function of the extras, got {accept!r:.80}.")

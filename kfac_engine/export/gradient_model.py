@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import texts
+from kfac_engine.arguments import dictionary, patterns
 from kfac_engine.autodiff.activity import (
     behind_jumps,
     left_out,
@@ -96,8 +96,9 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
-    if not isinstance(wrt, str | None):
-        texts("wrt", wrt, "['fc*']")
+    patterns("wrt", wrt)
+    patterns("freeze", freeze)
+    dictionary("batch_axes", batch_axes, "{'input': 1}")
     loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
         _free(f"{GRADIENT}{name}", loaded.graph): dtype

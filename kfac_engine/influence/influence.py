@@ -49,9 +49,8 @@ class Influence:
 
     def __init__(self, curvature: Curvature, damping: Damping | None = None) -> None:
         self.curvature = checked_curvature(curvature, "influence")
-        self.damping = damping
-        if damping is not None:
-            checked_damping(damping, tuple(curvature.vector.shapes))
+        names = tuple(curvature.vector.shapes)
+        self.damping = None if damping is None else checked_damping(damping, names)
         self._inverses = {id(block): self._inverse(block) for block in curvature.blocks}
 
     def __repr__(self) -> str:

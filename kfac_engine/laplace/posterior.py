@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Params
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature_result.blocks import Block, checked_damping
 from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
@@ -109,7 +109,7 @@ class Laplace:
             InputError: An argument is not a whole number.
         """
         whole("count", count, least=1)
-        whole("seed", seed, least=0)
+        check_seed(seed)
         vector, generator = self.curvature.vector, np.random.default_rng(seed)
         rows = np.empty((count, vector.size))
         for block in self.curvature.blocks:
@@ -162,7 +162,12 @@ class Laplace:
             InputError: The evidence has no maximum, the curvature was measured without targets, or
                 the arguments contradict each other.
         """
+        flag("noise", noise)
         if validation is not None:
+            if not isinstance(validation, tuple | list) or len(validation) != 2:
+                raise InputError(
+                    f"validation must be a pair of inputs and targets, got {validation!r:.80}."
+                )
             if noise:
                 raise InputError("the noise is chosen by the evidence; leave validation out.")
             self.prior_precision = self._validated(
@@ -217,8 +222,9 @@ class Laplace:
             MemoryLimitError: The joint covariance does not fit into the memory.
         """
         function = LINKS[link]
+        flag("joint", joint)
         whole("samples", samples, least=1)
-        whole("seed", seed, least=0)
+        check_seed(seed)
         outputs, linear = Outputs.of(self.curvature), Linearization(self.curvature)
         arrays, _ = whole_batch(inputs, self.curvature.model.example_axes, labeled=False)
         powers = self._powers(self.prior_precision)

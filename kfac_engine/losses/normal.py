@@ -1,12 +1,13 @@
 """Losses of Gaussian targets, with a fixed or a predicted variance."""
 
 from collections.abc import Mapping
-from math import isfinite, log, pi
+from math import log, pi
 from typing import ClassVar
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
+from kfac_engine.arguments import positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.losses.checks import check_matching_targets, first_index
@@ -39,10 +40,7 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         class_axis: int = -1,
     ) -> None:
         super().__init__((mean,), targets, seed, class_axis)
-        if not (isinstance(var, float | int | np.number) and isfinite(var) and var > 0):
-            raise InputError(
-                f"the variance of the loss on '{mean}' must be a positive number, got {var!r}."
-            )
+        positive(f"the variance of the loss on '{mean}'", var)
         self.mean = mean
         self.var = float(var)
 

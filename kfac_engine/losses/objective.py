@@ -224,7 +224,7 @@ def check_reduction(reduction: str) -> None:
     Raises:
         InputError: The reduction is not in ``REDUCTIONS``.
     """
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise InputError(
             f"unknown reduction '{reduction}'{suggestion(reduction, REDUCTIONS)}; choose one of: "
             f"{', '.join(REDUCTIONS)}."

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import number
+from kfac_engine.arguments import listed, number
 from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.curvature_result.curvature import Curvature, checked_curvature
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
@@ -47,6 +47,8 @@ def merge(
         ShapeError: A parameter has different shapes.
         NonFiniteError: A parameter contains NaN or infinity.
     """
+    listed("models", models, "[first.parameters, second.parameters]")
+    listed("curvatures", curvatures, "[first, second]")
     if len(models) < 2 or len(models) != len(curvatures):
         raise InputError(
             f"merge needs two or more models and a curvature of each, got {len(models)} models and "
@@ -54,7 +56,8 @@ def merge(
         )
     for curvature in curvatures:
         checked_curvature(curvature, "merge")
-    shares = [1.0] * len(models) if weights is None else list(weights)
+    shares = [1.0] * len(models) if weights is None else weights
+    listed("weights", shares, "[1.0, 2.0]")
     if len(shares) != len(models):
         raise InputError(f"{len(shares)} weights are given for {len(models)} models.")
     for share in shares:
@@ -77,6 +80,10 @@ def merge(
 
 
 def _parameters(model: Mapping[str, Array] | HasParameters) -> Mapping[str, Array]:
+    if not isinstance(model, Mapping) and not hasattr(model, "parameters"):
+        raise InputError(
+            f"merge needs mappings of parameters, or objects that have them, got {model!r:.80}."
+        )
     return model if isinstance(model, Mapping) else model.parameters
 
 

@@ -143,9 +143,8 @@ def _texts(values: object) -> list[str]:
 
 def number(value: object) -> float | None:
     """Return a number as float; None for anything else, and for numbers beyond 1e150."""
-    # Comparisons of whole numbers of many digits do not overflow.
-    is_number = isinstance(value, int | float) and abs(value) <= _LARGEST
-    return float(value) if is_number else None
+    # A comparison of a whole number of many digits does not overflow.
+    return float(value) if isinstance(value, int | float) and abs(value) <= _LARGEST else None
 
 
 def _check_positions(log: RunLog) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import texts
+from kfac_engine.arguments import MOST_THREADS, patterns, whole
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.load import load_model as load
 from kfac_engine.runtime.model import OnnxModel
@@ -36,9 +36,10 @@ def load_model(
         UnknownNameError: A pattern matches no floating-point constant.
         ModelError: The model has no parameter to train.
     """
-    for name, patterns in (("trainable", trainable), ("freeze", freeze)):
-        if not isinstance(patterns, str | None):
-            texts(name, patterns, "['fc*']")
+    patterns("trainable", trainable)
+    patterns("freeze", freeze)
+    if threads is not None:
+        whole("threads", threads, least=0, most=MOST_THREADS)
     return OnnxModel(
         load(source),
         trainable=trainable,

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.linalg import eigh_tridiagonal
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from kfac_engine.arguments import number, whole
+from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.errors import InputError
 from kfac_engine.system import memory_limits
@@ -158,8 +158,8 @@ def estimate_spectrum(
     """
     whole("vectors", vectors, least=1)
     whole("steps", steps, least=1)
-    whole("seed", seed, least=0)
-    A = aslinearoperator(operator)
+    check_seed(seed)
+    A = _operator(operator)
     if A.shape[0] != A.shape[1]:
         raise InputError(f"the matrix must be square, got the shape {A.shape}.")
     size, count = A.shape[0], min(steps, A.shape[0])
@@ -171,6 +171,19 @@ def estimate_spectrum(
     generator = np.random.default_rng(seed)
     rules = [_rule(A, generator.choice([-1.0, 1.0], size), count) for _ in range(vectors)]
     return SpectrumEstimate(size, *map(tuple, zip(*rules, strict=True)))
+
+
+def _operator(operator: object) -> LinearOperator:
+    """Return a matrix or an operator as an operator."""
+    try:
+        A = aslinearoperator(operator)
+    except (TypeError, ValueError) as failure:
+        raise InputError(
+            f"the operator must be a matrix or a LinearOperator, got {operator!r:.80}."
+        ) from failure
+    if A.dtype is None or A.dtype.kind not in "biuf":
+        raise InputError(f"the operator must have real numbers, got {A.dtype}.")
+    return A
 
 
 def _rule(A: LinearOperator, start: Float, steps: int) -> tuple[Float, Float]:

@@ -37,9 +37,13 @@ _CREATION = Lock()
 
 def checked_path(path: object) -> Path:
     """Convert an argument to a path; raise an InputError if it is not a path."""
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise InputError(f"{path!r} is not a path; pass the name of a file.")
-    return Path(path)
+    try:
+        is_path = isinstance(path, str | os.PathLike) and path and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise InputError(f"{path!r:.80} is not a path; pass the name of a file.")
+    return Path(path)  # type: ignore[arg-type] # checked above
 
 
 def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:

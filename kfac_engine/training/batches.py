@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import number
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.datasets.forms import Data, GivenBatches, examples_of
 from kfac_engine.datasets.shards import (
@@ -105,6 +106,7 @@ def run_data(
         held_out_batches = _ordered(validation, axes, batch_size, share)
         return RunData(GivenBatches(data, axes, share), held_out_batches)
     if isinstance(validation, Real):
+        number("validation", validation)
         used, held_out = _split(examples, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
         shuffled = ShuffledBatches(examples, batch_size, seed, used, share)

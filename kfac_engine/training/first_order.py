@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, positive
+from kfac_engine.arguments import flag, listed, positive
 from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import (
@@ -227,6 +228,8 @@ def adaptive_moments(
     betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-8
 ) -> AdaptiveMoments:
     """Return Adam's rule; an InputError where a number lies outside its range."""
+    if len(listed("betas", betas, "(0.9, 0.999)")) != 2:
+        raise InputError(f"betas must be two numbers, such as (0.9, 0.999), got {betas!r:.80}.")
     for beta in betas:
         fraction("each of betas", beta)
     positive("epsilon", epsilon)

@@ -206,7 +206,7 @@ class _Reporters:
 
 def _check_plain(batch_size: int, seed: int, **flags: bool) -> None:
     whole("batch_size", batch_size, least=1)
-    whole("seed", seed, least=0)
+    check_seed(seed)
     for name, value in flags.items():
         flag(name, value)
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kfac_engine.arguments import listed
 from kfac_engine.errors import InputError
 from kfac_engine.suggestions import suggestion
 from kfac_engine.training.checkpoint import SavedState
@@ -138,7 +139,8 @@ class Hooks(Callback):
     """
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
-        self._every_callback = [_as_callback(callback) for callback in callbacks]
+        given = listed("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
+        self._every_callback = [_as_callback(callback) for callback in given]
         self._callbacks = self._every_callback
         self._closing = ExitStack()
         for hook in ("evaluated_weights", "final_weights"):

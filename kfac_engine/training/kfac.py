@@ -154,7 +154,8 @@ class KfacOptimizer(Optimizer):
         burn_in: int = 0,
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
-        rule = learning_rate if learning_rate in (AUTO, QUADRATIC) else None
+        named = isinstance(learning_rate, str) and learning_rate in (AUTO, QUADRATIC)
+        rule = learning_rate if named else None
         own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
@@ -364,7 +365,7 @@ class KfacOptimizer(Optimizer):
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:
     if isinstance(value, DampingAdaptation):
         return value
-    if value not in (True, False):
+    if not isinstance(value, bool):
         raise InputError(
             f"adapt_damping must be True, False or a DampingAdaptation, got {value!r}."
         )

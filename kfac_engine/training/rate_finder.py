@@ -15,7 +15,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, positive, whole
+from kfac_engine.arguments import check_seed, flag, positive, whole
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
@@ -140,7 +140,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
         raise InputError(f"lowest must be below highest, got {lowest:g} and {highest:g}.")
     whole("steps", steps, least=_LEAST_STEPS)
     whole("batch_size", batch_size, least=1)
-    whole("seed", seed, least=0)
+    check_seed(seed)
     flag("progress", progress)
     rates = np.geomspace(lowest, highest, steps)
     with _copy(model_or_engine, loss, seed) as engine:

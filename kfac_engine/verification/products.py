@@ -67,8 +67,8 @@ def check_products(
         if tolerance > MOST_TOLERANCE:
             skipped[subject] = FAINT
         else:
-            error = float(np.linalg.norm(rows.of(wide) - expected)) / size
-            measurements.append(Measurement(subject, error, tolerance))
+            distance = float(np.linalg.norm(rows.of(wide) - expected))
+            measurements.append(Measurement(subject, distance / size, tolerance))
     detail = f"{len(rows)} rows of the Fisher matrix, from {dense.method}"
     return Check(NAME, tuple(measurements), detail, skipped, REMEDY)
 

@@ -5,7 +5,7 @@ from math import inf
 from typing import TypeVar
 
 from kfac_engine._types import Params
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import instance, whole
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.approximations import row as row_of
@@ -37,7 +37,8 @@ class BlockRegistry(ApproximationChoices):
     ) -> None:
         super().__init__(graph)
         self.name = name
-        self.config = config or CollectionConfig()
+        self.config = CollectionConfig() if config is None else config
+        instance("config", self.config, CollectionConfig)
         self.backend = select(backend) if isinstance(backend, str) else backend
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}

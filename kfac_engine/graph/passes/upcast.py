@@ -110,7 +110,7 @@ def result_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType
     Raises:
         InputError: ``choice`` has another value.
     """
-    if choice not in GRADIENT_DTYPES:
+    if not isinstance(choice, str) or choice not in GRADIENT_DTYPES:
         raise InputError(
             f"gradient_dtype is '{choice}'; choose one of: {', '.join(GRADIENT_DTYPES)}."
         )

@@ -167,7 +167,7 @@ def _sign(callback: str, metric: object, better: object) -> int:
     """Return 1 if lower values of a metric are better, and −1 if higher values are."""
     if not isinstance(metric, str):
         raise InputError(f"metric must be the name of a metric in records, got {metric!r:.80}.")
-    if better not in (None, "higher", "lower"):
+    if not isinstance(better, str | None) or better not in (None, "higher", "lower"):
         raise InputError(f"better must be 'higher' or 'lower', got {better!r:.80}.")
     if metric == "loss":
         raise InputError(
