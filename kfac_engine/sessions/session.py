@@ -30,6 +30,7 @@ from kfac_engine.errors import (
 from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.limits import MOST_SECONDS
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.system.memory_limits import require_room_for_threads
 
 _T = TypeVar("_T")
 
@@ -78,6 +79,7 @@ class Session(Uncopied):
 
     Raises:
         BackendError: ONNX Runtime refuses the graph.
+        MemoryLimitError: A limit of the process leaves too little memory for threads.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Session(Uncopied):
         once: bool = False,
         what: str,
     ) -> None:
+        require_room_for_threads()
         options = options_for(threads, optimize=optimize, once=once)
         self._what, self._once = what, once
         self._fed = host_values(model.fed)

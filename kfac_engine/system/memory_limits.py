@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from kfac_engine.errors import MemoryLimitError
@@ -19,6 +20,9 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 # Statistics of cached files, which the kernel drops if memory is short. ``MemAvailable`` counts
 # both.
 _RECLAIMABLE = ("inactive_file", "active_file")
+# Address space that a small model needs after the libraries are loaded, measured with one core and
+# with two. More cores need more.
+_ROOM_OF_ONE_CORE, _ROOM = 128 << 20, 384 << 20
 
 
 def available_memory() -> int:
@@ -50,6 +54,27 @@ def require_memory(need: float, what: str, cure: str) -> None:
 def spelled(count: float) -> str:
     """Return a number of bytes as text."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+@cache
+def require_room_for_threads() -> None:
+    """Raise a MemoryLimitError if ``ulimit -v`` leaves too little address space for threads.
+
+    Without that memory OpenBLAS and ONNX Runtime end the process or wait forever. Success is
+    remembered, because threads are created once.
+
+    Raises:
+        MemoryLimitError: The limit leaves too little.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    need = _ROOM_OF_ONE_CORE if cores == 1 else _ROOM
+    left = next(_of_the_process(), need)
+    if left < need:
+        raise MemoryLimitError(
+            f"the limit of the address space (ulimit -v) leaves {max(0, left) / 1e6:.0f} MB, but "
+            f"the threads of BLAS and ONNX Runtime reserve {need / 1e6:.0f} MB or more; raise the "
+            f"limit."
+        )
 
 
 def _of_the_machine() -> int:
@@ -87,14 +112,14 @@ def _left(group: Path, limit: str, use: str, prefix: str) -> Iterator[int]:
 
 
 def _of_the_process() -> Iterator[int]:
-    """Yield the bytes below each limit of this process, such as ``ulimit -v``."""
+    """Yield the bytes below the limits of this process, ``ulimit -v`` and ``ulimit -d``."""
     if sys.platform == "win32":
         return
     status = _fields(_PROC / "self/status")
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most, _ = resource.getrlimit(limit)
-        if most != resource.RLIM_INFINITY:
-            yield most - status.get(field, 0) * 1024
+        unlimited = most == resource.RLIM_INFINITY
+        yield sys.maxsize if unlimited else most - status.get(field, 0) * 1024
 
 
 def _fields(path: Path) -> dict[str, int]:

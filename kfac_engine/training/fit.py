@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.arguments import flag, whole
+from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.forms import Data
 from kfac_engine.datasets.shards import Share

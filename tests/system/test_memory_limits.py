@@ -95,3 +95,29 @@ except MemoryError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "no more\n"
+
+
+LIMITED = """
+import resource, sys
+import kfac_engine as ke
+from kfac_engine.system import memory_limits
+from tests import models
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+if sys.argv[1] == "more":  # than the limit leaves
+    memory_limits._ROOM = memory_limits._ROOM_OF_ONE_CORE = 9 << 30
+try:
+    ke.Engine.from_onnx(models.mlp(), loss="normal", threads=1)
+except ke.MemoryLimitError as error:
+    print(error)
+else:
+    print("built")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep such limits")
+@pytest.mark.parametrize(("need", "outcome"), [("more", "ulimit -v"), ("usual", "built")])
+def test_too_little_address_space_for_threads_is_an_error(need, outcome):
+    arguments = [sys.executable, "-c", LIMITED, need]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    assert outcome in done.stdout
