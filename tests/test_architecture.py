@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.violations import assert_none
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kfac_engine"
 SOURCES = sorted(
@@ -52,6 +54,12 @@ def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(imported_modules(ast.walk(parse(path))))
+
+
+@cache
 def unit(dotted: str) -> str:
     """The unit of the rank table that holds a dotted name: the longest one that matches."""
     name = dotted.removeprefix("kfac_engine").lstrip(".")
@@ -89,11 +97,14 @@ def named_last(section):
     return [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
 
 
-@pytest.mark.parametrize("name", places())
-def test_a_name_in_the_rank_table_is_a_package_or_module(name):
-    path = name.replace(".", "/")
-    roots = (PACKAGE, ROOT)
-    assert any((root / path).is_dir() or (root / f"{path}.py").is_file() for root in roots)
+def exists(name, *folders):
+    """Whether a package or a module of this dotted name is in one of the folders."""
+    paths = [folder / name.replace(".", "/") for folder in folders]
+    return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
+
+
+def test_a_name_in_the_rank_table_is_a_package_or_module():
+    assert_none(name for name in places() if not exists(name, PACKAGE, ROOT))
 
 
 FOLDERS = {"Next to the folders": PACKAGE} | {
@@ -103,12 +114,14 @@ FOLDERS = {"Next to the folders": PACKAGE} | {
 }
 
 
-@pytest.mark.parametrize("section", FOLDERS)
-def test_a_name_in_a_table_of_files_is_a_file_or_a_folder(section):
-    for name in named_last(section):
-        folder = FOLDERS[section]
-        found = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-        assert found or not re.fullmatch(r"[a-z_/]+", name), f"{section}: there is no '{name}'"
+def test_a_name_in_a_table_of_files_is_a_file_or_a_folder():
+    assert len(FOLDERS) > 10
+    assert_none(
+        f"{section}: there is no '{name}'"
+        for section, folder in FOLDERS.items()
+        for name in named_last(section)
+        if re.fullmatch(r"[a-z_/]+", name) and not exists(name, folder)
+    )
 
 
 def test_names_in_recipes_exist():
@@ -127,21 +140,26 @@ def test_names_in_recipes_exist():
         assert any(list(root.glob(path)) for root in (PACKAGE, ROOT) for path in paths), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_imports_go_up_the_rank_table(path):
+def test_imports_go_up_the_rank_table():
+    paths = [path for path in MODULES if path != PACKAGE / "__init__.py"]
+    assert_none(f"{identify(path)}: {problem}" for path in paths for problem in wrong_imports(path))
+
+
+def wrong_imports(path: Path) -> Iterator[str]:
+    """What contradicts the rank table in a module."""
     own = unit(dotted_name(path))
-    if path == PACKAGE / "__init__.py":
+    if len(path.relative_to(PACKAGE).parts) == 1 and own != path.stem:
+        yield "has no rank in ARCHITECTURE.md"
         return
-    if len(path.relative_to(PACKAGE).parts) == 1:
-        assert own == path.stem, f"'{path.stem}' has no rank in ARCHITECTURE.md"
-    for name in imported_modules(ast.walk(parse(path))):
+    for name in imports(path):
         target = unit(name)
         if name.split(".")[0] != "kfac_engine" or target == own:
             continue
         if name.startswith("kfac_engine.kernels"):
-            assert identify(path).startswith("kfac_engine/backend/cuda/")
-            continue
-        assert places()[target] < places()[own], f"{own} must not import {name}"
+            if not identify(path).startswith("kfac_engine/backend/cuda/"):
+                yield f"must not import {name}"
+        elif not places()[target] < places()[own]:
+            yield f"{own} must not import {name}"
 
 
 def test_every_package_has_a_rank():
@@ -154,13 +172,14 @@ def test_at_most_ten_modules_are_at_top_level():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=identify)
-def test_reserved_libraries_are_imported_in_listed_modules_only(path):
-    if identify(path).startswith(("tests/", "scripts/")):
-        return
-    for name in imported_modules(ast.walk(parse(path))):
-        allowed = RESERVED.get(name.split(".")[0])
-        assert allowed is None or identify(path).startswith(allowed), f"imports {name}"
+def test_reserved_libraries_are_imported_in_listed_modules_only():
+    assert_none(
+        f"{identify(path)} imports {name}"
+        for path in SOURCES
+        if not identify(path).startswith(("tests/", "scripts/"))
+        for name in imports(path)
+        if not identify(path).startswith(RESERVED.get(name.split(".")[0], ""))
+    )
 
 
 def test_no_import_cycle_among_modules():
@@ -175,10 +194,15 @@ def dotted_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def names_of_modules() -> frozenset[str]:
+    return frozenset(map(dotted_name, MODULES))
+
+
 def own_imports(path: Path) -> Iterator[str]:
     """Modules that a module imports anywhere, for types as well."""
-    known = {dotted_name(module) for module in MODULES}
-    for name in imported_modules(ast.walk(parse(path))):
+    known = names_of_modules()
+    for name in imports(path):
         module = name if name in known else name.rpartition(".")[0]
         if module in known and module != dotted_name(path):
             yield module
@@ -186,25 +210,34 @@ def own_imports(path: Path) -> Iterator[str]:
 
 def test_kernels_import_only_errors():
     for path in (ROOT / "kernels").rglob("*.py"):
-        for name in imported_modules(ast.walk(parse(path))):
+        for name in imports(path):
             known = "kfac_engine.errors", "kfac_engine.kernels"
             assert not name.startswith("kfac_engine") or name.startswith(known)
 
 
 def test_oracle_imports_no_project_module():
-    names = list(imported_modules(ast.walk(parse(ROOT / "tests" / "oracle.py"))))
+    names = imports(ROOT / "tests" / "oracle.py")
     assert names
     assert not [name for name in names if name.startswith(("kfac_engine", "tests"))]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=identify)
-def test_files_and_functions_are_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+def test_files_and_functions_are_short():
+    assert_none(
+        f"{identify(path)}: {name} has {lines} lines, more than {limit}"
+        for path in SOURCES
+        for name, lines, limit in lengths(path)
+        if lines > limit
+    )
+
+
+def lengths(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, lines and limit, of a file and of the bodies of its functions."""
+    yield "the file", len(path.read_text(encoding="utf-8").splitlines()), MAX_LINES
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-            assert lines <= MAX_BODY_LINES, f"{node.name} has {lines} lines"
+            yield node.name, lines, MAX_BODY_LINES
 
 
 def test_all_packages_are_listed_for_wheel():
@@ -217,21 +250,22 @@ def test_all_packages_are_listed_for_wheel():
     }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=identify)
-def test_nothing_reads_environment_variables_but_doctor_and_those_of_launchers(path):
-    if identify(path) in {"kfac_engine/cli/doctor.py", "kfac_engine/ranks/job.py"}:
-        return
-    names = {node.attr for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
-    assert not names & {"environ", "getenv", "putenv"}
+def test_nothing_reads_environment_variables_but_doctor_and_those_of_launchers():
+    readers = {"kfac_engine/cli/doctor.py", "kfac_engine/ranks/job.py"}
+    assert_none(
+        f"{identify(path)} reads {node.attr}"
+        for path in MODULES
+        if identify(path) not in readers
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}
+    )
 
 
 def test_modules_of_the_glossary_exist():
     page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     names = named_in_last_column(page)
     assert len(names) > 40
-    for name in names:
-        found = [root / name for root in (PACKAGE, ROOT)]
-        assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in found), name
+    assert_none(name for name in names if not exists(name, PACKAGE, ROOT))
 
 
 def named_in_last_column(page: str) -> list[str]:
@@ -254,18 +288,19 @@ def names_of_variables(tree: ast.AST) -> Iterator[str]:
             yield node.arg
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")], ids=identify
-)
-def test_no_variable_has_a_vague_name(path):
-    assert not VAGUE_NAMES.intersection(names_of_variables(parse(path)))
+def test_no_variable_has_a_vague_name():
+    assert_none(
+        f"{identify(path)}: {name}"
+        for path in SOURCES
+        if not path.is_relative_to(ROOT / "tests")
+        for name in sorted(VAGUE_NAMES.intersection(names_of_variables(parse(path))))
+    )
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["made = 1", "made: int = 1", "self.made = 1", "def f(made): pass", "lambda *made: 0",
-     "for made in x: pass", "[made for made in x]", "with x as made: pass", "(made := 1)"],
-)  # fmt: skip
-def test_names_of_variables_cover_all_assignments(code):
-    assert "made" in set(names_of_variables(ast.parse(code)))
-    assert "made" not in set(names_of_variables(ast.parse(code.replace("made", "maker"))))
+def test_names_of_variables_cover_all_assignments():
+    for code in (
+        "made = 1", "made: int = 1", "self.made = 1", "def f(made): pass", "lambda *made: 0",
+        "for made in x: pass", "[made for made in x]", "with x as made: pass", "(made := 1)",
+    ):  # fmt: skip
+        assert "made" in set(names_of_variables(ast.parse(code))), code
+        assert "made" not in set(names_of_variables(ast.parse(code.replace("made", "maker")))), code

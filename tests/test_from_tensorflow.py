@@ -15,6 +15,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.approximations import accepted
 from kfac_engine.curvature.estimation_modes import MODES
+from tests.violations import assert_none
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "from_tensorflow.md").read_text(encoding="utf-8")
@@ -155,7 +156,6 @@ def entries(text):
 
 
 ENTRIES = [(page, entry) for page, text in PAGES.items() for entry in entries(text)]
-every_entry = pytest.mark.parametrize(("page", "entry"), ENTRIES, ids=lambda x: x.split("(")[0])
 
 
 # -- reading the page ------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ def first_cells(title):
 # -- completeness ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_has_exactly_one_row_per_name(page):
-    listed = [in_code(cell)[0] for cell in first_cells(page) if not cell.startswith("argument")]
-    listed = [name for name in listed if name not in ESTIMATION_MODES]
-    assert sorted(listed) == sorted(entries(PAGES[page]))
+def test_page_has_exactly_one_row_per_name():
+    for page, text in PAGES.items():
+        listed = [in_code(cell)[0] for cell in first_cells(page) if not cell.startswith("argument")]
+        listed = [name for name in listed if name not in ESTIMATION_MODES]
+        assert sorted(listed) == sorted(entries(text)), page
 
 
 def test_estimator_arguments_have_rows():
@@ -241,22 +241,34 @@ def signature_of(entry):
     return call.func.id, arguments
 
 
-@every_entry
-def test_names_of_page_exist(page, entry):
-    if "(" not in entry:
-        found = getattr(instances()[page], entry)
-        assert not callable(found)
-        return
+def test_attributes_of_page_exist():
+    owners = instances()
+    attributes = [(page, entry) for page, entry in ENTRIES if "(" not in entry]
+    assert_none(
+        f"{page}.{name} is a function"
+        for page, name in attributes
+        if callable(getattr(owners[page], name))
+    )
+
+
+def test_functions_of_page_have_its_arguments():
+    calls = [(page, entry) for page, entry in ENTRIES if "(" in entry]
+    assert_none(
+        f"{page}: {entry}" for page, entry in calls if not has_arguments_of_page(page, entry)
+    )
+
+
+def has_arguments_of_page(page, entry):
+    """Whether a function has the arguments of the page in front, and defaults for all others."""
     name, arguments = signature_of(entry)
     own = dict(inspect.signature(getattr(getattr(ke, page), name)).parameters)
     own.pop("self")
     if page == "LayerCollection" and "reuse" in own and "coeff" in own:
         assert own.pop("coeff").default == 1.0  # the one argument of ours between theirs
-    assert list(own)[: len(arguments)] == list(arguments)
-    for argument, default in arguments.items():
-        assert own[argument].default == default, argument
-    further = list(own.values())[len(arguments) :]
-    assert all(parameter.default is not inspect.Parameter.empty for parameter in further)
+    defaults = {argument: parameter.default for argument, parameter in own.items()}
+    further = list(defaults.values())[len(arguments) :]
+    in_front = list(defaults.items())[: len(arguments)]
+    return in_front == list(arguments.items()) and inspect.Parameter.empty not in further
 
 
 @pytest.mark.parametrize(("name", "parent"), PARENTS.items())
@@ -282,8 +294,6 @@ def test_rows_name_tests():
         assert all("::test_" in name for name in in_code(row[-1])), row
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"[\w/]+\.py::\w+", PAGE))))
-def test_tests_named_by_page_exist(name):
-    path, test = name.split("::")
-    assert (ROOT / "tests" / path).is_file()
-    assert test in names_of_tests(path)
+def test_tests_named_by_page_exist():
+    tests = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE)))
+    assert_none(f"{path}::{test}" for path, test in tests if test not in names_of_tests(path))
