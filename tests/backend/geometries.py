@@ -1,10 +1,18 @@
-"""Convolution geometries drawn at random, small enough to check pixel by pixel."""
+"""Convolution geometries drawn at random, small enough to check pixel by pixel.
 
+The gate runs the corners and a covering set of the others: for any two traits of a window, each
+combination of values that any case has. `make test-all` runs all cases, and new ones of its seed.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from kfac_engine.backend.window import Window
+from tests.seeds import SEED
 
 
 class Case(NamedTuple):
@@ -63,8 +71,64 @@ def fits(case):
     )
 
 
-STRIDED = draw(1, 150, strides=3)
-STRIDE_ONE = draw(2, 150, strides=1)
+def traits(case):
+    """Name to value, of what the code distinguishes in a case."""
+    window, pixels = case.window, np.prod(case.sides)
+    found = {
+        "axes": len(case.sides),
+        "images": min(case.n, 2),
+        "channels": "one" if case.channels == 1 else "few" if case.channels <= pixels else "many",
+    }
+    for place, axis in (("first", 0), ("last", -1)):
+        reach, outputs = window.reaches[axis], window.output_shape(case.sides)[axis]
+        begin, end, stride = (x[axis] for x in (window.begins, window.ends, window.strides))
+        unseen = (begin + case.sides[axis] + end - reach - 1) % stride
+        of_axis = {
+            "kernel": min(window.kernel[axis], 3),
+            "stride": stride,
+            "dilation": window.dilations[axis] if reach else 1,
+            "begin": kind_of_pad(begin, reach),
+            "end": kind_of_pad(end, reach),
+            "outputs": min(outputs, 2),
+            "image": "small" if case.sides[axis] <= reach else "large",
+            "pixels behind the last output": min(unseen, 1),
+        }
+        found |= {f"{place} {name}": value for name, value in of_axis.items()}
+    return found
+
+
+def kind_of_pad(pad, reach):
+    """A pad beyond the reach of the kernel has outputs that see no pixel."""
+    return "crop" if pad < 0 else "none" if pad == 0 else "within" if pad <= reach else "beyond"
+
+
+def covering(cases):
+    """Corners, and few other cases, that have all pairs of traits which any of the cases has.
+
+    Greedy: the next case is the first one with the most pairs that no chosen case has.
+    """
+    pairs = {case: set(combinations(traits(case).items(), 2)) for case in cases}
+    chosen = [case for case in cases if case in CORNERS]
+    missing = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+def nightly_but_covering(cases: Sequence[Case]):
+    """Parameters of a test: the covering cases, then the others, which `make test-all` runs."""
+    chosen = covering(cases)
+    others = [case for case in cases if case not in chosen]
+    return [
+        *(pytest.param(case, id=str(case)) for case in chosen),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.nightly) for case in others),
+    ]
+
+
+FRESH = 0 if SEED is None else 150
+STRIDED = [*draw(1, 150, strides=3), *draw((SEED or 0, 3), FRESH, strides=3)]
+STRIDE_ONE = [*draw(2, 150, strides=1), *draw((SEED or 0, 1), FRESH, strides=1)]
 EVERY = [*STRIDED, *STRIDE_ONE]
 
 # The smallest kernel, an image smaller than the kernel, padding beyond what a kernel reaches, all

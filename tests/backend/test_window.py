@@ -8,7 +8,13 @@ import pytest
 from kfac_engine.backend.stride_one_grid import frame, full_grid
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
-from tests.backend.geometries import CORNERS, EVERY, STRIDE_ONE
+from tests.backend.geometries import CORNERS, EVERY, STRIDE_ONE, nightly_but_covering
+
+EACH = pytest.mark.parametrize("case", nightly_but_covering([*CORNERS, *EVERY]))
+EACH_OF_UNIT_STRIDES = pytest.mark.parametrize(
+    "case",
+    nightly_but_covering([c for c in [*CORNERS, *STRIDE_ONE] if set(c.window.strides) == {1}]),
+)
 
 
 def sights(window, sides, taps_from=None):
@@ -36,7 +42,7 @@ def sights(window, sides, taps_from=None):
     return found
 
 
-@pytest.mark.parametrize("case", [*CORNERS, *EVERY], ids=str)
+@EACH
 def test_output_shape_counts_positions_of_kernel(case):
     w, expected = case.window, []
     for axis, side in enumerate(case.sides):
@@ -46,7 +52,7 @@ def test_output_shape_counts_positions_of_kernel(case):
     assert w.output_shape(case.sides) == tuple(expected)
 
 
-@pytest.mark.parametrize("case", [*CORNERS, *EVERY], ids=str)
+@EACH
 def test_seen_pixels_equal_enumeration(case):
     w = case.window
     for axis, side in enumerate(case.sides):
@@ -62,7 +68,7 @@ def test_seen_pixels_equal_enumeration(case):
 
 
 @pytest.mark.parametrize("positions", [1, 3, 10, 1000])
-@pytest.mark.parametrize("case", [*CORNERS, *EVERY[::7]], ids=str)
+@pytest.mark.parametrize("case", nightly_but_covering([*CORNERS, *EVERY[::7]]))
 def test_split_windows_partition_outputs(case, positions):
     parts = list(case.window.split(case.sides, positions))
     assert all(np.prod(part.output_shape(case.sides)) <= positions for part in parts)
@@ -70,9 +76,7 @@ def test_split_windows_partition_outputs(case, positions):
     assert sorted(found) == sorted(sights(case.window, case.sides))
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in [*CORNERS, *STRIDE_ONE] if set(c.window.strides) == {1}], ids=str
-)
+@EACH_OF_UNIT_STRIDES
 def test_frame_and_outputs_partition_full_grid(case):
     window, sides = case.window, case.sides
     whole = window
@@ -86,9 +90,7 @@ def test_frame_and_outputs_partition_full_grid(case):
     assert sorted([*slabs, *sights(window, sides)]) == sorted(sights(whole, sides))
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in [*CORNERS, *STRIDE_ONE] if set(c.window.strides) == {1}], ids=str
-)
+@EACH_OF_UNIT_STRIDES
 def test_full_grid_has_each_tap_pixel_pair_once(case):
     window, sides = case.window, case.sides
     for axis, line in enumerate(full_grid(window, sides)):

@@ -9,7 +9,7 @@ import pytest
 from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_weight_gradient
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
-from tests.backend.geometries import CORNERS, EVERY, Case
+from tests.backend.geometries import CORNERS, EVERY, Case, nightly_but_covering
 from tests.backend.truths import patches
 
 # Sums of some hundred products of numbers around one.
@@ -39,7 +39,7 @@ def gradient(x, g, case, groups, *, threads=1, scratch=1 << 26):
 
 
 @pytest.mark.parametrize("scratch", SCRATCH.values(), ids=SCRATCH)
-@pytest.mark.parametrize("case", [*EVERY, *CORNERS], ids=str)
+@pytest.mark.parametrize("case", nightly_but_covering([*CORNERS, *EVERY]))
 def test_weight_gradient_equals_definition_for_all_windows(case, scratch):
     x = case.images()
     for groups, outs in ((1, 3), (case.channels, case.channels * 2)):
