@@ -4,7 +4,7 @@ A case says which operator, on which operands, and which attributes. Sizes may h
 ``N``: the batch, filled in when operands are drawn, so that one backward graph meets several sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -189,6 +189,8 @@ class Bench:
     outputs: tuple[str, ...]
     wrt: tuple[str, ...]
     runtime: str
+    # Made once for all sizes of the batch.
+    _evaluators: dict[tuple[Hashable, ...], Evaluator] = field(default_factory=dict)
 
     @cached_property
     def backward(self) -> Backward:
@@ -207,7 +209,20 @@ class Bench:
         """Evaluates forward values, those that only the backward graph asks for included."""
         nodes = (*self.graph.nodes, *self.backward.forward_nodes)
         constants = {**self.graph.constants, **self.backward.constants}
-        return compiled(self.runtime, self.graph, nodes, constants, feeds, names)
+        return self._evaluator("forward", nodes, constants, feeds, names)
+
+    def _evaluator(
+        self,
+        part: str,
+        nodes: Sequence[Node],
+        constants: Mapping[str, NDArray],
+        fed: Mapping[str, NDArray],
+        names: Sequence[str],
+    ) -> Evaluator:
+        key = (part, *fed, *names)
+        if key not in self._evaluators:
+            self._evaluators[key] = compiled(self.runtime, self.graph, nodes, constants, fed, names)
+        return self._evaluators[key]
 
     def gradients(
         self, feeds: Mapping[str, NDArray], cotangents: Mapping[str, NDArray]
@@ -222,9 +237,7 @@ class Bench:
         made = {name for node in backward.nodes for name in node.outputs}
         names = [name for name in dict.fromkeys(backward.gradients.values()) if name in made]
         fed = {**cotangents, **saved}
-        evaluate = compiled(
-            self.runtime, self.graph, backward.nodes, backward.constants, fed, names
-        )
+        evaluate = self._evaluator("backward", backward.nodes, backward.constants, fed, names)
         results = fed | evaluate(fed)
         return {name: results[gradient] for name, gradient in backward.gradients.items()}
 
@@ -268,19 +281,32 @@ def finite_differences(
     made: Bench, feeds: Mapping[str, NDArray], cotangents: Mapping[str, NDArray], step: float
 ) -> dict[str, NDArray]:
     """Central differences of the contraction with ``cotangents``, by value asked for."""
+    entries = {name: np.eye(feeds[name].size) for name in made.wrt}
+    found = slopes(made, feeds, cotangents, step, entries)
+    return {name: found[name].reshape(feeds[name].shape) for name in found}
+
+
+def slopes(
+    made: Bench,
+    feeds: Mapping[str, NDArray],
+    cotangents: Mapping[str, NDArray],
+    step: float,
+    directions: Mapping[str, NDArray],
+) -> dict[str, NDArray]:
+    """The same along directions, the rows of a matrix for each value asked for."""
     evaluate = made.forward(feeds, tuple(cotangents))
 
     def contraction(changed: Mapping[str, NDArray]) -> float:
         values = evaluate({**feeds, **changed})
         return sum(float(np.vdot(cotangent, values[n])) for n, cotangent in cotangents.items())
 
-    gradients = {}
+    found = {}
     for name in made.wrt:
-        gradients[name] = np.zeros(feeds[name].shape)
-        for index in np.ndindex(feeds[name].shape):
-            high, low = feeds[name].copy(), feeds[name].copy()
-            high[index] += step
-            low[index] -= step
-            rise = contraction({name: high}) - contraction({name: low})
-            gradients[name][index] = rise / (2 * step)
-    return gradients
+        shape = (len(directions[name]), *feeds[name].shape)
+        moves = step * directions[name].reshape(shape)
+        rises = [
+            contraction({name: feeds[name] + move}) - contraction({name: feeds[name] - move})
+            for move in moves
+        ]
+        found[name] = np.array(rises) / (2 * step)
+    return found
