@@ -1,8 +1,8 @@
 # Everything runs in virtual environments of its own: Python >= 3.11 with pip is all a machine needs.
-#   make test    lint, types and tests        make demo    K-FAC on real data, with a picture
-#   make lint    lint and types               make clean   remove what these make
-#   make docs    the documentation site, in site/        make coverage    lines that the tests execute
-#   make test-oldest-kernel    numerical tests on OpenBLAS's kernel for the oldest x86-64 processors
+#   make test    lint, types and tests, for each change       make demo    K-FAC on real data, with a picture
+#   make lint types    style, types          make clean    remove what these make
+#   make docs    the documentation site, in site/             make coverage    lines that the tests execute
+#   make test-all SEED=1    all tests, on each kernel of OpenBLAS; tutorials; attacks with damaged files
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
 #   make fuzz SECONDS=3600 SEED=1    attacks with damaged files; those that failed are kept in .fuzz
@@ -16,7 +16,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 SECONDS ?= 3600
-SEED ?= $(shell date +%s)
+SEED := $(or $(SEED),$(shell date +%s))
+
+# Workers and commands that tests start load compiled modules instead of compiling them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 DEMO := .venv-demo
@@ -38,6 +41,10 @@ GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 # Where to find the CPU build of torch, if the package index has only that for CUDA.
 TORCH_INDEX ?=
 
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=20
+# OpenBLAS's kernels for the oldest and for common x86-64 processors; it has no such choice elsewhere.
+OLDEST_KERNEL := $(if $(filter x86_64,$(shell uname -m)),Prescott)
+OTHER_KERNELS := $(if $(OLDEST_KERNEL),$(OLDEST_KERNEL) Haswell)
 # Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
 NUMERICAL := tests/backend tests/curvature tests/engine tests/layers tests/losses tests/autodiff \
 	tests/runtime tests/export tests/training tests/ranks $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
@@ -53,7 +60,8 @@ define environment
 	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
 endef
 
-.PHONY: help setup format lint docs coverage test test-oldest-kernel test-minimum test-exporters test-gpu fuzz demo clean
+.PHONY: help setup format lint types suite site other-kernel test test-all docs coverage test-minimum test-exporters \
+	test-gpu fuzz demo clean
 
 help:
 	@sed -n '2,10s/^# *//p' Makefile
@@ -72,26 +80,43 @@ format: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/pytest -n $(WORKERS)
-	$(MAKE) docs
-	$(MAKE) test-oldest-kernel
+# The tests without the marker nightly: pyproject.toml leaves these out unless -m is given.
+suite: $(READY)
+	$(PYTEST)
 
-# Executes the tutorials; a warning, such as a link without a target, is an error.
+# A warning, such as a link without a target, is an error. The gate executes no tutorials.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 EXECUTE_TUTORIALS=false $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
+
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-coverage: $(READY)
-	$(BIN)/pytest -n $(WORKERS) --cov=kfac_engine --cov-report=term --cov-report=html:coverage
+other-kernel: $(READY)
+	$(if $(OLDEST_KERNEL),OPENBLAS_CORETYPE=$(OLDEST_KERNEL) $(BIN)/pytest -q -m "rounding and not nightly" $$(grep -rl mark.rounding tests),\
+		@echo "skipped: OpenBLAS has such a kernel for x86-64 alone")
 
-test-oldest-kernel: $(READY)
-ifeq ($(shell uname -m),x86_64)
-	OPENBLAS_CORETYPE=Prescott $(BIN)/pytest -n $(WORKERS) -m "not slow" $(NUMERICAL)
-else
-	@echo "skipped: OpenBLAS has such a kernel for x86-64 alone, this is $(shell uname -m)"
-endif
+# The gate. CONTRIBUTING.md describes its phases.
+PHASES := setup lint types suite site other-kernel
+test:
+	@times=; for phase in $(PHASES); do \
+		start=$$(date +%s); $(MAKE) --no-print-directory $$phase || exit; \
+		times="$$times\n$$(printf '%6d s  %s' $$(($$(date +%s) - start)) $$phase)"; \
+	done; printf "$$times\n"
+
+# Before a release, and each night. The numbers that tests draw are new unless SEED is given.
+test-all: lint types
+	@echo "make test-all SEED=$(SEED) repeats this run"
+	TEST_SEED=$(SEED) $(PYTEST) -m ""
+	$(foreach kernel,$(OTHER_KERNELS),OPENBLAS_CORETYPE=$(kernel) TEST_SEED=$(SEED) $(PYTEST) -m "" $(NUMERICAL) &&) true
+	$(MAKE) docs
+	$(MAKE) fuzz SECONDS=300 SEED=$(SEED)
+
+coverage: $(READY)
+	$(PYTEST) --cov=kfac_engine --cov-report=term --cov-report=html:coverage
 
 $(MINIMUM_READY): PYTHON := $(MINIMUM_PYTHON)
 $(MINIMUM_READY): pyproject.toml
@@ -101,7 +126,7 @@ $(MINIMUM_READY): pyproject.toml
 	touch $@
 
 test-minimum: $(MINIMUM_READY)
-	$(MINIMUM)/bin/pytest -n $(WORKERS)
+	$(MINIMUM)/bin/pytest -n $(WORKERS) --dist worksteal
 
 # An environment of its own, with the frameworks whose exporters are under test: about 2 GB.
 $(EXPORTERS_READY): pyproject.toml tests/exporters/requirements.txt

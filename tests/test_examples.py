@@ -17,7 +17,6 @@ def test_example_runs_and_prints(path, capsys, monkeypatch):
     assert capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_on_digits_kfac_has_a_lower_held_out_loss_than_sgd_after_five_epochs(monkeypatch):
     monkeypatch.setattr("sys.argv", ["digits.py", "3"])
     runs = runpy.run_path(str(EXAMPLES / "digits.py"))["runs"]

@@ -93,7 +93,6 @@ def _gradient(folder: Path) -> np.ndarray:
     return truth["rows"].T @ p / FILLED
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_weights_of_large_model_are_not_copied(folder: Path) -> None:
     done = subprocess.run(
@@ -106,7 +105,6 @@ def test_weights_of_large_model_are_not_copied(folder: Path) -> None:
     assert found["peak"] < MOST_BYTES
 
 
-@pytest.mark.slow
 def test_command_line_preconditions_large_model(folder: Path) -> None:
     from safetensors.numpy import load_file
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly_but
+
 # What is loaded first: these libraries have their own ways on each system.
 PRELUDE = """
 import importlib, os, pathlib, signal, sys
@@ -108,8 +110,7 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", nightly_but(["Windows"], SYSTEMS))
 def test_package_works_without_posix_modules(system, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + IMPORT_ALL + RUN, *SYSTEMS[system], *NAMES],

@@ -10,6 +10,7 @@ import pytest
 
 from kfac_engine.autodiff.rules import RULES, load_rules
 from scripts import pictures
+from tests.nightly import nightly_but
 from tests.pages import all_blocks
 
 PAGES = {
@@ -47,8 +48,7 @@ def assert_shows_data(figure):
         assert axes.get_ylabel()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", nightly_but(["derivative_rule", "spectra"], FIGURES))
 def test_tutorial_runs_and_its_pictures_show_data(name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     figures, draw = [], pictures.svg

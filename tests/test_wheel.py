@@ -42,8 +42,6 @@ NEEDED = {
     "kfac_engine/bench/__init__.py",
 }
 
-pytestmark = pytest.mark.slow
-
 
 def imports_a_peer(path: Path) -> bool:
     """Whether a file is a Python module that imports a library that bench compares with."""
@@ -130,6 +128,7 @@ def test_wheel_runs_from_empty_directory(checkout, empty, tmp_path):
     assert "the installed package holds no peers" in refused
 
 
+@pytest.mark.nightly
 def test_peers_are_recognized_by_imports(checkout, empty):
     code = "from kfac_engine.bench.contenders import PEERS as p; print(*p)"
     assert run_python("-c", code, folder=empty, path=checkout).startswith("torch ")
@@ -137,6 +136,7 @@ def test_peers_are_recognized_by_imports(checkout, empty):
     assert sum(imports_a_peer(path) for path in folder.glob("*.py")) >= 6
 
 
+@pytest.mark.nightly
 def test_wheel_from_sdist_has_same_files(checkout, tmp_path):
     (tmp_path / "direct").mkdir()
     (tmp_path / "indirect").mkdir()
@@ -147,6 +147,7 @@ def test_wheel_from_sdist_has_same_files(checkout, tmp_path):
         assert sorted(left.namelist()) == sorted(right.namelist())
 
 
+@pytest.mark.nightly
 def test_editable_install_finds_mapped_folders(checkout, empty, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(build("editable", checkout, tmp_path)) as wheel:
@@ -156,5 +157,6 @@ def test_editable_install_finds_mapped_folders(checkout, empty, tmp_path):
     assert run_python("-c", code, folder=empty, path=site).startswith(str(checkout))
 
 
+@pytest.mark.nightly
 def test_checkout_finds_mapped_folders(checkout, empty):
     assert run_python("-c", IMPORT_ALL, folder=empty, path=checkout).startswith(str(checkout))

@@ -5,14 +5,14 @@ combination of values that any case has. `make test-all` runs all cases, and new
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 from kfac_engine.backend.window import Window
-from tests.seeds import SEED
+from tests.nightly import SEED, nightly_but
 
 
 class Case(NamedTuple):
@@ -102,12 +102,17 @@ def kind_of_pad(pad, reach):
     return "crop" if pad < 0 else "none" if pad == 0 else "within" if pad <= reach else "beyond"
 
 
+@cache
+def pairs_of_traits(case):
+    return frozenset(combinations(traits(case).items(), 2))
+
+
 def covering(cases):
     """Corners, and few other cases, that have all pairs of traits which any of the cases has.
 
     Greedy: the next case is the first one with the most pairs that no chosen case has.
     """
-    pairs = {case: set(combinations(traits(case).items(), 2)) for case in cases}
+    pairs = {case: pairs_of_traits(case) for case in cases}
     chosen = [case for case in cases if case in CORNERS]
     missing = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
     while missing:
@@ -118,12 +123,7 @@ def covering(cases):
 
 def nightly_but_covering(cases: Sequence[Case]):
     """Parameters of a test: the covering cases, then the others, which `make test-all` runs."""
-    chosen = covering(cases)
-    others = [case for case in cases if case not in chosen]
-    return [
-        *(pytest.param(case, id=str(case)) for case in chosen),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.nightly) for case in others),
-    ]
+    return nightly_but(covering(cases), cases)
 
 
 FRESH = 0 if SEED is None else 150

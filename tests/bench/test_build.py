@@ -11,14 +11,14 @@ from kfac_engine.bench.scaling import Steps
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
 from tests import models
+from tests.nightly import nightly_but
 
 # As published: torchvision's ResNet-50 (25,557,032), and BERT-base without token types (two rows
 # of 768 of the 109,483,778 of a classifier with two classes).
 PARAMETERS = {"ResNet-50": 25_557_032, "BERT-base": 109_483_778 - 2 * 768}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", nightly_but(["ResNet-50"], NETWORKS))
 def test_network_has_the_parameters_it_is_known_for(network: str) -> None:
     graph = load_graph(NETWORKS[network]())
     sizes = [graph.constants[name].size for name in trainable_parameters(graph)]

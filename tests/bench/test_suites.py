@@ -100,7 +100,6 @@ def test_usage_counts_this_process_apart_from_others():
     assert min(found.switches, found.peak_bytes) >= 0
 
 
-@pytest.mark.slow
 def test_a_step_is_announced_and_measured():
     peak = in_new_process("mlp", 16, "gradients")
     weights = 4 * PARAMETERS["mlp"]

@@ -101,7 +101,7 @@ def test_doctor_in_a_pipe_has_a_line_for_each_fact(piped_doctor):
     assert all(line.startswith("  ") and line[2] != " " for line in piped_doctor[4:20])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demo_shows_its_tables_in_80_columns(tmp_path):
     arguments = ["demo", "--seconds", "0.05", "--seeds", "1", "--out", str(tmp_path)]
     screen = run_in_terminal(arguments, WIDTH)

@@ -3,8 +3,6 @@
 import builtins
 import re
 
-import pytest
-
 from kfac_engine.__main__ import main
 from kfac_engine.cli import comparison
 
@@ -12,7 +10,6 @@ PNG = b"\x89PNG\r\n"
 SHORT = ["demo", "--seconds", "0.05", "--seeds", "2"]
 
 
-@pytest.mark.slow
 def test_the_demo_prints_its_tables_and_draws_its_picture(tmp_path, capsys):
     assert main([*SHORT, "--out", str(tmp_path / "new" / "folder")]) == 0
     out = capsys.readouterr().out
@@ -25,7 +22,6 @@ def test_the_demo_prints_its_tables_and_draws_its_picture(tmp_path, capsys):
     assert re.search(r"^held-out loss: \S+ is ahead, \d", out, re.M)
 
 
-@pytest.mark.slow
 def test_without_matplotlib_the_demo_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     original = builtins.__import__
 

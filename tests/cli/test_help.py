@@ -24,6 +24,7 @@ from kfac_engine.laplace.links import LINKS
 from kfac_engine.losses import LOSSES
 from kfac_engine.pruning.saliency import METHODS
 from kfac_engine.training.fit import OPTIMIZERS
+from tests.nightly import nightly_but
 
 COMMANDS = sorted(app.commands)
 WITH_ENGINE = ("train", "find-rate", "precondition", "inspect", "verify", "curvature")
@@ -111,7 +112,6 @@ def test_refresh_options_of_train_speak_of_steps(capsys):
 
 # Training by several methods, and new processes.
 SLOW = {"demo", "bench"}
-SLOW_CASES = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(SLOW)]
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def one_small_job(monkeypatch):
     monkeypatch.setattr(bench, "ceiling", lambda threads: Roofline(threads, 1e9, 1e9))
 
 
-@pytest.mark.parametrize("name", [n for n in COMMANDS if n not in SLOW] + SLOW_CASES)
+@pytest.mark.parametrize("name", nightly_but([n for n in COMMANDS if n not in SLOW], COMMANDS))
 @pytest.mark.usefixtures("folder", "one_small_job")
 def test_example_at_the_end_of_the_help_runs(name, capsys):
     page = page_of(name, capsys)

@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 from tests import models
+from tests.nightly import nightly_but
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 
@@ -164,14 +165,16 @@ def wait_for_handler(process):
         caught = int(status.read_text().partition("SigCgt:")[2].split()[0], 16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("body", STUCK.values(), ids=STUCK)
-@pytest.mark.parametrize(("number", "status", "line"), ENDINGS.values(), ids=ENDINGS)
-def test_a_signal_ends_a_command_inside(
-    body, number, status, line, start, tmp_path, record_testsuite_property
-):
+SMOKE = ["Ctrl-C in a run of ONNX Runtime", "SIGTERM in BLAS while a file is written"]
+INSIDE = {f"{name} in {place}": (name, place) for name in ENDINGS for place in STUCK}
+
+
+@pytest.mark.parametrize("case", nightly_but(SMOKE, INSIDE))
+def test_a_signal_ends_a_command_inside(case, start, tmp_path, record_testsuite_property):
+    name, place = INSIDE[case]
+    number, status, line = ENDINGS[name]
     (tmp_path / "out").write_bytes(b"old")
-    process = start("-c", PROGRAM.format(body=body))
+    process = start("-c", PROGRAM.format(body=STUCK[place]))
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     found, err, seconds = end(process, number)
@@ -192,9 +195,8 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
-def test_a_signal_ends_each_command(arguments, start, tmp_path, record_testsuite_property):
+@pytest.mark.parametrize("name", nightly_but(["precondition"], COMMANDS))
+def test_a_signal_ends_each_command(name, start, tmp_path, record_testsuite_property):
     onnx.save(models.linear(), tmp_path / "m.onnx")
     np.savez(tmp_path / "y.npz", targets=np.zeros(6, np.int64))
     os.mkfifo(tmp_path / "pipe")  # nobody writes into it: whoever reads it waits
@@ -203,7 +205,7 @@ def test_a_signal_ends_each_command(arguments, start, tmp_path, record_testsuite
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     before = set(tmp_path.iterdir())
-    process = start("-m", "kfac_engine", *arguments)
+    process = start("-m", "kfac_engine", *COMMANDS[name])
     wait_for_handler(process)
     time.sleep(1)
     status, err, seconds = end(process, signal.SIGTERM)
@@ -214,7 +216,6 @@ def test_a_signal_ends_each_command(arguments, start, tmp_path, record_testsuite
     assert (tmp_path / "out").read_bytes() == b"old"
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_the_library_ends_a_loop_without_an_end(start):
     """KeyboardInterrupt, as everywhere in Python: the library has no handlers."""
     code = "from tests.cli.test_interruption import endless; endless(once=True)"

@@ -20,6 +20,7 @@ from kfac_engine.data import demo_model, digits
 from kfac_engine.training.fit import OPTIMIZERS
 from kfac_engine.training.schedules import SCHEDULES
 from tests import models
+from tests.nightly import nightly_but
 from tests.training import softmax_net as net
 
 IMAGES, LABELS = digits()
@@ -296,11 +297,9 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 
 
 @posix
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "status", "line"), ENDINGS.values(), ids=ENDINGS)
-def test_a_signal_ends_with_a_checkpoint_that_continues_with_equal_bits(
-    number, status, line, start, tmp_path
-):
+@pytest.mark.parametrize("ending", nightly_but(["SIGTERM"], ENDINGS))
+def test_a_signal_ends_with_a_checkpoint_that_continues_with_equal_bits(ending, start, tmp_path):
+    number, status, line = ENDINGS[ending]
     whole = start(*LONG)
     assert whole.wait(60) == 0, whole.stderr.read()
     expected = (tmp_path / "out.onnx").read_bytes()
@@ -324,7 +323,7 @@ def test_a_signal_ends_with_a_checkpoint_that_continues_with_equal_bits(
 
 
 @posix
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_signal_ends_a_step_that_does_not_end(start, tmp_path):
     process = start("-c", STUCK, *LONG[2:], "--checkpoint=state")
     assert process.stdout.readline() == "ready\n"
@@ -340,7 +339,6 @@ def test_a_second_signal_ends_a_step_that_does_not_end(start, tmp_path):
 
 
 @posix
-@pytest.mark.slow
 def test_a_run_without_a_checkpoint_ends_at_once(start, tmp_path):
     process = start("-c", STUCK, *LONG[2:])
     assert process.stdout.readline() == "ready\n"

@@ -240,7 +240,7 @@ def test_hessian_of_a_linear_model_is_its_fisher():
 # -- more and other values -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fisher_of_a_convolutional_network_in_single_precision():
     proto = models.cnn()
     computer, model, inputs, names = build(proto, categorical())

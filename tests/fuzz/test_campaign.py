@@ -12,7 +12,6 @@ from tests.fuzz.campaign import FINE, campaign
 SEED, EACH = 7, 60
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the memory of a process")
 def test_attacks_end_in_result_or_kfac_error():
     outcomes: Counter[tuple[str, str]] = Counter()

@@ -12,7 +12,7 @@ from tests.test_docs import execute
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "laplace.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_examples_and_commands_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     execute(PAGE, capsys)

@@ -162,7 +162,6 @@ def test_all_weights_of_a_block_can_be_pruned():
     assert not vector(pruned).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["obd", "obs"])
 def test_pruning_by_curvature_keeps_the_accuracy_that_magnitude_loses(method, tmp_path):
     images, labels = digits()

@@ -11,7 +11,7 @@ from tests.test_docs import execute
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pruning.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_examples_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     execute(PAGE, capsys)

@@ -34,7 +34,6 @@ def program_with(text):
     return "".join(codes[: last + 1])
 
 
-@pytest.mark.slow
 def test_programs_of_the_section_on_starting_run_in_one_process(tmp_path):
     program, names = program_with("KfacOptimizer"), {}
     assert program.count("assert ") == 2

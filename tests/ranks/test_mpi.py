@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.nightly import nightly_but
 from tests.ranks.mpi_program import (
     CASES,
     DISTRIBUTIONS,
@@ -35,7 +36,6 @@ SIZE = 3
 SECONDS = 20  # for a job that a failure ends
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the job reads /proc"),
     pytest.mark.skipif(
         not MPIEXEC.exists(), reason=f"there is no MPI library: pip install mpich puts {MPIEXEC}"
@@ -161,6 +161,7 @@ def test_processes_that_end_one_after_the_other_end_the_job_without_an_error(com
     assert len(list(computed[0].glob("end *"))) == SIZE
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [1, 2])
 def test_fewer_processes_resume_a_state(size, computed):
     folder, expected = computed
@@ -176,6 +177,7 @@ def test_fewer_processes_resume_a_state(size, computed):
             assert_close(arrays, wanted, 1e-12)
 
 
+@pytest.mark.nightly
 def test_programs_of_the_page_run_on_two_processes(tmp_path):
     job = start_page(tmp_path)
     assert job.returncode == 0, job.stderr
@@ -204,7 +206,9 @@ def end_of(part, folder):
     return job
 
 
-@pytest.mark.parametrize("part", [part for part in ENDS if part != "run_command"])
+@pytest.mark.parametrize(
+    "part", nightly_but(["raise_error"], [part for part in ENDS if part != "run_command"])
+)
 def test_a_process_that_fails_ends_the_job(part, tmp_path):
     job = end_of(part, tmp_path)
     assert job.returncode != 0
@@ -217,6 +221,7 @@ def test_a_process_that_fails_ends_the_job(part, tmp_path):
     assert explanation in job.stdout + job.stderr
 
 
+@pytest.mark.nightly
 def test_a_command_prints_an_error_of_all_processes_once_and_ends_them_for_one_of_one(tmp_path):
     job = end_of("run_command", tmp_path)
     lines = [line for line in job.stderr.splitlines() if line.startswith("error: ")]

@@ -17,7 +17,7 @@ BROWSER = next(
 )
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed"),
 ]
 

@@ -79,7 +79,6 @@ def test_labels_are_encoded_in_sorted_order(labels):
     np.testing.assert_array_equal(classifier.classes_[best], classifier.predict(X))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Stochastic Optimizer")  # of the peer
 def test_accuracy_on_digits_is_that_of_the_mlp_of_scikit_learn():
     features, labels = load_digits(return_X_y=True)
@@ -90,7 +89,6 @@ def test_accuracy_on_digits_is_that_of_the_mlp_of_scikit_learn():
     assert found >= peer - 0.02
 
 
-@pytest.mark.slow
 def test_search_of_a_grid_in_a_pipeline_selects_a_network_that_learns():
     features, labels = load_iris(return_X_y=True)
     pipeline = make_pipeline(StandardScaler(), OnnxClassifier(epochs=15))

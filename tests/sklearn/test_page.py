@@ -14,7 +14,6 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sklearn.md").read_text(e
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(3))
 def test_the_examples_of_the_page_on_scikit_learn_run(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

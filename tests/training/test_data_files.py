@@ -14,6 +14,7 @@ from onnx import save as save_model
 
 import kfac_engine as ke
 from kfac_engine.training.batches import run_data
+from tests.nightly import nightly_but
 from tests.training import softmax_net as net
 
 COUNTS = (7, 12, 3, 9)  # examples of the shards
@@ -372,9 +373,8 @@ def sparse_npz(path):
         file.write(struct.pack("<2H2LH", 2, 2, len(directory), end, 0))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-@pytest.mark.parametrize("form", ["npz", "npy"])
+@pytest.mark.parametrize("form", nightly_but(["npz"], ["npz", "npy"]))
 def test_data_larger_than_memory_are_not_read_whole(form, tmp_path):
     wide_model(tmp_path / "model.onnx")
     if form == "npz":

@@ -19,6 +19,7 @@ from tests.graph.running import (
     run_model,
     simple_model,
 )
+from tests.nightly import nightly_but
 
 # What onnx stored beside its models came from PyTorch in float32.
 STORED_CLOSE = 1e-4
@@ -165,9 +166,7 @@ LIGHT = ["squeezenet", "shufflenet", "inception_v1"]
 HEAVY = ["bvlc_alexnet", "densenet121", "inception_v2", "resnet50"]
 
 
-@pytest.mark.parametrize(
-    "name", [*LIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in HEAVY)]
-)
+@pytest.mark.parametrize("name", nightly_but(LIGHT, HEAVY))
 def test_network_with_constant_node_weights_computes_equal_results(name: str) -> None:
     path = CARRIED / "light" / f"light_{name}.onnx"
     graph = load_graph(path)
