@@ -9,6 +9,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.display import show_bytes, show_flops
 from kfac_engine.data import demo_model
+from tests.nightly import nightly_but
 
 RANKS, BATCH = 64, 32
 
@@ -54,7 +55,7 @@ def test_json_has_no_ranks_without_the_option(model, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals need a POSIX system")
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", nightly_but([80], [80, 120]))
 def test_table_of_ranks_fits_the_terminal(model, report, width):
     from tests.cli.terminals import run_in_terminal
 

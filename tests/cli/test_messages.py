@@ -12,6 +12,7 @@ if sys.platform == "win32":
     pytest.skip("pseudo-terminals need a POSIX system", allow_module_level=True)
 from kfac_engine.data import demo_model, digits
 from tests.cli.terminals import run_in_terminal
+from tests.nightly import nightly_but
 
 # An exporter folded a normalization into this model, of which each engine warns.
 CHANGED = Path(__file__).parents[1] / "exports" / "cnn-legacy.onnx"
@@ -76,9 +77,10 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "words", "remains"), [(n, *row) for n, row in LONG.items()])
+@pytest.mark.parametrize("name", nightly_but(["train", "precondition"], LONG))
 @pytest.mark.usefixtures("folder")
-def test_command_shows_elapsed_and_remaining_time_in_a_terminal(name, words, remains):
+def test_command_shows_elapsed_and_remaining_time_in_a_terminal(name):
+    words, remains = LONG[name]
     screen = run_in_terminal([name, "mlp.onnx", *words], 80, variables={"NO_COLOR": "1"})
     assert "elapsed 0:00:0" in screen.printed
     assert ("remaining " in screen.printed) == remains
