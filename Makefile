@@ -42,6 +42,10 @@ GPU_RUNTIME_cuda12 := onnxruntime-gpu[cuda,cudnn]==1.26.*
 TORCH_INDEX ?=
 
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=20
+# Workers that each have threads for all cores wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+# A run of all tests draws numbers of its own, and leaves the number of threads to the libraries.
+ALL_TESTS = TEST_SEED=$(SEED) $(PYTEST) --hypothesis-seed=$(SEED) -m ""
 # OpenBLAS's kernels for the oldest and for common x86-64 processors; it has no such choice elsewhere.
 OLDEST_KERNEL := $(if $(filter x86_64,$(shell uname -m)),Prescott)
 OTHER_KERNELS := $(if $(OLDEST_KERNEL),$(OLDEST_KERNEL) Haswell)
@@ -86,7 +90,7 @@ types: $(READY)
 
 # The tests without the marker nightly: pyproject.toml leaves these out unless -m is given.
 suite: $(READY)
-	$(PYTEST)
+	$(ONE_THREAD) $(PYTEST) --hypothesis-seed=0
 
 # A warning, such as a link without a target, is an error. The gate executes no tutorials.
 site: $(READY)
@@ -96,8 +100,11 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 other-kernel: $(READY)
-	$(if $(OLDEST_KERNEL),OPENBLAS_CORETYPE=$(OLDEST_KERNEL) $(BIN)/pytest -q -m "rounding and not nightly" $$(grep -rl mark.rounding tests),\
-		@echo "skipped: OpenBLAS has such a kernel for x86-64 alone")
+ifdef OLDEST_KERNEL
+	OPENBLAS_CORETYPE=$(OLDEST_KERNEL) $(ONE_THREAD) $(BIN)/pytest -q -m "rounding and not nightly" $$(grep -rl mark.rounding tests)
+else
+	@echo "skipped: OpenBLAS has such a kernel for x86-64 alone, this is $(shell uname -m)"
+endif
 
 # The gate. CONTRIBUTING.md describes its phases.
 PHASES := setup lint types suite site other-kernel
@@ -110,13 +117,13 @@ test:
 # Before a release, and each night. The numbers that tests draw are new unless SEED is given.
 test-all: lint types
 	@echo "make test-all SEED=$(SEED) repeats this run"
-	TEST_SEED=$(SEED) $(PYTEST) -m ""
-	$(foreach kernel,$(OTHER_KERNELS),OPENBLAS_CORETYPE=$(kernel) TEST_SEED=$(SEED) $(PYTEST) -m "" $(NUMERICAL) &&) true
+	$(ALL_TESTS)
+	$(foreach kernel,$(OTHER_KERNELS),OPENBLAS_CORETYPE=$(kernel) $(ALL_TESTS) $(NUMERICAL) &&) true
 	$(MAKE) docs
 	$(MAKE) fuzz SECONDS=300 SEED=$(SEED)
 
 coverage: $(READY)
-	$(PYTEST) --cov=kfac_engine --cov-report=term --cov-report=html:coverage
+	$(ONE_THREAD) $(PYTEST) --cov=kfac_engine --cov-report=term --cov-report=html:coverage
 
 $(MINIMUM_READY): PYTHON := $(MINIMUM_PYTHON)
 $(MINIMUM_READY): pyproject.toml
@@ -126,7 +133,7 @@ $(MINIMUM_READY): pyproject.toml
 	touch $@
 
 test-minimum: $(MINIMUM_READY)
-	$(MINIMUM)/bin/pytest -n $(WORKERS) --dist worksteal
+	$(ONE_THREAD) $(MINIMUM)/bin/pytest -n $(WORKERS) --dist worksteal
 
 # An environment of its own, with the frameworks whose exporters are under test: about 2 GB.
 $(EXPORTERS_READY): pyproject.toml tests/exporters/requirements.txt
@@ -135,7 +142,7 @@ $(EXPORTERS_READY): pyproject.toml tests/exporters/requirements.txt
 	touch $@
 
 test-exporters: $(EXPORTERS_READY)
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(EXPORTERS)/bin/python -m pytest tests/exporters -q -n $(WORKERS) $(EXPORTERS_ARGS)
+	$(ONE_THREAD) $(EXPORTERS)/bin/python -m pytest tests/exporters -q -n $(WORKERS) $(EXPORTERS_ARGS)
 
 # An environment of its own: CuPy for CUDA 13, or GPU_EXTRA=cuda12. Sanitizers slow a kernel down a
 # hundredfold; they get the parity of primitives on small arrays.

@@ -1,6 +1,6 @@
 """Geometry agrees with counting positions one by one."""
 
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -8,7 +8,14 @@ import pytest
 from kfac_engine.backend.stride_one_grid import frame, full_grid
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
-from tests.backend.geometries import CORNERS, EVERY, STRIDE_ONE, nightly_but_covering
+from tests.backend.geometries import (
+    CORNERS,
+    EVERY,
+    STRIDE_ONE,
+    covering,
+    nightly_but_covering,
+    traits,
+)
 
 EACH = pytest.mark.parametrize("case", nightly_but_covering([*CORNERS, *EVERY]))
 EACH_OF_UNIT_STRIDES = pytest.mark.parametrize(
@@ -117,3 +124,16 @@ def test_image_smaller_than_kernel_raises_error(window, sides):
 def test_image_with_other_number_of_axes_raises_error():
     with pytest.raises(ShapeError, match="has another number of axes"):
         Window((3,), (1,), (1,), (0,), (0,)).output_shape((5, 5))
+
+
+def test_covering_windows_have_all_pairs_of_traits():
+    windows = [*CORNERS, *EVERY]
+    few = covering(windows)
+    assert set(CORNERS) <= set(few) <= set(windows)
+    assert len(few) < 70
+
+    def pairs(cases):
+        return {pair for case in cases for pair in combinations(sorted(traits(case).items()), 2)}
+
+    assert pairs(few) == pairs(windows)
+    assert len(traits(windows[0])) > 10

@@ -35,7 +35,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize(("wanted", "code"), ENDINGS.items(), ids=ENDINGS)
 def test_campaign_reports_crash_hang_and_exception(wanted, code, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SECONDS", 5)
+    monkeypatch.setattr(module, "MOST_SECONDS", 2)
     attacks = campaign(0, 60, ["-c", code])
     assert next(attacks) == ("model", 5, wanted)
     attacks.close()

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import POLICIES
 from kfac_engine.engine.options import DISTRIBUTIONS
+from tests.nightly import SEED
 from tests.ranks.test_distributions import TOLERANCES, assert_close, batches, model_of
 from tests.ranks.test_failures import assert_same_state, state
 from tests.ranks.threads import run
 
+EXAMPLES = 10 if SEED is None else 50
 MODES = ("gradients", "empirical", "exact", "curvature_prop")
 MODELS = ("mlp", "token_mlp")  # in float64
 APPROXIMATIONS = ("kron", "diagonal")
@@ -61,7 +63,7 @@ def moved(engine, result):
     return {n: v - 0.05 * result.natural_gradients[n] for n, v in engine.parameters.items()}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(cases())
 def test_steps_equal_those_of_one_process(case):
     name, rows, cuts, options = case
@@ -101,7 +103,7 @@ PHASES = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(cases(), st.data())
 def test_a_failure_of_any_rank_in_any_phase_is_refused_by_all(case, data):
     name, rows, cuts, options = case
