@@ -90,7 +90,7 @@ def test_threads_are_reused_and_release_results():
         pass
 
     workers, before = Workers(2), active_count()
-    for _ in range(8):
+    for _ in range(3):
         kept = Kept()
         workers.run([lambda kept=kept: kept] * 4)
         alive = ref(kept)

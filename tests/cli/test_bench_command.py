@@ -12,7 +12,6 @@ import pytest
 from kfac_engine.__main__ import main
 from kfac_engine.bench import run
 from kfac_engine.bench.roofline import Roofline
-from tests.nightly import nightly_but
 
 
 @pytest.fixture
@@ -70,7 +69,8 @@ def test_rows_of_a_case_are_printed_before_the_next_case_is_measured(
     ]
 
 
-@pytest.mark.parametrize("width", nightly_but([80], [80, 100, 120]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [80, 100, 120])
 def test_bench_keeps_its_rows_on_a_terminal(width, tmp_path):
     pyte = pytest.importorskip("pyte")
     pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system")
