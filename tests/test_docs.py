@@ -85,6 +85,7 @@ def first_block(page, containing):
     return next(code for _, code in blocks(page, "python") if containing in code)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("seed", nightly_but([0, 1], seeds(5)))
 @pytest.mark.parametrize(
     ("page", "containing"),
@@ -110,6 +111,7 @@ def test_training_example_halves_loss_for_each_seed(page, containing, seed, tmp_
     assert max(losses) < 1.5 * losses[0]
 
 
+@pytest.mark.rounding
 def test_readme_shows_numbers_that_its_training_examples_print(tmp_path, capsys):
     readme = ROOT / "README.md"
     names = {}

@@ -43,6 +43,7 @@ def observed(model, inputs, loss, **options):
     return engine
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("loss", ["categorical", "normal", "multi_bernoulli"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", SINGLE), ("float64", DOUBLE)])
 def test_dense_blocks_equal_the_fisher_for_one_example(loss, dtype, tolerance):
@@ -167,6 +168,7 @@ def test_empirical_block_of_one_example_is_the_outer_product_of_its_gradient():
         np.testing.assert_allclose(block.full_fisher_block(), F[np.ix_(order, order)], atol=DOUBLE)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("loss", ["categorical", "normal", "multi_bernoulli"])
 def test_sampled_targets_converge_to_the_exact_fisher_like_one_over_root_samples(loss):
     model = models.linear(dtype="float64")

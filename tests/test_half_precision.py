@@ -83,6 +83,7 @@ def assert_close(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray
         )
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_gradients_have_float32_accuracy(name: str, dtype: str) -> None:

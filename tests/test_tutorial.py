@@ -28,6 +28,7 @@ def check(printed, expected):
     assert printed["accuracy"] == pytest.approx(expected["accuracy"], **ACCURACY)
 
 
+@pytest.mark.rounding
 def test_the_tutorial_runs_in_order_and_prints_its_numbers(tmp_path, capsys):
     names, printed, compared = {}, "", 0
     with contextlib.chdir(tmp_path):

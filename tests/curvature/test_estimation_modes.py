@@ -67,6 +67,7 @@ def test_sources_of_exact_sum_to_the_fisher(mode, case):
     np.testing.assert_allclose(second_moment(case, sources), expected, rtol=0, atol=20 * EXACT)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("mode", ["gradients", "curvature_prop", "curvature_prop_GGN"])
 @pytest.mark.parametrize(
     ("make", "name", "var"),

@@ -36,6 +36,7 @@ def without_eigh(monkeypatch):
     monkeypatch.setattr(spectrum.np.linalg, "eigh", small)
 
 
+@pytest.mark.rounding
 @pytest.mark.usefixtures("without_eigh")
 def test_moment_of_few_rows_has_the_eigenvalues_of_its_gram_matrix():
     x = rows()
@@ -48,6 +49,7 @@ def test_moment_of_few_rows_has_the_eigenvalues_of_its_gram_matrix():
     assert_close((vectors[0] * values[0]) @ vectors[0].T, moment(x), ROUNDING)
 
 
+@pytest.mark.rounding
 @pytest.mark.usefixtures("without_eigh")
 def test_rounding_of_a_moment_adds_no_eigenvalue():
     """With eigh, the rounding errors of float32 yield positive and negative eigenvalues."""
@@ -58,6 +60,7 @@ def test_rounding_of_a_moment_adds_no_eigenvalue():
     assert_close((vectors[0] * values[0]) @ vectors[0].T, matrix, 8 * epsilon)
 
 
+@pytest.mark.rounding
 @pytest.mark.usefixtures("without_eigh")
 @pytest.mark.parametrize("x", [np.zeros((ROWS, SIDE)), np.eye(ROWS, SIDE)[[0, 0, 1, 1, 2, 2]]])
 def test_moment_with_zero_rows_has_an_orthonormal_basis(x):
@@ -88,6 +91,7 @@ def test_parts_of_several_groups_are_decomposed_alone():
     np.testing.assert_allclose(values[:, -1], matrices[:, -1, -1])
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("structure", ["kron", "ekfac"])
 @pytest.mark.parametrize("biases", ["joint", "separate"])
 def test_curvature_of_few_examples_equals_that_with_dense_decompositions(

@@ -101,6 +101,7 @@ def assert_close(arrays, expected, tolerance):
         np.testing.assert_allclose(arrays[key] / scale, array / scale, rtol=0, atol=tolerance)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size, distribution):

@@ -43,6 +43,7 @@ def test_predictions_equal_a_session_of_the_exported_file(targets, column, tmp_p
     assert regressor.score(X, targets) > 0.9
 
 
+@pytest.mark.rounding
 def test_a_linear_network_reaches_the_least_squares_solution():
     # Without hidden layers the loss is quadratic, and least squares has the smallest one.
     exact = LinearRegression().fit(X, Y)

@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("case", CASES)
 def test_the_optimizer_follows_the_reference(case):
     options, same = CASES[case]

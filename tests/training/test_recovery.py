@@ -42,6 +42,7 @@ def rolled_back(history):
 EXPLODING = {"sgd": lambda e: ke.SGD(e, 30.0), "kfac": lambda e: ke.KfacOptimizer(e, 5.0)}
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", EXPLODING)
 def test_an_exploding_run_returns_to_its_snapshot_and_trains(name):
     optimizer = EXPLODING[name](engine())
@@ -69,6 +70,7 @@ def test_a_roll_back_makes_steps_smaller():
     )
 
 
+@pytest.mark.rounding
 def test_auto_takes_shorter_updates_after_an_explosion():
     optimizer = ke.KfacOptimizer(engine(), update_length=0.1)
     optimizer.restrain()

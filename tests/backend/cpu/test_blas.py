@@ -50,6 +50,7 @@ def test_syrk_writes_only_lower_triangle(x, beta, char):
     np.testing.assert_array_equal(whole, before)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("char", "fd")
 @pytest.mark.parametrize("y", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("x", VIEWS.values(), ids=VIEWS)

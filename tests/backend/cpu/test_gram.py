@@ -117,6 +117,7 @@ def test_float32_rows_give_exact_float64_result():
     assert_close(out, truths.moment(x, False))
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize(
     ("shape", "axis"),
@@ -143,6 +144,7 @@ def test_large_gram_matrix_of_threads_equals_definition(shape, axis, threads):
     assert_close(out, expected, SINGLE_ROUNDING)
 
 
+@pytest.mark.rounding
 def test_sum_of_many_positive_rows_has_float32_accuracy():
     x = np.random.default_rng(0).random((200_000, 2)).astype(np.float32)
     out = np.zeros((3, 3), np.float32)

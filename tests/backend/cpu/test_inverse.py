@@ -62,6 +62,7 @@ def test_inverse_times_damped_matrix_is_identity(side, dtype):
     np.testing.assert_allclose(found @ image, v, atol=100 * ROUNDING[dtype])
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("decades", [2, 4, 6])
 def test_float32_inverse_has_float64_accuracy(decades):
     matrix = with_spectrum(np.geomspace(1.0, 10.0**-decades, 60))[0].astype(np.float32)
@@ -71,6 +72,7 @@ def test_float32_inverse_has_float64_accuracy(decades):
     assert relative_error(damped_inverse(matrix, damping), expected) < ROUNDING[np.float32]
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-8])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rank", [1, 10, 30])
@@ -109,6 +111,7 @@ def test_negative_eigenvalues_are_replaced_with_zero(matrix, dtype, caplog):
     assert_lower(lower)
 
 
+@pytest.mark.rounding
 def test_matrix_indefinite_by_rounding_receives_more_damping(caplog):
     matrix, Q = with_spectrum(np.array([-5e-4, 1.0, 2.0]))
     with caplog.at_level(logging.WARNING):
@@ -125,6 +128,7 @@ def test_positive_definite_matrix_logs_no_warning(caplog):
     assert not caplog.records
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("side", [1, 5, 300])
 def test_zero_damping_is_allowed_for_well_conditioned_matrix(side, dtype):

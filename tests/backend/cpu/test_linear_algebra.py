@@ -67,6 +67,7 @@ def test_results_have_types_of_their_matrices(backend):
         np.testing.assert_allclose(inverse, expected, atol=TOLERANCE["d"] * abs(expected).max())
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("condition", [1e4, 1e6])
 def test_small_float32_matrices_are_inverted_in_float64(backend, condition):
     """Of float32 arithmetic an error of the condition times 6e-8 would be left."""

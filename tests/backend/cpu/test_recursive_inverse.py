@@ -69,6 +69,7 @@ BADLY_CONDITIONED = {
 }
 
 
+@pytest.mark.rounding
 @pytest.mark.skipif(np.finfo(np.longdouble).eps == EPS, reason="no extended precision here")
 @pytest.mark.parametrize("name", BADLY_CONDITIONED)
 def test_float32_factor_at_damping_floor_has_float32_accuracy(name):
