@@ -101,7 +101,7 @@ docs: $(READY)
 
 other-kernel: $(READY)
 ifdef OLDEST_KERNEL
-	OPENBLAS_CORETYPE=$(OLDEST_KERNEL) $(ONE_THREAD) $(BIN)/pytest -q -m "rounding and not nightly" $$(grep -rl mark.rounding tests)
+	OPENBLAS_CORETYPE=$(OLDEST_KERNEL) $(ONE_THREAD) $(BIN)/pytest -q -m "rounding and not nightly" $$(grep -rl --include="*.py" mark.rounding tests)
 else
 	@echo "skipped: OpenBLAS has such a kernel for x86-64 alone, this is $(shell uname -m)"
 endif
