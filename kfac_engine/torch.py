@@ -94,7 +94,7 @@ class KFAC:
         graph = load_model(source).graph
         self._inputs = [entry.name for entry in graph.inputs]
         trained = [n for n in _trained(module) if n in graph.constants]
-        chosen = {"trainable": trained} if model is None and trained else {}
+        chosen: dict[str, Any] = {"trainable": trained} if model is None and trained else {}
         chosen |= {"gradient_dtype": "float32", **form, **options}
         self.engine = Engine.from_onnx(source, loss=loss, **chosen)
         self.matches = match_parameters(self.engine, module.state_dict())

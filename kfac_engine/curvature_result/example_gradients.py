@@ -232,8 +232,11 @@ def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReade
 
     def tiles(step: int) -> Iterator[Gradients]:
         for start, tile in zip(count(0, step), reader.tiles(step), strict=False):
-            is_factored = isinstance(tile, FactoredGradients)
-            for array in (tile.inputs, tile.outputs) if is_factored else (tile.values,):
+            for array in (
+                (tile.inputs, tile.outputs)
+                if isinstance(tile, FactoredGradients)
+                else (tile.values,)
+            ):
                 if not all_finite(array):
                     example = start + int(np.argwhere(~np.isfinite(array))[0][0])
                     with trace.explain():

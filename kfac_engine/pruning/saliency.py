@@ -60,8 +60,8 @@ def _inverse_diagonal(
         InputError: The matrix is singular up to the rounding of the parameters.
     """
     eigenvalues, U = block.powers(damping, 1.0), block.spectrum.left
+    assert U is not None
     if chosen is not None:
-        assert U is not None
         assert chosen.shape[0] == chosen.shape[2] == 1
         rows = U[0][chosen[0, :, 0]]
         matrix = (rows * eigenvalues[0, :, 0]) @ rows.T
