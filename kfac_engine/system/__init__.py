@@ -1,1 +1,1 @@
-"""Access to the operating system: files and free memory."""
+"""Access to the operating system: files, signals and free memory."""

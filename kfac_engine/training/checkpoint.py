@@ -92,7 +92,11 @@ def write_training(path: str | Path, engine: Engine, saved: TrainingState) -> No
 
 
 def read_training(
-    path: str | Path, engine: Engine, expected: TrainingState, checks: Mapping[str, Check]
+    path: str | Path,
+    engine: Engine,
+    expected: TrainingState,
+    check: Check,
+    check_optimizer: Check,
 ) -> TrainingState:
     """Read the state of a training run into an engine; return the rest of the state.
 
@@ -100,9 +104,8 @@ def read_training(
         path: A file of ``write_training``.
         engine: The engine of the same model; changed only when the whole file fits.
         expected: The present state, with the same parts, numbers and arrays.
-        checks: Each is called with a part of the values before anything changes, and may raise:
-            under ``"run"`` with the position of ``fit``, and under the name of a part with its
-            numbers.
+        check: Called with the position of ``fit`` before anything changes; may raise.
+        check_optimizer: Called with the numbers of the optimizer, if there is no difference.
 
     Returns:
         The state besides that of the engine.
@@ -115,10 +118,10 @@ def read_training(
 
     def accept(extras: Extras) -> list[str]:
         _check_values(path, extras.values, expected)
+        check(extras.values["run"])
         differences = _differences(extras, expected)
-        values = {"run": extras.values["run"], **extras.values["parts"]}
-        for name, check in checks.items() if not differences else ():
-            check(values[name])
+        if not differences:
+            check_optimizer(extras.values["parts"][OPTIMIZER])
         read.append(extras)
         return differences
 

@@ -230,8 +230,8 @@ class Optimizer(Summarized, Sealed, ABC):
             The state of the further parts, and the position.
         """
         with HeldInterrupts():
-            checks = {OPTIMIZER: self._check_numbers, "run": check}
-            saved = read_training(path, self.engine, self._saved(parts, {}), checks)
+            expected, check_own = self._saved(parts, {}), self._check_numbers
+            saved = read_training(path, self.engine, expected, check, check_own)
             self.restore(saved.parts[OPTIMIZER])
         return saved
 
