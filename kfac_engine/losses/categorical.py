@@ -58,9 +58,13 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return -log_likelihood
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        p, q = self._probs(values)
-        rows = _one_hot_rows(targets, p, self._axis(values))
-        return {self.logits: array_module(p).where(rows, -q, p)}
+        z, axis = values[self.logits], self._axis(values)
+        xp = array_module(z)
+        p, rest = _softmax(z, axis)
+        p_target = xp.take_along_axis(p, xp.expand_dims(targets, axis), axis=axis)
+        is_largest = xp.expand_dims(targets == z.argmax(axis=axis), axis)
+        q_target = xp.where(is_largest, rest, 1 - p_target)
+        return {self.logits: xp.where(_one_hot_rows(targets, z, axis), -q_target, p)}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
@@ -70,14 +74,14 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return owner(z).draw_classes(z, uniforms, axis)
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        p, _ = self._probs(values)
+        p = self._probs(values)
         x = v[self.logits]
         # F maps a constant to zero. Without it, the entry of a p near one is a sum of small terms.
         x = x - self._of_largest(values, x)
         return {self.logits: p * (x - self._total(values, p * x))}
 
     def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        p, _ = self._probs(values)
+        p = self._probs(values)
         weighted = array_module(p).sqrt(p) * u
         # B maps √p to zero.
         ratio = self._of_largest(values, weighted) / self._of_largest(values, p)
@@ -85,7 +89,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return {self.logits: weighted - p * self._total(values, weighted)}
 
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        p, _ = self._probs(values)
+        p = self._probs(values)
         x = v[self.logits]
         x = x - self._of_largest(values, x)  # Bᵀ maps a constant to zero.
         result: Array = array_module(p).sqrt(p) * (x - self._total(values, p * x))
@@ -98,11 +102,13 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         position[self._axis(values)] = slice(None)
         # Positions are independent, so the result depends on the logits (n, classes) of one
         # position.
-        p, q = _softmax(z[tuple(position)], axis=1)
-        root = array_module(z).sqrt(p[:, class_index])
+        xp, one = array_module(z), z[tuple(position)]
+        p, rest = _softmax(one, axis=1)
+        q = xp.where(one.argmax(axis=1) == class_index, rest[:, 0], 1 - p[:, class_index])
+        root = xp.sqrt(p[:, class_index])
         column = -root[:, None] * p
-        column[:, class_index] = root * q[:, class_index]
-        result = array_module(z).zeros_like(z)
+        column[:, class_index] = root * q
+        result = xp.zeros_like(z)
         result[tuple(position)] = column
         return {self.logits: result}
 
@@ -143,9 +149,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def _log_probs(self, values: Values) -> Array:
         return _log_softmax(values[self.logits], self._axis(values))
 
-    def _probs(self, values: Values) -> tuple[Array, Array]:
-        """Return p and 1 − p, both to full relative precision."""
-        return _softmax(values[self.logits], self._axis(values))
+    def _probs(self, values: Values) -> Array:
+        return _softmax(values[self.logits], self._axis(values))[0]
 
     def _of_largest(self, values: Values, x: Array) -> Array:
         """Return the entry of x at the first of the most probable classes, with that axis."""
@@ -174,7 +179,9 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
         return result
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        p, q = self._probs(values)
+        z, axis = values[self.logits], self._axis(values)
+        p, rest = _softmax(z, axis)
+        q = array_module(z).where(_one_hot_rows(z.argmax(axis=axis), z, axis), rest, 1 - p)
         t = targets.astype(np.float64)
         others = self._total(values, t) - t  # 1 − t for targets with the sum 1
         return {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
@@ -201,20 +208,18 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
 def _log_softmax(z: Array, axis: int) -> Array:
     """Return ``log softmax(z)``, which is finite for every finite z."""
-    shifted, _, rest, _ = _weights(z, axis)
+    shifted, _, rest = _weights(z, axis)
     result: Array = shifted - array_module(z).log1p(rest)
     return result
 
 
 def _softmax(z: Array, axis: int) -> tuple[Array, Array]:
-    """Return ``p = softmax(z)`` and ``1 − p``, both to full relative precision."""
-    _, weights, rest, largest = _weights(z, axis)
-    p = weights / (1 + rest)
-    # Only the largest p can exceed ½.
-    return p, array_module(z).where(largest, rest / (1 + rest), 1 - p)
+    """Return ``p = softmax(z)``, and ``1 − p`` of the first largest p, the only p above ½."""
+    _, weights, rest = _weights(z, axis)
+    return weights / (1 + rest), rest / (1 + rest)
 
 
-def _weights(z: Array, axis: int) -> tuple[Array, Array, Array, Array]:
+def _weights(z: Array, axis: int) -> tuple[Array, Array, Array]:
     """Return the unnormalized probabilities, of which the largest is one.
 
     Args:
@@ -222,15 +227,14 @@ def _weights(z: Array, axis: int) -> tuple[Array, Array, Array, Array]:
         axis: Axis of the classes.
 
     Returns:
-        Their logarithms, the weights, the sum of all but the largest, and where the largest is.
-        Of several largest weights, this is the first.
+        Their logarithms, the weights, and the sum of all but the first of the largest.
     """
     xp = array_module(z)
     shifted = z - z.max(axis=axis, keepdims=True)
     weights = xp.exp(shifted)
     largest = _one_hot_rows(z.argmax(axis=axis), z, axis)
     rest = xp.where(largest, 0, weights).sum(axis=axis, keepdims=True)
-    return shifted, weights, rest, largest
+    return shifted, weights, rest
 
 
 def _one_hot_rows(ids: Array, like: Array, axis: int) -> Array:
