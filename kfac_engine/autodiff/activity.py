@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
+from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import operators_inside
 from kfac_engine.graph.structure import Fact, Graph, Node
@@ -123,15 +124,17 @@ def behind_jumps(
         affect the outputs, or only their shapes, are absent.
     """
 
-    def marks(node: Node) -> bool:
-        whole = node.outputs[0] in facts and facts[node.outputs[0]].dtype.kind in "iub"
-        return node.qualified_op in ZERO_DERIVATIVE or (node.qualified_op in _CASTS and whole)
-
     def passes_on(node: Node, _: Sequence[str]) -> bool:
         return node.qualified_op not in ONLY_SHAPES
 
-    last = _last_marked(graph, outputs, passes_on, marks)
+    last = _last_marked(graph, outputs, passes_on, lambda node: _jumps(node, facts))
     return {name: node for name in wrt if (node := last.get(name))}
+
+
+def _jumps(node: Node, facts: Mapping[str, Fact]) -> bool:
+    """Return whether the derivative of a node is zero, as that of a cast to integers."""
+    whole = node.outputs[0] in facts and facts[node.outputs[0]].dtype.kind in "iub"
+    return node.qualified_op in ZERO_DERIVATIVE or (node.qualified_op in _CASTS and whole)
 
 
 def _last_marked(
@@ -188,6 +191,8 @@ def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]
     A file does not stop it, so that the derivatives with respect to h cancel.
     """
     reached = activity(graph, facts, wrt).active
+    jumps = (node for node in graph.nodes if _jumps(node, facts))
+    behind = dependents(graph, (name for node in jumps for name in node.outputs))
     notes: dict[tuple[str, str], str] = {}
     for node in graph.nodes:
         if node.qualified_op not in _SUMS:
@@ -195,6 +200,8 @@ def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]
         signs: dict[str, int] = {}
         for name, sign in _terms(graph, node.outputs[0], 1, _DEEPEST_SUM)[1:]:
             signs[name] = signs.get(name, 0) + sign
+        if behind.isdisjoint(signs):
+            continue
         # Where h cancels, its own terms do, too.
         gone = [name for name, sign in signs.items() if not sign and name in reached]
         inner = {part for name in gone for part, _ in _terms(graph, name, 1, _DEEPEST_SUM)[1:]}
