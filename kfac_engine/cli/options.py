@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,9 +12,25 @@ import click
 
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.interruption import Interruption
+from kfac_engine.system.writing import checked_path
 
 Command: TypeAlias = Callable[..., Any]
-file_path = click.Path(path_type=Path)
+
+
+class _FilePath(click.Path):
+    """A path without zero bytes and lone surrogates, which no file has."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        """Return the path of an argument."""
+        return checked_path(super().convert(str(checked_path(value)), param, ctx))
+
+
+file_path = _FilePath()
 
 
 @dataclass

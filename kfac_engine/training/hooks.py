@@ -139,8 +139,8 @@ class Hooks(Callback):
     """
 
     def __init__(self, callbacks: Sequence["Callback | StepFunction"]) -> None:
-        given = listed("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
-        self._every_callback = [_as_callback(callback) for callback in given]
+        entries = listed("callbacks", callbacks, "[kfac_engine.EarlyStop()]")
+        self._every_callback = [_as_callback(callback) for callback in entries]
         self._callbacks = self._every_callback
         self._closing = ExitStack()
         for hook in ("evaluated_weights", "final_weights"):

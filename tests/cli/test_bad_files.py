@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -9,6 +10,7 @@ from onnx import TensorProto, helper, parser
 from safetensors.numpy import save_file
 
 from kfac_engine.__main__ import main
+from kfac_engine.cli.app import app
 from tests.models import linear, two_outputs
 
 OLDER = b"an older result"
@@ -125,3 +127,19 @@ def test_inspect_refuses_a_bad_model(model, capsys):
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def path_arguments():
+    """Each argument of each command that is a path, with a command line that gives it alone."""
+    for name, command in app.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter.type, click.Path):
+                option = [parameter.opts[0]] if parameter.opts[0].startswith("-") else []
+                yield pytest.param(name, option, id=f"{name} {parameter.name}")
+
+
+@pytest.mark.parametrize(("command", "option"), list(path_arguments()))
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=["zero byte", "lone surrogate"])
+def test_a_path_that_no_file_has_is_an_error(command, option, path, capsys):
+    assert main([command, *option, path]) == 2
+    assert "is not a path" in capsys.readouterr().err
