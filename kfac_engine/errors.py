@@ -24,11 +24,25 @@ Each message has one or two sentences: the error, its location and a remedy. A m
 printable line, even if names in it have line breaks or control characters.
 """
 
+from typing import Self
+
 from kfac_engine.printable import one_line
 
 
 class KfacError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of this package.
+
+    Attributes:
+        place: Name and index of the entry of a batch that is wrong, ``"targets"`` or an input; None
+            if the error is not about one entry.
+    """
+
+    place: tuple[str, tuple[int, ...]] | None = None
+
+    def at(self, name: str, index: tuple[int, ...]) -> Self:
+        """Set ``place``, and return the error."""
+        self.place = name, index
+        return self
 
     def __str__(self) -> str:
         """Return the message as one printable line; ``KeyError`` would return its ``repr``."""

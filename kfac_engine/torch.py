@@ -88,15 +88,17 @@ class KFAC:
         module = _unwrapped(module, options)
         self._module, self._kl_clip = module, kl_clip
         norms = [part for part in module.modules() if isinstance(part, _NORMALIZATIONS)]
-        form = {"train_form": True} if any(norm.training for norm in norms) else {}
+        chosen: dict[str, Any] = {"gradient_dtype": "float32"}
+        if any(norm.training for norm in norms):
+            chosen["train_form"] = True
         examples = _tensors(sample)
         source = _exported(module, examples) if model is None else model
         graph = load_model(source).graph
         self._inputs = [entry.name for entry in graph.inputs]
         trained = [n for n in _trained(module) if n in graph.constants]
-        chosen: dict[str, Any] = {"trainable": trained} if model is None and trained else {}
-        chosen |= {"gradient_dtype": "float32", **form, **options}
-        self.engine = Engine.from_onnx(source, loss=loss, **chosen)
+        if model is None and trained:
+            chosen["trainable"] = trained
+        self.engine = Engine.from_onnx(source, loss=loss, **{**chosen, **options})
         self.matches = match_parameters(self.engine, module.state_dict())
         absent = {*_trained(module)}.intersection(self.matches.unmatched)
         if absent:

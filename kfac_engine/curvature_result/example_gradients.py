@@ -232,11 +232,10 @@ def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReade
 
     def tiles(step: int) -> Iterator[Gradients]:
         for start, tile in zip(count(0, step), reader.tiles(step), strict=False):
-            for array in (
-                (tile.inputs, tile.outputs)
-                if isinstance(tile, FactoredGradients)
-                else (tile.values,)
-            ):
+            arrays = (
+                (tile.values,) if isinstance(tile, WholeGradients) else (tile.inputs, tile.outputs)
+            )
+            for array in arrays:
                 if not all_finite(array):
                     example = start + int(np.argwhere(~np.isfinite(array))[0][0])
                     with trace.explain():

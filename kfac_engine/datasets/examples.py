@@ -1,14 +1,16 @@
 """Parts of a batch: the examples of inputs and targets along their axes."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.errors import InputError, KfacError, ShapeError
 from kfac_engine.losses.objective import Targets
+from kfac_engine.ranks.agreement import raised_by_all_ranks
 from kfac_engine.runtime import batch_axis
 from kfac_engine.suggestions import suggestion
 
@@ -222,6 +224,55 @@ class ExampleAxes:
     def _target_axis(self, name: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""
         return self._targets.get(name, next(iter(self._targets.values())))
+
+
+class NumberedBatch(tuple[Mapping[str, Array], Targets]):
+    """A batch with the numbers of its examples in the data.
+
+    Args:
+        batch: Inputs and targets.
+        numbers: The numbers, from 0.
+        axes: The axes of the examples.
+    """
+
+    _numbers: Array
+    _axes: ExampleAxes
+
+    def __new__(cls, batch: Batch, numbers: Array, axes: ExampleAxes) -> Self:
+        """Return the pair of inputs and targets."""
+        self = super().__new__(cls, batch)
+        self._numbers, self._axes = numbers, axes
+        return self
+
+    def located(self, error: KfacError) -> KfacError:
+        """Return an error that also says which example of the data is wrong, if it is about one."""
+        name, index = error.place or ("", ())
+        axis = self._axes.axis(name)
+        if axis is None or axis >= len(index) or raised_by_all_ranks(error):
+            return error
+        example = index[axis]
+        message = f"Example {example} of the batch is example {self._numbers[example]} of the data."
+        return type(error)(f"{error} {message}").at(name, index)
+
+
+@contextmanager
+def numbered_in_data(batches: Sequence[Batch]) -> Iterator[None]:
+    """Return a context whose errors say which example of the data is wrong.
+
+    Args:
+        batches: Its last entry is the batch of an error.
+
+    Raises:
+        KfacError: The error of the block, with the number of the example.
+    """
+    try:
+        yield
+    except KfacError as error:
+        batch = batches[-1] if batches else None
+        located = batch.located(error) if isinstance(batch, NumberedBatch) else error
+        if located is error:
+            raise
+        raise located from error
 
 
 def _concatenated(arrays: Sequence[Array], axis: int) -> Array:

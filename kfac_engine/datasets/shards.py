@@ -14,7 +14,13 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.datasets.examples import TARGETS, Batch, ExampleAxes, Selection
+from kfac_engine.datasets.examples import (
+    TARGETS,
+    Batch,
+    ExampleAxes,
+    NumberedBatch,
+    Selection,
+)
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 
@@ -114,7 +120,7 @@ class Examples:
         """Number of examples."""
         return sum(self.counts)
 
-    def batch(self, parts: Parts) -> Batch:
+    def batch(self, parts: NumberedParts) -> NumberedBatch:
         """Return examples as one batch, in their order.
 
         Args:
@@ -123,8 +129,9 @@ class Examples:
         Returns:
             Inputs and targets; new arrays.
         """
-        batches = [self.axes.part(*self._load(shard), numbers) for shard, numbers in parts]
-        return batches[0] if len(batches) == 1 else self.axes.joined(batches)
+        starts = np.cumsum((0, *self.counts))
+        numbers = np.concatenate([starts[shard] + numbers for shard, numbers in parts])
+        return NumberedBatch(self._joined(parts), numbers, self.axes)
 
     def contents(self) -> str:
         """Return a text that is equal for equal data: the number of examples and a checksum.
@@ -148,7 +155,11 @@ class Examples:
     def whole(self) -> Batch:
         """Return all examples as one batch; without a copy if there is one shard."""
         shards = range(len(self.counts))
-        return self._load(0) if len(shards) == 1 else self.batch([(i, _ALL) for i in shards])
+        return self._load(0) if len(shards) == 1 else self._joined([(i, _ALL) for i in shards])
+
+    def _joined(self, parts: Parts) -> Batch:
+        batches = [self.axes.part(*self._load(shard), numbers) for shard, numbers in parts]
+        return batches[0] if len(batches) == 1 else self.axes.joined(batches)
 
     def _load(self, shard: int) -> Batch:
         if shard != self._number:

@@ -66,6 +66,8 @@ class LossHistory:
             if agreed or not (self._latest and self._parameters_moved):
                 raise
             losses = ", ".join(f"{loss:.3g}" for loss in self._latest)
-            raise NonFiniteError(
+            longer = NonFiniteError(
                 f"{error} The latest losses were {losses}. If the run diverges: {CURES}."
-            ) from error
+            )
+            longer.place = error.place
+            raise longer from error

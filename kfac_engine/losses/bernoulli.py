@@ -76,7 +76,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
             raise InputError(
                 f"target {targets[where]} at {where} of '{self.logits}' is not in 0 to 1; "
                 f"a binary target is 0 or 1."
-            )
+            ).at("targets", where)
 
     def _probs(self, values: Values) -> tuple[Array, Array]:
         """Return p and q = 1 − p, both to full relative precision."""

@@ -144,7 +144,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
             raise InputError(
                 f"target {targets[where]} of example {where[0]}{at} is not a class: "
                 f"'{self.logits}' has {shape[axis]} classes, 0 to {shape[axis] - 1}."
-            )
+            ).at("targets", where)
 
     def _log_probs(self, values: Values) -> Array:
         return _log_softmax(values[self.logits], self._axis(values))

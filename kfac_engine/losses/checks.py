@@ -109,12 +109,13 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
     require_finite(f"'{name}', an input of the loss,", array)
 
 
-def require_finite(what: str, array: Array) -> None:
+def require_finite(what: str, array: Array, name: str = "") -> None:
     """Check that every entry of an array is finite.
 
     Args:
         what: Subject of the message.
         array: The value.
+        name: Name of the array in ``place`` of the error.
 
     Raises:
         NonFiniteError: The array contains NaN or infinity; the message names the first index.
@@ -126,7 +127,7 @@ def require_finite(what: str, array: Array) -> None:
         where = first_index(bad)
         raise NonFiniteError(
             f"{what} holds {array[where]} at {where}; check the weights and inputs of the model."
-        )
+        ).at(name, where)
 
 
 def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
@@ -161,7 +162,7 @@ def check_matching_targets(name: str, array: Array, targets: Array) -> None:
     require_shape("targets", targets.shape, array.shape, f"the shape of '{name}'")
     if targets.dtype.kind not in "biuf":
         raise InputError(f"targets of '{name}' must be real numbers, got {targets.dtype}.")
-    require_finite(f"the targets of '{name}'", targets)
+    require_finite(f"the targets of '{name}'", targets, "targets")
 
 
 def first_index(mask: Array) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from kfac_engine.autodiff.inference_form import inference_form
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.runtime.forward_session import open_forward
-from kfac_engine.runtime.inputs import check_inputs, explained, finite, not_finite
+from kfac_engine.runtime.inputs import check_inputs, explained, finite, naming, not_finite
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
@@ -56,8 +56,9 @@ class InferenceModel:
                 results = self._session(computed).run(computed, feeds)
             suspects = not_finite(checked)
             bad = [name for name in computed if suspects and not finite(results[name])]
-            if bad:
-                raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity; {suspects}.")
+            with naming(suspects):
+                if bad:
+                    raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity.")
         return {name: results[name] if name in results else known[name] for name in names}
 
     def _session(self, names: tuple[str, ...]) -> Session | DeviceSession:

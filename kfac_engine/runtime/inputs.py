@@ -62,23 +62,36 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     return checked
 
 
-def not_finite(inputs: Mapping[str, Array]) -> str:
-    """Return a clause about the inputs with NaN or infinity; empty if there are none.
+def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    """Return the inputs with NaN or infinity, each with the first index of one.
 
     Such inputs are no error: a mask of minus infinity or a missing value may have finite results.
 
     Args:
         inputs: Input name to checked array.
     """
-    places = {
+    return {
         name: first_index(~array_module(array).isfinite(array))
         for name, array in inputs.items()
         if not finite(array)
     }
-    return "; ".join(
-        f"input '{name}' contains NaN or infinity, first at index {place}"
-        for name, place in places.items()
-    )
+
+
+@contextmanager
+def naming(suspects: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Return a context that adds the inputs of ``not_finite`` to a ``NonFiniteError``."""
+    try:
+        yield
+    except NonFiniteError as error:
+        text = str(error)
+        cause = "; ".join(
+            f"input '{name}' contains NaN or infinity, first at index {index}"
+            for name, index in suspects.items()
+        )
+        if not cause or cause in text:
+            raise
+        named = NonFiniteError(f"{cause}. {text[:1].upper()}{text[1:]}")
+        raise named.at(*next(iter(suspects.items()))) from error
 
 
 def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:

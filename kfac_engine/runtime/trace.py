@@ -1,7 +1,8 @@
 """Traces: evaluations of a model on a batch, with values and derivatives."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from kfac_engine.backend.memory_space import MemorySpace
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Graph
 from kfac_engine.runtime.backward_session import BackwardSession
-from kfac_engine.runtime.inputs import finite
+from kfac_engine.runtime.inputs import finite, naming
 from kfac_engine.suggestions import suggestion
 
 
@@ -59,7 +60,7 @@ class Trace(Mapping[str, Array]):
         model: The model.
         feeds: Checked inputs and parameters, by name.
         extra: Further arrays by name, such as targets.
-        suspects: A clause about the inputs with NaN or infinity; empty if there are none.
+        suspects: Inputs with NaN or infinity, with the first index of one.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Trace(Mapping[str, Array]):
         model: Evaluator,
         feeds: Mapping[str, Array],
         extra: Mapping[str, Array],
-        suspects: str = "",
+        suspects: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._suspects = suspects
@@ -111,15 +112,9 @@ class Trace(Mapping[str, Array]):
         """
         return Trace(self._model, {**self._feeds, **inputs}, {}, self._suspects)
 
-    @contextmanager
-    def explain(self) -> Iterator[None]:
+    def explain(self) -> AbstractContextManager[None]:
         """Return a context that adds inputs with NaN or infinity to a ``NonFiniteError``."""
-        try:
-            yield
-        except NonFiniteError as error:
-            if not self._suspects or self._suspects in str(error):
-                raise
-            raise NonFiniteError(f"{str(error).rstrip('.')}; {self._suspects}.") from error
+        return naming(self._suspects)
 
     def require_finite(self, names: Sequence[str]) -> "Trace":
         """Refuse values that inputs with NaN or infinity have made infinite or NaN.

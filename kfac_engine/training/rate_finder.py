@@ -16,7 +16,7 @@ from scipy.ndimage import gaussian_filter1d
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, positive, whole
-from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.examples import TARGETS, Batch, numbered_in_data
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
@@ -239,9 +239,10 @@ def _losses(optimizer: Optimizer, batches: Iterator[Batch]) -> Array:
         warnings.simplefilter("ignore", DivergenceWarning)  # the run diverges on purpose
         for batch in batches:
             try:
-                losses.append(optimizer.step(*batch).loss)
-            except NonFiniteError:
-                if not losses:
+                with numbered_in_data([batch]):
+                    losses.append(optimizer.step(*batch).loss)
+            except NonFiniteError as error:
+                if not losses or (error.place and error.place[0] == TARGETS):
                     raise
                 break
             if not isfinite(losses[-1]):

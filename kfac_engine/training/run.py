@@ -1,10 +1,11 @@
 """The steps of a training run, from a position in the data to the end of a budget."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.metrics import MetricChoice, metrics_of
 from kfac_engine.errors import InputError
@@ -78,7 +79,8 @@ class Run:
         while spent < 1:
             for batch, is_last in _marked(self._rest_of_epoch(position)):
                 scale = self.schedule(spent)
-                report = self.recovery.step(batch, scale)
+                with numbered_in_data([batch]):
+                    report = self.recovery.step(batch, scale)
                 epoch = position.epoch
                 position = replace(
                     position,
@@ -103,8 +105,10 @@ class Run:
         if self.validation is None:
             return
         optimizer = self.optimizer
-        with self.hooks.evaluating(record, optimizer):
-            values = optimizer.engine.evaluate(self.validation, metrics=self.metrics)
+        read: deque[Batch] = deque(maxlen=1)
+        batches = _remembered(self.validation, read)
+        with self.hooks.evaluating(record, optimizer), numbered_in_data(read):
+            values = optimizer.engine.evaluate(batches, metrics=self.metrics)
             record.update({_recorded(name): value for name, value in values.items()})
             self.hooks.on_validation_end(record, optimizer)
 
@@ -161,6 +165,13 @@ def _record(position: Position, epoch: int, report: StepReport) -> Record:
     record["refreshed"] = list(report.refreshed)
     record |= {name: getattr(report, name) for name in _EVENTS}
     return record | {f"seconds/{stage}": value for stage, value in report.seconds.items()}
+
+
+def _remembered(batches: Iterable[Batch], read: deque[Batch]) -> Iterator[Batch]:
+    """Yield batches; ``read`` receives each of them before."""
+    for batch in batches:
+        read.append(batch)
+        yield batch
 
 
 def _marked(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:

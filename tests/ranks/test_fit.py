@@ -242,7 +242,8 @@ def test_a_batch_with_nan_is_refused_once_by_all_ranks_after_a_search_for_an_exp
     kind, texts = refusals(lambda rank: {"data": batches, "validation": None})
     assert kind is ke.NonFiniteError
     assert set(texts) == {
-        "rank 1 of 2 refused: input 'x' contains NaN or infinity, first at index (9, 0)."
+        "rank 1 of 2 refused: input 'x' contains NaN or infinity, first at index (9, 0). "
+        "'z' holds NaN or infinity."
     }
 
 
