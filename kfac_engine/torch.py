@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
+from kfac_engine.arguments import positive
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.parameter_matches import match_parameters
 from kfac_engine.engine.result import KL_CLIP, Result
@@ -85,6 +86,8 @@ class KFAC:
         model: ModelSource | None = None,
         **options: Any,
     ) -> None:
+        if kl_clip is not None:
+            positive("kl_clip", kl_clip)
         module = _unwrapped(module, options)
         self._module, self._kl_clip = module, kl_clip
         norms = [part for part in module.modules() if isinstance(part, _NORMALIZATIONS)]

@@ -157,6 +157,9 @@ def test_step_refuses_missing_gradients_and_wrong_inputs():
             kfac.step(wrong)
         with pytest.raises(ke.InputError, match="must be a tensor"):
             KFAC(module, wrong, loss="categorical")
+    for wrong in (0, -1.0, "x"):
+        with pytest.raises(ke.InputError, match="kl_clip"):
+            KFAC(module, batch[:3], loss="categorical", kl_clip=wrong)
     module[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(ke.NonFiniteError, match=r"0\.weight"):
         kfac.step(batch)
