@@ -268,21 +268,23 @@ def by_keyword(
         function: Callable[[Owner, Source, Record], Made],
     ) -> Callable[Concatenate[Owner, Source, Options], Made]:
         shown = inspect.signature(function)
+        record_name = list(shown.parameters)[-1]
         leading = list(shown.parameters.values())[:-1]
-        source = leading[-1].name
+        names = [parameter.name for parameter in leading]
 
         @wraps(function)
-        def call(owner: Owner, /, *args: Source, **fields: Any) -> Made:
-            if source in fields:
-                args = (*args, fields.pop(source))
+        def call(*args: Any, **fields: Any) -> Made:
+            by_name = {name: fields.pop(name) for name in names[len(args) :] if name in fields}
             with _agreement(fields.get("communicator")).together():
-                check_names(function.__qualname__, fields, options)
-                if len(args) != 1 or not fields.keys() >= set(needed):
+                check_names(function.__qualname__, [n for n in fields if n not in names], options)
+                counted = len(args) + len(by_name) == len(names) and not fields.keys() & {*names}
+                if not counted or not fields.keys() >= {*needed}:
+                    wanted = " and ".join(name for name in names if name != "cls")
                     raise InputError(
-                        f"{function.__qualname__} takes one {source}, and options by keyword; "
-                        f"needed: {', '.join(needed)}."
+                        f"{function.__qualname__} takes {wanted}, and options by keyword; needed: "
+                        f"{', '.join(needed)}."
                     )
-                return function(owner, args[0], new_record(**fields))
+                return function(*args, **by_name, **{record_name: new_record(**fields)})
 
         call.__signature__ = shown.replace(parameters=[*leading, *options.values()])  # type: ignore[attr-defined] # read by inspect
         return cast("Callable[Concatenate[Owner, Source, Options], Made]", call)

@@ -59,13 +59,11 @@ def _inverse_diagonal(
     Raises:
         InputError: The matrix is singular up to the rounding of the parameters.
     """
-    eigenvalues, U = block.powers(damping, 1.0), block.spectrum.left
-    assert U is not None
+    eigenvalues = block.powers(damping, 1.0)
     if chosen is not None:
-        assert chosen.shape[0] == chosen.shape[2] == 1
-        rows = U[0][chosen[0, :, 0]]
-        matrix = (rows * eigenvalues[0, :, 0]) @ rows.T
-        eigenvalues, U = np.linalg.eigh(matrix)
+        assert block.spectrum.left is not None, "only a dense matrix has several layers"
+        rows = block.spectrum.left[0][chosen[0, :, 0]]
+        eigenvalues, U = np.linalg.eigh((rows * eigenvalues[0, :, 0]) @ rows.T)
     types = {name: array.dtype for name, array in curvature.parameters.items()}
     rounding = max(np.finfo(types[name]).eps for name in block.parameters)
     if eigenvalues.min() <= rounding * eigenvalues.max():
