@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import log, pi
 
+import numpy as np
+
 from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
@@ -71,8 +73,9 @@ class Likelihood:
 
     def scale(self, noise: float) -> float:
         """Return the factor from the mean Fisher matrix to the Hessian of ``−log p(D|θ)^(1/T)``."""
-        ratio = 1.0 if self.variance is None else self.variance / noise**2
-        return self.examples * ratio / self.temperature
+        with np.errstate(over="ignore", divide="ignore"):
+            ratio = 1.0 if self.variance is None else self.variance / np.square(noise)
+            return float(self.examples * np.float64(ratio) / self.temperature)
 
     def squared_errors(self) -> float:
         """Return the sum of the squared errors of a normal loss."""
@@ -90,9 +93,11 @@ class Likelihood:
             InputError: The curvature was measured without targets.
         """
         if self.variance is None:
-            return self._value() / self.temperature
-        constant = 0.5 * self.predictions * log(2 * pi * noise**2)
-        return -(self.squared_errors() / (2 * noise**2) + constant) / self.temperature
+            return float(np.float64(self._value()) / self.temperature)
+        constant = 0.5 * self.predictions * (log(2 * pi) + 2 * log(noise))
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            misfit = self.squared_errors() / (2 * np.square(noise))
+            return float(-(misfit + constant) / self.temperature)
 
     def _value(self) -> float:
         if self.log_likelihood is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit, softmax
+from scipy.special import expit, logsumexp, softmax
 
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.errors import UnsupportedError
@@ -91,15 +91,20 @@ def _dirichlet_mean(logits: Logits, *, normalized: bool) -> Float:
             "or 'monte_carlo'."
         )
     k = logits.mean.shape[1]
+    if k == 1:
+        return np.ones_like(logits.mean)
     sums = logits.covariance.sum(axis=2)
-    total = sums.sum(axis=1)[:, None]
-    mean = logits.mean - sums * logits.mean.sum(axis=1, keepdims=True) / total
-    variances = logits.variances - sums**2 / total
+    shares = sums / sums.sum(axis=1)[:, None]
+    mean = logits.mean - shares * logits.mean.sum(axis=1, keepdims=True)
+    variances = logits.variances - sums * shares
     if normalized:
         ratio = variances.mean(axis=1, keepdims=True) / np.sqrt(k / 2)
         mean, variances = mean / np.sqrt(ratio), variances / ratio
-    alpha = (1 - 2 / k + np.exp(mean) / k**2 * np.exp(-mean).sum(axis=1, keepdims=True)) / variances
-    result: Float = alpha / alpha.sum(axis=1, keepdims=True)
+    # α = (1 − 2/k + exp(μ)/k² Σ exp(−μ)) / variances, in logarithms, which do not overflow.
+    with np.errstate(divide="ignore"):  # 1 − 2/k is zero for two classes
+        constant = np.log1p(-2 / k)
+    powers = mean + logsumexp(-mean, axis=1, keepdims=True) - 2 * np.log(k)
+    result: Float = softmax(np.logaddexp(constant, powers) - np.log(variances), axis=1)
     return result
 
 

@@ -1,6 +1,7 @@
 """The Laplace approximation of the posterior distribution of the parameters of a model."""
 
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,14 @@ class Laplace:
         chosen = self.prior_precision if prior_precision is None else prior_precision
         prior = self._checked_prior(chosen)
         deviation = self.noise if noise is None else self._checked_noise(noise)
-        return self._evidence(prior).value(prior, deviation)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            value = self._evidence(prior).value(prior, deviation)
+        if not isfinite(value):
+            raise InputError(
+                f"the evidence is more than a number can hold, for prior_precision {prior}, noise "
+                f"{deviation:g} and temperature {self.temperature:g}; give numbers nearer to 1."
+            )
+        return value
 
     def fit_prior(self, noise: bool = False, validation: Data | None = None) -> "Laplace":
         """Choose the prior precision, and change the posterior.
@@ -233,7 +241,9 @@ class Laplace:
             covariance = linear.covariance(arrays, powers) if joint else None
             generator = np.random.default_rng(seed)
             probabilities = outputs.probabilities(mean, variance, function, samples, generator)
-        return Predictive(mean, variance, probabilities, covariance)
+        result = Predictive(mean, variance, probabilities, covariance)
+        result.check()
+        return result
 
     def export(self, path: str | Path, *, node_limit: int = 20_000) -> None:
         """Write the model with one more output, ``variance``, which any runtime computes.
@@ -264,7 +274,17 @@ class Laplace:
     def _precisions(self, block: Block, prior: Prior | None = None) -> Float:
         """Return the eigenvalues of a block of ``P``, ``(g, d_in, d_out)``."""
         levels = block.levels(self.prior_precision if prior is None else prior)
-        return self._likelihood.scale(self.noise) * block.spectrum.eigenvalues + levels
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            scaled = self._likelihood.scale(self.noise) * block.spectrum.eigenvalues
+            precisions: Float = scaled + levels
+            if np.isfinite(precisions).all() and np.isfinite(1 / precisions).all():
+                return precisions
+        raise InputError(
+            f"the posterior of {', '.join(block.parameters)} has precisions or variances that are "
+            f"more than a number can hold, for prior_precision {levels.min():g} to "
+            f"{levels.max():g}, noise {self.noise:g} and temperature {self.temperature:g}; give "
+            f"numbers nearer to 1."
+        )
 
     def _powers(self, prior: Prior) -> dict[int, Float]:
         return {id(block): 1 / self._precisions(block, prior) for block in self.curvature.blocks}

@@ -19,6 +19,7 @@ from kfac_engine.curvature_result.curvature import Curvature
 from kfac_engine.curvature_result.gradient_forms import Gradients
 from kfac_engine.curvature_result.spectrum import Float
 from kfac_engine.engine.validation import batch_size
+from kfac_engine.errors import NonFiniteError
 from kfac_engine.system import memory_limits
 
 _BYTES = 8
@@ -42,6 +43,16 @@ class Predictive:
     variance: Array
     probabilities: Array | None = None
     covariance: Array | None = None
+
+    def check(self) -> None:
+        """Raise a NonFiniteError that names an array with NaN or infinity."""
+        for name in ("mean", "variance", "probabilities", "covariance"):
+            array = getattr(self, name)
+            if array is not None and not np.isfinite(array).all():
+                raise NonFiniteError(
+                    f"the {name} of the predictions has NaN or infinity; raise prior_precision, "
+                    f"choose another link, or check the inputs."
+                )
 
     def __repr__(self) -> str:
         """Return the number of predictions and the shapes."""

@@ -1,9 +1,13 @@
 """Wrong arguments of Laplace approximations have one clear error."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.laplace.links import LINKS, Logits
 from tests import models
 from tests.curvature_result.dense import dense, measured
 from tests.laplace.linear_regression import linear, regression
@@ -33,6 +37,61 @@ def curvature():
 def test_wrong_arguments_are_refused(curvature, options, message):
     with pytest.raises(ke.KfacError, match=message):
         ke.Laplace(curvature, **options)
+
+
+EXTREMES = [1e-320, 1e-300, 1e-160, 1e160, 1e300]
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    x, y = regression()
+    return measured(linear(), ({"input": x}, y), "normal")
+
+
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("option", ["prior_precision", "temperature", "noise"])
+def test_results_are_finite_or_refused(curvature, numbers, option, value):
+    chosen, links = (numbers, ["probit"]) if option == "noise" else (curvature, LINKS)
+    inputs = {"input": np.ones((2, 3 if option == "noise" else 4))}
+    posterior = ke.Laplace(chosen, **{option: value})
+    calls = [posterior.log_determinant, posterior.log_marginal_likelihood, posterior.eigenvalues]
+    calls += [partial(predicted, posterior, inputs, link) for link in links]
+    results = []
+    for call in [*calls, partial(posterior.sample, 2)]:
+        try:
+            found = call()
+        except (ke.InputError, ke.NonFiniteError) as error:
+            results.append(str(error))
+        else:
+            arrays = found.values() if isinstance(found, dict) else [found]
+            assert all(np.isfinite(array).all() for array in arrays)
+    assert all(re.search("nearer to 1|NaN or infinity", message) for message in results)
+
+
+def predicted(posterior, inputs, link):
+    prediction = posterior.predict(inputs, link, samples=5)
+    arrays = {"mean": prediction.mean, "variance": prediction.variance}
+    return arrays | ({} if prediction.probabilities is None else {"p": prediction.probabilities})
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e300])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_the_bridge_is_its_formula_at_every_scale(k, normalized, scale):
+    rng = np.random.default_rng(k)
+    mean, root = rng.standard_normal((4, k)), rng.standard_normal((4, k, k))
+    covariance = root @ root.swapaxes(1, 2) + np.eye(k)
+    found = LINKS["bridge_norm" if normalized else "bridge"](
+        Logits(mean, covariance * scale, True), 1, rng
+    )
+    for row, mu, S in zip(found, mean, covariance, strict=True):
+        a = S.sum(axis=1) / S.sum()
+        m, v = mu - a * mu.sum(), np.diag(S) - a * S.sum(axis=1)
+        if normalized:
+            c = v.mean() * scale / np.sqrt(k / 2)
+            m, v = m / np.sqrt(c), v / c
+        alpha = (1 - 2 / k + np.exp(m) * np.exp(-m).sum() / k**2) / v
+        np.testing.assert_allclose(row, alpha / alpha.sum(), rtol=1e-10)
 
 
 def test_block_needs_one_precision(curvature):
