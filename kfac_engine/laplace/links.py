@@ -97,6 +97,9 @@ def _dirichlet_mean(logits: Logits, *, normalized: bool) -> Float:
     shares = sums / sums.sum(axis=1)[:, None]
     mean = logits.mean - shares * logits.mean.sum(axis=1, keepdims=True)
     variances = logits.variances - sums * shares
+    # A difference below the rounding error of the variance is unknown.
+    rounding = k * np.finfo(np.float64).eps * logits.variances
+    variances = np.where(variances > rounding, variances, np.nan)
     if normalized:
         ratio = variances.mean(axis=1, keepdims=True) / np.sqrt(k / 2)
         mean, variances = mean / np.sqrt(ratio), variances / ratio
