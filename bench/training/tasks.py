@@ -1,5 +1,6 @@
 """The tasks: a model, its data, a loss and a batch size."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -123,6 +124,6 @@ def find_task(name: str) -> tuple[Task, int]:
     task = TASKS[key]
     if not separator:
         return task, task.batch
-    if not (size.isdecimal() and int(size) > 0):
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", size):
         raise InputError(f"task '{name}': the batch size after '@' must be a positive integer.")
     return task, int(size)

@@ -57,7 +57,7 @@ def _axes(
 ) -> dict[str, int] | None:
     pairs = [value.rpartition("=") for value in values]
     for name, _equals, axis in pairs:
-        if not name or not axis.removeprefix("-").isdecimal():
+        if not name or not re.fullmatch(r"-?\d{1,9}", axis):
             raise _unlike(parameter, name or axis)
     return {name: int(axis) for name, _equals, axis in pairs} or None
 

@@ -93,9 +93,12 @@ def find_rate(
     """Suggest a learning rate, from a short run whose rate grows."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, read_inputs
+    from kfac_engine.training.rate_finder import check_plot
 
     read = {"--data": files.data, "--targets": files.targets, "--inputs": files.inputs}
     check_files({"--plot": files.plot}, read, model)
+    if files.plot is not None:
+        check_plot(files.plot)
     with working("preparing the model"), shown_warnings():
         sample = None if files.inputs is None else read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(

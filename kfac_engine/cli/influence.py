@@ -132,26 +132,45 @@ def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> N
     import numpy as np
 
     rows = np.atleast_2d(scores)
-    order = np.argsort(-rows, axis=1, kind="stable")
     if as_json:
-        helpful, harmful = order[:, :top].tolist(), order[:, ::-1][:, :top].tolist()
+        highest, lowest = zip(*(extremes(row, top) for row in rows), strict=True)
         shape = list(scores.shape)
-        print_json({"shape": shape, "highest": helpful, "lowest": harmful, "out": str(out)})
+        print_json({"shape": shape, "highest": highest, "lowest": lowest, "out": str(out)})
         return
     if name == "self_scores":
-        pairs = [(str(i), f"{scores[i]:.4g}") for i in order[0, :top]]
+        pairs = [(str(i), f"{scores[i]:.4g}") for i in extremes(scores, top)[0]]
         print_table("examples with the largest self scores", ("example", " score"), pairs)
     else:
         heads = ("query", "highest scores: examples", "lowest scores: examples")
         entries = [
-            (str(q), _joined(places[:top]), _joined(places[::-1][:top]))
-            for q, places in enumerate(order[:_MOST_QUERIES])
+            (str(query), *(", ".join(map(str, places)) for places in extremes(row, top)))
+            for query, row in enumerate(rows[:_MOST_QUERIES])
         ]
         print_table("influence on the queries", heads, entries)
-        if len(order) > _MOST_QUERIES:
-            say(f"{len(order) - _MOST_QUERIES} more queries are in the file")
+        if len(rows) > _MOST_QUERIES:
+            say(f"{len(rows) - _MOST_QUERIES} more queries are in the file")
     say(f"written to {out}")
 
 
-def _joined(places: "Array") -> str:
-    return ", ".join(map(str, places))
+def extremes(scores: "Array", count: int) -> tuple[list[int], list[int]]:
+    """Return the places of the highest and of the lowest scores, in the order of a stable sort.
+
+    Only the scores that can be among them are sorted.
+
+    Args:
+        scores: One row of scores.
+        count: Number of places of each kind.
+
+    Returns:
+        The places of the highest scores, descending, and of the lowest scores, ascending. Of equal
+        scores, the first one comes first among the highest, and last among the lowest.
+    """
+    import numpy as np
+
+    count = min(count, len(scores))
+    ends = np.partition(scores, [count - 1, len(scores) - count])
+    high = np.flatnonzero(scores >= ends[-count])
+    low = np.flatnonzero(scores <= ends[count - 1])
+    highest = high[np.argsort(-scores[high], kind="stable")][:count]
+    lowest = low[np.argsort(-scores[low], kind="stable")][::-1][:count]
+    return highest.tolist(), lowest.tolist()

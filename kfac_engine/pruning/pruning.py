@@ -21,6 +21,8 @@ from kfac_engine.pruning.saliency import saliency
 
 # Method whose other weights move.
 _SURGEON = "obs"
+# Numbers of a pattern, which have few digits: Python reads no number of thousands of digits.
+_PATTERN = r"([1-9]\d{0,8}):([1-9]\d{0,8})"
 # Relative residual and number of iterations of conjugate gradients.
 _RESIDUAL, _ITERATIONS = 1e-8, 1000
 Mask = NDArray[np.bool_]
@@ -41,11 +43,11 @@ class Pattern:
     @classmethod
     def parsed(cls, text: str) -> "Pattern":
         """Return the pattern of a text such as ``"2:4"``; an InputError if it has another form."""
-        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text) if isinstance(text, str) else None
+        match = re.fullmatch(_PATTERN, text, re.ASCII) if isinstance(text, str) else None
         if match is None or int(match[1]) >= int(match[2]):
             raise InputError(
                 f"pattern must be a text such as '2:4', for at most 2 nonzero weights of 4 "
-                f"consecutive ones, got {text!r}."
+                f"consecutive ones, got {text!r:.80}."
             )
         return cls(int(match[1]), int(match[2]))
 

@@ -70,13 +70,9 @@ class RateSearch:
             InputError: The file has another ending, or cannot be written.
             BackendError: matplotlib is not installed.
         """
-        file = checked_path(path)
-        if file.suffix.lower() not in _FORMATS:
-            raise InputError(f"'{file}' must end in {', '.join(_FORMATS)}; name such a file.")
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            raise BackendError("plot needs matplotlib: pip install 'kfac-engine[plot]'.") from None
+        file = check_plot(path)
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, color="C0", alpha=0.35, label="batch")
@@ -87,6 +83,26 @@ class RateSearch:
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss after the step")
         axes.legend()
         write_rendered(file, partial(figure.savefig, format=file.suffix[1:].lower(), dpi=120))
+
+
+def check_plot(path: str | Path) -> Path:
+    """Return the file of a plot, after a check that it can be drawn.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: The file has another ending than ``.png``, ``.svg`` or ``.pdf``.
+        BackendError: matplotlib is not installed.
+    """
+    file = checked_path(path)
+    if file.suffix.lower() not in _FORMATS:
+        raise InputError(f"'{file}' must end in {', '.join(_FORMATS)}; name such a file.")
+    try:
+        import matplotlib.figure  # noqa: F401 # whether it is installed
+    except ModuleNotFoundError:
+        raise BackendError("plot needs matplotlib: pip install 'kfac-engine[plot]'.") from None
+    return file
 
 
 def find_rate(  # noqa: PLR0913 (the options of a run)

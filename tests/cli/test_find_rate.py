@@ -55,7 +55,7 @@ def test_kfac_is_said_to_need_no_rate(folder, capsys):
         (["--steps=3"], "steps must be a whole number of at least 20"),
         (["--lowest=2", "--highest=1"], "lowest must be below highest"),
         (["--plot=d.npz"], "would overwrite the file of --data"),
-        (["--plot=rates.txt", "--steps=20"], "must end in .png, .svg, .pdf"),
+        (["--plot=rates.txt", "--data=missing.npz"], "must end in .png, .svg, .pdf"),
     ],
 )
 def test_wrong_input_is_one_line_and_nothing_is_written(arguments, message, folder, capsys):

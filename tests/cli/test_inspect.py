@@ -282,9 +282,9 @@ def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys)
     (loss,) = report(model, "--loss", "normal", "--batch-axis", "x=1")["losses"]
     assert (loss["batch_axis"], loss["doubts"]) == (0, [])
     path = tmp_path / "model.onnx"
-    for wrong, said in (("x", "expected INPUT=AXIS"), ("x=one", "expected INPUT=AXIS")):
+    for wrong in ("x", "x=one", "x=", f"x={'9' * 5000}"):
         assert main(["inspect", str(path), "--batch-axis", wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert "expected INPUT=AXIS" in capsys.readouterr().err
     assert main(["inspect", str(path), "--loss", "normal", "--batch-axis", "z=1"]) == 2
     assert "batch_axes names 'z'" in capsys.readouterr().err
     net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="largest")

@@ -11,6 +11,7 @@ from scipy.special import softmax
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.cli.influence import extremes
 from tests import models
 from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, save_model, weights_of
 
@@ -170,6 +171,16 @@ def test_examples_without_queries_have_scores_for_themselves(data, capsys):
     expected = np.einsum("np,pq,nq->n", g, np.linalg.inv(F + 0.1 * np.eye(15)), g)
     close(np.load("s.npz")["self_scores"], expected)
     assert f"\n  {expected.argmax()}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 20])
+@pytest.mark.parametrize("ties", [False, True])
+def test_extremes_are_those_of_a_stable_sort(count, ties):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        scores = rng.integers(0, 4, 9).astype(float) if ties else rng.standard_normal(9)
+        order = np.argsort(-scores, kind="stable").tolist()
+        assert extremes(scores, count) == (order[:count], order[::-1][:count])
 
 
 def test_table_of_queries_fits_80_columns(data, capsys):
