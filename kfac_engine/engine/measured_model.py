@@ -1,6 +1,6 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kfac_engine._types import Array
@@ -78,7 +78,11 @@ class MeasuredModel(TrainableModel):
         return self._footprint.peak(batch_size)
 
     def require_memory(
-        self, inputs: Mapping[str, Array], *, statistics: bool = True, more: int = 0
+        self,
+        inputs: Mapping[str, Array],
+        *,
+        statistics: bool = True,
+        more: Callable[[], int] = lambda: 0,
     ) -> None:
         """Refuse a batch that does not fit into the available memory, before it is computed.
 
@@ -86,14 +90,14 @@ class MeasuredModel(TrainableModel):
             inputs: Input name to array.
             statistics: Whether the batch updates statistics and inverses; if not, only its gradient
                 is computed.
-            more: Bytes of further arrays that are allocated for the batch.
+            more: Returns the bytes of further arrays that are allocated for the batch.
 
         Raises:
             MemoryLimitError: The batch does not fit; the message names what would fit.
         """
         examples = unchecked(self._assembly, inputs, statistics=statistics)
         if examples:
-            (self._footprint if statistics else Footprint(self._assembly)).require(examples, more)
+            (self._footprint if statistics else Footprint(self._assembly)).require(examples, more())
 
     def ranks_report(self, ranks: int, batch_size: int = 1) -> RanksReport:
         """Return traffic, memory and work of one of several processes, without running the model.

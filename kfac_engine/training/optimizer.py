@@ -168,7 +168,8 @@ class Optimizer(Summarized, Sealed, ABC):
                 single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"),
                 self.engine.agreement.together(),
             ):  # fmt: skip
-                self._require_memory(inputs)
+                measures, more = self._measures, self._new_bytes
+                self.engine.require_memory(inputs, statistics=measures, more=more)
                 prepared = self._prepare(inputs, targets, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
@@ -281,11 +282,10 @@ class Optimizer(Summarized, Sealed, ABC):
             result = self.engine.gradients(inputs, targets, update_buffers=True)
         return result.loss, {name: result.gradients[name] for name in self._names}
 
-    def _require_memory(self, inputs: Mapping[str, Array]) -> None:
-        """Refuse a batch that does not fit, with the arrays that receive the new state."""
+    def _new_bytes(self) -> int:
+        """Return the bytes of the arrays that receive the first new parameters and state."""
         new = (self._parameters(), *(() if self._spare_slots else self._slots.values()))
-        more = sum(array.nbytes for arrays in new for array in arrays.values())
-        self.engine.require_memory(inputs, statistics=self._measures, more=more)
+        return sum(array.nbytes for arrays in new for array in arrays.values())
 
     def _new_slots(self) -> SlotArrays:
         """Return arrays that receive the new state: those of the state before the present one."""
