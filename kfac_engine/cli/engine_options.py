@@ -5,6 +5,7 @@ A field gives its option the name, the type and the default, and ``TEXTS`` the h
 when a command runs or shows its help, not before.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
