@@ -1,7 +1,7 @@
 # Everything runs in virtual environments of its own: Python >= 3.11 with pip is all a machine needs.
-#   make test    lint, types and tests, for each change       make demo    K-FAC on real data, with a picture
-#   make lint types    style, types          make clean    remove what these make
-#   make docs    the documentation site, in site/             make coverage    lines that the tests execute
+#   make test    lint, types and tests      make demo    K-FAC on real data, with a picture
+#   make lint types    style, types         make clean   remove what these make
+#   make docs    the documentation site, in site/          make coverage    lines that the tests execute
 #   make test-all SEED=1    all tests, on each kernel of OpenBLAS; tutorials; attacks with damaged files
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
