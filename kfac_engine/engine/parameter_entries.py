@@ -7,7 +7,6 @@ from kfac_engine._types import Array, Params
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.parameter_slices import ParameterSlice, describe
 from kfac_engine.layers.pieces import Piece
 
@@ -43,16 +42,20 @@ class ParameterEntries:
     def pieces(self, blocks: Mapping[Params, FisherBlock]) -> dict[str, tuple[Piece, ...]]:
         """Return the pieces of each parameter, in the order of its layers.
 
+        A weight has a piece for each part of the outputs that the graph reads apart.
+
         Args:
             blocks: The blocks of the layers, by their parameters.
         """
-        weights: dict[str, Packing | None] = {}
-        kinds: dict[str, str] = {}
+        pieces: dict[str, tuple[Piece, ...]] = {}
         for layer in self.layers:
-            weights[layer.parameters[0]] = blocks[block_key(layer)].packing
-            kinds |= dict.fromkeys(layer.parameters, layer.kind)
+            weight, *vectors = layer.parameters
+            name, part = self._owners[weight]
+            piece = Piece(part, layer.kind, blocks[block_key(layer)].packing)
+            pieces[weight] = piece.divided(self.shapes[name], layer.output_parts)
+            pieces |= {vector: (Piece(self._owners[vector][1], layer.kind),) for vector in vectors}
         return {
-            name: tuple(Piece(part, kinds[part.name], weights.get(part.name)) for part in parts)
+            name: tuple(piece for part in parts for piece in pieces[part.name])
             for name, parts in self._parts.items()
         }
 

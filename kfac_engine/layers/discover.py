@@ -13,6 +13,7 @@ from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.matchers import Matcher, match
 from kfac_engine.layers.merged_uses import merge_uses
+from kfac_engine.layers.output_parts import output_parts
 from kfac_engine.layers.parameter_slices import (
     ParameterSlice,
     ParameterView,
@@ -80,6 +81,10 @@ def discover(
             layers, reasons = _layers(context, groups)
             unfit = _partly_used(groups, layers, reasons)
             if not unfit:
+                layers = [
+                    replace(layer, output_parts=output_parts(graph, layer, shapes))
+                    for layer in layers
+                ]
                 return _complete(layers, groups, reasons | whole, trainable, views)
         whole |= unfit
 

@@ -43,6 +43,7 @@ class LayerMatch:
         options: Keyword arguments of the registration: formats, strides, padding.
         reason: The reason why a parameter has no layer; empty for layers.
         computed: Inputs that the graph does not compute, at most one for each use.
+        output_parts: Parts of the outputs that the graph reads apart: see ``output_parts``.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class LayerMatch:
     options: Mapping[str, object] = field(default_factory=dict)
     reason: str = ""
     computed: tuple[NewValue, ...] = ()
+    output_parts: tuple[Array, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ def find_parameter_views(
     ]
     moved_first = {name for node in moves for name in _operands(node)}
     # The positions of all entries take as much memory as the parameter: only create needed ones.
-    views = {name: _all_entries(name, shapes[name]) for name in parameters if name in moved_first}
+    wholes = {name: all_entries(shapes[name]) for name in parameters if name in moved_first}
+    views = {name: ParameterView(name, index, index.size) for name, index in wholes.items()}
     owners = tuple(views.values())
     for node in moves:
         operands = [views[name] for name in _operands(node) if name in views]
@@ -147,20 +148,26 @@ def is_move(node: Node, index: int, views: Mapping[str, ParameterView]) -> bool:
 
 
 def rearrange_entries(
-    entries: Array, node: Node, constants: Mapping[str, Array], shape: tuple[int, ...]
-) -> Array:
-    """Apply a node of ``RELAYS``, or a Slice with constant bounds, to an array.
+    entries: Array, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    """Apply a node that moves entries of its first operand to an array.
 
     Args:
         entries: Array in the shape of the operand.
         node: The node.
-        constants: Constants of the graph, by name.
-        shape: Shape of the result.
+        graph: The graph, with the constants that determine the places.
+        shapes: Shape of every value.
 
     Returns:
-        The result.
+        The results by name. Empty for another node, for one whose places are not constant, and for
+        one that repeats entries.
     """
-    return _MOVES[node.op](entries, node, constants, [shape])[0]
+    unknown = any(name not in graph.constants for name in node.inputs[1:] if name)
+    if not _moves(node) or node.op == "Concat" or (unknown and node.op in _BY_VALUE):
+        return {}
+    results = [shapes.get(name, ()) for name in node.outputs]
+    arrays = _MOVES[node.op](entries, node, graph.constants, results)
+    return dict(zip(node.outputs, arrays, strict=False))
 
 
 def split(
@@ -225,10 +232,10 @@ def _range(places: Array, size: int) -> str:
     return text if step == 1 else f"{text}:{step}"
 
 
-def _all_entries(name: str, shape: tuple[int, ...]) -> ParameterView:
+def all_entries(shape: tuple[int, ...]) -> Array:
+    """Return the row-major position of each entry of an array."""
     size = int(np.prod(shape, dtype=np.int64))
-    numbers = np.arange(size, dtype=np.int32 if size < 2**31 else np.int64)
-    return ParameterView(name, numbers.reshape(shape), size)
+    return np.arange(size, dtype=np.int32 if size < 2**31 else np.int64).reshape(shape)
 
 
 def _is_increasing(index: Array) -> bool:
@@ -262,14 +269,9 @@ def _moved(
     if node.op == "Concat":
         once = np.unique(view.index).size == view.index.size
         return {node.outputs[0]: view} if once else {}
-    results = [shapes.get(name, ()) for name in node.outputs]
-    unknown = any(name not in graph.constants for name in node.inputs[1:] if name)
-    if unknown and node.op in _BY_VALUE:
-        return {}
-    indices = _MOVES[node.op](view.index, node, graph.constants, results)
+    indices = rearrange_entries(view.index, node, graph, shapes)
     return {
-        name: ParameterView(view.parameter, index, view.size)
-        for name, index in zip(node.outputs, indices, strict=False)
+        name: ParameterView(view.parameter, index, view.size) for name, index in indices.items()
     }
 
 

@@ -5,17 +5,19 @@ or joined with other weights. The layer that reads the entries knows which of th
 output. A formula that treats weights as matrices asks their pieces.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.layers.batched_dense import StackedDensePacking
 from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.parameter_slices import ParameterSlice
+from kfac_engine.layers.parameter_slices import ParameterSlice, all_entries
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The entries of a parameter that one layer uses.
+    """The entries of a parameter that one layer uses, or one part of its outputs.
 
     Attributes:
         part: The entries.
@@ -41,6 +43,27 @@ class Piece:
         """
         assert self.packing is not None, "vectors have no matrices"
         return self.packing.matrices(self.part.read(array), array_module(array))
+
+    def divided(self, shape: tuple[int, ...], columns: Sequence[Array]) -> tuple["Piece", ...]:
+        """Divide the matrices of the weight by columns.
+
+        Args:
+            shape: Shape of the parameter.
+            columns: The columns of each new piece; empty for one piece with all of them.
+
+        Returns:
+            Pieces whose arrays are their matrices.
+        """
+        if self.packing is None or not columns:
+            return (self,)
+        matrices = self.matrices(all_entries(shape))
+        packing = StackedDensePacking("IO", has_bias=False)
+        return tuple(
+            Piece(
+                ParameterSlice(f"{self.part.name} part {i}", matrices[..., c]), self.kind, packing
+            )
+            for i, c in enumerate(columns)
+        )
 
     def array(self, matrices: Array, like: Array) -> Array:
         """Return an array in the shape and type of ``like``; the inverse of ``matrices``.

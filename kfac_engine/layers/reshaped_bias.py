@@ -6,9 +6,10 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.graph.analysis.rearrangements import RELAYS
-from kfac_engine.graph.structure import Node
 from kfac_engine.layers.match import MatchContext
 from kfac_engine.layers.parameter_slices import rearrange_entries
+
+_VIEWS = RELAYS | {"Slice"}
 
 
 def find_bias_behind_views(
@@ -27,9 +28,12 @@ def find_bias_behind_views(
     """
     features: Array = np.broadcast_to(numbers, context.shapes[value])
     user, position = context.only_user(value)
-    while user is not None and _is_view(context, user) and position == 0:
-        constants, shape = context.graph.constants, context.shapes[user.outputs[0]]
-        features = rearrange_entries(features, user, constants, shape)
+    # Omitted entries have no gradient.
+    while user is not None and user.op in _VIEWS and position == 0:
+        moved = rearrange_entries(features, user, context.graph, context.shapes)
+        if not moved:
+            return ()
+        features = moved[user.outputs[0]]
         user, position = context.only_user(user.outputs[0])
     if user is None or user.op != "Add":
         return ()
@@ -42,9 +46,3 @@ def find_bias_behind_views(
         np.broadcast_to(np.arange(count).reshape(shape), features.shape), features
     )
     return (bias,) if fits else ()
-
-
-def _is_view(context: MatchContext, node: Node) -> bool:
-    """Return whether a node only moves or omits entries; omitted entries have no gradient."""
-    known = all(name in context.graph.constants for name in node.inputs[1:] if name)
-    return not node.domain and (node.op in RELAYS or (node.op == "Slice" and known))

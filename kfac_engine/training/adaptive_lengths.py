@@ -50,7 +50,8 @@ class AdaptiveLengthUpdate:
     are updated by Adam.
 
     A matrix is that of a layer, whatever its layout in the file: see ``Piece.matrices``. Each group
-    of a convolution and each expert of a stack has a matrix of its own.
+    of a convolution, each expert of a stack and each part of the outputs that the graph reads apart
+    has a matrix of its own.
 
     Attributes:
         engine: The engine that preconditions.

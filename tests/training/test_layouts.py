@@ -4,118 +4,29 @@ A pair is two models of one function. Both begin with equal weights, and each ar
 model is a rearrangement of the arrays of the first.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-from onnx import helper, numpy_helper
 
 import kfac_engine as ke
+from tests.training.layout_pairs import (
+    EQUAL,
+    OPTIMIZERS,
+    QKV,
+    N,
+    Pair,
+    attention,
+    built,
+    by_svd,
+    columns,
+    difference,
+    draws,
+    gemm,
+    matmul,
+    node,
+    recurrence,
+    recurrent,
+)
 
-N, STEPS = 6, 3
-# Rounding, multiplied by condition numbers and by the iterations of Muon. ONNX Runtime has no
-# convolution and no LSTM in float64.
-EQUAL = {"float64": 1e-6, "float32": 1e-3}
-SINGLE = {"Conv", "ConvTranspose", "LSTM"}
-
-OPTIMIZERS = {
-    "kfac auto": lambda e: ke.KfacOptimizer(e),
-    "kfac": lambda e: ke.KfacOptimizer(e, 0.05, damping=0.1),
-    "muon": lambda e: ke.Muon(e, weight_decay=0.1),
-    "adam": lambda e: ke.Adam(e, 0.01),
-    "sgd": lambda e: ke.SGD(e, 0.01),
-}
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two models of one function.
-
-    Attributes:
-        x: Shape of an input.
-        y: Shape of an output.
-        one: Lines of the first model, such as ``"s = MatMul(x, W)"`` and further attributes.
-        weights: Shapes of the weights of the first model.
-        other: Lines of the second model.
-        rearranged: The weights of the second model from those of the first.
-    """
-
-    x: tuple[int, ...]
-    y: tuple[int, ...]
-    one: list
-    weights: dict[str, tuple[int, ...]]
-    other: list
-    rearranged: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
-
-    @property
-    def dtype(self):
-        single = any(n.op_type in SINGLE for n in [*self.one, *self.other])
-        return "float32" if single else "float64"
-
-
-def node(op, inputs, outputs, **attributes):
-    return helper.make_node(op, inputs.split(), outputs.split(), **attributes)
-
-
-def built(pair, nodes, weights):
-    integers = {
-        name: np.array(value)
-        for name, value in CONSTANTS.items()
-        if any(name in n.input for n in nodes)
-    }
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(pair.dtype))
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", element, ["n", *pair.x])],
-        [helper.make_tensor_value_info("y", element, ["n", *pair.y])],
-        [numpy_helper.from_array(v, n) for n, v in (weights | integers).items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-
-
-def draws(pair):
-    rng = np.random.default_rng(0)
-    shapes = pair.weights.items()
-    return {name: 0.5 * rng.standard_normal(s).astype(pair.dtype) for name, s in shapes}
-
-
-def trained(pair, nodes, weights, make):
-    """Return the weights after some steps."""
-    model = built(pair, nodes, weights)
-    engine = ke.Engine.from_onnx(model, loss="normal", threads=1, estimation_mode="exact")
-    optimizer, rng = make(engine), np.random.default_rng(1)
-    for _ in range(STEPS):
-        x, y = (rng.standard_normal((N, *s)).astype(pair.dtype) for s in (pair.x, pair.y))
-        optimizer.step({"x": x}, y)
-    return engine.parameters
-
-
-def difference(pair, make):
-    """Return the largest relative difference of the changes of a weight."""
-    start = draws(pair)
-    begin = {name: np.ascontiguousarray(v) for name, v in pair.rearranged(start).items()}
-    one = pair.rearranged(dict(trained(pair, pair.one, start, make)))
-    other = trained(pair, pair.other, begin, make)
-    assert one.keys() == other.keys()
-    changes = [(one[name] - begin[name], other[name] - begin[name]) for name in other]
-    assert all(np.abs(a).max() > 0 for a, _ in changes)
-    return max(np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in changes)
-
-
-CONSTANTS = {
-    "thirds": [2, 2, 2], "halves": [3, 3], "gates": [2, 2, 2, 2], "axis0": [0], "axis1": [1],
-    "from0": [0], "units": [2], "bias": [12], "end": [15], "shape": [4, 3],
-}  # fmt: skip
-
-# Attention without a softmax, so that queries, keys and values are three layers.
-ATTENTION = [
-    node("Transpose", "k", "kt", perm=[0, 2, 1]),
-    node("MatMul", "q kt", "scores"),
-    node("MatMul", "scores v", "y"),
-]
-QKV = [node("MatMul", f"x W{c}", c) for c in "qkv"]
 DENSE = [node("MatMul", "x W", "h"), node("Add", "h b", "s"), node("Tanh", "s", "y")]
 CONVOLUTION = [node("Conv", "x W", "h"), node("Tanh", "h", "y")]
 
@@ -123,49 +34,6 @@ CONVOLUTION = [node("Conv", "x W", "h"), node("Tanh", "h", "y")]
 def dense(other, rearranged):
     weights = {"W": (4, 3), "b": (3,)}
     return Pair((4,), (3,), DENSE, weights, other, rearranged)
-
-
-def attention(other, rearranged):
-    weights = {"Wq": (4, 2), "Wk": (4, 2), "Wv": (4, 2)}
-    return Pair((5, 4), (5, 2), QKV + ATTENTION, weights, other + ATTENTION, rearranged)
-
-
-def columns(w, *names):
-    return np.concatenate([w[name] for name in names], axis=1)
-
-
-def recurrence(transposed):
-    """Nodes of an LSTM with 2 units over the 3 tokens of an example, in products with all gates."""
-
-    def product(value, weight, result):
-        if transposed:
-            return node("Gemm", f"{value} {weight}", result, transB=1)
-        return node("MatMul", f"{value} {weight}", result)
-
-    nodes = [
-        node("Split", "x", "x0 x1 x2", axis=1, num_outputs=3),
-        *(node("Squeeze", f"x{t} axis1", f"in{t}") for t in range(3)),
-        node("Slice", "in0 from0 units axis1", "part"),
-        node("Sub", "part part", "h"),
-        node("Identity", "h", "c"),
-    ]
-    h, c = "h", "c"
-    for t in range(3):
-        nodes += [
-            product(f"in{t}", "W", f"a{t}"),
-            product(h, "R", f"r{t}"),
-            node("Add", f"a{t} r{t}", f"s{t}"),
-            node("Split", f"s{t} gates", f"i{t} o{t} f{t} g{t}", axis=1),
-            *(node("Sigmoid", f"{gate}{t}", f"s{gate}{t}") for gate in "iof"),
-            node("Tanh", f"g{t}", f"tg{t}"),
-            node("Mul", f"si{t} tg{t}", f"new{t}"),
-            node("Mul", f"sf{t} {c}", f"old{t}"),
-            node("Add", f"new{t} old{t}", f"c{t}"),
-            node("Tanh", f"c{t}", f"tc{t}"),
-            node("Mul", f"so{t} tc{t}", f"h{t}"),
-        ]
-        h, c = f"h{t}", f"c{t}"
-    return [*nodes, node("Identity", "h2", "y")]
 
 
 PAIRS = {
@@ -256,31 +124,20 @@ PAIRS = {
     "gates of a recurrence": Pair(
         (3, 4),
         (2,),
-        recurrence(transposed=False),
+        recurrence(matmul),
         {"W": (4, 8), "R": (2, 8)},
-        recurrence(transposed=True),
+        recurrence(gemm),
         lambda w: {"W": w["W"].T, "R": w["R"].T},
     ),
     "an LSTM": Pair(
         (3, 4),
         (2,),
-        recurrence(transposed=False),
+        recurrence(matmul),
         {"W": (4, 8), "R": (2, 8)},
-        [
-            node("Transpose", "x", "xt", perm=[1, 0, 2]),
-            helper.make_node("LSTM", ["xt", "W", "R"], ["", "h"], hidden_size=2),
-            node("Squeeze", "h axis0", "y"),
-        ],
+        recurrent("LSTM"),
         lambda w: {"W": w["W"].T[None], "R": w["R"].T[None]},
     ),
 }
-
-
-# One product with the joined weight is one layer, with the curvature of all its outputs.
-JOINED = attention(
-    [node("MatMul", "x W", "h"), node("Split", "h thirds", "q k v", axis=2)],
-    lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
-)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -288,12 +145,6 @@ JOINED = attention(
 def test_equal_functions_take_equal_steps(pair, optimizer):
     chosen = PAIRS[pair]
     assert difference(chosen, OPTIMIZERS[optimizer]) < EQUAL[chosen.dtype]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_layer_and_three_take_equal_steps_without_matrices_only(optimizer):
-    equal = difference(JOINED, OPTIMIZERS[optimizer]) < EQUAL[JOINED.dtype]
-    assert equal == (optimizer in ("adam", "sgd"))
 
 
 @pytest.mark.parametrize("optimizer", ["kfac auto", "muon"])
@@ -317,15 +168,6 @@ def test_a_run_resumes_with_equal_bits(pair, optimizer, tmp_path):
             resumed.step({"x": x}, y)
     for name, value in whole.engine.parameters.items():
         assert np.array_equal(value, resumed.engine.parameters[name])
-
-
-def by_svd(matrix):
-    """The polynomial of Muon on the singular values themselves."""
-    u, s, vt = np.linalg.svd(matrix.astype(float), full_matrices=False)
-    s = s / (np.sqrt((s**2).sum()) + 1e-7)
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return (u * s) @ vt
 
 
 STACKS = {
