@@ -95,7 +95,8 @@ def find_batch(
         if stuck and stuck[0].named and not candidate.named:
             break  # an axis with a symbol for the batch is the batch, even if only one size runs
         batch = probe.batch_along(candidate.axes, outputs)
-        if batch is None and candidate.is_declared:
+        # A size of one may run because it is broadcast, and then changes no output.
+        if candidate.is_declared and (batch is None or not _placed(batch, outputs)):
             batch = probe.batch_alone(candidate.axes, outputs)
         if batch is None:
             stuck.append(candidate)
