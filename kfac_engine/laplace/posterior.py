@@ -172,10 +172,6 @@ class Laplace:
         """
         flag("noise", noise)
         if validation is not None:
-            if not isinstance(validation, tuple | list) or len(validation) != 2:
-                raise InputError(
-                    f"validation must be a pair of inputs and targets, got {validation!r:.80}."
-                )
             if noise:
                 raise InputError("the noise is chosen by the evidence; leave validation out.")
             self.prior_precision = self._validated(

@@ -137,9 +137,12 @@ class Linearization:
         """Yield examples whose derivatives of layer outputs fit into the scratch memory."""
         assembly = self.curvature.layout.assembly
         batch, facts = assembly.task.batch, assembly.model.facts
-        present = set(inputs) if isinstance(inputs, Mapping) else set()  # refused by the model
-        axes = {name: axis for name, axis in batch.inputs.items() if name in present}
-        if batch.fixed or not axes:
+        arrays = {}
+        if isinstance(inputs, Mapping):
+            arrays = {n: np.asarray(a) for n, a in self.curvature.on_host(inputs).items()}
+        axes = {name: axis for name, axis in batch.inputs.items() if name in arrays}
+        refused = not axes or any(arrays[name].ndim <= axis for name, axis in axes.items())
+        if batch.fixed or refused:  # by the model
             yield inputs
             return
         (value,) = assembly.task.objective.inputs[:1]
@@ -149,8 +152,7 @@ class Linearization:
         outputs = prod(facts[value].shape) // batch.size
         scratch = assembly.collection.backend.scratch_bytes
         step = max(1, scratch // max(1, _BYTES * entries * outputs))
-        arrays = {name: np.asarray(array) for name, array in self.curvature.on_host(inputs).items()}
-        count = max((arrays[name].shape[axis] for name, axis in axes.items()), default=0)
+        count = max(arrays[name].shape[axis] for name, axis in axes.items())
         for start in range(0, max(count, 1), step):
             yield {
                 name: array[(slice(None),) * axes[name] + (slice(start, start + step),)]
