@@ -14,7 +14,7 @@ from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
 from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
-from kfac_engine.system.reading import check_file, exists
+from kfac_engine.system.reading import check_file, exists, names_folder
 from kfac_engine.system.writing import check_outputs, write_file
 
 # Returns the arrays of a file by name, a lone array under None.
@@ -100,7 +100,7 @@ def read_data(
     names = [entry.name for entry in graph.inputs]
     labels = {TARGETS, *graph.outputs} - {*names}
     data: Any = inputs
-    if inputs.is_dir():
+    if names_folder(inputs):
         arrays = first_shard(inputs, (*names, *labels))
     else:
         opened = read(inputs)

@@ -31,6 +31,7 @@ from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, Shard, 
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Targets
 from kfac_engine.system.arrays import map_arrays
+from kfac_engine.system.reading import names_folder
 
 Path: TypeAlias = str | os.PathLike[str]
 Data: TypeAlias = Path | Mapping[str, Any] | tuple[Any, Targets | Path] | Array | Iterable[Any]
@@ -176,7 +177,7 @@ class GivenBatches:
 
 def is_folder(data: object) -> TypeGuard[Path]:
     """Return whether data are the path of a folder."""
-    return is_path(data) and pathlib.Path(data).is_dir()
+    return is_path(data) and names_folder(pathlib.Path(data))
 
 
 def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> Batch | None:

@@ -70,6 +70,16 @@ def folder_members(path: Path) -> list[Path] | None:
         return sorted(path.iterdir()) if path.is_dir() else None
 
 
+def names_folder(path: Path) -> bool:
+    """Return whether a path names a folder.
+
+    Raises:
+        InputError: The path cannot be read.
+    """
+    with _explained(path):
+        return path.is_dir()
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
