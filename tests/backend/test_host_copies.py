@@ -19,14 +19,25 @@ COPIES = {
         "kfac_engine/backend/cuda/solvers.py",
         "kfac_engine/ranks/mpi.py",  # messages of an MPI that reads host memory only
     ),
-    "get()": ("kfac_engine/backend/threads.py", "kfac_engine/compat/mixins/collection.py"),
-    "item()": ("kfac_engine/autodiff/lowering/", "kfac_engine/graph/", "kfac_engine/layers/"),
+    "get()": (
+        "kfac_engine/backend/threads.py",
+        "kfac_engine/compat/mixins/collection.py",
+        "kfac_engine/datasets/shards.py",  # data of the user, which a checksum reads
+    ),
+    "item()": (
+        "kfac_engine/autodiff/lowering/",
+        "kfac_engine/autodiff/rules/",
+        "kfac_engine/graph/",
+        "kfac_engine/layers/",
+        "kfac_engine/training/history.py",  # numbers of records
+    ),
     "tolist()": (
         "kfac_engine/backend/cpu/blas.py",
         "kfac_engine/sessions/placement.py",
         "kfac_engine/autodiff/lowering/",
         "kfac_engine/autodiff/rules/",
         "kfac_engine/cli/",
+        "kfac_engine/datasets/",
         "kfac_engine/graph/",
         "kfac_engine/layers/",
         # A measured curvature is in float64 on the host.
@@ -40,6 +51,8 @@ COPIES = {
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
+        "kfac_engine/engine/rollback.py",
+        "kfac_engine/training/adaptive_lengths.py",
         "kfac_engine/training/curvature_updates.py",
     ),
 }

@@ -102,7 +102,8 @@ PAGES = """
 import click
 from kfac_engine.cli.app import app
 for name, command in {"": app, **app.commands}.items():
-    print(command.get_help(click.Context(command, info_name=name, terminal_width=80)))
+    settings = {**app.context_settings, "terminal_width": 80}
+    print(command.get_help(click.Context(command, info_name=name, **settings)))
 """
 
 

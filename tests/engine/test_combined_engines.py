@@ -118,8 +118,7 @@ def test_combined_bases_and_eigenvalues_of_ekfac_equal_those_of_the_whole_batch(
         for name, array in engine.precondition(gradients).items():
             np.testing.assert_allclose(array, wanted[name], rtol=1e-7, atol=1e-9)
         assert_same_averages(engine, whole)
-    layers = len(whole.layers)
-    assert processes.calls == [2 + layers, 2 + layers]  # the bases of the first update
+    assert processes.calls == [3, 3]  # one more for the bases of all layers, in the first update
 
 
 def test_parts_that_are_not_combined_differ_from_the_whole_batch():
