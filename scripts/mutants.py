@@ -26,9 +26,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import pkgutil
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -251,13 +249,10 @@ class Forks:
         self.result: dict[int, dict] = {}
 
     def pytest_runtestloop(self, session) -> bool:
-        import kfac_engine
-
-        # Once for all forks.
-        for module in pkgutil.walk_packages(kfac_engine.__path__, "kfac_engine."):
-            if not re.search(r"__main__|\.bench", module.name):
+        for path in sorted((ROOT / "kfac_engine").rglob("*.py")):  # once for all forks
+            if path.stem not in ("__init__", "__main__"):
                 with contextlib.suppress(Exception):  # an optional package is absent
-                    importlib.import_module(module.name)
+                    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         items = {item.nodeid: item for item in session.items}
         for number in self._reached:
             self.result[number] = self._outcome(number, items)
