@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias, TypeGuard
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.datasets.examples import Batch, ExampleAxes
@@ -190,7 +192,7 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
         pair: Whether data are known to be a pair.
     """
     inputs, targets = data, None
-    if pair or _is_pair(data, axes):
+    if pair or _is_pair(data, axes, labeled):
         inputs, targets = data
     elif is_path(data):
         arrays = map_arrays(pathlib.Path(data))
@@ -204,11 +206,24 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
     return named, _targets(targets, axes)
 
 
-def _is_pair(data: object, axes: ExampleAxes) -> bool:
-    """Return whether data are inputs and targets, in place of an iterable of batches."""
+def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:
+    """Return whether data are inputs and targets, in place of an iterable of batches.
+
+    Raises:
+        InputError: Targets are not needed, and a list of two arrays may be either.
+    """
     if not isinstance(data, tuple | list) or len(data) != 2 or isinstance(data[0], tuple | list):
         return False
     are_batches = all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data)
+    if isinstance(data, list) and not labeled and all(map(_is_array, data)):
+        first, second = (np.shape(array) for array in data)
+        axis = next(iter(axes.inputs.values()), 0)
+        if first[:axis] + first[axis + 1 :] == second[:axis] + second[axis + 1 :]:
+            raise InputError(
+                f"a list of two arrays of the shapes {first} and {second} may be inputs and "
+                f"targets or two batches; give inputs and targets as a tuple, batches as "
+                f"dictionaries of the inputs by name."
+            )
     return not are_batches
 
 

@@ -148,6 +148,8 @@ class Examples:
             most = max(1, _CHECKED_BYTES // min(len(shards), _CHECKED_SHARDS) // size)
             batch = self.batch([(shard, _evenly(self.counts[shard], most))])
             for name, array in _arrays(*batch).items():
+                if array.dtype.hasobject:
+                    continue  # the first step refuses it
                 checksum = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), checksum)
                 checksum = zlib.crc32(array.reshape(-1).view(np.uint8).data, checksum)
         return f"{self.total} examples with the checksum {checksum:08x}"

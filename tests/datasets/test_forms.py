@@ -178,6 +178,13 @@ def test_inputs_alone_are_data_where_no_targets_are_needed(form, engine, curvatu
         engine.evaluate(UNLABELED[form](tmp_path))
 
 
+def test_a_list_of_two_batches_of_inputs_is_not_a_pair(engine, curvature):
+    """Or the second batch would be lost as targets that nobody reads."""
+    for read in (engine.predict, measured, ke.Laplace(curvature).predict):
+        with pytest.raises(ke.InputError, match="two batches"):
+            read([X[:4], X[4:8]])
+
+
 def test_results_are_those_of_the_model_and_of_these_targets(engine, expected):
     assert expected["evaluate"][0] == pytest.approx(net.loss(net.weights(), X, Y), rel=1e-12)
     np.testing.assert_allclose(expected["predict"], net.forward(net.weights(), X)[1], **CLOSE)
