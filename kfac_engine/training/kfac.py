@@ -15,7 +15,7 @@ from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.rollback import require_finite, undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Targets
-from kfac_engine.training.adaptive_lengths import adaptive_lengths
+from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
@@ -339,8 +339,11 @@ class KfacOptimizer(Optimizer):
         super().restore(replace(part, arrays=arrays))
 
     def _numbers(self) -> dict[str, float]:
+        # The updates of "auto" have relative damping unless it is adapted; states of both differ.
+        kind = {} if isinstance(self._update, AdaptiveLengthUpdate) else {"relative": True}
         return {
             **super()._numbers(),
+            **(kind if self._relative else {}),
             "statistics": self._last.statistics,
             "start": self._last.start,
             "damping": float(self._damping),

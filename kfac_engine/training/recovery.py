@@ -12,7 +12,7 @@ from kfac_engine.arguments import whole
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
 from kfac_engine.system.deferred_signals import HeldInterrupts
-from kfac_engine.training.checkpoint import COUNTER, SavedState
+from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.weights import Weights
@@ -128,7 +128,8 @@ class Recovery:
         state = self._optimizer.state()
         self._weights = Weights.present(self._optimizer.engine).copy()
         self._saved = SavedState(
-            state.numbers,
+            # A roll-back keeps a learning rate that was set after the snapshot.
+            {name: value for name, value in state.numbers.items() if name != LEARNING_RATE},
             {
                 slot: {n: a.copy() for n, a in arrays.items()}
                 for slot, arrays in state.arrays.items()

@@ -71,6 +71,18 @@ def test_a_roll_back_makes_steps_smaller():
 
 
 @pytest.mark.rounding
+def test_a_roll_back_keeps_a_rate_that_was_set_after_the_snapshot():
+    optimizer = ke.SGD(engine(), 30.0)
+
+    def lower(record, _):
+        if record["step"] == 2:
+            optimizer.learning_rate = 25.0
+
+    history = run_quietly(optimizer, callbacks=[lower])
+    assert rolled_back(history)
+    assert optimizer.learning_rate == 25.0
+
+
 def test_auto_takes_shorter_updates_after_an_explosion():
     optimizer = ke.KfacOptimizer(engine(), update_length=0.1)
     optimizer.restrain()

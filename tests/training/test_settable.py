@@ -40,6 +40,17 @@ def test_every_attribute_that_can_be_set_is_part_of_the_state(make, tmp_path):
         assert np.array_equal(value, other.engine.parameters[name])
 
 
+@pytest.mark.parametrize("kinds", [(ke.RelativeDamping, float), (float, ke.RelativeDamping)])
+def test_a_state_with_damping_of_another_kind_is_refused(kinds, tmp_path):
+    one, other = (ke.KfacOptimizer(net.engine(), 0.1, damping=kind(0.2)) for kind in kinds)
+    one.save(tmp_path / "state")
+    with pytest.raises(ke.InputError, match="'relative'"):
+        other.load(tmp_path / "state")
+    again = ke.KfacOptimizer(net.engine(), 0.1, damping=kinds[0](0.3))
+    again.load(tmp_path / "state")
+    assert repr(again.damping) == repr(kinds[0](0.2))
+
+
 @pytest.mark.parametrize(
     ("saved", "present", "expected"),
     [(0.5, 0.1, 0.5), (abs, 0.1, 0.1), (0.5, abs, abs), (abs, abs, abs), (None, 0.1, 0.1)],
