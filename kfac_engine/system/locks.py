@@ -8,6 +8,8 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
+_ATTEMPTS = 100
+
 
 class FileLock:
     """The lock of a file that exists while a process holds the lock.
@@ -31,7 +33,7 @@ class FileLock:
         Raises:
             OSError: The file cannot be opened for writing.
         """
-        while True:
+        for _ in range(_ATTEMPTS):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             if lock(descriptor) is False:
                 holder = os.read(descriptor, 1000).decode(errors="replace")
@@ -40,6 +42,8 @@ class FileLock:
             if self._names(descriptor):
                 break
             os.close(descriptor)  # the holder before has removed the file
+        else:
+            return "other processes, one after another"
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
         self._descriptor = descriptor

@@ -1,6 +1,7 @@
 """The description of a run and of its factors, for the log: values that JSON can hold."""
 
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
@@ -22,6 +23,8 @@ Description: TypeAlias = dict[str, Any]
 # Matrices of more rows would delay the end of a run: their eigenvalues take cubic time.
 MOST_ROWS = 1024
 _LISTED = 64
+# In the text of an object; each process has another one.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PACKAGES = ("kfac-engine", "numpy", "scipy", "onnx", "onnxruntime")
 
 
@@ -78,7 +81,13 @@ def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
         for loss in objective.losses
         for tower in loss.towers
     ]
-    return {"loss": f"{objective.reduction} of {', '.join(losses)}", **data.contents()}
+    text = without_addresses(f"{objective.reduction} of {', '.join(losses)}")
+    return {"loss": text, **data.contents()}
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of objects without their addresses, equal in all processes."""
+    return _ADDRESS.sub("", text)
 
 
 def _attributes(loss: LossFunction) -> list[object]:

@@ -4,7 +4,6 @@ A run is a function of the seed, the data and the position: the order of the exa
 depends on the seed and the number of the epoch only. A resumed run therefore needs the position.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import run_data
 from kfac_engine.training.budget import Position, budget_of
-from kfac_engine.training.description import contents, describe
+from kfac_engine.training.description import contents, describe, without_addresses
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
@@ -40,8 +39,6 @@ from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
 _SGD_RATE = 0.01
-# In the text of an object; each process has another one.
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def _sgd(engine: Engine, learning_rate: Rate = _SGD_RATE, **options: Any) -> SGD:
@@ -151,7 +148,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
         options: Options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
         rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
         description = describe(chosen, asdict(budget) | rest)
-        arguments = _ADDRESS.sub("", f"{description['settings']} {sources.train.per_epoch}")
+        arguments = without_addresses(f"{description['settings']} {sources.train.per_epoch}")
         agreement.require_equal({"arguments of fit": arguments})
         if checkpoint is not None:
             options |= contents(chosen.engine, sources)

@@ -111,6 +111,12 @@ def normal(**changes):
     return ke.NormalMeanNegativeLogProbLoss("z", **changes)
 
 
+class Scaled(ke.NormalMeanNegativeLogProbLoss):
+    def __init__(self, *names):
+        super().__init__(*names)
+        self.helper = object()
+
+
 X, Y = net.batch(n=N)
 ROWS = np.eye(3)[Y]
 CHANGED = X.copy()
@@ -123,6 +129,10 @@ RESUMED = {
     "same validation": (BASE | {"validation": (X[:9], Y[:9])}, {}, None),
     "batches": (BASE | {"data": [(X, Y)]}, {}, None),
     "more epochs": (BASE, {"epochs": 3}, None),
+    "a loss with an object": (
+        BASE | {"data": (X, ROWS), "loss": Scaled("z", 0.5, "targets")},
+        {"loss": Scaled("z", 0.5, "targets")}, None,
+    ),
     "loss": (BASE | {"data": (X, ROWS), "loss": "normal"}, {"loss": normal(var=2.0)}, "loss"),
     "other loss": (BASE, {"data": (X, ROWS), "loss": "normal"}, "loss"),
     "another number of one example": (BASE, {"data": (CHANGED, Y)}, "data"),
@@ -160,6 +170,11 @@ def test_a_checkpoint_without_contents_is_resumed(monkeypatch):
     resumed = fit(net.model(), (X, Y), checkpoint="run", resume=True)
     assert resumed.records[: N // 16] == first.records
     assert len(resumed.records) == 2 * (N // 16)
+
+
+def test_data_without_numbers_are_one_error_with_a_checkpoint(folder):
+    with pytest.raises(ke.InputError):
+        fit(net.model(), (X, Y.astype(object)), checkpoint="run", epochs=1)
 
 
 def test_the_checksum_of_large_data_reads_a_bounded_part(monkeypatch):
