@@ -107,12 +107,12 @@ def dictionary(name: str, value: object, like: str) -> None:
 
 
 # Larger counters are not exact as floats.
-_MOST = 2**53
+_MOST_COUNTED = 2**53
 
 
 def is_count(value: object, least: int = 0) -> bool:
     """Return whether a value of a file is a whole number that a counter can have."""
-    return type(value) is int and least <= value <= _MOST
+    return type(value) is int and least <= value <= _MOST_COUNTED
 
 
 def is_amount(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -12,6 +12,9 @@ SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 _ALL = tuple(int(number) for number in signal.Signals)
+# Without the conversion to enumerations, which takes most of the time of a context.
+_handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 
 
 class _Handling(ABC):
@@ -32,10 +35,10 @@ class _Handling(ABC):
         if current_thread() is main_thread():
             try:
                 for number in self._numbers:
-                    older = signal.getsignal(number)
+                    older = _handler_of(number)
                     if self._replaces(older):
                         self._older[number] = older
-                        signal.signal(number, self._received)
+                        _set_handler(number, self._received)
             except BaseException:  # a signal that is not replaced yet
                 self._restore()
                 raise
@@ -51,7 +54,7 @@ class _Handling(ABC):
     def _put_back(self) -> None:
         self._over = True  # handlers that another signal leaves do what the older ones do
         for number, older in self._older.items():
-            signal.signal(number, older)
+            _set_handler(number, older)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         older = self._older[number]
@@ -60,7 +63,7 @@ class _Handling(ABC):
         elif callable(older):
             older(number, frame)
         else:
-            signal.signal(number, older)
+            _set_handler(number, older)
             signal.raise_signal(number)
 
     @abstractmethod

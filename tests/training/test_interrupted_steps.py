@@ -1,5 +1,6 @@
 """Ctrl-C at any place of a step leaves the state before the step or the state after it."""
 
+import gc
 import signal
 import sys
 from contextlib import suppress
@@ -29,7 +30,9 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def handler():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # Python ignores what a signal raises in a finalizer
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 
@@ -65,8 +68,9 @@ def test_a_signal_at_any_place_of_a_step_leaves_no_half_step(name, tmp_path):
     for place in range(3, calls, max(1, calls // PLACES)):
         stepping.load(before)
         with suppress(KeyboardInterrupt):
-            interrupted_at(place, lambda: stepping.step({"x": x[:20]}, y[:20]))
-            pytest.fail(f"the signal at call {place} of {calls} had no effect")
+            made = interrupted_at(place, lambda: stepping.step({"x": x[:20]}, y[:20]))
+            # Threads make a few calls more or less.
+            assert made <= place, f"the signal at call {place} of {made} had no effect"
         stepping.save(now)
         state = now.read_bytes()
         one_of = {before.read_bytes(): "before", after.read_bytes(): "after"}
