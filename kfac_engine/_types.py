@@ -45,7 +45,7 @@ class Rows:
                 another type.
         """
         if not all(hasattr(array, "dtype") for array in (self.indices, self.values)):
-            raise InputError("rows need indices (k,) and values (k, d), which are arrays.")
+            raise InputError("indices and values must be arrays of the shapes (k,) and (k, d).")
         if not isinstance(self.num_rows, Integral):
             raise InputError(f"num_rows must be a whole number, got {self.num_rows!r:.80}.")
         if self.values.ndim != 2 or self.indices.shape != self.values.shape[:1]:

@@ -171,8 +171,8 @@ class KFAC:
                 f"kl_clip={self._kl_clip:g} has no meaning for these gradients: a step along the "
                 f"natural gradient would lower the loss by {product / 2:.3g} for each example. "
                 f"If a gradient scaler multiplied the loss, call step(inputs, scaler=scaler). If "
-                f"the loss is a sum over the batch, take the mean. Scale targets of large numbers. "
-                f"kl_clip=None has no bound."
+                f"the loss is a sum over the batch, take the mean. Divide targets of large "
+                f"numbers by a constant, or pass kl_clip=None, which sets no bound."
             )
         return scale
 
@@ -191,7 +191,8 @@ class KFAC:
             old, new = (parts.get(name, "absent") for parts in (self._parts, now))
             if old != new:
                 raise InputError(
-                    f"part '{name}' of the module was {old} for KFAC, and is now {new}; {remedy}"
+                    f"part '{name}' of the module was {old} when KFAC was made, and is "
+                    f"{new} now; {remedy}"
                 )
         parameters = dict(self._module.named_parameters())
         layouts = self.matches.layouts.values()

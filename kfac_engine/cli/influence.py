@@ -99,7 +99,7 @@ def influence(
     from kfac_engine.system.arrays import map_arrays
 
     if files.queries is None and files.query_targets is not None:
-        raise InputError("--query-targets are those of --queries; give both.")
+        raise InputError("--query-targets needs --queries, the inputs of the same examples.")
     read = {
         "--curvature": files.curvature,
         "--inputs": files.inputs,

@@ -146,7 +146,7 @@ class Laplace:
             value = self._evidence(prior).value(prior, deviation)
         if not isfinite(value):
             raise InputError(
-                f"the evidence is more than a number can hold, for prior_precision {prior}, noise "
+                f"the evidence overflows float64 for prior_precision {prior}, noise "
                 f"{deviation:g} and temperature {self.temperature:g}; give numbers nearer to 1."
             )
         return value
@@ -276,8 +276,8 @@ class Laplace:
             if np.isfinite(precisions).all() and np.isfinite(1 / precisions).all():
                 return precisions
         raise InputError(
-            f"the posterior of {', '.join(block.parameters)} has precisions or variances that are "
-            f"more than a number can hold, for prior_precision {levels.min():g} to "
+            f"the posterior of {', '.join(block.parameters)} has precisions or variances that "
+            f"overflow float64 for prior_precision {levels.min():g} to "
             f"{levels.max():g}, noise {self.noise:g} and temperature {self.temperature:g}; give "
             f"numbers nearer to 1."
         )

@@ -158,8 +158,8 @@ def _by_pattern(curvature: Curvature, scores: Float, chosen: Mask, pattern: Patt
         count, inputs, outputs = matrices.shape
         if inputs % pattern.size:
             raise InputError(
-                f"{_name_at(curvature, matrices)} has {inputs} inputs for each output, which "
-                f"groups of {pattern.size} do not divide; leave it out of parameters=."
+                f"{_name_at(curvature, matrices)} has {inputs} inputs for each output, "
+                f"and {inputs} is not a multiple of {pattern.size}; leave it out of parameters=."
             )
         groups = matrices.reshape(count, -1, pattern.size, outputs)
         order = np.argsort(scores[groups], axis=2, kind="stable")
@@ -167,8 +167,8 @@ def _by_pattern(curvature: Curvature, scores: Float, chosen: Mask, pattern: Patt
         removed[np.take_along_axis(groups, smallest, axis=2)] = True
     if left.any():
         raise InputError(
-            f"{_name_at(curvature, np.flatnonzero(left))} has entries that are no weight of a "
-            f"layer, such as a bias or a scale, and pattern needs inputs; leave it out of "
+            f"{_name_at(curvature, np.flatnonzero(left))} is not only the weight of a layer: a "
+            f"bias or a scale has no inputs, and pattern= groups inputs; leave it out of "
             f"parameters=."
         )
     return removed

@@ -53,7 +53,7 @@ def first_nonfinite(
         readers = [node for node, _ in graph.consumers.get(name, ())]
         readers.sort(key=lambda node: node.op not in _STEEP)
         if readers:
-            return f"The first derivative that is not finite is {_of(name, readers[0])}"
+            return f"The first derivative that is not finite belongs to {_of(name, readers[0])}"
     return ""
 
 
@@ -96,14 +96,14 @@ def _described(node: Node) -> str:
 
 
 def _of(name: str, node: Node) -> str:
-    return f"that of {_described(node)} with respect to '{name}'{_cure(node)}"
+    return f"{_described(node)} with respect to '{name}'{_cure(node)}"
 
 
 def _cure(node: Node) -> str:
     if node.op not in _STEEP:
         return "; check the weights and inputs for huge numbers."
     return (
-        "; keep its operand away from the numbers at which it is infinite, such as zero: add a "
-        "small number to the operand, or select the operand with Where before the node, not the "
-        "result after it."
+        "; the result or derivative of this operator is infinite at some operands, such as zero: "
+        "add a small number to the operand, or replace the operand by a Where before the node. A "
+        "Where after the node does not help."
     )

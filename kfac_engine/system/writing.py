@@ -104,7 +104,7 @@ def check_outputs(
             continue
         obstacle = _obstacle(path, in_place=name in appended)
         if obstacle:
-            raise InputError(f"{name} '{path}' cannot be written; {obstacle}.")
+            raise InputError(f"{name} '{path}' cannot be written: {obstacle}.")
         identity = _identity(path)
         if identity is not None and identity in names:
             raise InputError(
@@ -184,7 +184,7 @@ def _obstacle(path: Path, *, in_place: bool) -> str:
             with _temporary(target, old):
                 pass
     except (OSError, ValueError) as failure:  # ValueError: a zero byte in the path
-        return f"name another file: {getattr(failure, 'strerror', None) or failure}"
+        return f"{getattr(failure, 'strerror', None) or failure}; name another file"
     return ""
 
 

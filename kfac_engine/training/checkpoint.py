@@ -199,7 +199,7 @@ def _number_differences(part: str, state: SavedState, there: Mapping[str, Any]) 
         least, most = state.bounds.get(name, (-inf, inf))
         value = there[name]
         if not (_fits(value, here[name]) and (name not in state.bounds or least <= value <= most)):
-            differences.append(f"'{name}' of the {part} is {value!r:.40} there")
+            differences.append(f"'{name}' of the {part} cannot be {value!r:.40}, as in the file")
     return differences
 
 

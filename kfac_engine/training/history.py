@@ -157,8 +157,8 @@ def check_entries(record: Record, before: Record, callback: str) -> None:
         entry = value if name == "refreshed" else _as_number(value)
         if entry is None or not isinstance(name, str):
             raise InputError(
-                f"the callback {callback} put {name!r:.80} = {value!r:.80} into a record; the "
-                f"entries of a record are numbers with a text as name."
+                f"the callback {callback} put {name!r:.80} = {value!r:.80} into a record; a name "
+                f"must be a string, and a value must be a number or None."
             )
         record[name] = entry
 

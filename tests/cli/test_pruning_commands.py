@@ -253,7 +253,7 @@ WRONG = {
     "negative count": (["prune", "a.onnx", A, "--count=-1"], "count must be"),
     "too large count": (["prune", "a.onnx", A, "--count=13"], "12 weights"),
     "unknown pattern": (["prune", "a.onnx", A, "--pattern=4:2"], "pattern must be"),
-    "pattern that divides no inputs": (["prune", "a.onnx", A, "--pattern=1:3"], "groups of 3"),
+    "pattern that divides no inputs": (["prune", "a.onnx", A, "--pattern=1:3"], "multiple of 3"),
     "unknown parameter": (["prune", "a.onnx", A, "--count=1", "--parameters=fc.weigth"],
                           "did you mean 'fc.weight'"),
     "one model": (["merge", "a.onnx", A], "two or more models"),

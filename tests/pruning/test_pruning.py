@@ -135,7 +135,7 @@ def test_zeros_are_inputs_of_each_output_in_every_layout_and_structure(layout, s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pattern": "2:4", "parameters": ["*"]}, "b has entries that are no weight of a layer"),
+        ({"pattern": "2:4", "parameters": ["*"]}, "b is not only the weight of a layer"),
         ({}, "pass one of sparsity, count, pattern"),
         ({"sparsity": 0.5, "count": 3}, "pass one of"),
         ({"sparsity": 1.0}, r"sparsity must be in \[0, 1\)"),

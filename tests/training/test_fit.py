@@ -340,7 +340,7 @@ def test_the_largest_part_of_a_budget_counts():
         ({"resume": True}, "resume=True needs the folder"),
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number"),
         ({"metrics": "loss"}, "metrics must be a list"),
-        ({"log": "missing/folder/run.jsonl"}, "cannot be written; name a file in an exist"),
+        ({"log": "missing/folder/run.jsonl"}, "cannot be written: name a file in an exist"),
     ],
 )
 def test_a_wrong_option_is_refused(data, changes, message):
