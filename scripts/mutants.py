@@ -27,6 +27,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +51,8 @@ AREAS = (
 # Environment variables of the processes under test.
 PLAN, ACTIVE, REACHED = "MUTANTS_PLAN", "MUTANTS_ACTIVE", "MUTANTS_REACHED"
 NO_MUTANT = -1
+# Of address space; a mutant may allocate without end.
+_MOST_BYTES = 16 << 30
 
 _PAIRS = (
     (ast.Lt, ast.LtE),
@@ -290,6 +293,7 @@ class Forks:
         from _pytest.runner import runtestprotocol
 
         os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
