@@ -161,7 +161,7 @@ class KFAC:
         return scale
 
     def _scale(self, result: Result) -> float:
-        """Return the factor that ``kl_clip`` allows; refuse gradients in another unit."""
+        """Return the factor by which ``kl_clip`` shrinks a step; refuse scaled gradients."""
         if self._kl_clip is None:
             return 1.0
         scale = result.clipped_rate(1.0, self._kl_clip)

@@ -11,7 +11,7 @@ SEED = int(os.environ["TEST_SEED"]) if os.environ.get("TEST_SEED") else None
 
 
 def nightly_but(gate: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: those that the gate runs, then the others, which have the marker."""
+    """Return the parameters of a test; all but those in ``gate`` are nightly."""
     others = [value for value in values if value not in gate]
     return [
         *(pytest.param(value, id=str(value)) for value in gate),

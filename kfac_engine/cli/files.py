@@ -80,7 +80,7 @@ def read_inputs(path: Path, model: Path) -> dict[str, Array]:
 def read_data(
     inputs: Path, targets: Path | None, model: Path, read: Reader = read_arrays
 ) -> tuple[dict[str, Array], Any]:
-    """Return the inputs of files, and the data of these files.
+    """Read input files; return the inputs by name, and inputs and targets as data for ``fit``.
 
     Args:
         inputs: The inputs: ``.npz`` keyed by input name, ``.npy`` for a model with one input, or a

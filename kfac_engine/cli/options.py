@@ -26,7 +26,7 @@ class _FilePath(click.Path):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> Path:
-        """Return the path of an argument."""
+        """Return the path that an argument of the command line names."""
         return checked_path(super().convert(str(checked_path(value)), param, ctx))
 
 

@@ -79,7 +79,7 @@ def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def naming(suspects: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Return a context that adds the inputs of ``not_finite`` to a ``NonFiniteError``."""
+    """Return a context whose ``NonFiniteError`` names the inputs with NaN or infinity."""
     try:
         yield
     except NonFiniteError as error:

@@ -107,7 +107,7 @@ class RunCheckpoint:
 
     @property
     def record_files(self) -> list[Path]:
-        """The files of records in the folder."""
+        """The files of the checkpoint that hold the records of its steps."""
         return [] if self.state_file is None else record_files(self.state_file.parent)
 
     def is_due(self, position: Position, epoch_ends: bool) -> bool:
