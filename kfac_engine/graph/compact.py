@@ -36,12 +36,14 @@ class CompactModel:
         copied: Constants that the message declares as external data; contiguous arrays.
         fed: Constants that the message declares as inputs, by name.
         nodes: Number of nodes.
+        reads_text: Whether an input is an array of text.
     """
 
     proto: bytes
     copied: Mapping[str, Array] = field(default_factory=dict)
     fed: Mapping[str, Array] = field(default_factory=dict)
     nodes: int = 0
+    reads_text: bool = False
 
 
 def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
@@ -81,7 +83,8 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
     model = build_model(nodes, declared, outputs, small, opset, name=name, domains=domains)
     model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())
     contiguous = {key: np.ascontiguousarray(array) for key, array in copied.items()}
-    return CompactModel(serialize(model), contiguous, fed, len(nodes))
+    texts = any(entry.dtype.kind in "OUST" for entry in declared)
+    return CompactModel(serialize(model), contiguous, fed, len(nodes), reads_text=texts)
 
 
 def _is_large(array: Array) -> bool:

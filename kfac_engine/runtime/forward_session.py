@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.random_ops import given_draws
+from kfac_engine.backend.memory_space import HOST
 from kfac_engine.graph.analysis.subgraph import read_by
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
+from kfac_engine.runtime.gpu_operators import for_gpu
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.placement import open_session
 from kfac_engine.sessions.session import Session
@@ -30,14 +32,17 @@ def open_forward(
         ``drawn``.
     """
     stored = context.stored
-    nodes = given_draws(graph.nodes, drawn)
-    blocked = to_blocked_layout(context, nodes, outputs, graph.constants)
+    nodes, constants = given_draws(graph.nodes, drawn), graph.constants
+    if context.memory_space is not HOST:
+        nodes, added = for_gpu(nodes, context.facts)
+        constants = {**constants, **added}
+    blocked = to_blocked_layout(context, nodes, outputs, constants)
     fed = {**stored, **drawn}
     message = compact_model(
         blocked.nodes,
         [*graph.inputs, *(Input(name, array.dtype, None) for name, array in fed.items())],
         outputs,
-        read_by(blocked.nodes, {**graph.constants, **blocked.constants}, excluded=stored),
+        read_by(blocked.nodes, {**constants, **blocked.constants}, excluded=stored),
         graph.opset,
         name=graph.name,
         domains=graph.domains,

@@ -20,6 +20,7 @@ from kfac_engine.sessions import session
 # Device type to its provider. The CPU provider runs the operators that the provider lacks.
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _NO_WAITING = "disable_synchronize_execution_providers"
+_ERRORS = 3
 _NO_MEMORY = "Failed to allocate memory"
 
 
@@ -58,12 +59,14 @@ class DeviceSession(session.Uncopied):
         self._fed = {name: memory_space.as_feed(array) for name, array in model.fed.items()}
         copied = session.host_values(model.copied)
         options.add_external_initializers(list(copied), list(copied.values()))
-        provider = _PROVIDERS[memory_space.kind]
-        if memory_space.kind == "cuda":
+        # ONNX Runtime 1.31 crashes where its provider for CUDA reads text.
+        kind = "cpu" if model.reads_text else memory_space.kind
+        provider = _PROVIDERS[kind]
+        if kind == "cuda":
             _load_libraries()
         # ONNX Runtime would add the provider for the CPU in any case.
         providers = [
-            (provider, _provider_options(memory_space)),
+            (provider, _provider_options(memory_space) if kind == "cuda" else {}),
             *{"CPUExecutionProvider"} - {provider},
         ]
         try:
@@ -223,11 +226,11 @@ class DeviceSession(session.Uncopied):
 def _load_libraries() -> None:
     """Load the CUDA libraries from their Python packages, which the linker does not search."""
     ort.preload_dlls()
+    # ONNX Runtime 1.31 warns at each session that its provider is not a plugin. Errors remain.
+    ort.set_default_logger_severity(_ERRORS)
 
 
 def _provider_options(memory_space: MemorySpace) -> dict[str, str]:
-    if memory_space.kind == "cpu":
-        return {}
     return {
         "device_id": str(memory_space.index),
         "user_compute_stream": str(memory_space.stream),
