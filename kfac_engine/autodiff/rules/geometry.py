@@ -104,9 +104,11 @@ def spread(
     """
     none = (0,) * len(window.kernel)
     exact = window.unit_strides and not window.ceil_mode
+    # On a GPU, ONNX Runtime runs a ConvTranspose with unequal padding on the CPU. Rows before the
+    # first pixel are therefore cropped, as those after the last one.
     seen = b.op(
         "ConvTranspose", g, weight, group=group,
-        pads=window.begins + (window.ends if exact else none),
+        pads=window.begins + window.ends if exact else 2 * none,
         strides=window.strides, dilations=window.dilations,
     )  # fmt: skip
     if exact:
@@ -114,11 +116,9 @@ def spread(
     # The windows may end before or after the last pixel, so the result is cropped to the image and
     # padded with zeros.
     pixels, axes = b.forward("Shape", x, start=2)[0], b.constant(window.axes)
-    if window.same:
-        begin = same_padding(b, window, x, y)[0]
+    if window.same or any(window.begins + window.ends) or window.ceil_mode:
+        begin = same_padding(b, window, x, y)[0] if window.same else b.constant(window.begins)
         seen = b.op("Slice", seen, begin, b.forward("Add", begin, pixels)[0], axes)
-    elif any(window.ends) or window.ceil_mode:
-        seen = b.op("Slice", seen, b.constant(none), pixels, axes)
     unseen = any(s - 1 > end for s, end in zip(window.strides, window.ends, strict=True))
     return _filled(b, seen, pixels, axes, none) if unseen else seen
 
