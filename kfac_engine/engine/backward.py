@@ -50,7 +50,10 @@ def reported_loss(trace: Trace, objective: Objective, examples: int | None = Non
         InputError: Targets are missing, or not possible observations.
         NonFiniteError: The loss is NaN or infinite.
     """
-    loss = objective.value(trace, examples=examples)
+    return _finite(objective.value(trace, examples=examples))
+
+
+def _finite(loss: float) -> float:
     if not isfinite(loss):
         raise NonFiniteError(
             f"the loss of the batch is {loss:g}; check the targets, the inputs and the parameters "
@@ -83,12 +86,11 @@ def run_backward(
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    loss = reported_loss(trace, objective, examples)
     ratio = None if outputs is None else objective.fisher_ratio(trace, examples=examples)
+    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, examples=examples)
+    _finite(loss)
     if outputs is None or ratio is None:
-        cotangents = objective.cotangents(trace, examples=examples)
         return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))
-    cotangents = objective.cotangents(trace, times=ratio, examples=examples)
     gradients, read = trace.vjp_pair(cotangents, parameters, outputs)
     for gradient in gradients.values():
         gradient *= 1 / ratio

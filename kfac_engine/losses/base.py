@@ -193,6 +193,15 @@ class LossFunction(LossOperations, ABC):
         """Return the sum of −log p of ``targets``, accumulated in float64."""
         return float(self.negative_log_probs(values, targets).sum(dtype=np.float64))
 
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
+        """Return ``negative_log_probs`` and ``gradient_of``, which may share their computation."""
+        return self.negative_log_probs(values, targets), self.gradient_of(values, targets)
+
+    def value_and_gradient(self, values: Values) -> tuple[float, dict[str, Array]]:
+        """Return ``value`` and ``gradient``, after one check of inputs and targets."""
+        terms, gradient = self.terms_and_gradient(values, self.check_targets(values))
+        return float(terms.sum(dtype=np.float64)), gradient
+
     def gradient(self, values: Values) -> dict[str, Array]:
         """Return the gradient of ``value``: for each input, an array of its shape and type."""
         return self.gradient_of(values, self.check_targets(values))

@@ -42,18 +42,20 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         self.logits = logits
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        z = values[self.logits]
-        xp = array_module(z)
-        # The linear part is exactly 0 for a large logit of the same sign as its target.
-        linear = xp.maximum(z, 0) - targets.astype(z.dtype) * z
-        result: Array = linear + xp.log1p(xp.exp(-abs(z)))
-        return result
+        return self.terms_and_gradient(values, targets)[0]
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        p, q = self._probs(values)
-        t = targets.astype(p.dtype)
+        return self.terms_and_gradient(values, targets)[1]
+
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
+        z = values[self.logits]
+        xp, t = array_module(z), targets.astype(z.dtype, copy=False)
+        e = xp.exp(-abs(z))
+        # The linear part is exactly 0 for a large logit of the same sign as its target.
+        terms = xp.maximum(z, 0) - t * z + xp.log1p(e)
+        p, q = _probabilities(z, e)
         # This is p − t, without cancellation for p close to t = 1.
-        return {self.logits: (1 - t) * p - t * q}
+        return terms, {self.logits: (1 - t) * p - t * q}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         p, _ = self._probs(values)
@@ -81,7 +83,11 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def _probs(self, values: Values) -> tuple[Array, Array]:
         """Return p and q = 1 − p, both to full relative precision."""
         z = values[self.logits]
-        xp = array_module(z)
-        e = xp.exp(-abs(z))
-        large, small = 1 / (1 + e), e / (1 + e)
-        return xp.where(z >= 0, large, small), xp.where(z >= 0, small, large)
+        return _probabilities(z, array_module(z).exp(-abs(z)))
+
+
+def _probabilities(z: Array, e: Array) -> tuple[Array, Array]:
+    """Return ``p`` and ``1 − p`` of logits z, for ``e = exp(−|z|)``."""
+    xp, positive, total = array_module(z), z >= 0, 1 + e
+    large, small = 1 / total, e / total
+    return xp.where(positive, large, small), xp.where(positive, small, large)

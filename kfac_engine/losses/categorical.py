@@ -10,6 +10,8 @@ amplifies such an error, because the gradient sums to zero along the null direct
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import numpy as np
@@ -52,19 +54,22 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         self.logits = logits
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        axis, log_p = self._axis(values), self._log_probs(values)
-        xp = array_module(log_p)
-        log_likelihood: Array = xp.take_along_axis(log_p, xp.expand_dims(targets, axis), axis=axis)
-        return -log_likelihood
+        return self.terms_and_gradient(values, targets)[0]
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        return self.terms_and_gradient(values, targets)[1]
+
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
         z, axis = values[self.logits], self._axis(values)
-        xp = array_module(z)
-        p, rest = _softmax(z, axis)
-        p_target = xp.take_along_axis(p, xp.expand_dims(targets, axis), axis=axis)
-        is_largest = xp.expand_dims(targets == z.argmax(axis=axis), axis)
-        q_target = xp.where(is_largest, rest, 1 - p_target)
-        return {self.logits: xp.where(_one_hot_rows(targets, z, axis), -q_target, p)}
+        xp, softmax = array_module(z), _Softmax.of(z, axis)
+        entries = _entries(targets, z, axis)
+        p, rest = softmax.probabilities()
+        log_rest = xp.log1p(softmax.rest)
+        terms = log_rest - softmax.shifted.take(entries).reshape(log_rest.shape)
+        p_target = p.take(entries)
+        q_target = xp.where(entries == softmax.largest, rest.reshape(entries.shape), 1 - p_target)
+        p.put(entries, -q_target)
+        return terms, {self.logits: p}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
@@ -103,7 +108,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         # Positions are independent, so the result depends on the logits (n, classes) of one
         # position.
         xp, one = array_module(z), z[tuple(position)]
-        p, rest = _softmax(one, axis=1)
+        p, rest = _Softmax.of(one, axis=1).probabilities()
         q = xp.where(one.argmax(axis=1) == class_index, rest[:, 0], 1 - p[:, class_index])
         root = xp.sqrt(p[:, class_index])
         column = -root[:, None] * p
@@ -146,11 +151,11 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
                 f"'{self.logits}' has {shape[axis]} classes, 0 to {shape[axis] - 1}."
             ).at("targets", where)
 
-    def _log_probs(self, values: Values) -> Array:
-        return _log_softmax(values[self.logits], self._axis(values))
+    def _softmax(self, values: Values) -> "_Softmax":
+        return _Softmax.of(values[self.logits], self._axis(values))
 
     def _probs(self, values: Values) -> Array:
-        return _softmax(values[self.logits], self._axis(values))[0]
+        return self._softmax(values).probabilities()[0]
 
     def _of_largest(self, values: Values, x: Array) -> Array:
         """Return the entry of x at the first of the most probable classes, with that axis."""
@@ -173,22 +178,21 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
     """
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        log_p = self._log_probs(values)
-        # Finite logits have finite log-probabilities, so the product never is 0·∞.
-        result: Array = -(targets.astype(log_p.dtype, copy=False) * log_p)
-        return result
+        return self.terms_and_gradient(values, targets)[0]
 
-    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
-        z, axis = values[self.logits], self._axis(values)
-        p, rest = _softmax(z, axis)
-        q = array_module(z).where(_one_hot_rows(z.argmax(axis=axis), z, axis), rest, 1 - p)
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
+        softmax = self._softmax(values)
+        p, rest = softmax.probabilities()
+        q = softmax.complements(p, rest)
+        # Finite logits have finite log-probabilities, so the product never is 0·∞.
+        terms = -(targets.astype(p.dtype, copy=False) * softmax.log_probabilities())
         t = targets.astype(np.float64)
         others = self._total(values, t) - t  # 1 − t for targets with the sum 1
-        return {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
+        return terms, {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         z = values[self.logits]
-        return _one_hot_rows(super().sample(values, rng), z, self._axis(values)).astype(z.dtype)
+        return _one_hot_rows(super().sample(values, rng), z, self._axis(values))
 
     def hits(self, values: Values, targets: Array) -> Array:
         return super().hits(values, targets.argmax(axis=self._axis(values)))
@@ -206,40 +210,63 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
             )
 
 
-def _log_softmax(z: Array, axis: int) -> Array:
-    """Return ``log softmax(z)``, which is finite for every finite z."""
-    shifted, _, rest = _weights(z, axis)
-    result: Array = shifted - array_module(z).log1p(rest)
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """Unnormalized probabilities, of which the largest is one.
+
+    Attributes:
+        shifted: Their logarithms.
+        weights: The unnormalized probabilities.
+        largest: Flat index of the first of the largest in each row, with the class axis removed.
+        rest: Sum of the others, with a class axis of size 1.
+    """
+
+    shifted: Array
+    weights: Array
+    largest: Array
+    rest: Array
+
+    @classmethod
+    def of(cls, z: Array, axis: int) -> "_Softmax":
+        """Return the softmax of logits with the classes on an axis."""
+        shifted = z - z.max(axis=axis, keepdims=True)
+        weights = array_module(z).exp(shifted)
+        largest = _entries(z.argmax(axis=axis), z, axis)
+        weights.put(largest, 0)
+        rest = weights.sum(axis=axis, keepdims=True)
+        weights.put(largest, 1)
+        return cls(shifted, weights, largest, rest)
+
+    def probabilities(self) -> tuple[Array, Array]:
+        """Return ``p``, and ``1 − p`` of the first largest p, the only p above ½."""
+        total = 1 + self.rest
+        return self.weights / total, self.rest / total
+
+    def log_probabilities(self) -> Array:
+        """Return ``log p``, which is finite for all finite logits."""
+        result: Array = self.shifted - array_module(self.rest).log1p(self.rest)
+        return result
+
+    def complements(self, p: Array, rest: Array) -> Array:
+        """Return ``1 − p`` of all classes, from ``probabilities``."""
+        q: Array = 1 - p
+        q.put(self.largest, rest)
+        return q
+
+
+def _entries(ids: Array, like: Array, axis: int) -> Array:
+    """Return the flat index in ``like`` of a class of each row, in the shape of ``ids``."""
+    xp, inner = array_module(like), prod(like.shape[axis + 1 :])
+    ids = ids.astype(np.int64, copy=False)  # uint64 would become float64
+    rows = xp.arange(ids.size).reshape(ids.shape)
+    if inner > 1:
+        return rows // inner * (inner * like.shape[axis]) + rows % inner + ids * inner
+    result: Array = rows * like.shape[axis] + ids
     return result
 
 
-def _softmax(z: Array, axis: int) -> tuple[Array, Array]:
-    """Return ``p = softmax(z)``, and ``1 − p`` of the first largest p, the only p above ½."""
-    _, weights, rest = _weights(z, axis)
-    return weights / (1 + rest), rest / (1 + rest)
-
-
-def _weights(z: Array, axis: int) -> tuple[Array, Array, Array]:
-    """Return the unnormalized probabilities, of which the largest is one.
-
-    Args:
-        z: Logits.
-        axis: Axis of the classes.
-
-    Returns:
-        Their logarithms, the weights, and the sum of all but the first of the largest.
-    """
-    xp = array_module(z)
-    shifted = z - z.max(axis=axis, keepdims=True)
-    weights = xp.exp(shifted)
-    largest = _one_hot_rows(z.argmax(axis=axis), z, axis)
-    rest = xp.where(largest, 0, weights).sum(axis=axis, keepdims=True)
-    return shifted, weights, rest
-
-
 def _one_hot_rows(ids: Array, like: Array, axis: int) -> Array:
-    """Return class ids as one-hot rows, booleans in the shape of ``like``."""
-    xp = array_module(like)
-    classes = xp.arange(like.shape[axis]).reshape([-1, *[1] * (like.ndim - 1 - axis)])
-    rows: Array = classes == xp.expand_dims(ids, axis)
+    """Return class ids as one-hot rows in the shape and element type of ``like``."""
+    rows: Array = array_module(like).zeros_like(like)
+    rows.put(_entries(ids, like, axis), 1)
     return rows

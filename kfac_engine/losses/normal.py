@@ -45,12 +45,15 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         self.var = float(var)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        error = self.errors(values, targets)
-        result: Array = error * error / (2 * self.var) + 0.5 * log(2 * pi * self.var)
-        return result
+        return self.terms_and_gradient(values, targets)[0]
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
         return {self.mean: self.errors(values, targets) / self.var}
+
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
+        error = self.errors(values, targets)
+        terms = error * error / (2 * self.var) + 0.5 * log(2 * pi * self.var)
+        return terms, {self.mean: error / self.var}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         mean = values[self.mean]
@@ -104,14 +107,16 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         self.variance = variance
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        error, s = self.errors(values, targets), values[self.variance]
-        result: Array = 0.5 * (error * error / s + array_module(s).log(2 * pi * s))
-        return result
+        return self.terms_and_gradient(values, targets)[0]
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        return self.terms_and_gradient(values, targets)[1]
+
+    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
         error, s = self.errors(values, targets), values[self.variance]
+        terms = 0.5 * (error * error / s + array_module(s).log(2 * pi * s))
         scaled = error / s
-        return {self.mean: scaled, self.variance: 0.5 * (1 / s - scaled * scaled)}
+        return terms, {self.mean: scaled, self.variance: 0.5 * (1 / s - scaled * scaled)}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         s = values[self.variance]

@@ -112,7 +112,13 @@ class Objective:
     def cotangents(
         self, values: Values, times: float = 1.0, *, examples: int | None = None
     ) -> dict[str, Array]:
-        """Return ``times`` times the gradient of ``value`` with respect to each loss input.
+        """Return ``times`` times the gradient of ``value``; see ``value_and_cotangents``."""
+        return self.value_and_cotangents(values, times, examples=examples)[1]
+
+    def value_and_cotangents(
+        self, values: Values, times: float = 1.0, *, examples: int | None = None
+    ) -> tuple[float, dict[str, Array]]:
+        """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
         Args:
             values: Loss inputs and targets by name.
@@ -120,17 +126,19 @@ class Objective:
             examples: As for ``value``.
 
         Returns:
-            Map from a loss input to a gradient of its shape.
+            The value in nats, and a map from a loss input to a gradient of its shape.
         """
-        total: dict[str, Array] = {}
+        total, cotangents = 0.0, dict[str, Array]()
         for loss in self.losses:
             for tower in loss.towers:
                 reduction_weight = self._gradient_weight(tower, values, examples)
+                value, gradients = tower.value_and_gradient(values)
+                total += loss.coefficient * reduction_weight * value
                 weight = times * loss.coefficient * reduction_weight
-                for name, gradient in tower.gradient(values).items():
+                for name, gradient in gradients.items():
                     part = weight * gradient
-                    total[name] = total[name] + part if name in total else part
-        return total
+                    cotangents[name] = cotangents[name] + part if name in cotangents else part
+        return total, cotangents
 
     def weights(self, values: Values, *, examples: int | None = None) -> tuple[float, ...]:
         """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.

@@ -380,3 +380,18 @@ def test_invalid_vectors_raise_error(use, message):
 def test_coefficient_must_be_finite_and_not_negative(coefficient):
     with pytest.raises(RegistrationError, match=r"'head'.*coefficient"):
         RegisteredLoss("head", (NORMAL("z"),), coefficient)
+
+
+@every_loss
+def test_value_and_gradient_check_once_and_have_the_bits_of_both(case, monkeypatch):
+    values, checked = case.values(), []
+    value, gradient = case.loss.value(values), case.loss.gradient(values)
+    check = type(case.loss).check_targets
+    monkeypatch.setattr(
+        type(case.loss), "check_targets", lambda self, v: checked.append(v) or check(self, v)
+    )
+    together = case.loss.value_and_gradient(values)
+    assert together[0] == value
+    for name, array in gradient.items():
+        np.testing.assert_array_equal(together[1][name], array)
+    assert len(checked) == 1
