@@ -12,7 +12,7 @@ from math import isfinite
 
 from kfac_engine._types import Array
 from kfac_engine.errors import KfacError, NonFiniteError
-from kfac_engine.losses.objective import Objective
+from kfac_engine.losses.objective import Counts, Objective
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.nonfinite import first_nonfinite
 from kfac_engine.runtime.trace import Trace
@@ -34,14 +34,13 @@ class BackwardResult:
     outputs: dict[str, Array] | None = None
 
 
-def reported_loss(trace: Trace, objective: Objective, examples: int | None = None) -> float:
+def reported_loss(trace: Trace, objective: Objective, counts: Counts | None = None) -> float:
     """Return the reduced loss of a batch; checks the targets and the loss.
 
     Args:
         trace: The batch.
         objective: The loss.
-        examples: Number of examples of the larger batch of which the batch is a shard; None if it
-            is the whole batch.
+        counts: Counts of the larger batch of which the batch is a part; None if it is the whole.
 
     Returns:
         The loss, finite.
@@ -50,7 +49,7 @@ def reported_loss(trace: Trace, objective: Objective, examples: int | None = Non
         InputError: Targets are missing, or not possible observations.
         NonFiniteError: The loss is NaN or infinite.
     """
-    return _finite(objective.value(trace, examples=examples))
+    return _finite(objective.value(trace, counts=counts))
 
 
 def _finite(loss: float) -> float:
@@ -67,7 +66,7 @@ def run_backward(
     objective: Objective,
     parameters: Sequence[str],
     outputs: Sequence[str] | None = None,
-    examples: int | None = None,
+    counts: Counts | None = None,
 ) -> BackwardResult:
     """Compute the loss of a batch and its gradients.
 
@@ -77,7 +76,7 @@ def run_backward(
         parameters: Names.
         outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
             modes, and if no statistics are due.
-        examples: As for ``reported_loss``.
+        counts: As for ``reported_loss``.
 
     Returns:
         Gradients of the parameters. Gradients of the outputs are included if the ratio between
@@ -86,8 +85,8 @@ def run_backward(
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    ratio = None if outputs is None else objective.fisher_ratio(trace, examples=examples)
-    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, examples=examples)
+    ratio = None if outputs is None else objective.fisher_ratio(trace, counts=counts)
+    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, counts=counts)
     _finite(loss)
     if outputs is None or ratio is None:
         return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))

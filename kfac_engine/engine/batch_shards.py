@@ -8,7 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.losses.objective import Objective
+from kfac_engine.losses.objective import Counts, Objective
 from kfac_engine.ranks.agreement import Agreement, checksums
 from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.ranks.shards import Rows
@@ -66,7 +66,7 @@ class BatchShards:
         trace: Trace,
         examples: int | None = None,
         equal: Mapping[str, str] | None = None,
-    ) -> int | None:
+    ) -> Counts:
         """Exchange the sizes of the shards of a batch; at times, compare the parameters.
 
         Args:
@@ -75,23 +75,24 @@ class BatchShards:
             equal: At most one value as for ``Agreement.require_equal``, in the same message.
 
         Returns:
-            Number of examples of the whole batch; ``examples`` for a single process.
+            Counts of the whole batch; if ``examples`` is given, of as many examples as it has.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
             RankError: Values of ``equal``, or parameters, differ between ranks.
             KfacError: A rank has failed.
         """
+        counts = self._objective.counts(trace)
         if self.alone:
-            return examples
-        count, equal = self._objective.examples(trace), dict(equal or {})
+            return counts if examples is None else counts.of(examples)
+        count, equal = int(counts.examples), dict(equal or {})
         if self._meetings % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
         self._meetings += 1
         sizes = count, self._objective.positions(trace), count if examples is None else examples
         table = self.agreement.vote(*sizes, *checksums(equal), place="sizes of shards")
         self.agreement.refuse_unequal(list(equal), table[:, 3:])
-        counts, positions, shards = table[:, :3].T
+        parts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
             self.agreement.refuse(
@@ -100,9 +101,9 @@ class BatchShards:
                     f"and rank 0 has {positions[0]:g}; pad the examples of all ranks to one length."
                 )
             )
-        self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
+        self.rows = Rows.of([int(n) for n in parts], self.communicator.rank)
         self.counts = tuple(int(n) for n in shards)
-        return sum(self.counts)
+        return counts.of(sum(self.counts))
 
     def total(self, number: float, place: str) -> float:
         """Meet all ranks, and return the sum of a number.

@@ -58,9 +58,8 @@ class CurvatureProducts:
             whole = shards.meet(trace, examples)
         measured = objective.examples(trace) if shards.alone else shards.rows.whole
         # Means do not depend on the number of examples, sums are proportional to it.
-        sums = objective.reduction == "sum" and whole is not None
-        ratio = whole / measured if sums and whole else 1.0
-        weights = objective.weights(trace, examples=None if shards.alone else measured)
+        ratio = whole.examples / measured if objective.reduction == "sum" else 1.0
+        weights = objective.weights(trace, counts=whole.of(measured))
         self._weights = tuple(ratio * weight for weight in weights)
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:

@@ -38,7 +38,7 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.validation import check_load, checked_extras
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.objective import Counts, Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
@@ -206,13 +206,13 @@ class Engine(Summarized, PreconditioningModel):
             self.prepare()
             with record("forward"):
                 trace = self.trace(inputs, targets)
-            examples = self._meet(trace)
+            counts = self._meet(trace)
             along = self._is_due and self.estimator.reads_gradients
             with record("backward"):
                 read = self.estimator.differentiated if along else None
-                backward = self._differentiate(trace, examples, read)
+                backward = self._differentiate(trace, counts, read)
             moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
-            update = self._measure_if_due(trace, examples, record, backward.outputs)
+            update = self._measure_if_due(trace, counts, record, backward.outputs)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
             loss, bound = self._distribution.meet(backward.loss, update, every)
             with undone_on_overflow(self.estimator, every, types, exp, bound):
@@ -249,12 +249,12 @@ class Engine(Summarized, PreconditioningModel):
         with single_threaded_blas(), self._together():
             self.require_memory(inputs)
             trace = self.trace(inputs, targets)
-            examples = self._meet(trace)
+            counts = self._meet(trace)
             with quiet():
                 if targets is not None:
                     with self._history.explain(), trace.explain():
                         reported_loss(trace, self.objective)
-                update = self._measure_if_due(trace, examples, Recorder())
+                update = self._measure_if_due(trace, counts, Recorder())
                 self._distribution.meet(0.0, update)
                 self._distribution.combine(update)
                 self.estimator.refreshes.run(self.counter)
@@ -278,9 +278,9 @@ class Engine(Summarized, PreconditioningModel):
         """
         with single_threaded_blas(), quiet(), self._together():
             self.require_memory(trace)
-            whole = self._meet(trace, examples)
+            counts = self._meet(trace, examples)
             self.estimator.refreshes.wait()
-            update = self._measure(trace, whole)
+            update = self._measure(trace, counts)
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
 
@@ -347,10 +347,10 @@ class Engine(Summarized, PreconditioningModel):
         with HeldInterrupts(), self._shards.together(), restored():
             yield
 
-    def _meet(self, trace: Trace, examples: int | None = None) -> int | None:
+    def _meet(self, trace: Trace, examples: int | None = None) -> Counts:
         """Exchange the sizes of shards, which determine the draws of random targets."""
         if self._shards.alone:
-            return examples
+            return self._shards.meet(trace, examples)
         settings = self.damping, self.schedule, self.estimator.cov_ema_decay
         state = f"{self.counter} {settings} {self.estimator.rng.bit_generator.state}"
         whole = self._shards.meet(trace, examples, {_STATE: state})
@@ -365,7 +365,7 @@ class Engine(Summarized, PreconditioningModel):
     def _measure_if_due(
         self,
         trace: Trace,
-        examples: int | None,
+        counts: Counts,
         record: Recorder,
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate | None:
@@ -373,17 +373,17 @@ class Engine(Summarized, PreconditioningModel):
         if not self._is_due:
             return None
         with record("statistics"):
-            return self._measure(trace, examples, trace.release, gradients)
+            return self._measure(trace, counts, trace.release, gradients)
 
     def _measure(
         self,
         trace: Trace,
-        examples: int | None,
+        counts: Counts,
         release: LetGo | None = None,
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         """Measure the statistics of a shard."""
-        scales = self.objective.fisher_scales(trace, examples=examples)
+        scales = self.objective.fisher_scales(trace, counts=counts)
         with self._history.explain(), trace.explain():
             return self.estimator.statistics.measure(
                 trace, scales=scales, release=release, propagated=gradients

@@ -29,7 +29,7 @@ from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.objective import Counts, Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples
@@ -197,9 +197,9 @@ class TrainableModel(Sealed):
         """
         with single_threaded_blas(), quiet(), self._shards.together():
             trace = self.trace(inputs, targets)
-            examples = self._shards.meet(trace)
+            counts = self._shards.meet(trace)
             with self._history.explain(), trace.explain():
-                loss = reported_loss(trace, self.objective, examples)
+                loss = reported_loss(trace, self.objective, counts)
             return self._shards.total(loss, "loss")
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
@@ -369,13 +369,13 @@ class TrainableModel(Sealed):
             return Result(loss, gradients, {}, self._notes(trace), ties=self._model.ties)
 
     def _differentiate(
-        self, trace: Trace, examples: int | None, outputs: Sequence[str] | None = None
+        self, trace: Trace, counts: Counts, outputs: Sequence[str] | None = None
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters = tuple(self._model.parameters)
         origin = origin_named(self._model, trace, self.objective)
         with quiet(), self._history.explain(), trace.explain(), origin:
-            backward = run_backward(trace, self.objective, parameters, outputs, examples)
+            backward = run_backward(trace, self.objective, parameters, outputs, counts)
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
 

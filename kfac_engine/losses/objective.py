@@ -11,9 +11,10 @@ batch_mean     sum / n             mean over n
 sum            sum                 mean over n, × n
 =============  ==================  ======================
 
-For a shard of a larger batch, n is the number of examples of the larger batch. The caller passes it
-as ``examples``. The loss of the larger batch is then the sum of the losses of its shards, and its
-gradient is the sum of their gradients. All shards must have the same number of positions t.
+For a part of a larger batch, n and the n·t predictions are those of the larger batch. The caller
+passes them as ``counts``. The loss of the larger batch is then the sum of the losses of its parts,
+and its gradient is the sum of their gradients. Parts may have different numbers of positions; n·t
+is then the sum of their predictions.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,27 @@ from kfac_engine.suggestions import suggestion
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
 Targets: TypeAlias = Array | Mapping[str, Array] | None
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The numbers by which reductions divide. Those of several parts of a batch can be added.
+
+    Attributes:
+        examples: Number of examples.
+        predictions: Number of predictions of each tower of each loss.
+    """
+
+    examples: float
+    predictions: tuple[float, ...]
+
+    def __add__(self, other: "Counts") -> "Counts":
+        pairs = zip(self.predictions, other.predictions, strict=True)
+        return Counts(self.examples + other.examples, tuple(one + two for one, two in pairs))
+
+    def of(self, examples: int) -> "Counts":
+        """Return the counts of a number of examples that have as many predictions each."""
+        return Counts(examples, tuple(n * examples / self.examples for n in self.predictions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +75,7 @@ class Objective:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the losses read, each once."""
-        towers = (tower for loss in self.losses for tower in loss.towers)
-        return tuple(dict.fromkeys(name for tower in towers for name in tower.inputs))
+        return tuple(dict.fromkeys(name for tower in self._towers for name in tower.inputs))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.
@@ -70,7 +91,7 @@ class Objective:
             InputError: ``targets`` is one array, but there are several losses.
             UnknownNameError: A key belongs to no loss.
         """
-        towers = [tower for loss in self.losses for tower in loss.towers]
+        towers = self._towers
         targeted = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
         by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
         if targets is None:
@@ -91,107 +112,99 @@ class Objective:
                 )
         return {names[name]: as_array(array) for name, array in targets.items()}
 
-    def value(self, values: Values, *, examples: int | None = None) -> float:
+    def value(self, values: Values, *, counts: Counts | None = None) -> float:
         """Return the reduced loss on the targets of a batch.
 
         Args:
             values: Loss inputs and targets by name.
-            examples: Number n of examples; None for the number of examples in the batch.
+            counts: Counts of the batch of which ``values`` are a part; None if they are the batch.
 
         Returns:
             The sum over the losses, each times its coefficient, in nats.
         """
-        parts = [
-            loss.coefficient * self._gradient_weight(tower, values, examples) * tower.value(values)
-            for loss in self.losses
-            for tower in loss.towers
-        ]
-        total: float = sum(parts)
+        weights = self.weights(values, counts=counts)
+        pairs = zip(weights, self._towers, strict=True)
+        total: float = sum(weight * tower.value(values) for weight, tower in pairs)
         return total
 
     def cotangents(
-        self, values: Values, times: float = 1.0, *, examples: int | None = None
+        self, values: Values, times: float = 1.0, *, counts: Counts | None = None
     ) -> dict[str, Array]:
         """Return ``times`` times the gradient of ``value``; see ``value_and_cotangents``."""
-        return self.value_and_cotangents(values, times, examples=examples)[1]
+        return self.value_and_cotangents(values, times, counts=counts)[1]
 
     def value_and_cotangents(
-        self, values: Values, times: float = 1.0, *, examples: int | None = None
+        self, values: Values, times: float = 1.0, *, counts: Counts | None = None
     ) -> tuple[float, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
         Args:
             values: Loss inputs and targets by name.
             times: Factor of the gradient.
-            examples: As for ``value``.
+            counts: As for ``value``.
 
         Returns:
             The value in nats, and a map from a loss input to a gradient of its shape.
         """
         total, cotangents = 0.0, dict[str, Array]()
-        for loss in self.losses:
-            for tower in loss.towers:
-                reduction_weight = self._gradient_weight(tower, values, examples)
-                value, gradients = tower.value_and_gradient(values)
-                total += loss.coefficient * reduction_weight * value
-                weight = times * loss.coefficient * reduction_weight
-                for name, gradient in gradients.items():
-                    part = weight * gradient
-                    cotangents[name] = cotangents[name] + part if name in cotangents else part
+        weights = self.weights(values, counts=counts)
+        for weight, tower in zip(weights, self._towers, strict=True):
+            value, gradients = tower.value_and_gradient(values)
+            total += weight * value
+            for name, gradient in gradients.items():
+                part = times * weight * gradient
+                cotangents[name] = cotangents[name] + part if name in cotangents else part
         return total, cotangents
 
-    def weights(self, values: Values, *, examples: int | None = None) -> tuple[float, ...]:
+    def weights(self, values: Values, *, counts: Counts | None = None) -> tuple[float, ...]:
         """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.
 
         Args:
             values: Loss inputs by name.
-            examples: As for ``value``.
+            counts: As for ``value``.
 
         Returns:
             For each tower, the coefficient of its loss times the weight of the reduction.
         """
-        return tuple(
-            loss.coefficient * self._gradient_weight(tower, values, examples)
-            for loss in self.losses
-            for tower in loss.towers
-        )
+        coefficients = (loss.coefficient for loss in self.losses for _ in loss.towers)
+        reduced = self._gradient_weights(counts or self.counts(values))
+        return tuple(k * weight for k, weight in zip(coefficients, reduced, strict=True))
 
-    def fisher_scales(self, values: Values, *, examples: int | None = None) -> dict[str, float]:
+    def fisher_scales(self, values: Values, *, counts: Counts | None = None) -> dict[str, float]:
         """Return the scale of the cotangents of each loss input for the Fisher matrix.
 
         The scale is the square root of the weight of the reduction in the Fisher matrix.
 
         Args:
             values: Loss inputs by name.
-            examples: As for ``value``.
+            counts: As for ``value``.
 
         Returns:
             Map from a loss input to its scale.
         """
-        return {
-            name: sqrt(self._fisher_weight(tower, values, examples))
-            for loss in self.losses
-            for tower in loss.towers
-            for name in tower.inputs
-        }
+        weights = self._fisher_weights(counts or self.counts(values))
+        pairs = zip(weights, self._towers, strict=True)
+        return {name: sqrt(weight) for weight, tower in pairs for name in tower.inputs}
 
-    def fisher_ratio(self, values: Values, *, examples: int | None = None) -> float | None:
+    def fisher_ratio(self, values: Values, *, counts: Counts | None = None) -> float | None:
         """Return the ratio of the source of mode ``empirical`` to the gradient of ``value``.
 
         Args:
             values: Loss inputs by name.
-            examples: As for ``value``.
+            counts: As for ``value``.
 
         Returns:
             The ratio; None if it differs between losses.
         """
-        ratios = {
-            sqrt(self._fisher_weight(tower, values, examples))
-            / self._gradient_weight(tower, values, examples)
-            for loss in self.losses
-            for tower in loss.towers
-        }
+        counts = counts or self.counts(values)
+        weights = self._fisher_weights(counts), self._gradient_weights(counts)
+        ratios = {sqrt(fisher) / gradient for fisher, gradient in zip(*weights, strict=True)}
         return ratios.pop() if len(ratios) == 1 else None
+
+    def counts(self, values: Values) -> Counts:
+        """Return the numbers by which the reductions of a batch divide."""
+        predictions = tuple(_predictions(tower, values) for tower in self._towers)
+        return Counts(self.examples(values), predictions)
 
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""
@@ -199,28 +212,38 @@ class Objective:
 
     def positions(self, values: Values) -> int:
         """Return the number of predictions of all losses for each example of a batch."""
-        towers = (tower for loss in self.losses for tower in loss.towers)
-        return sum(_predictions(tower, values) for tower in towers) // self.examples(values)
+        return sum(_predictions(tower, values) for tower in self._towers) // self.examples(values)
 
-    def _gradient_weight(
-        self, loss: LossFunction, values: Values, examples: int | None = None
-    ) -> float:
-        """Return the weight of the reduction in the gradient of one loss."""
-        batch, predictions = self.examples(values), _predictions(loss, values)
-        n = batch if examples is None else examples
-        # predictions = batch · t. A single division of integers gives exactly 1 / (n·t) for
-        # n = batch.
-        weights = {"mean": batch / (predictions * n), "batch_mean": 1 / n, "sum": 1.0}
-        return weights[self.reduction]
+    def corrections(self, used: Counts, right: Counts) -> tuple[float, ...]:
+        """Return the factors that replace counts by others in the weights of a gradient.
 
-    def _fisher_weight(
-        self, loss: LossFunction, values: Values, examples: int | None = None
-    ) -> float:
-        """Return the weight of the reduction in the Fisher matrix of one loss."""
-        batch, predictions = self.examples(values), _predictions(loss, values)
-        n = batch if examples is None else examples
-        weights = {"mean": batch / predictions, "batch_mean": 1.0, "sum": float(n)}
-        return weights[self.reduction]
+        Args:
+            used: Counts with which gradients were computed.
+            right: Counts of the batch.
+
+        Returns:
+            A factor for each tower of each loss.
+        """
+        pairs = zip(self._gradient_weights(used), self._gradient_weights(right), strict=True)
+        return tuple(new / old for old, new in pairs)
+
+    @property
+    def _towers(self) -> tuple[LossFunction, ...]:
+        return tuple(tower for loss in self.losses for tower in loss.towers)
+
+    def _gradient_weights(self, counts: Counts) -> tuple[float, ...]:
+        """Return the weight of the reduction in the gradient of each tower."""
+        if self.reduction == "mean":
+            return tuple(1 / n for n in counts.predictions)
+        weight = 1 / counts.examples if self.reduction == "batch_mean" else 1.0
+        return (weight,) * len(counts.predictions)
+
+    def _fisher_weights(self, counts: Counts) -> tuple[float, ...]:
+        """Return the weight of the reduction in the Fisher matrix of each tower."""
+        if self.reduction == "mean":
+            return tuple(counts.examples / n for n in counts.predictions)
+        weight = float(counts.examples) if self.reduction == "sum" else 1.0
+        return (weight,) * len(counts.predictions)
 
 
 def check_reduction(reduction: str) -> None:
