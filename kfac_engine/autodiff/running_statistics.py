@@ -1,6 +1,7 @@
 """Adds the updates of running statistics of normalizations in training form to a graph."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +34,44 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
     return replace(graph, nodes=tuple(nodes), constants={**graph.constants, **constants}), newest
 
 
+def joined_statistics(
+    graph: Graph, parts: Sequence[tuple[int, Mapping[str, Array]]]
+) -> dict[str, Array]:
+    """Return the running statistics after a batch from those after each of its parts.
+
+    All parts start from the same statistics. A mean after the batch is the mean over the parts. A
+    variance also contains the squared distances of the means of the parts: it is the variance of
+    the joined parts. Normalizations that share their statistics leave out these distances.
+
+    Args:
+        graph: The canonical graph.
+        parts: Number of examples and statistics after each part, at least one part.
+
+    Returns:
+        Name to statistic; new arrays for several parts.
+    """
+    if len(parts) == 1:
+        return dict(parts[0][1])
+    total = sum(examples for examples, _ in parts)
+
+    def mean(of: Callable[[Mapping[str, Array]], Array]) -> Array:
+        shares = [examples / total * of(after) for examples, after in parts]
+        return sum(shares[1:], shares[0])
+
+    joined = {name: mean(lambda after, n=name: after[n]) for name in parts[0][1]}  # type: ignore[misc] # of one argument
+    nodes = list(filter(_trains, graph.nodes))
+    readers = Counter(name for node in nodes for name in node.inputs)
+    for node in nodes:
+        first, second = (node.inputs[operand] for operand in STATISTICS)
+        if {first, second} <= joined.keys() and readers[first] == readers[second] == 1:
+            # A mean after a part has the mean of the part with the weight 1 − momentum.
+            share = 1 - _momentum(node)
+            center = joined[first]
+            spread = mean(lambda after, n=first, c=center: (after[n] - c) ** 2)  # type: ignore[misc] # of one argument
+            joined[second] = joined[second] + (spread / share if share else 0 * spread)
+    return {name: array.astype(parts[0][1][name].dtype) for name, array in joined.items()}
+
+
 def zeros_name(statistic: str, node: Node) -> str:
     """Return the name of the zeros that a normalization reads in place of a running statistic."""
     return f"{statistic} at {node.name}: zero"
@@ -42,14 +81,13 @@ def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
     """Yield a node and the nodes that update its statistics, whose names ``newest`` receives."""
-    training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
-    if node.domain or not training:
+    if not _trains(node):
         yield node
         return
     # ONNX Runtime 1.31 overwrites the old statistics, even in memory of the caller. The node
     # therefore reads zeros that no other node reads. Its result is (1 − momentum) times the
     # statistic of the batch.
-    momentum = float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))
+    momentum = _momentum(node)
     inputs, outputs, later = list(node.inputs), [*node.outputs, "", ""][:3], []
     for operand, result in STATISTICS.items():
         statistic = inputs[operand]
@@ -65,3 +103,12 @@ def _written(
         inputs[operand], outputs[result], newest[statistic] = zero, share, new
     yield replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
     yield from later
+
+
+def _trains(node: Node) -> bool:
+    training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
+    return bool(training) and not node.domain
+
+
+def _momentum(node: Node) -> float:
+    return float(str(node.attributes.get("momentum", _DEFAULT_MOMENTUM)))

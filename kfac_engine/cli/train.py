@@ -79,6 +79,7 @@ class Course:
     steps: int | None
     seconds: float | None
     batch_size: int
+    accumulate: int
     schedule: str
     metrics: Sequence[str] | None
     checkpoint_every: int | None
@@ -162,11 +163,16 @@ _COURSE = (
     Group.LENGTH.option(
         "--epochs", type=click.IntRange(min=1), help="Bound of the epochs; 10 without any bound."
     ),
-    Group.LENGTH.option("--steps", type=click.IntRange(min=1), help="Bound of the batches."),
+    Group.LENGTH.option("--steps", type=click.IntRange(min=1), help="Bound of the steps."),
     Group.LENGTH.option("--seconds", type=float, help="Bound of the time, validation included."),
     Group.OPTIMIZER.option(
         "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
-        help="Examples in a batch.",
+        help="Examples in a batch, or in a part of it with --accumulate.",
+    ),
+    Group.OPTIMIZER.option(
+        "--accumulate", type=click.IntRange(min=1), default=1, metavar="PARTS",
+        help="Parts of a step, computed one after the other: the step is that of a batch of "
+        "PARTS times --batch-size examples, in the memory of one part.",
     ),
     Group.OPTIMIZER.option(
         "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
@@ -322,6 +328,7 @@ def _fit(
             steps=course.steps,
             seconds=course.seconds,
             batch_size=course.batch_size,
+            accumulate=course.accumulate,
             validation=files.validation,
             metrics=course.metrics,
             schedule=course.schedule,

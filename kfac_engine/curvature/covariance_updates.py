@@ -7,7 +7,8 @@ from typing import Any
 from kfac_engine._types import Array
 from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PendingUpdate
+from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
+from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.sources import Sources, ThunkRound, Trace
 from kfac_engine.errors import UnsupportedError
 
@@ -67,6 +68,52 @@ class CovarianceUpdates:
         """
         alone = self.sources.alone
         return self._measured(self.updater, alone, trace, draws, scales, release, propagated)
+
+    def measure_part(
+        self,
+        sums: PartSums,
+        trace: Trace,
+        scales: Mapping[str, float],
+        bases: Sequence[FisherFactor] = (),
+    ) -> None:
+        """Measure a part of a batch for all factors; averages do not change.
+
+        Args:
+            sums: Receives the measurements.
+            trace: The part.
+            scales: Factors of cotangents.
+            bases: The factors of ``parts_of_bases``, to measure these only.
+
+        Raises:
+            KfacError: As for ``measure``.
+        """
+        updater = self._updater_of(iter(bases)) if bases else self.updater
+        alone = () if bases else self.sources.alone
+        singles = self.sources.measure_examples(alone, trace, None, scales)
+        stats: dict[str, Array] = {}
+        batch = self.sources.of_batch(updater.factors, trace, None, scales, stats)
+        if self.sources.mode.one_source:
+            updater.add_part(next(batch), sums)
+        else:
+            singles = [*updater.measure_sum(batch, singles, part=True).measured]
+        for factor, measurement in singles:
+            sums.add(factor, measurement)
+
+    @property
+    def parts_of_bases(self) -> tuple[FisherFactor, ...]:
+        """The factors whose first batch sets the bases of EKFAC; none after it."""
+        return self.updater.parts_of_bases
+
+    def set_bases(self, sums: PartSums) -> None:
+        """Set the first bases of EKFAC from measurements of ``parts_of_bases``."""
+        measured = sums.update(self.parts_of_bases).measured
+        if self.updater.combine is not None:
+            self.updater.combine([measurement for _, measurement in measured])
+        begin_bases(without_basis(self.updater.factors), dict(measured))  # type: ignore[arg-type] # Kronecker factors
+
+    def joined(self, sums: PartSums) -> PendingUpdate:
+        """Return the update by the batch whose parts have been measured."""
+        return sums.update((*self.updater.factors, *self.sources.alone))
 
     def update(
         self,

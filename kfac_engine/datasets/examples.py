@@ -91,6 +91,15 @@ class ExampleAxes:
                 )
         return count
 
+    def shapes(self, inputs: Mapping[str, Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the shapes of inputs without the axes of the examples, by name."""
+        shapes = []
+        for name in sorted(inputs):
+            shape, axis = np.shape(inputs[name]), self.inputs.get(name)
+            one = shape if axis is None else (*shape[:axis], *shape[axis + 1 :])
+            shapes.append((name, one))
+        return tuple(shapes)
+
     def part(self, inputs: Mapping[str, Array], targets: Targets, selection: Selection) -> Batch:
         """Return some examples of a batch.
 

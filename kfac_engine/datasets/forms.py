@@ -15,6 +15,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from math import ceil
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -112,6 +113,8 @@ class GivenBatches:
         share: The examples of a batch that this process has.
         passes: Number of times that the batches are read; 0 for an unknown number.
         labeled: As for ``batches_of``.
+        parts: Number of consecutive batches that ``steps`` takes as the parts of one; the last
+            ones of an epoch may be fewer.
 
     Raises:
         InputError: The object is no iterable, or is read again although it is an iterator.
@@ -125,6 +128,7 @@ class GivenBatches:
         *,
         passes: int = 0,
         labeled: bool = True,
+        parts: int = 1,
     ) -> None:
         if not isinstance(data, Iterable) or isinstance(data, bytes):
             raise InputError(
@@ -138,23 +142,28 @@ class GivenBatches:
                 f"cannot be read again; give a list, or an object whose __iter__ starts anew."
             )
         self._data, self._axes, self._share, self._labeled = data, axes, share, labeled
-        self.per_epoch: int | None = _length(data)
+        self._parts, length = parts, _length(data)
+        self.per_epoch = None if length is None else ceil(length / parts)
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the batches, without those of which this process has no example."""
         parts = (self._share.of_batch(batch, self._axes) for batch in self._batches(0))
         return (part for part in parts if self._share.size == 1 or self._axes.count(part[0]))
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from the batch ``start`` on.
+    def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
+        """Return the batches of the steps of an epoch from the step ``start`` on, as their parts.
 
         Raises:
             InputError: An entry is no batch, or has fewer examples than there are processes.
         """
-        for batch in self._batches(number, start):
-            if self._share.size > 1:
-                self._share.require(self._axes.check(*batch))
-            yield self._share.of_batch(batch, self._axes)
+        batches = self._batches(number, start * self._parts)
+        while parts := [self._shared(batch) for batch in islice(batches, self._parts)]:
+            yield parts
+
+    def _shared(self, batch: Batch) -> Batch:
+        if self._share.size > 1:
+            self._share.require(self._axes.check(*batch))
+        return self._share.of_batch(batch, self._axes)
 
     def _batches(self, number: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of all processes."""

@@ -9,6 +9,7 @@ last examples of one shard and the first of the next.
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TypeAlias
 
 import numpy as np
@@ -180,6 +181,9 @@ class ShuffledBatches:
         seed: Seed of the orders.
         chosen: Numbers of the examples of each shard that take part; None for all.
         share: The examples of a batch that this process has.
+        parts: Number of parts of a batch in ``steps``. They have consecutive examples, whose
+            numbers differ by one at most; a batch of fewer examples than ``batch_size`` has fewer
+            parts.
     """
 
     def __init__(
@@ -189,20 +193,24 @@ class ShuffledBatches:
         seed: int,
         chosen: Sequence[Array] | None = None,
         share: Share = WHOLE,
+        parts: int = 1,
     ) -> None:
         check_divisible(examples.axes)
         self._examples, self._seed, self._chosen = examples, seed, chosen
         self._share = share
         self._counts = examples.counts if chosen is None else tuple(map(len, chosen))
         self._size = min(batch_size, sum(self._counts))
-        share.require(self._size)
+        count = ceil(parts * self._size / batch_size)
+        self._cuts = [Share(index, count) for index in range(count)]
+        share.require(self._size // count)
         self.per_epoch: int | None = sum(self._counts) // self._size
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from the batch ``start`` on."""
+    def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
+        """Return the batches of an epoch from the batch ``start`` on, each as its parts."""
         parts = self._parts(number, start * self._size)
-        batches = full_batches(parts, self._size)
-        return (self._examples.batch(self._share.of_parts(batch)) for batch in batches)
+        for batch in full_batches(parts, self._size):
+            pieces = (self._share.of_parts(cut.of_parts(batch)) for cut in self._cuts)
+            yield [self._examples.batch(piece) for piece in pieces]
 
     def _parts(self, epoch: int, skip: int) -> Iterator[tuple[int, Array]]:
         """Yield shards with their examples in the order of an epoch, without the first ones."""

@@ -33,6 +33,18 @@ class BackwardResult:
     gradients: dict[str, Array]
     outputs: dict[str, Array] | None = None
 
+    def plus(self, other: "BackwardResult") -> "BackwardResult":
+        """Return the sum of the losses and gradients of two parts; the arrays are reused."""
+        for name, gradient in other.gradients.items():
+            self.gradients[name] += gradient
+        return BackwardResult(self.loss + other.loss, self.gradients)
+
+    def times(self, factor: float) -> "BackwardResult":
+        """Return the product of loss and gradients with a number; the arrays are reused."""
+        for gradient in self.gradients.values():
+            gradient *= factor
+        return BackwardResult(self.loss * factor, self.gradients)
+
 
 def reported_loss(trace: Trace, objective: Objective, counts: Counts | None = None) -> float:
     """Return the reduced loss of a batch; checks the targets and the loss.

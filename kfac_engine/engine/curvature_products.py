@@ -7,7 +7,9 @@ from numpy.typing import NDArray
 
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
-from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer, Vectors
+from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer as _Computer
+from kfac_engine.curvature.products import Vectors
+from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.model_arrays import ModelArrays
@@ -38,28 +40,28 @@ class CurvatureProducts:
     Args:
         assembly: The model with its losses.
         arrays: Converts arrays of the model.
-        trace: The batch. The Hessian matrix needs its targets.
+        traced: The batch. The Hessian matrix needs its targets.
         shards: The shards of the batch.
-        examples: Number of examples of the batch, if the trace has a part of them.
+        examples: Number of examples of the batch, if the traces have a part of them.
     """
 
     def __init__(
         self,
         assembly: Assembly,
         arrays: ModelArrays,
-        trace: Trace,
+        traced: TracedParts,
         shards: BatchShards,
         examples: int | None = None,
     ) -> None:
         self._assembly, self._model = assembly, assembly.model
-        self._arrays, self._trace, self._shards = arrays, trace, shards
+        self._arrays, self._traced, self._shards = arrays, traced, shards
         objective = assembly.task.objective
         with shards.together():
-            whole = shards.meet(trace, examples)
-        measured = objective.examples(trace) if shards.alone else shards.rows.whole
+            traced.count(shards, shards.meet, examples)
+        whole, measured = traced.counts, traced.rows[0].whole
         # Means do not depend on the number of examples, sums are proportional to it.
         ratio = whole.examples / measured if objective.reduction == "sum" else 1.0
-        weights = objective.weights(trace, counts=whole.of(measured))
+        weights = objective.weights({}, counts=whole.of(measured))
         self._weights = tuple(ratio * weight for weight in weights)
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
@@ -77,7 +79,7 @@ class CurvatureProducts:
             NonFiniteError: An array or the product contains NaN or infinity.
             UnsupportedOpError: An operator cannot be differentiated twice.
         """
-        return self._multiply(vector, self._computer(self._names).multiply_fisher)
+        return self._multiply(vector, _Computer.multiply_fisher)
 
     def multiply_ggn(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the generalized Gauss–Newton matrix times a vector.
@@ -94,7 +96,7 @@ class CurvatureProducts:
             UnsupportedError: A loss does not read natural parameters.
             KfacError: As for ``multiply_fisher``.
         """
-        return self._multiply(vector, self._computer(self._names).multiply_ggn)
+        return self._multiply(vector, _Computer.multiply_ggn)
 
     def multiply_hessian(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Hessian matrix of the loss on the targets of the batch, times a vector.
@@ -109,7 +111,7 @@ class CurvatureProducts:
             InputError: The trace has no targets.
             KfacError: As for ``multiply_fisher``.
         """
-        return self._multiply(vector, self._computer(self._names).multiply_hessian)
+        return self._multiply(vector, _Computer.multiply_hessian)
 
     def quadratic_forms(self, *vectors: Mapping[str, Array]) -> NDArray[np.float64]:
         """Return ``vᵢᵀ F vⱼ`` for all pairs of vectors, with ``F`` the Fisher matrix.
@@ -131,12 +133,17 @@ class CurvatureProducts:
             raise InputError("give one vector at least, and all vectors with the same parameters.")
         with single_threaded_blas(), quiet(), self._shards.together():
             checked = [self._checked(vector) for vector in vectors]
-            computer = self._computer(tuple(checked[0]))
-            images = [
-                computer.multiply_fisher_factor_transpose(tuple(vector.values()))
-                for vector in checked
-            ]
-            forms = np.array([[_inner(one, other) for other in images] for one in images])
+            forms = np.zeros((len(checked), len(checked)))
+
+            def add(trace: Trace) -> None:
+                computer = self._computer(trace, tuple(checked[0]))
+                images = [
+                    computer.multiply_fisher_factor_transpose(tuple(vector.values()))
+                    for vector in checked
+                ]
+                forms[...] += [[_inner(one, other) for other in images] for one in images]
+
+            self._traced.each(add)
             self._sum([forms])
         return forms
 
@@ -146,16 +153,15 @@ class CurvatureProducts:
     def _names(self) -> tuple[str, ...]:
         return tuple(self._model.parameters)
 
-    def _computer(self, names: Sequence[str]) -> CurvatureMatrixVectorProductComputer:
-        collection = self._assembly.collection
-        return CurvatureMatrixVectorProductComputer(collection, names, self._trace, self._weights)
+    def _computer(self, trace: Trace, names: Sequence[str]) -> _Computer:
+        return _Computer(self._assembly.collection, names, trace, self._weights)
 
     def _checked(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         backend = self._assembly.collection.backend
         return checked_vectors(self._model, backend, vector, "the vector of")
 
     def _multiply(
-        self, vector: Mapping[str, Array], product: Callable[[Vectors], Sequence[Array]]
+        self, vector: Mapping[str, Array], multiply: Callable[[_Computer, Vectors], Sequence[Array]]
     ) -> dict[str, Array]:
         with single_threaded_blas(), quiet(), self._shards.together():
             checked = self._checked(vector)
@@ -163,14 +169,21 @@ class CurvatureProducts:
                 checked[name] if name in checked else np.zeros_like(parameter)
                 for name, parameter in self._model.parameters.items()
             ]
-            products = self._arrays.for_backend(
-                dict(zip(self._names, product(arrays), strict=True))
-            )
+            products: dict[str, Array] = {}
+
+            def add(trace: Trace) -> None:
+                with trace.explain():
+                    product = multiply(self._computer(trace, self._names), arrays)
+                    of_part = self._arrays.for_backend(dict(zip(self._names, product, strict=True)))
+                    check_finite(of_part, self._model.memory_space, "the product of")
+                for name, array in of_part.items():
+                    products[name] = products[name] + array if name in products else array
+
+            self._traced.each(add)
             if not self._shards.alone:
                 products = {name: array.copy() for name, array in products.items()}
             self._sum(list(products.values()))
-            with self._trace.explain():
-                check_finite(products, self._model.memory_space, "the product of")
+            check_finite(products, self._model.memory_space, "the product of")
         return self._model.to_file_layout(products)
 
     def _sum(self, arrays: Sequence[Array]) -> None:

@@ -234,8 +234,9 @@ class Distribution(ABC):
     def _weigh(self, measurements: Sequence[Measurement]) -> None:
         rows = self._shards.rows
         for measurement in measurements:
-            measurement.weigh(rows.count / rows.whole)
-            measurement.examples = rows.whole
+            if not measurement.weighed:
+                measurement.weigh(rows.count / rows.whole)
+                measurement.examples = rows.whole
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""

@@ -3,21 +3,25 @@
 Read ``Engine.step`` first; it calls all stages in order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
-from kfac_engine.curvature.factors.updater import LetGo, PendingUpdate
+from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
-from kfac_engine.engine.backward import reported_loss
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.engine.backward import BackwardResult, reported_loss
+from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.draw_placements import draw_placements
@@ -51,6 +55,22 @@ _LARGE_NORM = 1e30
 _STATE = "counters, random generators, dampings or schedules"
 
 
+class Computed(NamedTuple):
+    """What a step computes of a batch before any state changes.
+
+    Attributes:
+        backward: Loss and gradients.
+        buffers: New running statistics.
+        notes: Notes on the batch.
+        update: Its statistics; None if they are not due.
+    """
+
+    backward: BackwardResult
+    buffers: dict[str, Array]
+    notes: tuple[str, ...]
+    update: PendingUpdate | None
+
+
 class Engine(Summarized, PreconditioningModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
@@ -82,7 +102,7 @@ class Engine(Summarized, PreconditioningModel):
         super().__init__(assembly, estimator, exps)
         self.counter = 0
         self.schedule = schedule
-        self._prepared = False
+        self._prepared = self._draws_placed = False
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
 
@@ -113,6 +133,7 @@ class Engine(Summarized, PreconditioningModel):
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:
                 estimator.place_draws(draw_placements(assembly))
+                engine._draws_placed = True
             engine._warn_of_export()
             engine.agreement.vote(place="from_onnx")
         return engine
@@ -172,8 +193,8 @@ class Engine(Summarized, PreconditioningModel):
 
     def step(
         self,
-        inputs: Mapping[str, Array],
-        targets: Targets,
+        inputs: Inputs,
+        targets: Targets = None,
         *,
         gradients: Gathering = "owned",
         update_buffers: bool = True,
@@ -184,8 +205,10 @@ class Engine(Summarized, PreconditioningModel):
         Parameters do not change; ``set_parameters`` changes them.
 
         Args:
-            inputs: Input name to array.
-            targets: The targets of the loss; for several losses, by output.
+            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+                and targets, as for ``gradients``.
+            targets: The targets of the loss; for several losses, by output. None for a list of
+                parts.
             gradients: The gradients of the result where the distribution ``"shard"`` divides them
                 among several processes: ``"owned"``, those of the parameters that this process
                 owns, or ``"all"``, which costs one more message. Otherwise both are all gradients.
@@ -202,17 +225,11 @@ class Engine(Summarized, PreconditioningModel):
         start, record = perf_counter(), Recorder(flag("profile", profile))
         with single_threaded_blas(), self._together():
             one_of("gradients", gradients, GATHERINGS)
-            self.require_memory(inputs)
+            parts = parts_of(inputs, targets)
+            self.require_memory(parts)
             self.prepare()
-            with record("forward"):
-                trace = self.trace(inputs, targets)
-            counts = self._meet(trace)
-            along = self._is_due and self.estimator.reads_gradients
-            with record("backward"):
-                read = self.estimator.differentiated if along else None
-                backward = self._differentiate(trace, counts, read)
-            moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
-            update = self._measure_if_due(trace, counts, record, backward.outputs)
+            compute = self._compute if len(parts) == 1 else self._compute_parts
+            backward, moved, notes, update = compute(parts, update_buffers, record)
             every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
             loss, bound = self._distribution.meet(backward.loss, update, every)
             with undone_on_overflow(self.estimator, every, types, exp, bound):
@@ -230,14 +247,40 @@ class Engine(Summarized, PreconditioningModel):
                     in_file = self._model.to_file_layout(self._distribution.gather(owned, every))
             self._advance(perf_counter() - start)
             self._model.buffers.update(moved)
-            ties = self._model.ties
-            return Result(loss, in_file, natural, self._notes(trace), record.stages, ties)
+            return Result(loss, in_file, natural, notes, record.stages, self._model.ties)
 
-    def observe(self, inputs: Mapping[str, Array], targets: Targets = None) -> None:
+    def _compute(self, parts: Sequence[Batch], update_buffers: bool, record: Recorder) -> Computed:
+        """Differentiate a batch of one part, and measure its statistics if they are due."""
+        with record("forward"):
+            trace = self.trace(*parts[0])
+        counts = self._meet(trace)
+        along = self._is_due and self.estimator.reads_gradients
+        with record("backward"):
+            read = self.estimator.differentiated if along else None
+            backward = self._differentiate(trace, counts, read)
+        moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
+        update = self._measure_if_due(trace, counts, record, backward.outputs)
+        return Computed(backward, moved, self._notes(trace), update)
+
+    def _compute_parts(
+        self, parts: Sequence[Batch], update_buffers: bool, record: Recorder
+    ) -> Computed:
+        """Differentiate a batch of several parts, and then measure its statistics if due."""
+        with record("backward"):
+            backward, moved, notes = self._gradients_of(parts, update_buffers)
+        update = None
+        if self._is_due:
+            with record("statistics"), quiet():
+                update = self._measure_parts(self._traced(parts), None)
+        self.estimator.refreshes.wait()
+        return Computed(backward, moved, notes, update)
+
+    def observe(self, inputs: Inputs, targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
 
         Args:
-            inputs: Input name to array.
+            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+                and targets, as for ``gradients``.
             targets: The estimation mode ``"empirical"`` needs them. Every mode checks them as
                 ``step`` does if they are given.
 
@@ -246,28 +289,44 @@ class Engine(Summarized, PreconditioningModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start = perf_counter()
-        with single_threaded_blas(), self._together():
-            self.require_memory(inputs)
-            trace = self.trace(inputs, targets)
-            counts = self._meet(trace)
-            with quiet():
-                if targets is not None:
-                    with self._history.explain(), trace.explain():
-                        reported_loss(trace, self.objective)
+        with single_threaded_blas(), quiet(), self._together():
+            parts = parts_of(inputs, targets)
+            self.require_memory(parts)
+            labeled, update = all(of_part is not None for _, of_part in parts), None
+            if len(parts) == 1:
+                trace = self.trace(*parts[0])
+                counts = self._meet(trace)
+                if labeled:
+                    self._check_loss(trace)
                 update = self._measure_if_due(trace, counts, Recorder())
-                self._distribution.meet(0.0, update)
-                self._distribution.combine(update)
-                self.estimator.refreshes.run(self.counter)
+            else:
+                traced = self._traced(parts)
+                if labeled:
+                    traced.each(self._check_loss)
+                if self._is_due:
+                    update = self._measure_parts(traced, None)
+            self._distribution.meet(0.0, update)
+            self._distribution.combine(update)
+            self.estimator.refreshes.run(self.counter)
             self._shards.agreement.vote(place="observe")
             self._advance(perf_counter() - start)
 
-    def update_statistics(self, trace: Trace, examples: int | None = None) -> None:
+    def _check_loss(self, trace: Trace) -> None:
+        """Check the targets and the loss of a batch."""
+        with self._history.explain(), trace.explain():
+            reported_loss(trace, self.objective)
+
+    def update_statistics(
+        self, trace: Trace | Sequence[Batch], examples: int | None = None
+    ) -> None:
         """Update the averages by one batch, whatever the schedule; inverses do not change.
 
         All processes of a communicator call it, each with its shard of the batch.
 
         Args:
-            trace: The batch, as ``trace`` returns it.
+            trace: The batch, as ``trace`` returns it; or a list of the parts of the batch, each a
+                pair of inputs and targets, as for ``gradients``. Several parts are evaluated twice:
+                the first pass counts their examples and predictions.
             examples: Number of examples of the batch, if the trace is that of a part of the batch.
                 Under the reduction ``"sum"``, the statistics are multiplied by the ratio of the
                 numbers.
@@ -278,11 +337,56 @@ class Engine(Summarized, PreconditioningModel):
         """
         with single_threaded_blas(), quiet(), self._together():
             self.require_memory(trace)
-            counts = self._meet(trace, examples)
-            self.estimator.refreshes.wait()
-            update = self._measure(trace, counts)
+            parts = () if isinstance(trace, Trace) else parts_of(trace)
+            if len(parts) > 1:
+                update = self._measure_parts(self._traced(parts), examples)
+            else:
+                only = trace if isinstance(trace, Trace) else self.trace(*parts[0])
+                counts = self._meet(only, examples)
+                self.estimator.refreshes.wait()
+                update = self._measure(only, counts)
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
+
+    def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate:
+        """Measure the statistics of a batch in parts; its random targets are those of the batch."""
+        estimator, alone = self.estimator, self._shards.alone
+        traced.count(self._shards, self._meet, examples)
+        estimator.refreshes.wait()
+        if not self._draws_placed:
+            estimator.place_draws(draw_placements(self._assembly))
+            self._draws_placed = True
+        statistics, bits, alike = (
+            estimator.statistics,
+            estimator.rng.bit_generator,
+            traced.are_alike,
+        )
+
+        def measured(bases: Sequence[FisherFactor] = ()) -> PartSums:
+            sums, rows = PartSums(), iter(traced.rows)
+            start = bits.state
+
+            def add(trace: Trace) -> None:
+                scales = self.objective.fisher_scales(trace, counts=traced.counts)
+                own, whole = next(rows), self._meet(trace)
+                sums.begin(own.count, int(whole.examples))
+                if alike:
+                    # Each part draws its rows of the numbers of the batch.
+                    bits.state, estimator.rows = start, own
+                with self._history.explain(), trace.explain():
+                    statistics.measure_part(sums, trace, scales, bases)
+
+            try:
+                traced.each(add)
+            finally:
+                estimator.rows = None if alone else self._shards.rows
+                if bases:
+                    bits.state = start
+            return sums
+
+        if bases := statistics.parts_of_bases:
+            statistics.set_bases(measured(bases))
+        return statistics.joined(measured())
 
     # -- parameters and files ---------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
@@ -62,24 +62,26 @@ class MeasuredModel(TrainableModel):
         """Parameter to the pieces that layers use: weights as matrices, and vectors."""
         return self._entries.pieces(self.collection.fisher_blocks)
 
-    def memory(self, batch_size: int = 1) -> MemoryReport:
+    def memory(self, batch_size: int = 1, accumulate: int = 1) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.
 
         Args:
-            batch_size: Number of examples.
+            batch_size: Number of examples, of a part if a batch has several.
+            accumulate: Number of parts of a batch.
 
         Returns:
-            Bytes of each part of a step.
+            Bytes of each part of a step. Inputs and targets are not among them.
 
         Raises:
-            InputError: The batch size is not a positive whole number.
+            InputError: An argument is not a positive whole number.
         """
         whole("batch_size", batch_size, least=1)
-        return self._footprint.peak(batch_size)
+        whole("accumulate", accumulate, least=1)
+        return self._footprint(accumulate).peak(batch_size)
 
     def require_memory(
         self,
-        inputs: Mapping[str, Array],
+        inputs: Inputs,
         *,
         statistics: bool = True,
         more: Callable[[], int] = lambda: 0,
@@ -87,7 +89,7 @@ class MeasuredModel(TrainableModel):
         """Refuse a batch that does not fit into the available memory, before it is computed.
 
         Args:
-            inputs: Input name to array.
+            inputs: Input name to array, or a list of the parts of the batch.
             statistics: Whether the batch updates statistics and inverses; if not, only its gradient
                 is computed.
             more: Returns the bytes of further arrays that are allocated for the batch.
@@ -95,9 +97,11 @@ class MeasuredModel(TrainableModel):
         Raises:
             MemoryLimitError: The batch does not fit; the message names what would fit.
         """
-        examples = unchecked(self._assembly, inputs, statistics=statistics)
-        if examples:
-            (self._footprint if statistics else Footprint(self._assembly)).require(examples, more())
+        parts = parts_of(inputs)
+        footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
+        sizes = (unchecked(self._assembly, part, statistics=statistics) for part, _ in parts)
+        if largest := max(sizes):
+            footprint.require(largest, more())
 
     def ranks_report(self, ranks: int, batch_size: int = 1) -> RanksReport:
         """Return traffic, memory and work of one of several processes, without running the model.
@@ -120,6 +124,6 @@ class MeasuredModel(TrainableModel):
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)
 
-    @property
-    def _footprint(self) -> Footprint:
-        return Footprint(self._assembly, self.layers, self._exps, self.estimator.sums_sources)
+    def _footprint(self, parts: int = 1) -> Footprint:
+        sums = self.estimator.sums_sources + (parts > 1)
+        return Footprint(self._assembly, self.layers, self._exps, sums)

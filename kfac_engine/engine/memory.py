@@ -107,13 +107,14 @@ class Footprint:
         layers: Reports of all blocks; none for gradients without statistics. A shared factor counts
             for each block, an upper bound.
         exps: Powers that are stored.
-        sums: Whether statistics of several sources are added before they are averaged.
+        sums: How many measurements of each statistic are in memory before they are averaged: sums
+            over several sources, and over several parts of a batch.
     """
 
     assembly: Assembly
     layers: Sequence[LayerReport] = ()
     exps: Sequence[float] = ()
-    sums: bool = False
+    sums: int = 0
 
     def peak(self, examples: int) -> MemoryReport:
         """Return the peak memory of a step, in bytes for each part.
@@ -245,6 +246,6 @@ class Footprint:
         return max(square, default=0)
 
     def _sums(self) -> int:
-        """Averages once more, where sources are summed up before they move them."""
+        """Return the bytes of sums over sources and parts, each as large as the averages."""
         averages = (prod(shape) for layer in self.layers for shape in layer.factor_shapes)
-        return _FLOAT * sum(averages) if self.sums else 0
+        return self.sums * _FLOAT * sum(averages)

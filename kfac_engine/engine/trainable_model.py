@@ -1,7 +1,7 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -12,8 +12,10 @@ from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
+from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
@@ -36,6 +38,9 @@ from kfac_engine.runtime.memory import with_examples
 from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
+
+# Largest difference of factors that are equal up to rounding.
+_EQUAL = 1e-12
 
 
 class TrainableModel(Sealed):
@@ -60,6 +65,7 @@ class TrainableModel(Sealed):
         self._evaluation = Evaluation(assembly, self._arrays, self._shards)
         self._history = LossHistory(warns=self.agreement.rank == 0)  # the first process warns
         self._standing_notes = assembly.notes
+        self._part_sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -72,9 +78,9 @@ class TrainableModel(Sealed):
         return self._shards.agreement
 
     @property
-    def shard_sizes(self) -> tuple[int, ...]:
-        """Examples of each process in the latest batch; empty for a single process."""
-        return self._shards.counts
+    def part_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Examples of each process in each part of the latest batch; none for a single process."""
+        return self._part_sizes
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -178,14 +184,14 @@ class TrainableModel(Sealed):
         trace = self._model.run(inputs, self.objective.named_targets(targets))
         return trace.require_finite(self.objective.inputs)
 
-    def loss(self, inputs: Mapping[str, Array], targets: Targets) -> float:
+    def loss(self, inputs: Inputs, targets: Targets = None) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
 
         The value has the same bits as that of ``gradients``: normalizations in training form use
         the statistics of the batch. ``evaluate`` uses their running statistics instead.
 
         Args:
-            inputs: Input name to array.
+            inputs: Input name to array; or a list of the parts of the batch, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output.
 
         Returns:
@@ -195,12 +201,14 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-        with single_threaded_blas(), quiet(), self._shards.together():
-            trace = self.trace(inputs, targets)
-            counts = self._shards.meet(trace)
+
+        def differentiate(trace: Trace, counts: Counts) -> BackwardResult:
             with self._history.explain(), trace.explain():
-                loss = reported_loss(trace, self.objective, counts)
-            return self._shards.total(loss, "loss")
+                return BackwardResult(reported_loss(trace, self.objective, counts), {})
+
+        with single_threaded_blas(), quiet(), self._shards.together():
+            result = self._joined(self._traced(parts_of(inputs, targets)), differentiate)
+            return self._shards.total(result.loss, "loss")
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
@@ -314,11 +322,15 @@ class TrainableModel(Sealed):
         loaded = self._model.loaded
         return export_changes(loaded.template, loaded.graph.constants, self._model.parameters)
 
-    def curvature_products(self, trace: Trace, examples: int | None = None) -> CurvatureProducts:
+    def curvature_products(
+        self, trace: Trace | Sequence[Batch], examples: int | None = None
+    ) -> CurvatureProducts:
         """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
 
         Args:
-            trace: The batch, as ``trace`` returns it. The Hessian matrix needs its targets.
+            trace: The batch, as ``trace`` returns it; or a list of its parts, each a pair of inputs
+                and targets, as for ``gradients``. Each product evaluates several parts anew. The
+                Hessian matrix needs targets.
             examples: Number of examples of the batch, if the trace is that of a part of the batch.
                 The products then estimate those of the batch: under the reduction ``"sum"`` they
                 are multiplied by the ratio of the numbers.
@@ -334,18 +346,30 @@ class TrainableModel(Sealed):
             if examples is not None:
                 whole("examples", examples, least=1)
             self._shards.agreement.vote(place="curvature_products")
-        return CurvatureProducts(self._assembly, self._arrays, trace, self._shards, examples)
+            traced = (
+                TracedParts.of(trace, self.example_axes)
+                if isinstance(trace, Trace)
+                else self._traced(parts_of(trace))
+            )
+        return CurvatureProducts(self._assembly, self._arrays, traced, self._shards, examples)
 
     # -- gradients --------------------------------------------------------------------------------
 
     def gradients(
-        self, inputs: Mapping[str, Array], targets: Targets, *, update_buffers: bool = False
+        self, inputs: Inputs, targets: Targets = None, *, update_buffers: bool = False
     ) -> Result:
         """Return the loss and the gradients of a batch; no statistics of curvature.
 
+        A batch that does not fit into the memory is given in parts. Each part is differentiated on
+        its own, and the result is that of the whole batch: reductions divide by the numbers of
+        examples and predictions of all parts, which may differ from part to part. Of several
+        processes, each passes its examples of every part.
+
         Args:
-            inputs: Input name to array.
-            targets: The targets of the loss; for several losses, by output.
+            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+                and targets.
+            targets: The targets of the loss; for several losses, by output. None for a list of
+                parts.
             update_buffers: Whether ``buffers`` become the running statistics after the batch.
 
         Returns:
@@ -356,17 +380,79 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
         with single_threaded_blas(), self._shards.together():
-            require_gradient(self._assembly, inputs)
-            trace = self.trace(inputs, targets)
-            backward = self._differentiate(trace, self._shards.meet(trace))
-            buffers = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
+            parts = parts_of(inputs, targets)
+            for of_part, _ in parts:
+                require_gradient(self._assembly, of_part)
+            backward, buffers, notes = self._gradients_of(parts, update_buffers)
             loss = self._shards.total(backward.loss, "gradients")
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
             self._record(loss, backward.gradients)
             self._model.buffers.update(buffers)
             gradients = self._model.to_file_layout(backward.gradients)
-            return Result(loss, gradients, {}, self._notes(trace), ties=self._model.ties)
+            return Result(loss, gradients, {}, notes, ties=self._model.ties)
+
+    def _gradients_of(
+        self, parts: Sequence[Batch], update_buffers: bool
+    ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
+        """Return loss and gradients of the shard of a batch, new running statistics and notes."""
+        moves = flag("update_buffers", update_buffers)
+        notes: dict[str, None] = {}
+        buffers: list[tuple[int, dict[str, Array]]] = []
+
+        def differentiate(trace: Trace, counts: Counts) -> BackwardResult:
+            backward = self._differentiate(trace, counts)
+            if moves:
+                buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
+            notes.update(dict.fromkeys(self._notes(trace)))
+            return backward
+
+        backward = self._joined(self._traced(parts), differentiate)
+        return backward, self._model.joined_buffers(buffers[-len(parts) :]), tuple(notes)
+
+    def _traced(self, parts: Sequence[Batch]) -> TracedParts:
+        return TracedParts(parts, self.trace, self.example_axes)
+
+    def _joined(
+        self, traced: TracedParts, differentiate: Callable[[Trace, Counts], BackwardResult]
+    ) -> BackwardResult:
+        """Return the sum over the parts of a batch of losses and gradients.
+
+        The counts of a batch are known after its last part. The parts are therefore differentiated
+        with the counts of the first one, and the sum is corrected. If the factors of several losses
+        differ, a second pass uses the right counts.
+        """
+        result, counts = self._sum(traced, differentiate, None)
+        if len(counts) > 1:
+            total = sum(counts[1:], counts[0])
+            corrections = self.objective.corrections(counts[0], total)
+            if max(corrections) - min(corrections) < _EQUAL:
+                result = result.times(corrections[0])
+            else:
+                result, _ = self._sum(traced, differentiate, total)
+            check_finite(result.gradients, self._model.memory_space)
+        return result
+
+    def _sum(
+        self,
+        traced: TracedParts,
+        differentiate: Callable[[Trace, Counts], BackwardResult],
+        used: Counts | None,
+    ) -> tuple[BackwardResult, list[Counts]]:
+        """Return the sum of results with counts (None: of the first part), and all counts."""
+        results: list[BackwardResult] = []
+        counts: list[Counts] = []
+        sizes: list[tuple[int, ...]] = []
+
+        def add(trace: Trace) -> None:
+            counts.append(self._shards.meet(trace))
+            sizes.append(self._shards.counts)
+            result = differentiate(trace, used or counts[0])
+            results[:] = [results[0].plus(result) if results else result]
+
+        traced.each(add)
+        self._part_sizes = tuple(sizes)
+        return results[0], counts
 
     def _differentiate(
         self, trace: Trace, counts: Counts, outputs: Sequence[str] | None = None

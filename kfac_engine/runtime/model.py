@@ -18,7 +18,7 @@ from kfac_engine.autodiff.canonicalize.linear_products import plain_products
 from kfac_engine.autodiff.canonicalize.weight_operands import fold_weight_operands
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.random_ops import drawn_values
-from kfac_engine.autodiff.running_statistics import with_running_statistics
+from kfac_engine.autodiff.running_statistics import joined_statistics, with_running_statistics
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
@@ -192,6 +192,10 @@ class OnnxModel:
     def buffers_after(self, trace: Trace) -> dict[str, Array]:
         """Return copies of the running statistics after a batch, by name."""
         return {old: trace[new].copy() for old, new in self._statistics.items()}
+
+    def joined_buffers(self, parts: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
+        """Return the running statistics after a batch; see ``joined_statistics``."""
+        return joined_statistics(self.loaded.graph, parts) if self.buffers and parts else {}
 
     def to_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Return parameters or gradients in the element types and with the names of the file.

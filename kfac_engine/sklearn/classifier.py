@@ -33,6 +33,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         engine_options: Options of ``Engine.from_onnx``, such as ``{"trainable": "head*"}``.
         epochs: Number of epochs.
         batch_size: Largest number of examples in a batch. Batches have equal sizes.
+        accumulate: Largest number of parts of a step, each of at most ``batch_size`` examples.
         schedule: Schedule of the learning rate, as for ``kfac_engine.fit``; None for ``"tail"``, or
             ``"constant"`` with ``early_stop``.
         early_stop: Number of epochs in a row without a lower validation loss after which the

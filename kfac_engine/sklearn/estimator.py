@@ -52,6 +52,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         engine_options: Mapping[str, Any] | None = None,
         epochs: int = 10,
         batch_size: int = 128,
+        accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
         validation_fraction: float = 0.1,
@@ -66,6 +67,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         self.engine_options = engine_options
         self.epochs = epochs
         self.batch_size = batch_size
+        self.accumulate = accumulate
         self.schedule = schedule
         self.early_stop = early_stop
         self.validation_fraction = validation_fraction
@@ -106,7 +108,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
                 (values, targets),
                 (),
                 epochs=1,
-                batch_size=self._equal_batches(len(values)),
+                **self._equal_batches(len(values)),
                 schedule="constant",
                 seed=self._seed(),
             )
@@ -184,7 +186,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
             model = TrainedModel(source, example, self._loss(file), options)
         else:
             values = model.example.values(rows, shape)
-        size = self._equal_batches(len(values))
+        size = self._equal_batches(len(values))["batch_size"]
         targets = self._shaped_targets(y, model.loss, model.outputs(values[:size], size))
         self._trained = model
         return model, values, targets
@@ -208,7 +210,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
             (values, targets),
             callbacks,
             epochs=self.epochs,
-            batch_size=self._equal_batches(len(values)),
+            **self._equal_batches(len(values)),
             validation=validation,
             metrics=None,
             schedule=schedule,
@@ -216,10 +218,13 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
             progress=bool(self.verbose),
         )
 
-    def _equal_batches(self, examples: int) -> int:
-        """Return the size of batches of equal size that leave out the fewest examples."""
+    def _equal_batches(self, examples: int) -> dict[str, int]:
+        """Return sizes of batches of equal size that leave out the fewest examples, for ``fit``."""
         whole("batch_size", self.batch_size, least=1)
-        return examples // ceil(examples / self.batch_size)
+        whole("accumulate", self.accumulate, least=1)
+        batch = examples // ceil(examples / (self.batch_size * self.accumulate))
+        parts = ceil(batch / self.batch_size)
+        return {"batch_size": batch // parts, "accumulate": parts}
 
     def _source(self, features: int, outputs: int) -> ModelSource:
         """Return the model before the training."""

@@ -24,13 +24,16 @@ class Batches(Protocol):
     """A source of batches.
 
     Attributes:
-        per_epoch: Number of batches in an epoch; None if it is not known.
+        per_epoch: Number of steps in an epoch; None if it is not known.
     """
 
     per_epoch: int | None
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from the batch ``start`` on; both count from 0."""
+    def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
+        """Return the batches of an epoch from the step ``start`` on, each as a list of its parts.
+
+        Epochs and steps count from 0.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ def run_data(
     batch_size: int,
     seed: int,
     share: Share = WHOLE,
+    accumulate: int = 1,
 ) -> RunData:
     """Return the batches of a run.
 
@@ -84,6 +88,7 @@ def run_data(
         batch_size: Examples in a batch, where data are not batches already.
         seed: Seed of the orders and of the split.
         share: The examples of each batch that this process has.
+        accumulate: Number of parts of a step; ``batch_size`` is that of a part.
 
     Returns:
         The batches.
@@ -104,14 +109,15 @@ def run_data(
                 "validation data of their own."
             )
         held_out_batches = _ordered(validation, axes, batch_size, share)
-        return RunData(GivenBatches(data, axes, share), held_out_batches)
+        return RunData(GivenBatches(data, axes, share, parts=accumulate), held_out_batches)
+    whole_size = batch_size * accumulate
     if isinstance(validation, Real):
         number("validation", validation)
         used, held_out = _split(examples, float(validation), seed)
         ordered = OrderedBatches(examples, batch_size, held_out, share)
-        shuffled = ShuffledBatches(examples, batch_size, seed, used, share)
+        shuffled = ShuffledBatches(examples, whole_size, seed, used, share, accumulate)
         return RunData(shuffled, ordered, examples, float(validation))
-    shuffled = ShuffledBatches(examples, batch_size, seed, share=share)
+    shuffled = ShuffledBatches(examples, whole_size, seed, share=share, parts=accumulate)
     return RunData(shuffled, _ordered(validation, axes, batch_size, share), examples)
 
 

@@ -1,6 +1,6 @@
 """When an optimizer updates statistics and inverses, and on which part of the batch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -10,12 +10,11 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.curvature.schedule import Planner, PlannerState, Schedule
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Targets
 from kfac_engine.ranks.shards import Rows
-from kfac_engine.runtime.trace import Trace
 from kfac_engine.training.report import StageClock
 
 _NEVER = -1
@@ -44,51 +43,80 @@ class LastUpdates:
     start: int = _NEVER
 
 
-class PartialTrace:
-    """Evaluates a model on a part of a batch, another part in each step.
+class PartialBatch:
+    """Chooses some examples of a batch, others in each step.
 
-    A model that runs with one batch size only is evaluated on the whole batch.
+    A model that runs with one batch size only has the whole batch.
 
     Args:
         engine: The engine of the model.
-        part: Part of the examples, in (0, 1].
+        part: Share of the examples, in (0, 1].
     """
 
     def __init__(self, engine: Engine, part: float) -> None:
         self._engine, self._part = engine, part
         self._axes = engine.example_axes
 
-    def __call__(
-        self, step: int, inputs: Mapping[str, Array], targets: Targets
-    ) -> tuple[Trace, int | None]:
-        """Return the evaluation of the part, and the number of examples of the whole batch.
+    def __call__(self, step: int, batch: Sequence[Batch]) -> tuple[Sequence[Batch], int | None]:
+        """Return the examples, and the number of examples of the whole batch.
 
-        Of several processes, each evaluates the examples of the part in its shard. All have met
-        for the gradients of the batch before.
+        Of several processes, each returns those of its shard. All have met for the gradients of
+        the batch before.
 
         Args:
             step: Number of the step, from 0.
-            inputs: Input name to array.
-            targets: The targets.
+            batch: The parts of the batch.
 
         Returns:
-            The trace, and the number; None if the trace is that of the whole batch.
+            The parts that have examples, and the number; None for the whole batch.
         """
-        examples = None
-        if self._part < 1 and not self._axes.obstacle:
-            count = self._axes.check(inputs, targets)
-            selection = self._selection(step, count)
-            if selection is not None:
-                inputs, targets = self._axes.part(inputs, targets, selection)
-                examples = count
-        return self._engine.trace(inputs, targets), examples
+        if self._part == 1 or self._axes.obstacle:
+            return batch, None
+        counts = [self._axes.check(*part) for part in batch]
+        selections = self._selections(step, counts)
+        if selections is None:
+            return batch, None
+        pairs = zip(batch, selections, strict=True)
+        chosen = [self._axes.part(*part, selection) for part, selection in pairs if len(selection)]
+        # Over several processes, joined parts would have the random numbers of other examples.
+        if self._engine.agreement.alone:
+            chosen = self._joined(chosen, max(counts))
+        return chosen, sum(counts)
 
-    def _selection(self, step: int, count: int) -> Array | None:
-        """Return the examples of the part in the shard; None if a process would have none."""
-        counts, rank = self._engine.shard_sizes or (count,), self._engine.agreement.rank
-        shards = [Rows.of(counts, index) for index in range(len(counts))]
-        parts = [rotating_part(step, rows, self._part) for rows in shards]
-        return parts[rank] if all(map(len, parts)) else None
+    def _joined(self, parts: Sequence[Batch], most: int) -> list[Batch]:
+        """Join consecutive parts of equal shapes to parts of at most so many examples."""
+        groups: list[list[Batch]] = []
+        size = 0
+        for part in parts:
+            count = self._axes.count(part[0])
+            alike = groups and self._axes.shapes(part[0]) == self._axes.shapes(groups[-1][0][0])
+            # Other inputs may have different values in each part.
+            divided = part[0].keys() <= self._axes.inputs.keys()
+            if divided and alike and size + count <= most:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+                size = 0
+            size += count
+        return [group[0] if len(group) == 1 else self._axes.joined(group) for group in groups]
+
+    def _selections(self, step: int, counts: Sequence[int]) -> list[Array] | None:
+        """Return the examples in each part of the shard.
+
+        None if a process would have none in a part that others have examples in.
+        """
+        sizes = self._engine.part_sizes if not self._engine.agreement.alone else ()
+        sizes = sizes or tuple((count,) for count in counts)
+        places = iter(np.cumsum([0, *(size for part in sizes for size in part)]).tolist())
+        whole = sum(map(sum, sizes))
+        chosen = []
+        for part in sizes:
+            rows = (Rows(start, size, whole) for size, start in zip(part, places, strict=False))
+            of_ranks = [rotating_part(step, row, self._part) for row in rows]
+            if any(map(len, of_ranks)) and not all(map(len, of_ranks)):
+                return None
+            chosen.append(of_ranks[self._engine.agreement.rank])
+        return chosen
 
 
 class CurvatureUpdates:
@@ -112,7 +140,7 @@ class CurvatureUpdates:
         self._refreshes.check_policy(schedule.policy)
         self._planner = Planner(self._refreshes.works, schedule)
         self._names = factor_names(engine)
-        self._evaluate = PartialTrace(engine, part)
+        self._part = PartialBatch(engine, part)
 
     def is_due(self, step: int, last: LastUpdates) -> bool:
         """Return whether a step may update statistics or inverses."""
@@ -124,7 +152,7 @@ class CurvatureUpdates:
         self,
         step: int,
         last: LastUpdates,
-        batch: tuple[Mapping[str, Array], Targets],
+        batch: Sequence[Batch],
         clock: StageClock,
     ) -> LastUpdates:
         """Update statistics and inverses where they are due.
@@ -132,7 +160,7 @@ class CurvatureUpdates:
         Args:
             step: Number of the step, from 0.
             last: The latest updates.
-            batch: Inputs and targets.
+            batch: The parts of the batch, each with inputs and targets.
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
 
         Returns:
@@ -143,7 +171,7 @@ class CurvatureUpdates:
         if observes := self._observes(step, last):
             replaces = last.statistics == _NEVER and last.start != _NEVER
             with clock("statistics"):
-                self.observe(step, *batch, decay=0.0 if replaces else None)
+                self.observe(step, batch, decay=0.0 if replaces else None)
             last = replace(last, statistics=step)
         reads_drifts = observes and planner.reads_drifts
         if reads_drifts or refreshes.may_run(step, planner, bound):
@@ -202,26 +230,18 @@ class CurvatureUpdates:
         """Return whether a step updates the statistics."""
         return is_due(step, last.statistics, self._every, step - max(last.start, 0))
 
-    def observe(
-        self,
-        step: int,
-        inputs: Mapping[str, Array],
-        targets: Targets,
-        *,
-        decay: float | None = None,
-    ) -> None:
+    def observe(self, step: int, batch: Sequence[Batch], *, decay: float | None = None) -> None:
         """Average the statistics of a part of a batch.
 
         Args:
             step: Number of the step, which chooses the part.
-            inputs: Input name to array.
-            targets: The targets.
+            batch: The parts of the batch, each with inputs and targets.
             decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
                 the decay of the engine.
         """
-        trace, examples = self._evaluate(step, inputs, targets)
+        parts, examples = self._part(step, batch)
         with self._decay(decay):
-            self._engine.update_statistics(trace, examples)
+            self._engine.update_statistics(parts, examples)
 
 
 def _bound(step: int, last: LastUpdates) -> int:

@@ -1,14 +1,13 @@
 """Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, positive
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.layers.pieces import Piece
-from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
     Optimizer,
@@ -65,12 +64,10 @@ class _FirstOrder(Optimizer):
         """Return the learning rates of this step, by unit."""
         return dict.fromkeys(self._setting.rules, rate)
 
-    def _propose(
-        self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
-    ) -> Proposal:
+    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
         rate = evaluated_rate(self._learning_rate, self.steps)
         rates = self._rates(rate)
-        loss, gradients = self._gradients(inputs, targets, clock)
+        loss, gradients = self._gradients(batch, clock)
         decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units
         parameters, slots = self._parameters(), self._new_slots()
         values, gradients = units.split(parameters), units.split(gradients)

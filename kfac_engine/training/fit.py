@@ -70,6 +70,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     resume: bool = False,
     log: str | Path | None = None,
     *,
+    accumulate: int = 1,
     checkpoint_every: int | None = None,
     rollbacks: int = 3,
     progress: bool = False,
@@ -92,9 +93,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
         optimizer: ``"kfac"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``, or an optimizer of
             the engine.
         epochs: Bound of the number of epochs. Without any bound, the run has ten epochs.
-        steps: Bound of the number of batches.
+        steps: Bound of the number of steps.
         seconds: Bound of the wall time, validation included.
-        batch_size: Examples in a batch of all processes, where ``data`` are no batches.
+        batch_size: Examples in a batch of all processes, where ``data`` are no batches; see
+            ``accumulate``.
         validation: Data that are evaluated at the end of each epoch and of the run, in a form of
             ``data``; or the fraction of the examples that is split off for it.
         metrics: Metrics of ``Engine.evaluate`` for ``validation``: names or functions; None for the
@@ -112,6 +114,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
             has the same bits as one without interruption, unless ``seconds`` bounds it.
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
+        accumulate: Number of parts of a step, which are computed one after the other, so that the
+            memory is that of one part. ``batch_size`` is that of a part: the step is that of
+            ``batch_size · accumulate`` examples, in the order in which this size would cut the
+            data. Of an iterable of batches, so many consecutive ones are the parts of a step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.
@@ -136,7 +142,7 @@ def fit(  # noqa: PLR0913 (the options of a run)
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
     with agreement.together():
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
-        _check_plain(batch_size, seed, resume=resume, progress=progress)
+        _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
         chosen = _optimizer(model_or_engine, loss, optimizer, seed)
         hooks.keep_those_of(agreement.rank)
@@ -144,8 +150,9 @@ def fit(  # noqa: PLR0913 (the options of a run)
         hooks.check_metrics(() if validation is None else measured)
         _warn_of(chosen.engine.inference_notes if is_first else ())
         axes = chosen.engine.example_axes
-        sources = run_data(data, validation, axes, batch_size, seed, share)
-        options: Options = {"seed": seed, "batch_size": batch_size, "examples": sources.examples}
+        sources = run_data(data, validation, axes, batch_size, seed, share, accumulate)
+        options: Options = {"seed": seed, "batch_size": batch_size, "accumulate": accumulate}
+        options["examples"] = sources.examples
         rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
         description = describe(chosen, asdict(budget) | rest)
         arguments = without_addresses(f"{description['settings']} {sources.train.per_epoch}")
@@ -201,8 +208,9 @@ class _Reporters:
         return ends_run
 
 
-def _check_plain(batch_size: int, seed: int, **flags: bool) -> None:
+def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> None:
     whole("batch_size", batch_size, least=1)
+    whole("accumulate", accumulate, least=1)
     check_seed(seed)
     for name, value in flags.items():
         flag(name, value)

@@ -1,26 +1,25 @@
 """The K-FAC optimizer: statistics, damping and the update of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Literal, TypeAlias, cast
 
-from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.rollback import require_finite, undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
-from kfac_engine.losses.objective import Targets
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
     LastUpdates,
-    PartialTrace,
+    PartialBatch,
     check_part,
 )
 from kfac_engine.training.damping_adaptation import DampingAdaptation
@@ -175,7 +174,7 @@ class KfacOptimizer(Optimizer):
                 engine, self._parameters(), cast(float, momentum), adam_rate, weight_decay
             ),
             QUADRATIC: lambda: QuadraticUpdate(
-                engine, PartialTrace(engine, curvature_part), weight_decay
+                engine, PartialBatch(engine, curvature_part), weight_decay
             ),
             None: lambda: RatedUpdate(
                 engine, momentum_type == "regular", norm_constraint, weight_decay
@@ -221,25 +220,21 @@ class KfacOptimizer(Optimizer):
         check_damping(multiple, self.engine.options.exps)
         return RelativeDamping(multiple) if self._relative else multiple
 
-    def _prepare(
-        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
-    ) -> StepReport | None:
+    def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
         if self._burned_in >= self._burn_in:
             return None
         with clock("gradients"):
-            loss = self.engine.loss(inputs, targets)
+            loss = self.engine.loss(batch)
         with clock("statistics"):
-            self._curvature.observe(self._burned_in, inputs, targets, decay=1.0)
+            self._curvature.observe(self._burned_in, batch, decay=1.0)
         self._burned_in += 1
         penalty = self._penalty()
         return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True)
 
-    def _propose(
-        self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
-    ) -> Proposal:
+    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
         engine, values = self.engine, self._parameters()
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        loss, gradients = self._gradients(inputs, targets, clock)
+        loss, gradients = self._gradients(batch, clock)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty()
@@ -255,7 +250,7 @@ class KfacOptimizer(Optimizer):
             momentum=evaluated_momentum(self._momentum, self.steps),
             damping=damping,
             l2=self._l2,
-            batch=(inputs, targets),
+            batch=batch,
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
         )
@@ -263,7 +258,7 @@ class KfacOptimizer(Optimizer):
         norm = inf if rate > _LARGE_RATE else None
         guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0, norm)
         with guard if self._curvature.is_due(self.steps, self._last) else nullcontext() as undone:
-            last = self._curvature.update(self.steps, self._last, (inputs, targets), clock)
+            last = self._curvature.update(self.steps, self._last, batch, clock)
             move = self._update(step)
             require_finite(move.values if undone else {}, engine.collection.backend)
             engine.agreement.vote(place="KfacOptimizer")
@@ -283,23 +278,13 @@ class KfacOptimizer(Optimizer):
         values = self._parameters() if self._l2 else {}
         return 0.5 * self._l2 * dot(values, values)
 
-    def _adapt(
-        self,
-        proposal: Proposal,
-        inputs: Mapping[str, Array],
-        targets: Targets,
-        clock: StageClock,
-    ) -> StepReport:
-        report = self._with_ratio(proposal.report, inputs, targets, clock)
+    def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
+        report = self._with_ratio(proposal.report, batch, clock)
         seconds = sum(clock.seconds.values())
         return replace(report, refreshed=self._curvature.advance(self.steps - 1, seconds))
 
     def _with_ratio(
-        self,
-        report: StepReport,
-        inputs: Mapping[str, Array],
-        targets: Targets,
-        clock: StageClock,
+        self, report: StepReport, batch: Sequence[Batch], clock: StageClock
     ) -> StepReport:
         """Adapt the damping where that is due; return the report with the reduction ratio."""
         predicted = report.predicted_change
@@ -309,7 +294,7 @@ class KfacOptimizer(Optimizer):
             return report
         with clock("damping"):
             try:
-                change = self.engine.loss(inputs, targets) + self._penalty() - report.loss
+                change = self.engine.loss(batch) + self._penalty() - report.loss
             except NonFiniteError:
                 change = inf
             self.damping, ratio = self._adaptation.adapted(

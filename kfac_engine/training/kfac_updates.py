@@ -1,13 +1,13 @@
 """The updates of the K-FAC optimizer at a learning rate, and the base of all its updates."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
 
 from kfac_engine._types import Array
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
-from kfac_engine.losses.objective import Targets
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.report import StageClock
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
@@ -28,7 +28,7 @@ class StepInputs:
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
-        batch: Inputs and targets.
+        batch: The parts of the batch, each with inputs and targets.
         predicts: Whether the change of the loss is predicted.
         clock: Measures the stages ``"precondition"`` and ``"curvature"``.
     """
@@ -43,7 +43,7 @@ class StepInputs:
     momentum: float | None
     damping: float
     l2: float
-    batch: tuple[Mapping[str, Array], Targets]
+    batch: Sequence[Batch]
     predicts: bool
     clock: StageClock
 

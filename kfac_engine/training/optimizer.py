@@ -5,7 +5,7 @@ A step computes new parameters and new state, and replaces the old ones after al
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -18,6 +18,8 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.arguments import number, one_of
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
@@ -139,15 +141,19 @@ class Optimizer(Summarized, Sealed, ABC):
         """The coefficient of the decay of the parameters."""
         return self._weight_decay
 
-    def step(self, inputs: Mapping[str, Array], targets: Targets, scale: float = 1.0) -> StepReport:
+    def step(self, inputs: Inputs, targets: Targets = None, scale: float = 1.0) -> StepReport:
         """Change the parameters of the engine by one batch.
 
         Of several processes, each passes its shard of the batch; all of them take the same step.
         Ctrl-C takes effect at the end of the step, and a second Ctrl-C at once.
 
+        A batch that does not fit into the memory is given as a list of parts, which are computed
+        one after the other: see ``Engine.gradients``. The step is that of the whole batch.
+
         Args:
-            inputs: Input name to array, the batch first.
-            targets: Targets of the loss; for several losses, by output.
+            inputs: Input name to array, the batch first; or a list of the parts of the batch, each
+                a pair of inputs and targets.
+            targets: Targets of the loss; for several losses, by output. None for a list of parts.
             scale: Factor of the learning rate, at least 0: the value of a schedule.
 
         Returns:
@@ -159,9 +165,9 @@ class Optimizer(Summarized, Sealed, ABC):
         """
         with HeldInterrupts(), self.engine.agreement.together():
             at_least_zero("scale", scale)
-            return self._step(inputs, targets, scale * self._restraint)
+            return self._step(parts_of(inputs, targets), scale * self._restraint)
 
-    def _step(self, inputs: Mapping[str, Array], targets: Targets, scale: float) -> StepReport:
+    def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()
         try:
             with (
@@ -169,11 +175,11 @@ class Optimizer(Summarized, Sealed, ABC):
                 self.engine.agreement.together(),
             ):  # fmt: skip
                 measures, more = self._measures, self._new_bytes
-                self.engine.require_memory(inputs, statistics=measures, more=more)
-                prepared = self._prepare(inputs, targets, clock)
+                self.engine.require_memory(batch, statistics=measures, more=more)
+                prepared = self._prepare(batch, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
-                proposal = self._propose(inputs, targets, scale, clock)
+                proposal = self._propose(batch, scale, clock)
                 self._check_slots(proposal.slots)
                 self.engine.agreement.vote(place="Optimizer.step")
                 self.engine.set_parameters(proposal.parameters, copy=False)
@@ -185,7 +191,7 @@ class Optimizer(Summarized, Sealed, ABC):
             return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
         self._slots, self._spare_slots = proposal.slots, self._slots
         self.steps += 1
-        report = self._adapt(proposal, inputs, targets, clock)
+        report = self._adapt(proposal, batch, clock)
         return replace(report, seconds=clock.seconds)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -275,11 +281,11 @@ class Optimizer(Summarized, Sealed, ABC):
         return {name: values[name] for name in self._names}
 
     def _gradients(
-        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
+        self, batch: Sequence[Batch], clock: StageClock
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
         with clock("gradients"):
-            result = self.engine.gradients(inputs, targets, update_buffers=True)
+            result = self.engine.gradients(batch, update_buffers=True)
         return result.loss, {name: result.gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:
@@ -303,27 +309,21 @@ class Optimizer(Summarized, Sealed, ABC):
             self.engine.set_buffers(buffers)
             raise
 
-    def _prepare(
-        self, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
-    ) -> StepReport | None:
+    def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
         """Use a batch before the first step; None if the batch is for a step."""
-        del inputs, targets, clock
+        del batch, clock
         return None
 
     @abstractmethod
-    def _propose(
-        self, inputs: Mapping[str, Array], targets: Targets, scale: float, clock: StageClock
-    ) -> Proposal:
+    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
         """Compute the new parameters and state without changing either.
 
         The new parameters are in arrays that the engine may keep.
         """
 
-    def _adapt(
-        self, proposal: Proposal, inputs: Mapping[str, Array], targets: Targets, clock: StageClock
-    ) -> StepReport:
+    def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         """Adapt the optimizer after the parameters have changed; return the final report."""
-        del inputs, targets, clock
+        del batch, clock
         return proposal.report
 
     def _numbers(self) -> dict[str, float]:

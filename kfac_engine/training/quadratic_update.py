@@ -6,7 +6,7 @@ import numpy as np
 
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.engine import Engine
-from kfac_engine.training.curvature_updates import PartialTrace
+from kfac_engine.training.curvature_updates import PartialBatch
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.quadratic_model import QuadraticModel
@@ -24,12 +24,12 @@ class QuadraticUpdate:
 
     Attributes:
         engine: The engine that preconditions.
-        evaluate: Evaluates the part of a batch.
+        part: Chooses the part of a batch whose curvature is that of the model.
         weight_decay: Part of the parameters that is subtracted in each step.
     """
 
     engine: Engine
-    evaluate: PartialTrace
+    part: PartialBatch
     weight_decay: float
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
@@ -41,8 +41,8 @@ class QuadraticUpdate:
         with step.clock("precondition"):
             natural = natural_gradients(self.engine, step.gradients)
         with step.clock("curvature"):
-            trace, examples = self.evaluate(step.step, *step.batch)
-            products = self.engine.curvature_products(trace, examples=examples)
+            parts, examples = self.part(step.step, step.batch)
+            products = self.engine.curvature_products(parts, examples=examples)
         old, new = step.slots["momentum"], step.new_slots["momentum"]
         moves = any(bool(array.any()) for array in old.values())
         model = _model(step, products, (natural, old) if moves else (natural,))

@@ -16,7 +16,7 @@ from scipy.ndimage import gaussian_filter1d
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, positive, whole
-from kfac_engine.datasets.examples import TARGETS, Batch, numbered_in_data
+from kfac_engine.datasets.examples import TARGETS, Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
@@ -227,10 +227,10 @@ def _optimizer(engine: Engine, name: str, rates: Array, options: dict[str, Any])
         raise InputError(f"the options do not fit the optimizer '{name}': {error}.") from None
 
 
-def _endless(batches: Batches) -> Iterator[Batch]:
+def _endless(batches: Batches) -> Iterator[list[Batch]]:
     """Yield the batches of one epoch after the other."""
     for number in count():
-        epoch = batches.epoch(number)
+        epoch = batches.steps(number)
         first = next(epoch, None)
         if first is None:
             raise InputError("an epoch of the data has no batch; give one batch at least.")
@@ -239,15 +239,15 @@ def _endless(batches: Batches) -> Iterator[Batch]:
 
 
 def _announced(
-    batches: Iterator[Batch], rates: Array, begin: Callable[[str], None]
-) -> Iterator[Batch]:
+    batches: Iterator[list[Batch]], rates: Array, begin: Callable[[str], None]
+) -> Iterator[list[Batch]]:
     """Yield a batch for each rate, after it is shown, and one for the loss at the end."""
     for rate, batch in zip([*rates, rates[-1]], batches, strict=False):
         begin(f"rate {rate:.2e}")
         yield batch
 
 
-def _losses(optimizer: Optimizer, batches: Iterator[Batch]) -> Array:
+def _losses(optimizer: Optimizer, batches: Iterator[list[Batch]]) -> Array:
     """Return the losses of batches, each before the step with it, up to an explosion."""
     losses: list[float] = []
     lowest = np.inf
@@ -255,8 +255,7 @@ def _losses(optimizer: Optimizer, batches: Iterator[Batch]) -> Array:
         warnings.simplefilter("ignore", DivergenceWarning)  # the run diverges on purpose
         for batch in batches:
             try:
-                with numbered_in_data([batch]):
-                    losses.append(optimizer.step(*batch).loss)
+                losses.append(optimizer.step(batch).loss)
             except NonFiniteError as error:
                 if not losses or (error.place and error.place[0] == TARGETS):
                     raise

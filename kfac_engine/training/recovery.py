@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf, nan
 from statistics import median
@@ -54,11 +54,11 @@ class Recovery:
         if most:
             self._take_snapshot()
 
-    def step(self, batch: Batch, scale: float) -> StepReport:
+    def step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         """Change the parameters by one batch, or return to the snapshot.
 
         Args:
-            batch: Inputs and targets.
+            batch: The parts of the batch, each with inputs and targets.
             scale: Factor of the learning rate.
 
         Returns:
@@ -70,9 +70,9 @@ class Recovery:
             NonFiniteError: The batch yields NaN or infinity at the snapshot as well.
         """
         if not self._most:
-            return self._optimizer.step(*batch, scale)
+            return self._optimizer.step(batch, None, scale)
         try:
-            report = self._optimizer.step(*batch, scale)
+            report = self._optimizer.step(batch, None, scale)
         except NonFiniteError:
             if not self._exceeds_snapshot(batch, self._loss(batch)):
                 raise
@@ -155,15 +155,15 @@ class Recovery:
         bound = max(sorted(self._first)[1], _tenfold(self._reference))
         return median(self._latest) > bound
 
-    def _exceeds_snapshot(self, batch: Batch, loss: float) -> bool:
+    def _exceeds_snapshot(self, batch: Sequence[Batch], loss: float) -> bool:
         """Return whether the loss of a batch is far above its loss at the snapshot."""
         with self._weights.applied(self._optimizer.engine):
             return loss > _tenfold(self._loss(batch))
 
-    def _loss(self, batch: Batch) -> float:
+    def _loss(self, batch: Sequence[Batch]) -> float:
         """Return the loss of a batch; infinity where it is not finite."""
         try:
-            return self._optimizer.engine.loss(*batch)
+            return self._optimizer.engine.loss(batch)
         except NonFiniteError:
             return inf
 

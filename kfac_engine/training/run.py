@@ -78,9 +78,7 @@ class Run:
         spent = self.budget.spent(position, per_epoch)
         while spent < 1:
             for batch, is_last in _marked(self._rest_of_epoch(position)):
-                scale = self.schedule(spent)
-                with numbered_in_data([batch]):
-                    report = self.recovery.step(batch, scale)
+                report = self.recovery.step(batch, self.schedule(spent))
                 epoch = position.epoch
                 position = replace(
                     position,
@@ -112,9 +110,9 @@ class Run:
             record.update({_recorded(name): value for name, value in values.items()})
             self.hooks.on_validation_end(record, optimizer)
 
-    def _rest_of_epoch(self, position: Position) -> Iterator[Batch]:
+    def _rest_of_epoch(self, position: Position) -> Iterator[list[Batch]]:
         """Return the batches of the epoch after those that the run has used."""
-        remaining = self.batches.epoch(position.epoch, position.batch)
+        remaining = self.batches.steps(position.epoch, position.batch)
         first = next(remaining, None)
         if first is None:
             raise InputError(
@@ -174,7 +172,7 @@ def _remembered(batches: Iterable[Batch], read: deque[Batch]) -> Iterator[Batch]
         yield batch
 
 
-def _marked(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+def _marked(batches: Iterator[list[Batch]]) -> Iterator[tuple[list[Batch], bool]]:
     """Return batches, each with whether it is the last one."""
     present = next(batches, None)
     while present is not None:

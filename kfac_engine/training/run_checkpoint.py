@@ -25,6 +25,9 @@ from kfac_engine.training.record_file import (
 # Options that a resumed run must have, by name.
 Options: TypeAlias = dict[str, str | float | None]
 
+# Values of options that older versions did not have.
+_OLDER: Options = {"accumulate": 1}
+
 CHECKPOINT = "training.safetensors"
 _LOCK = "run.lock"
 
@@ -192,9 +195,10 @@ class RunCheckpoint:
             )
         for name, value in self._options.items():
             # Checkpoints of older versions do not have all of the options.
-            if name in options and options[name] != value:
+            other = options.get(name, _OLDER.get(name, value))
+            if other != value:
                 raise InputError(
-                    f"the run in '{self._file}' has {name}={options[name]!r:.200}, and this run "
+                    f"the run in '{self._file}' has {name}={other!r:.200}, and this run "
                     f"has {name}={value!r:.200}; resume with the same {name}."
                 )
         *counts, seconds = (run.get(name) for name in _PLACE)

@@ -4,8 +4,14 @@ import numpy as np
 import onnx
 import pytest
 
+import kfac_engine as ke
 from kfac_engine.curvature.approximations import KINDS
-from tests.ranks.test_distributions import DISTRIBUTIONS, assert_equal_to_one_process
+from tests.ranks.test_distributions import (
+    DISTRIBUTIONS,
+    assert_close,
+    assert_equal_to_one_process,
+    batches,
+)
 
 # Engines recognize depthwise convolutions as grouped ones, whose rows are the same.
 NOT_RECOGNIZED = "depthwise_conv2d"
@@ -142,6 +148,20 @@ def test_every_approximation_equals_that_of_one_process(kind, name, distribution
     )
     layers = [layer for layer in alone.layers if layer.kind == kind]
     assert {alone.collection.approximation_of(layer.key) for layer in layers} == {name}
+
+
+@pytest.mark.parametrize(("kind", "name"), ROWS)
+def test_every_approximation_in_parts_equals_that_of_the_whole_batch(kind, name):
+    """Each part draws the random targets and the random patches of its rows of the batch."""
+    options = {"loss": "categorical", "approximations": {kind: name}, "threads": 1}
+    whole, parts = (ke.Engine.from_onnx(network(kind), **options) for _ in range(2))
+    for inputs, targets in batches(network(kind), 2):
+        whole.update_statistics(whole.trace(inputs, targets))
+        rows = (slice(0, 5), slice(5, 6), slice(6, 12))
+        parts.update_statistics([({n: a[i] for n, a in inputs.items()}, targets[i]) for i in rows])
+    dtype = str(next(iter(whole.parameters.values())).dtype)
+    for one, other in zip(parts.estimator.factors, whole.estimator.factors, strict=True):
+        assert_close({"": one.cov}, {"": other.cov}, {"float64": 1e-12, "float32": 2e-6}[dtype])
 
 
 def test_rows_of_depthwise_convolutions_are_those_of_grouped_ones():

@@ -144,6 +144,16 @@ def test_batches_of_equal_size_leave_out_few_examples(batch_size, steps):
     assert len(records) == steps
 
 
+@pytest.mark.parametrize(("batch_size", "accumulate", "steps"), [(30, 4, 1), (25, 2, 3), (10, 2, 6)])
+def test_a_step_of_parts_is_that_of_the_larger_batch(batch_size, accumulate, steps):
+    options = {"epochs": 1, "optimizer": "sgd"}
+    parts = OnnxClassifier(batch_size=batch_size, accumulate=accumulate, **options).fit(X, Y)
+    whole = OnnxClassifier(batch_size=batch_size * accumulate, **options).fit(X, Y)
+    assert len(parts.records_) == len(whole.records_) == steps
+    losses = ([record["loss"] for record in fitted.records_] for fitted in (parts, whole))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_pickled_classifier_predicts_the_same_bits_and_trains_on():
     classifier = OnnxClassifier(network, epochs=3).fit(X, Y)
     loaded = pickle.loads(pickle.dumps(classifier))
@@ -234,6 +244,7 @@ REFUSALS = {
     "hidden": (OnnxClassifier(hidden=(0,)), X, Y, "each of hidden must be a whole number"),
     "hidden number": (OnnxClassifier(hidden=5), X, Y, "hidden must be a list"),
     "batch size": (OnnxClassifier(batch_size=0), X, Y, "batch_size"),
+    "accumulate": (OnnxClassifier(accumulate=0), X, Y, "accumulate"),
     "epochs": (OnnxClassifier(epochs=0), X, Y, "epochs"),
     "patience": (OnnxClassifier(early_stop=0), X, Y, "patience"),
     "range": (OnnxClassifier(), X * 1e300, Y, "beyond the range of float32"),

@@ -63,6 +63,12 @@ def shuffled(epoch):
     )
 
 
+def whole(steps):
+    """The batches of steps of one part."""
+    for (batch,) in steps:
+        yield batch
+
+
 def same_batches(left, right):
     left, right = list(left), list(right)
     assert len(left) == len(right)
@@ -84,7 +90,7 @@ def test_shards_are_shuffled_by_seed_and_epoch(folder, data, axes, epoch, start)
     batches = run_data(folder, None, axes, SIZE, SEED).train
     assert batches.per_epoch == sum(COUNTS) // SIZE
     expected = list(by_numbers(data, shuffled(epoch)))[start:]
-    same_batches(batches.epoch(epoch, start), expected)
+    same_batches(whole(batches.steps(epoch, start)), expected)
 
 
 def test_one_file_has_the_order_of_arrays_in_memory(data, axes, tmp_path):
@@ -103,8 +109,8 @@ def test_one_file_has_the_order_of_arrays_in_memory(data, axes, tmp_path):
     ]
     order = np.random.default_rng([SEED, 2]).permutation(len(y))
     for form in forms:
-        batches = run_data(form, None, axes, SIZE, SEED).train.epoch(2)
-        inputs = [(x, y["z"] if isinstance(y, dict) else y) for x, y in batches]
+        batches = run_data(form, None, axes, SIZE, SEED).train.steps(2)
+        inputs = [(x, y["z"] if isinstance(y, dict) else y) for x, y in whole(batches)]
         same_batches(inputs, by_numbers(data, order))
 
 
@@ -121,7 +127,7 @@ def test_a_fraction_is_split_off_by_the_seed(folder, data, axes, fraction):
     sources = run_data(folder, fraction, axes, SIZE, SEED)
     same_batches(sources.validation, by_numbers(data, held, rest=True))
     # The other examples are those of an epoch, each once.
-    batches = list(sources.train.epoch(0))
+    batches = list(whole(sources.train.steps(0)))
     used = sum(COUNTS) - len(held)
     size = min(SIZE, used)
     assert [len(y) for _, y in batches] == [size] * (used // size)
@@ -132,7 +138,7 @@ def test_a_fraction_is_split_off_by_the_seed(folder, data, axes, fraction):
     assert (
         any(
             not np.array_equal(x["x"], other["x"])
-            for (x, _), (other, _) in zip(batches, sources.train.epoch(1), strict=True)
+            for (x, _), (other, _) in zip(batches, whole(sources.train.steps(1)), strict=True)
         )
         or len(batches) == 1
     )
@@ -199,7 +205,7 @@ def test_a_shard_that_changes_during_the_run_is_refused(axes, tmp_path):
     for name in "ab":
         np.savez(tmp_path / f"{name}.npz", x=x, targets=y)
     with pytest.raises(ke.InputError, match=r"the shard '.*' has changed since the run began"):
-        list(train.epoch(0))
+        list(train.steps(0))
 
 
 def test_data_in_another_form_are_refused(axes, tmp_path):

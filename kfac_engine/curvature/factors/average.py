@@ -44,7 +44,7 @@ class MovingAverage:
         decay: float,
         weight: float,
         config: CollectionConfig,
-        repeats: int = 1,
+        repeats: float = 1,
         *,
         over_rows: bool = False,
     ) -> tuple[float, float]:

@@ -264,7 +264,19 @@ def set_bases(
                 measured[part].add(values)
     if new and combine is not None:
         combine(list(measured.values()))
+    begin_bases(new, measured)
+
+
+def begin_bases(
+    factors: Iterable[EigenbasisFactor], measured: Mapping[DenseSquareMatrixFactor, Measurement]
+) -> None:
+    """Set the bases of factors to the eigenvectors of moments.
+
+    Args:
+        factors: The factors.
+        measured: The measurement of each of their Kronecker factors.
+    """
     for part, measurement in measured.items():
         part.complete(measurement.array)
-    for factor in new:
+    for factor in factors:
         factor.begin([measured[part].array for part in factor.kronecker_factors])

@@ -164,7 +164,8 @@ class Measurement:
         factor: The factor that measures.
         examples: Number of examples of the batch, the weight of the measurement in a mean over
             processes.
-        repeats: Uses × positions for each example.
+        repeats: Uses × positions for each example, or its mean over parts of a batch.
+        weighed: Whether the measurement is the share of this process in that of the batch.
     """
 
     def __init__(
@@ -175,7 +176,8 @@ class Measurement:
         types = [values[name].dtype for name in statistic.names()]
         self.factor = factor
         self.examples = sizes.examples
-        self.repeats = sizes.repeats
+        self.repeats: float = sizes.repeats
+        self.weighed = False
         self._sizes, self._shape = sizes, sizes.shape
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None
@@ -248,6 +250,23 @@ class Measurement:
         else:
             array = self.array
             array *= share
+
+    def join(self, other: "Measurement", kept: float, share: float) -> None:
+        """Compute ``array ← kept·array + share·other`` for the same statistic of another part.
+
+        Args:
+            other: The other measurement, which is empty afterwards.
+            kept: Coefficient of this measurement.
+            share: Coefficient of the other.
+        """
+        array = self.array
+        array = array.astype(np.result_type(array.dtype, other.dtype), copy=False)
+        if self._square is None:
+            other.add_to(array, share, kept)
+        else:  # the sums of a square
+            array *= kept
+            array += share * other.array
+        self._array = array
 
     @property
     def dtype(self) -> DType:

@@ -61,6 +61,51 @@ class PendingUpdate:
             self.release()
 
 
+class PartSums:
+    """The measurements of the parts of a batch, added up to those of the batch.
+
+    The mean over a batch is that over its parts, each with the weight of its examples, or of its
+    rows for a mean over rows. Of several processes, each adds its examples of every part: the sum
+    over the processes is the measurement of the batch.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[int, Measured] = {}
+        self._rows: dict[int, float] = {}
+        self._examples = 0  # before the present part
+        self._own = self._whole = 0
+        self._lock = Lock()
+
+    def begin(self, own: int, whole: int) -> None:
+        """Begin the next part, of which this process has ``own`` of ``whole`` examples."""
+        self._examples += self._whole
+        self._own, self._whole = own, whole
+
+    def add(self, factor: FisherFactor, measurement: Measurement) -> None:
+        """Add the measurement of a factor on the present part; it is empty afterwards."""
+        key, repeats = id(factor), measurement.repeats
+        before = self._rows.get(key, 0.0)
+        rows = before + self._whole * repeats
+        examples = self._examples + self._whole
+        if factor.statistic.over_rows:
+            kept, share = before / rows, self._own * repeats / rows
+        else:
+            kept, share = self._examples / examples, self._own / examples
+        if key in self._totals:
+            total = self._totals[key][1]
+            total.join(measurement, kept, share)
+        else:
+            total = computed(measurement)
+            total.weigh(share)
+        total.examples, total.repeats, total.weighed = examples, rows / examples, True
+        with self._lock:
+            self._totals[key], self._rows[key] = (factor, total), rows
+
+    def update(self, factors: Sequence[FisherFactor]) -> PendingUpdate:
+        """Return the update by the batch, with measurements in the order of the factors."""
+        return PendingUpdate([self._totals[id(factor)] for factor in factors])
+
+
 class FactorUpdater:
     """Factors that measure the same batches.
 
@@ -168,6 +213,24 @@ class FactorUpdater:
         later = [name for name in names if name in read]
         return PendingUpdate([*pairs, *measured], release=partial(release, later))
 
+    def add_part(self, values: dict[str, Array], sums: PartSums) -> None:
+        """Measure a part of a batch of one source; no average changes.
+
+        Args:
+            values: Values that the factors read, by name.
+            sums: Receives the measurements.
+
+        Raises:
+            KfacError: The part does not fit a factor.
+        """
+        checked = self._check(values)
+
+        def measure(index: int) -> None:
+            factor = self.factors[index]
+            sums.add(factor, factor.measure(values, checked[index], combined=True))
+
+        self._with_all(measure, checked, values)
+
     @property
     def parts_of_bases(self) -> tuple[FisherFactor, ...]:
         """The factors that ``prepare`` measures; none unless this is the first batch of EKFAC."""
@@ -193,7 +256,11 @@ class FactorUpdater:
         set_bases(self.factors, emptied(), self.combine, self._moving_names)
 
     def measure_sum(
-        self, sources: Iterator[dict[str, Array]], measured: Sequence[Measured] = ()
+        self,
+        sources: Iterator[dict[str, Array]],
+        measured: Sequence[Measured] = (),
+        *,
+        part: bool = False,
     ) -> PendingUpdate:
         """Measure the sum over the sources of a batch.
 
@@ -202,6 +269,7 @@ class FactorUpdater:
                 the next one is requested. If ``parts_of_bases`` is not empty, call ``prepare``
                 before.
             measured: As for ``average``.
+            part: Whether the batch is a part of another one.
 
         Returns:
             The update that has not changed any average.
@@ -210,7 +278,7 @@ class FactorUpdater:
             KfacError: A source does not fit a factor.
         """
         values = next(sources)
-        pairs = self._measured(values, self._check(values))
+        pairs = self._measured(values, self._check(values), part=part)
         sums = {id(factor): measurement for factor, measurement in pairs}
         values.clear()
         for values in sources:
@@ -219,10 +287,15 @@ class FactorUpdater:
         return PendingUpdate([*pairs, *measured])
 
     def _measured(
-        self, values: Values, checked: Sequence[Sizes], deferred: Collection[FisherFactor] = ()
+        self,
+        values: Values,
+        checked: Sequence[Sizes],
+        deferred: Collection[FisherFactor] = (),
+        *,
+        part: bool = False,
     ) -> list[Measured]:
         """Measure a checked batch for all factors; leave out the arrays of some of them."""
-        combined = self.combine is not None
+        combined = part or self.combine is not None
         measurements: dict[int, Measurement] = {}
 
         def measure(index: int) -> None:

@@ -1,0 +1,151 @@
+"""The parts of a batch, which are computed one after the other.
+
+The results of a batch are those of its parts, joined. Reductions divide by the counts of all parts
+together. Each part has its rows in the batch, so that random targets are those of the batch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
+
+from kfac_engine._types import Array
+from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered_in_data
+from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.errors import InputError, KfacError
+from kfac_engine.losses.objective import Counts, Targets
+from kfac_engine.ranks.agreement import raised_by_all_ranks
+from kfac_engine.ranks.shards import Rows
+from kfac_engine.runtime.trace import Trace
+
+# Inputs of a batch by name, or the parts of a batch: pairs of inputs and targets.
+Inputs: TypeAlias = Mapping[str, Array] | Sequence[Batch]
+
+
+def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
+    """Return the parts of a batch: one, unless a list of parts is given.
+
+    Args:
+        inputs: Input name to array, or a list of parts.
+        targets: The targets; None for a list of parts.
+
+    Returns:
+        Pairs of inputs and targets.
+
+    Raises:
+        InputError: The list is empty, an entry is no part, or targets are given beside it.
+    """
+    if not isinstance(inputs, list | tuple):
+        return [(inputs, targets)]  # type: ignore[list-item] # the engine checks the inputs
+    if targets is not None:
+        raise InputError(
+            "the parts of a batch have their own targets; give a list of pairs (inputs, targets) "
+            "and no other targets."
+        )
+    if not inputs:
+        raise InputError("the list of the parts of a batch is empty; give one part at least.")
+    for index, part in enumerate(inputs, 1):
+        pair = isinstance(part, list | tuple) and len(part) == 2
+        if not (pair and isinstance(part[0], Mapping)):
+            raise InputError(
+                f"the parts of a batch must be pairs (inputs, targets), the inputs by name; part "
+                f"{index} is {type(part).__name__}."
+            )
+    return inputs
+
+
+@contextmanager
+def part_named(parts: Sequence[Batch], index: int) -> Iterator[None]:
+    """Return a context whose errors say which part of a batch is wrong, if there are several.
+
+    Args:
+        parts: The parts.
+        index: Index of the present part.
+
+    Raises:
+        KfacError: The error of the block, with the number of the part.
+    """
+    try:
+        with numbered_in_data(parts[: index + 1]):
+            yield
+    except KfacError as error:
+        if len(parts) == 1 or raised_by_all_ranks(error):
+            raise
+        message = f"{error} It is in part {index + 1} of the {len(parts)} parts of the batch."
+        named = type(error)(message)
+        raise (named.at(*error.place) if error.place else named) from error
+
+
+@dataclass(slots=True)
+class TracedParts:
+    """The evaluations of the parts of a batch.
+
+    A single part is evaluated once. Several parts are evaluated anew in each pass, so that the
+    activations of one part at a time are in memory.
+
+    Attributes:
+        parts: The parts.
+        evaluate: Evaluates a part.
+        axes: The axes of the examples.
+        counts: Counts of the batch of all processes, which ``count`` sets.
+        rows: For each part, the rows of this process in the batch, which ``count`` sets.
+    """
+
+    parts: Sequence[Batch]
+    evaluate: Callable[[Mapping[str, Array], Targets], Trace]
+    axes: ExampleAxes
+    counts: Counts = field(init=False)
+    rows: Sequence[Rows] = field(init=False)
+    _only: Trace | None = None
+
+    @classmethod
+    def of(cls, trace: Trace, axes: ExampleAxes) -> "TracedParts":
+        """Return a batch that is evaluated already, as one part."""
+        return cls([({}, None)], lambda inputs, targets: trace, axes)
+
+    def each(self, do: Callable[[Trace], None]) -> None:
+        """Call a function with the evaluation of each part, one after the other."""
+        for index, part in enumerate(self.parts):
+            with part_named(self.parts, index):
+                trace = self._only or self.evaluate(*part)
+                if len(self.parts) == 1:
+                    self._only = trace
+                do(trace)
+                del trace
+
+    def count(
+        self, shards: BatchShards, meet: Callable[[Trace], Counts], examples: int | None = None
+    ) -> None:
+        """Evaluate all parts, and set ``counts`` and ``rows``; a collective call.
+
+        Args:
+            shards: The processes.
+            meet: Exchanges the sizes of a part.
+            examples: Number of examples of the batch of this process, if the parts have only some
+                of them. The counts are then those of as many.
+        """
+        counts: list[Counts] = []
+        own: list[Rows] = []
+
+        def add(trace: Trace) -> None:
+            counts.append(meet(trace))
+            size = int(counts[-1].examples)
+            own.append(Rows(0, size, size) if shards.alone else shards.rows)
+
+        self.each(add)
+        self.counts = sum(counts[1:], counts[0])
+        starts = accumulate((rows.whole for rows in own), initial=0)
+        whole = sum(rows.whole for rows in own)
+        self.rows = [
+            Rows(start + rows.start, rows.count, whole)
+            for start, rows in zip(starts, own, strict=False)
+        ]
+        if examples is not None:
+            whole = int(shards.total(examples, "examples of a batch"))
+            self.counts = self.counts.of(whole)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether inputs of all parts have the same shapes, apart from the numbers of examples."""
+        return len({self.axes.shapes(inputs) for inputs, _ in self.parts}) == 1
