@@ -116,13 +116,16 @@ if TYPE_CHECKING:
     from kfac_engine.influence.influence import Influence as Influence
     from kfac_engine.laplace.posterior import Laplace as Laplace
     from kfac_engine.laplace.predictive import Predictive as Predictive
+    from kfac_engine.losses import Categorical as Categorical
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
     from kfac_engine.losses import LossFunction as LossFunction
+    from kfac_engine.losses import MultiBernoulli as MultiBernoulli
     from kfac_engine.losses import (
         MultiBernoulliNegativeLogProbLoss as MultiBernoulliNegativeLogProbLoss,
     )
+    from kfac_engine.losses import Normal as Normal
     from kfac_engine.losses import NormalMeanNegativeLogProbLoss as NormalMeanNegativeLogProbLoss
     from kfac_engine.losses import (
         NormalMeanVarianceNegativeLogProbLoss as NormalMeanVarianceNegativeLogProbLoss,
@@ -130,6 +133,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.losses import Weighted as Weighted
     from kfac_engine.pruning.merging import merge as merge
     from kfac_engine.pruning.pruning import prune as prune
     from kfac_engine.pruning.saliency import saliency as saliency
@@ -266,6 +270,10 @@ _HOMES = {
     "ScaleAndShiftDiagonalFactor": "compat.scale_shift",
     "EmbeddingInputKroneckerFactor": "compat.embedding",
     "LossFunction": "losses",
+    "Categorical": "losses",
+    "MultiBernoulli": "losses",
+    "Normal": "losses",
+    "Weighted": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",
     "NormalMeanNegativeLogProbLoss": "losses",

@@ -63,6 +63,12 @@ def _axes(
     return {name: int(axis) for name, _equals, axis in pairs} or None
 
 
+def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+    from kfac_engine.datasets.files import numbers_in
+
+    return None if value is None else numbers_in(value)
+
+
 def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
     example = _EXAMPLES.get(parameter.name or "")
     such = f", such as {example}" if example else ""
@@ -141,6 +147,9 @@ class Spelling:
     names: Callable[[], Collection[str]] = tuple
 
 
+# An option whose value is a file with a list of numbers.
+_NUMBERS = {"metavar": "FILE", "callback": _numbers, "multiple": False, "type": str}
+
 SPELLINGS: Mapping[str, Spelling] = {
     "loss": Spelling(
         Group.LOSS, settings={"metavar": "NAME", "default": ("categorical",)}, names=losses
@@ -149,6 +158,10 @@ SPELLINGS: Mapping[str, Spelling] = {
     "class_axis": Spelling(Group.LOSS),
     "find_logits": Spelling(Group.LOSS),
     "loss_weights": Spelling(Group.LOSS, "--loss-weight"),
+    "ignore_index": Spelling(Group.LOSS),
+    "class_weights": Spelling(Group.LOSS, settings=_NUMBERS),
+    "positive_weights": Spelling(Group.LOSS, settings=_NUMBERS),
+    "label_smoothing": Spelling(Group.LOSS),
     "reduction": Spelling(Group.LOSS),
     "trainable": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),
     "freeze": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),

@@ -12,6 +12,12 @@ TEXTS: Mapping[str, str] = {
     "find_logits": "Let a loss on probabilities read the logits from which the model computes "
     "them.",
     "loss_weights": "Factor of each loss; by default 1.",
+    "ignore_index": "Target that does not count; by default -100 for classes and binary targets.",
+    "class_weights": "File with a weight ≥ 0 for the targets of each class, .npy or numbers as "
+    "text.",
+    "positive_weights": "File with the weight ≥ 0 of targets of 1 of a sigmoid loss, one or one "
+    "for each feature.",
+    "label_smoothing": "Part of each target, in [0, 1), that is divided among all classes.",
     "reduction": "Reduction of the loss over examples and positions.",
     "trainable": "Pattern of the names of parameters to train; by default every constant that the "
     "graph uses like a parameter.",

@@ -9,7 +9,7 @@ from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
-from kfac_engine.curvature.sources import Sources, ThunkRound, Trace
+from kfac_engine.curvature.sources import Scales, Sources, ThunkRound, Trace
 from kfac_engine.errors import UnsupportedError
 
 
@@ -47,7 +47,7 @@ class CovarianceUpdates:
         self,
         trace: Trace,
         draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> PendingUpdate:
@@ -73,7 +73,7 @@ class CovarianceUpdates:
         self,
         sums: PartSums,
         trace: Trace,
-        scales: Mapping[str, float],
+        scales: Scales,
         bases: Sequence[FisherFactor] = (),
     ) -> None:
         """Measure a part of a batch for all factors; averages do not change.
@@ -120,7 +120,7 @@ class CovarianceUpdates:
         decay: float,
         trace: Trace,
         draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class CovarianceUpdates:
         decay: float,
         weight: float = 1.0,
         draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
     ) -> None:
         """Update the averages of some factors by one batch.
 
@@ -202,12 +202,12 @@ class CovarianceUpdates:
         alone: tuple[FisherFactor, ...],
         trace: Trace,
         draws: Draws | None,
-        scales: Mapping[str, float] | None,
+        scales: Scales | None,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
-        scales = scales or {}
+        scales = self.sources.scales_of(trace) if scales is None else scales
         with self.restored_on_error():
             singles = self.sources.measure_examples(alone, trace, draws, scales)
             if propagated is None:
@@ -227,7 +227,7 @@ class CovarianceUpdates:
         updater: FactorUpdater,
         trace: Trace,
         draws: Draws | None,
-        scales: Mapping[str, float],
+        scales: Scales,
     ) -> None:
         """Propagate all sources once more before the first update of EKFAC, for its bases."""
         parts = updater.parts_of_bases

@@ -125,7 +125,9 @@ def _data_gradients(
     for loss in losses:
         for tower in loss.towers:
             # k, not √k: the specification lets the coefficient enter this mode squared.
-            _add(source, tower.gradient(values), loss.coefficient)
+            targets = tower.observe(values).targets
+            assert targets is not None, "observe requires targets"
+            _add(source, tower.gradient_of(values, targets), loss.coefficient)
     yield source
 
 

@@ -21,7 +21,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.curvature.sources import ExampleGradients, Sources, Trace
+from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Trace
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.ranks.shards import Placement, Rows
 from kfac_engine.sealed import Sealed
@@ -234,7 +234,7 @@ class FisherEstimator(Sealed):
         self,
         trace: Trace,
         draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
         should_decay: bool = True,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
@@ -264,7 +264,7 @@ class FisherEstimator(Sealed):
         trace: Trace,
         weight: float,
         draws: Draws | None = None,
-        scales: Mapping[str, float] | None = None,
+        scales: Scales | None = None,
         factors: Sequence[FisherFactor] | None = None,
     ) -> None:
         """Add the statistics of one batch to plain means, without decay.

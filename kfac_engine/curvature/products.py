@@ -1,8 +1,8 @@
 """Products of the curvature of the whole network with vectors, without forming a matrix.
 
 With J the Jacobian of the loss inputs, F the Fisher matrix of a loss with respect to its inputs, B
-its factor (``B Bᵀ = F``) and k the coefficient of the loss, summed over the losses and their
-towers::
+its factor (``B Bᵀ = F``) and k the coefficient of the loss times the weights of the predictions,
+summed over the losses and their towers::
 
     multiply_fisher                   Jᵀ k F J v
     multiply_fisher_factor            Jᵀ √k B u
@@ -14,6 +14,7 @@ Source: Martens 2014, arXiv:1412.1193, sections 8 and 9.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol, TypeAlias
 
@@ -21,6 +22,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.losses.observed import root, times
 
 # A vector over the values of interest: one array each, in their order.
 Vectors: TypeAlias = Sequence[Array]
@@ -51,6 +53,27 @@ class DifferentiableTrace(Protocol):
         """Return ``jvp`` by output and the change of ``vjp`` by value, for Hessian products."""
 
 
+@dataclass(frozen=True, slots=True)
+class TowerWeight:
+    """The weight of a tower of a loss in a curvature matrix.
+
+    Attributes:
+        number: Factor of the Fisher matrix of the tower, at least 0.
+        rows: Weights of its predictions, which broadcast to an input of the loss; None for ones.
+    """
+
+    number: float
+    rows: Array | None = None
+
+    def times(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return arrays by loss input times the weight."""
+        return {name: self.number * times(array, self.rows) for name, array in arrays.items()}
+
+    def root(self) -> "TowerWeight":
+        """Return the square root of the weight."""
+        return TowerWeight(sqrt(self.number), None if self.rows is None else root(self.rows))
+
+
 class CurvatureMatrixVectorProductComputer:
     """Fisher, Gauss–Newton and Hessian products of the registered losses on one batch.
 
@@ -59,7 +82,8 @@ class CurvatureMatrixVectorProductComputer:
         wrt_tensors: Names of the values that vectors belong to, usually parameters. They are
             independent variables, even if one is computed from another.
         trace: The evaluation of the batch.
-        weights: Weight of each tower of each loss; None for the coefficients of the losses.
+        weights: Weight of each tower of each loss; None for the coefficients of the losses, times
+            the weights of the predictions.
 
     Raises:
         InputError: There is no loss or no value, or the trace cannot be differentiated forward.
@@ -71,21 +95,21 @@ class CurvatureMatrixVectorProductComputer:
         layer_collection: LayerCollection,
         wrt_tensors: Sequence[str],
         trace: DifferentiableTrace,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[TowerWeight] | None = None,
     ) -> None:
         losses = layer_collection.registered_losses
         towers = [(loss.coefficient, tower) for loss in losses for tower in loss.towers]
-        coefficients = [k for k, _ in towers] if weights is None else weights
-        self._losses = tuple(zip(coefficients, (tower for _, tower in towers), strict=True))
         self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
         self._trace = trace
-        self._inputs = tuple(dict.fromkeys(n for _, loss in self._losses for n in loss.inputs))
+        self._inputs = tuple(dict.fromkeys(n for _, loss in towers for n in loss.inputs))
         if not self._wrt:
             raise InputError("wrt_tensors is empty; name the values that the vectors belong to.")
         for name in (*self._wrt, *self._inputs):
             if name not in trace:
                 raise UnknownNameError(f"'{name}' is not a value of the trace.")
         self._require("vjp", "jvp")
+        weights = weights or [TowerWeight(k, loss.row_weights(trace)) for k, loss in towers]
+        self._losses = tuple(zip(weights, (loss for _, loss in towers), strict=True))
 
     # -- Fisher -----------------------------------------------------------------------------------
 
@@ -110,7 +134,7 @@ class CurvatureMatrixVectorProductComputer:
         """
         inner = self._checked(loss_vecs, self.fisher_factor_inner_shapes, "losses")
         return self._transposed_jacobian(
-            (sqrt(k), loss.fisher_factor(loss.read(self._trace), u))
+            (k.root(), loss.fisher_factor(loss.read(self._trace), u))
             for (k, loss), u in zip(self._losses, inner, strict=True)
         )
 
@@ -118,7 +142,7 @@ class CurvatureMatrixVectorProductComputer:
         """Return ``Bᵀ`` times a vector: one array of the inner shape for each loss."""
         changes = self._jacobian(vecs)
         return tuple(
-            sqrt(k) * loss.fisher_factor_transpose(loss.read(self._trace), changes)
+            loss.fisher_factor_transpose(loss.read(self._trace), k.root().times(changes))
             for k, loss in self._losses
         )
 
@@ -170,7 +194,9 @@ class CurvatureMatrixVectorProductComputer:
         """
         self._require("second_derivative")
         cases = [(k, loss, loss.read(self._trace, targets=True)) for k, loss in self._losses]
-        gradients = _added((k, loss.gradient(values)) for k, loss, values in cases)
+        gradients = _added(
+            (TowerWeight(k.number), loss.gradient(values)) for k, loss, values in cases
+        )
         changes, bent = self._trace.second_derivative(gradients, self._named(vecs))
         straight = self._transposed_jacobian(
             (k, loss.hessian(values, changes)) for k, loss, values in cases
@@ -184,7 +210,7 @@ class CurvatureMatrixVectorProductComputer:
         return self._trace.jvp(self._named(vecs), self._inputs, independent=True)
 
     def _transposed_jacobian(
-        self, parts: Iterable[tuple[float, Mapping[str, Array]]]
+        self, parts: Iterable[tuple[TowerWeight, Mapping[str, Array]]]
     ) -> tuple[Array, ...]:
         """Return ``Jᵀ`` times the weighted sum of arrays by loss input."""
         products = self._trace.vjp(_added(parts), self._wrt, independent=True)
@@ -218,10 +244,10 @@ class CurvatureMatrixVectorProductComputer:
             loss.require_ggn()
 
 
-def _added(parts: Iterable[tuple[float, Mapping[str, Array]]]) -> dict[str, Array]:
+def _added(parts: Iterable[tuple[TowerWeight, Mapping[str, Array]]]) -> dict[str, Array]:
     """Return weighted sums by name, because losses may share an input."""
     total: dict[str, Array] = {}
     for weight, arrays in parts:
-        for name, array in arrays.items():
-            total[name] = total[name] + weight * array if name in total else weight * array
+        for name, array in weight.times(arrays).items():
+            total[name] = total[name] + array if name in total else array
     return total

@@ -13,6 +13,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import computed, take
 from kfac_engine.curvature.factors.updater import Measured
 from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.losses.observed import root, times
 from kfac_engine.ranks.shards import AnyGenerator, Placement, RowGenerator, Rows
 
 
@@ -26,6 +27,8 @@ class Trace(Protocol):
         """Return gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``, by name."""
 
 
+# Loss input to the factor of its cotangents: a number, or an array that broadcasts to the input.
+Scales: TypeAlias = Mapping[str, float | Array]
 ExampleGradients: TypeAlias = Callable[
     [Any, Mapping[str, Array], Sequence[str]], Iterator[Mapping[str, Array]]
 ]
@@ -94,7 +97,7 @@ class Sources:
         factors: tuple[FisherFactor, ...],
         trace: Trace,
         draws: Draws | None,
-        scales: Mapping[str, float],
+        scales: Scales,
         stats: dict[str, Array],
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of a batch that factors read, once for each source.
@@ -123,21 +126,27 @@ class Sources:
             del gradients, cotangents
             yield values
 
+    def scales_of(self, trace: Trace) -> dict[str, Array]:
+        """Return the roots of the weights of the predictions that the losses read."""
+        towers = (tower for loss in self.losses for tower in loss.towers)
+        weights = {name: t.row_weights(trace) for t in towers for name in t.inputs}
+        return {name: root(rows) for name, rows in weights.items() if rows is not None}
+
     def _cotangents(
-        self, trace: Trace, draws: Draws | None, scales: Mapping[str, float]
+        self, trace: Trace, draws: Draws | None, scales: Scales
     ) -> Iterator[dict[str, Array]]:
         rng: AnyGenerator = self.rng
         if self.rows is not None:
             rng = RowGenerator(self.rng, self.rows, self.placements)
         for source in self.mode(self.losses, trace, rng, draws):
-            yield {name: scales.get(name, 1.0) * array for name, array in source.items()}
+            yield {name: _scaled(array, scales.get(name, 1.0)) for name, array in source.items()}
 
     def measure_examples(
         self,
         factors: tuple[FisherFactor, ...],
         trace: Trace,
         draws: Draws | None,
-        scales: Mapping[str, float],
+        scales: Scales,
     ) -> list[Measured]:
         """Measure the sum over sources and examples; averages and the generator do not change.
 
@@ -193,6 +202,11 @@ class Sources:
             forward = tuple(name for name in names if name not in gradients)
             self._reads[factors] = Reads(forward, gradients)
         return self._reads[factors]
+
+
+def _scaled(array: Array, scale: float | Array) -> Array:
+    result: Array = scale * array if isinstance(scale, float) else times(array, scale)
+    return result
 
 
 @dataclass(slots=True)

@@ -1,15 +1,15 @@
 """Parts of a batch: the examples of inputs and targets along their axes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, KfacError, ShapeError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.ranks.agreement import raised_by_all_ranks
 from kfac_engine.runtime import batch_axis
 from kfac_engine.suggestions import suggestion
@@ -19,6 +19,7 @@ Selection: TypeAlias = slice | Array
 Batch: TypeAlias = tuple[Mapping[str, Array], Targets]
 
 TARGETS = "targets"  # name of the targets among arrays by name
+WEIGHTS = "weights"  # name of their weights
 
 
 class ExampleAxes:
@@ -82,12 +83,12 @@ class ExampleAxes:
             ShapeError: An array has another number of examples.
         """
         count = self.count(inputs)
-        for name, array in self._named(targets).items():
-            axis, shape = self._target_axis(name), np.shape(array)
+        for (kind, name), array in self._named(targets).items():
+            axis, shape = self._target_axis(name, array, kind), np.shape(array)
             if axis >= len(shape) or shape[axis] != count:
                 raise ShapeError(
-                    f"the targets have shape {shape}, but the inputs have {count} examples; axis "
-                    f"{axis} of the targets must hold the examples."
+                    f"the {kind} have shape {shape}, but the inputs have {count} examples; axis "
+                    f"{axis} of the {kind} must hold the examples."
                 )
         return count
 
@@ -115,13 +116,10 @@ class ExampleAxes:
             name: _take(array, self.inputs[name], selection) if name in self.inputs else array
             for name, array in inputs.items()
         }
-        if targets is None:
-            return selected, None
-        selected_targets = {
-            name: _take(array, self._target_axis(name), selection)
-            for name, array in self._named(targets).items()
-        }
-        return selected, selected_targets if isinstance(targets, Mapping) else selected_targets[""]
+        arrays = self._named(targets)
+        return selected, self._mapped(
+            targets, lambda key, axis: _take(arrays[key], axis, selection)
+        )
 
     def joined(self, batches: Sequence[Batch]) -> Batch:
         """Return the examples of several batches as one; new arrays.
@@ -139,15 +137,10 @@ class ExampleAxes:
             else array
             for name, array in batches[0][0].items()
         }
-        first = batches[0][1]
-        if first is None:
-            return inputs, None
         named = [self._named(targets) for _, targets in batches]
-        targets = {
-            name: _concatenated([entry[name] for entry in named], self._target_axis(name))
-            for name in named[0]
-        }
-        return inputs, targets if isinstance(first, Mapping) else targets[""]
+        return inputs, self._mapped(
+            batches[0][1], lambda key, axis: _concatenated([entry[key] for entry in named], axis)
+        )
 
     def separated(self, arrays: Mapping[str, Array], *, labeled: bool = True) -> Batch:
         """Return the inputs and the targets among arrays by name.
@@ -171,6 +164,10 @@ class ExampleAxes:
         present = present or "none"
         if missing:
             raise InputError(f"input '{missing[0]}' is missing; the arrays are: {present}.")
+        if WEIGHTS in arrays and WEIGHTS not in {*self.inputs, *self._targets}:
+            rest = {name: array for name, array in arrays.items() if name != WEIGHTS}
+            inputs, alone = self.separated(rest, labeled=labeled)
+            return inputs, None if alone is None else Weighted(alone, arrays[WEIGHTS])  # type: ignore[arg-type] # weights once
         if TARGETS in arrays and TARGETS not in self.inputs:
             inputs = {name: array for name, array in arrays.items() if name != TARGETS}
             return inputs, arrays[TARGETS]
@@ -196,13 +193,13 @@ class ExampleAxes:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the arrays of a data set."""
-        return (*self.inputs, TARGETS, *self._targets)
+        return (*self.inputs, TARGETS, WEIGHTS, *self._targets)
 
     def axis(self, name: str) -> int | None:
         """Return the axis of the examples of an array of a data set; None for an array without."""
         if name in self.inputs:
             return self.inputs[name]
-        return self._target_axis(name) if name in self.names else None
+        return self._targets.get(name, self._first_axis) if name in self.names else None
 
     def named(self, inputs: object) -> Mapping[str, Array]:
         """Return inputs by name: a lone array belongs to the only input.
@@ -225,14 +222,40 @@ class ExampleAxes:
             )
         return dict.fromkeys(self.inputs, inputs)  # type: ignore[arg-type] # the engine checks it
 
-    def _named(self, targets: Targets) -> Mapping[str, Array]:
+    def _named(self, targets: Targets) -> dict[tuple[str, str], Array]:
+        """Return the arrays of targets and their weights, by kind and output."""
         if targets is None:
             return {}
-        return targets if isinstance(targets, Mapping) else {"": targets}
+        if isinstance(targets, Weighted):
+            weights = {(WEIGHTS, name): a for (_, name), a in self._named(targets.weights).items()}
+            return self._named(targets.targets) | weights
+        named = targets if isinstance(targets, Mapping) else {"": targets}
+        return {(TARGETS, name): array for name, array in named.items()}
 
-    def _target_axis(self, name: str) -> int:
+    def _mapped(self, targets: Targets, function: Callable[[Any, int], Array]) -> Targets:
+        """Return targets and weights in the same form, after a function of key and axis."""
+        results = {
+            key: function(key, self._target_axis(key[1], array, key[0]))
+            for key, array in self._named(targets).items()
+        }
+
+        def like(form: Targets, kind: str) -> Any:
+            if isinstance(form, Mapping):
+                return {name: results[kind, name] for name in form}
+            return None if form is None else results[kind, ""]
+
+        if isinstance(targets, Weighted):
+            return Weighted(like(targets.targets, TARGETS), like(targets.weights, WEIGHTS))
+        return like(targets, TARGETS)  # type: ignore[no-any-return] # in the form of the targets
+
+    @property
+    def _first_axis(self) -> int:
+        return next(iter(self._targets.values()))
+
+    def _target_axis(self, name: str, array: Array, kind: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""
-        return self._targets.get(name, next(iter(self._targets.values())))
+        axis = self._targets.get(name, self._first_axis)
+        return 0 if kind == WEIGHTS and np.ndim(array) == 1 else axis
 
 
 class NumberedBatch(tuple[Mapping[str, Array], Targets]):

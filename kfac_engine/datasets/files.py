@@ -1,8 +1,9 @@
 """Data sets in files: an ``.npz`` file, or a folder of shards.
 
 A file has an array for each input of the model, under its name, and ``targets``. The targets of
-several losses have the names of their outputs. A shard of a folder is an ``.npz`` file of this
-kind, or a group of ``.npy`` files ``SHARD.NAME.npy``. Other files of the folder are ignored.
+several losses have the names of their outputs. ``weights`` are how much each target counts. A shard
+of a folder is an ``.npz`` file of this kind, or a group of ``.npy`` files ``SHARD.NAME.npy``. Other
+files of the folder are ignored.
 """
 
 import os
@@ -14,12 +15,12 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.datasets.examples import TARGETS, Batch, ExampleAxes
+from kfac_engine.datasets.examples import TARGETS, WEIGHTS, Batch, ExampleAxes
 from kfac_engine.datasets.shards import Shard
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Targets
-from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays
-from kfac_engine.system.reading import folder_members
+from kfac_engine.losses.observed import Targets, Weighted
+from kfac_engine.system.arrays import ArrayHeader, array_headers, map_arrays, read_arrays
+from kfac_engine.system.reading import check_file, folder_members
 
 # The files of a shard: the file of each array; or one file of all arrays, under None.
 Files: TypeAlias = Mapping[str | None, Path]
@@ -114,6 +115,9 @@ def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Ta
     arrays = opened_inputs(path)
     if not isinstance(arrays, Mapping):
         return arrays
+    if WEIGHTS in arrays and WEIGHTS not in outputs:
+        weights = arrays.pop(WEIGHTS)
+        return Weighted(arrays.get(TARGETS, arrays), weights)
     if TARGETS in arrays:
         return arrays[TARGETS]
     if arrays.keys() & {*outputs}:
@@ -125,6 +129,31 @@ def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Ta
             f"{', '.join(outputs)}; it holds {names}."
         )
     return next(iter(arrays.values()))
+
+
+def numbers_in(path: str | os.PathLike[str]) -> Array:
+    """Return the numbers in a file: an ``.npy`` file, or text with spaces or commas.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        InputError: The file cannot be read, or does not hold one list of numbers.
+    """
+    place = Path(path)
+    if place.suffix == ".npy":
+        return read_arrays(place)[None]
+    check_file(place)
+    try:
+        words = place.read_text(encoding="utf-8").replace(",", " ").split()
+        return np.array([float(word) for word in words])
+    except (OSError, ValueError) as failure:  # ValueError: no text, or no number
+        raise InputError(
+            f"'{path}' must be an .npy file, or text with numbers between spaces or commas."
+        ) from failure
 
 
 def separated(

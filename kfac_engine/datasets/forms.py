@@ -2,9 +2,10 @@
 
 Every function that takes data reads them here. Data are
 
-- all examples: a pair ``(inputs, targets)``, or arrays by name with ``targets``;
+- all examples: ``(inputs, targets)`` or ``(inputs, targets, weights)``, or arrays by name with
+  ``targets`` and, optionally, ``weights``;
 - a path: an ``.npz`` file with arrays by name, or a folder of shards;
-- batches: an iterable, whose entries are pairs or arrays by name.
+- batches: an iterable, whose entries are such tuples or arrays by name.
 
 Inputs are arrays by input name, or the array of the only input; a path may stand in the place of an
 array, of the inputs and of the targets. Where targets are not needed, the inputs alone are data, as
@@ -32,7 +33,7 @@ from kfac_engine.datasets.files import (
 )
 from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, Shard, Share
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.system.arrays import map_arrays
 from kfac_engine.system.reading import names_folder
 
@@ -172,11 +173,14 @@ class GivenBatches:
             set_epoch(number)
         entries = islice(self._data, start, None)
         for index, entry in enumerate(entries, start + 1):
-            pair = isinstance(entry, tuple | list) and len(entry) == 2
-            batch = _whole(tuple(entry) if pair else entry, self._axes, self._labeled, pair=pair)
+            if isinstance(entry, tuple | list) and len(entry) in (2, 3):
+                entry = tuple(entry)
+            pair = isinstance(entry, tuple) and len(entry) == 2
+            batch = _whole(entry, self._axes, self._labeled, pair=pair)
             if batch is None:
                 raise InputError(
-                    f"each batch must be a pair (inputs, targets), or arrays by name"
+                    f"each batch must be a pair (inputs, targets), also with weights after them, or "
+                    f"arrays by name"
                     f"{' with targets' if self._labeled else ''}; batch {index} is "
                     f"{type(entry).__name__}."
                 )
@@ -201,7 +205,10 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
         pair: Whether data are known to be a pair.
     """
     inputs, targets = data, None
-    if pair or _is_pair(data, axes, labeled):
+    if _is_triple(data, axes, labeled):
+        inputs, targets, weights = data
+        targets = Weighted(targets, weights)
+    elif pair or _is_pair(data, axes, labeled):
         inputs, targets = data
     elif is_path(data):
         arrays = map_arrays(pathlib.Path(data))
@@ -236,6 +243,17 @@ def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:
     return not are_batches
 
 
+def _is_triple(data: object, axes: ExampleAxes, labeled: bool) -> bool:
+    """Return whether data are inputs, targets and weights, in place of an iterable of batches."""
+    if not isinstance(data, tuple) or len(data) != 3 or isinstance(data[0], tuple | list):
+        return False
+    if all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data):
+        return False
+    # Three arrays in which examples have the same shape are inputs.
+    alike = all(map(_is_array, data)) and len({np.shape(array)[1:] for array in data}) == 1
+    return labeled or not alike
+
+
 def _is_array(value: object) -> bool:
     return any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
 
@@ -248,6 +266,11 @@ def _names_a_file(data: Any) -> bool:
 
 
 def _targets(targets: Any, axes: ExampleAxes) -> Targets:
+    if isinstance(targets, Weighted):
+        return Weighted(
+            _targets(targets.targets, axes),  # type: ignore[arg-type] # not weighted twice
+            _targets(targets.weights, axes),  # type: ignore[arg-type] # not weighted twice
+        )
     if is_path(targets):
         return opened_targets(targets, axes.outputs)
     if isinstance(targets, Mapping):
@@ -263,12 +286,17 @@ def _opened(value: Any) -> Any:
 def _examples(batch: Batch, axes: ExampleAxes) -> Examples:
     """Return the examples of a batch, as arrays of NumPy or CuPy."""
     inputs = {name: as_array(array) for name, array in batch[0].items()}
-    targets = batch[1]
-    if isinstance(targets, Mapping):
-        targets = {name: as_array(array) for name, array in targets.items()}
-    elif targets is not None:
-        targets = as_array(targets)
+    targets = converted(batch[1])
     return Examples([Shard(axes.check(inputs, targets), lambda: (inputs, targets))], axes)
+
+
+def converted(targets: Targets) -> Targets:
+    """Return targets of any library as arrays of NumPy or CuPy."""
+    if isinstance(targets, Weighted):
+        return Weighted(converted(targets.targets), converted(targets.weights))  # type: ignore[arg-type] # not weighted twice
+    if isinstance(targets, Mapping):
+        return {name: as_array(array) for name, array in targets.items()}
+    return None if targets is None else as_array(targets)
 
 
 def _length(data: object) -> int | None:

@@ -17,13 +17,14 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import (
     TARGETS,
+    WEIGHTS,
     Batch,
     ExampleAxes,
     NumberedBatch,
     Selection,
 )
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets, Weighted
 
 # Shards, each with the examples of it.
 Parts: TypeAlias = Sequence[tuple[int, Selection]]
@@ -279,6 +280,10 @@ def _evenly(count: int, most: int) -> Array:
 
 def _arrays(inputs: Mapping[str, Array], targets: Targets) -> dict[str, Array]:
     """Return the arrays of a batch by name, on the host and contiguous."""
+    if isinstance(targets, Weighted):
+        weights = _arrays({}, targets.weights)
+        named = {f"{WEIGHTS} of {name}": array for name, array in weights.items()}
+        return _arrays(inputs, targets.targets) | named
     by_name = targets if isinstance(targets, Mapping) else {TARGETS: targets}
     if len(by_name) == 1:  # whatever its name is
         by_name = {TARGETS: next(iter(by_name.values()))}

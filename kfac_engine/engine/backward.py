@@ -12,7 +12,7 @@ from math import isfinite
 
 from kfac_engine._types import Array
 from kfac_engine.errors import KfacError, NonFiniteError
-from kfac_engine.losses.objective import Counts, Objective
+from kfac_engine.losses.objective import Objective, Observation
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.nonfinite import first_nonfinite
 from kfac_engine.runtime.trace import Trace
@@ -46,22 +46,18 @@ class BackwardResult:
         return BackwardResult(self.loss * factor, self.gradients)
 
 
-def reported_loss(trace: Trace, objective: Objective, counts: Counts | None = None) -> float:
-    """Return the reduced loss of a batch; checks the targets and the loss.
+def reported_loss(trace: Trace, objective: Objective, observation: Observation) -> float:
+    """Return the reduced loss of a batch, finite.
 
     Args:
         trace: The batch.
         objective: The loss.
-        counts: Counts of the larger batch of which the batch is a part; None if it is the whole.
-
-    Returns:
-        The loss, finite.
+        observation: The targets of the batch.
 
     Raises:
-        InputError: Targets are missing, or not possible observations.
         NonFiniteError: The loss is NaN or infinite.
     """
-    return _finite(objective.value(trace, counts=counts))
+    return _finite(objective.value(trace, observation))
 
 
 def _finite(loss: float) -> float:
@@ -76,29 +72,29 @@ def _finite(loss: float) -> float:
 def run_backward(
     trace: Trace,
     objective: Objective,
+    observation: Observation,
     parameters: Sequence[str],
     outputs: Sequence[str] | None = None,
-    counts: Counts | None = None,
 ) -> BackwardResult:
     """Compute the loss of a batch and its gradients.
 
     Args:
         trace: The batch.
         objective: The loss.
+        observation: The targets of the batch.
         parameters: Names.
         outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
             modes, and if no statistics are due.
-        counts: As for ``reported_loss``.
 
     Returns:
         Gradients of the parameters. Gradients of the outputs are included if the ratio between
-        the two is the same for all losses.
+        the two is the same for all losses and predictions.
 
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    ratio = None if outputs is None else objective.fisher_ratio(trace, counts=counts)
-    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, counts=counts)
+    ratio = None if outputs is None else objective.fisher_ratio(observation)
+    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, observation)
     _finite(loss)
     if outputs is None or ratio is None:
         return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))

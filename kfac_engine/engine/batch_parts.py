@@ -14,7 +14,7 @@ from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered_in_data
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.errors import InputError, KfacError
-from kfac_engine.losses.objective import Counts, Targets
+from kfac_engine.losses.objective import BatchSize, Observation, Targets
 from kfac_engine.ranks.agreement import raised_by_all_ranks
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.runtime.trace import Trace
@@ -88,14 +88,16 @@ class TracedParts:
         parts: The parts.
         evaluate: Evaluates a part.
         axes: The axes of the examples.
-        counts: Counts of the batch of all processes, which ``count`` sets.
+        size: Size of the batch of all processes, which ``count`` sets.
+        measured: Number of examples of all parts and processes, which ``count`` sets.
         rows: For each part, the rows of this process in the batch, which ``count`` sets.
     """
 
     parts: Sequence[Batch]
     evaluate: Callable[[Mapping[str, Array], Targets], Trace]
     axes: ExampleAxes
-    counts: Counts = field(init=False)
+    size: BatchSize = field(init=False)
+    measured: int = field(init=False)
     rows: Sequence[Rows] = field(init=False)
     _only: Trace | None = None
 
@@ -115,35 +117,38 @@ class TracedParts:
                 del trace
 
     def count(
-        self, shards: BatchShards, meet: Callable[[Trace], Counts], examples: int | None = None
+        self,
+        shards: BatchShards,
+        meet: Callable[[Trace], Observation],
+        examples: int | None = None,
     ) -> None:
-        """Evaluate all parts, and set ``counts`` and ``rows``; a collective call.
+        """Evaluate all parts, and set ``size``, ``measured`` and ``rows``; a collective call.
 
         Args:
             shards: The processes.
             meet: Exchanges the sizes of a part.
             examples: Number of examples of the batch of this process, if the parts have only some
-                of them. The counts are then those of as many.
+                of them. The size is then that of as many.
         """
-        counts: list[Counts] = []
+        sizes: list[BatchSize] = []
         own: list[Rows] = []
 
         def add(trace: Trace) -> None:
-            counts.append(meet(trace))
-            size = int(counts[-1].examples)
-            own.append(Rows(0, size, size) if shards.alone else shards.rows)
+            sizes.append(meet(trace).whole)
+            count = sizes[-1].examples
+            own.append(Rows(0, count, count) if shards.alone else shards.rows)
 
         self.each(add)
-        self.counts = sum(counts[1:], counts[0])
+        self.size = sum(sizes[1:], sizes[0])
+        self.measured = self.size.examples
         starts = accumulate((rows.whole for rows in own), initial=0)
-        whole = sum(rows.whole for rows in own)
         self.rows = [
-            Rows(start + rows.start, rows.count, whole)
+            Rows(start + rows.start, rows.count, self.measured)
             for start, rows in zip(starts, own, strict=False)
         ]
         if examples is not None:
             whole = int(shards.total(examples, "examples of a batch"))
-            self.counts = self.counts.of(whole)
+            self.size = self.size.of_examples(whole)
 
     @property
     def are_alike(self) -> bool:

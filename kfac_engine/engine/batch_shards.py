@@ -8,7 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.losses.objective import Counts, Objective
+from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.ranks.agreement import Agreement, checksums
 from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.ranks.shards import Rows
@@ -17,6 +17,8 @@ from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.
 _CHECKED_EVERY = 100
+# Losses whose total weights are in the message with the sizes of shards.
+_TOTALS = 2
 
 
 class BatchShards:
@@ -64,35 +66,38 @@ class BatchShards:
     def meet(
         self,
         trace: Trace,
+        observation: Observation,
         examples: int | None = None,
         equal: Mapping[str, str] | None = None,
-    ) -> Counts:
+    ) -> Observation:
         """Exchange the sizes of the shards of a batch; at times, compare the parameters.
 
         Args:
             trace: The shard of this rank, or a part of it.
+            observation: Its targets.
             examples: Number of examples of the shard, if the trace has a part of them.
             equal: At most one value as for ``Agreement.require_equal``, in the same message.
 
         Returns:
-            Counts of the whole batch; if ``examples`` is given, of as many examples as it has.
+            The observation as a part of the whole batch.
 
         Raises:
             ShapeError: Ranks have different numbers of positions for each example.
             RankError: Values of ``equal``, or parameters, differ between ranks.
             KfacError: A rank has failed.
         """
-        counts = self._objective.counts(trace)
+        size = observation.size
+        count = size.examples if examples is None else examples
         if self.alone:
-            return counts if examples is None else counts.of(examples)
-        count, equal = int(counts.examples), dict(equal or {})
+            return observation.within(size.of_examples(count))
+        equal = dict(equal or {})
         if self._meetings % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
         self._meetings += 1
-        sizes = count, self._objective.positions(trace), count if examples is None else examples
+        sizes = size.examples, self._objective.positions(trace), count, *size.totals[:_TOTALS]
         table = self.agreement.vote(*sizes, *checksums(equal), place="sizes of shards")
-        self.agreement.refuse_unequal(list(equal), table[:, 3:])
-        parts, positions, shards = table[:, :3].T
+        self.agreement.refuse_unequal(list(equal), table[:, len(sizes) :])
+        counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
             self.agreement.refuse(
@@ -101,9 +106,13 @@ class BatchShards:
                     f"and rank 0 has {positions[0]:g}; pad the examples of all ranks to one length."
                 )
             )
-        self.rows = Rows.of([int(n) for n in parts], self.communicator.rank)
+        self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
         self.counts = tuple(int(n) for n in shards)
-        return counts.of(sum(self.counts))
+        totals = list(table[:, 3 : len(sizes)].sum(axis=0))
+        for total in size.totals[_TOTALS:]:
+            totals.append(self.agreement.vote(total, place="weights of a loss").sum())
+        measured = BatchSize(self.rows.whole, tuple(map(float, totals)))
+        return observation.within(measured.of_examples(sum(self.counts)))
 
     def total(self, number: float, place: str) -> float:
         """Meet all ranks, and return the sum of a number.

@@ -230,7 +230,8 @@ def register_losses(
         value = head.loss.inputs[0]
         collection.register_loss_function(head.loss, value, f"loss_{index}", coeff=weight)
     outputs = {head.loss.inputs[0]: head.output for head in heads}
-    objective = Objective(collection.registered_losses, reduction, counted, outputs)
+    axes = {value: batch.places[output].axis for value, output in outputs.items()}
+    objective = Objective(collection.registered_losses, reduction, counted, outputs, axes)
     return Task(objective, heads, batch, inputs)
 
 

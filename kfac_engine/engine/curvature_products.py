@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer as _Computer
-from kfac_engine.curvature.products import Vectors
+from kfac_engine.curvature.products import TowerWeight, Vectors
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
@@ -16,6 +16,7 @@ from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_finite, checked_vectors
 from kfac_engine.errors import InputError
+from kfac_engine.losses.objective import Observation
 from kfac_engine.runtime.trace import Trace
 
 
@@ -55,14 +56,16 @@ class CurvatureProducts:
     ) -> None:
         self._assembly, self._model = assembly, assembly.model
         self._arrays, self._traced, self._shards = arrays, traced, shards
-        objective = assembly.task.objective
+        objective = self._objective = assembly.task.objective
+
+        def meet(trace: Trace) -> Observation:
+            return shards.meet(trace, objective.observe(trace, targets=False))
+
         with shards.together():
-            traced.count(shards, shards.meet, examples)
-        whole, measured = traced.counts, traced.rows[0].whole
-        # Means do not depend on the number of examples, sums are proportional to it.
-        ratio = whole.examples / measured if objective.reduction == "sum" else 1.0
-        weights = objective.weights({}, counts=whole.of(measured))
-        self._weights = tuple(ratio * weight for weight in weights)
+            traced.count(shards, meet, examples)
+        # The products are those of the measured examples: means, or estimates of the whole sum.
+        ratio = traced.size.examples / traced.measured
+        self._weights = [ratio * weight for weight in objective.weights(traced.size)]
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Fisher matrix times a vector.
@@ -154,7 +157,12 @@ class CurvatureProducts:
         return tuple(self._model.parameters)
 
     def _computer(self, trace: Trace, names: Sequence[str]) -> _Computer:
-        return _Computer(self._assembly.collection, names, trace, self._weights)
+        observed = self._objective.observe(trace, targets=False).towers
+        weights = [
+            TowerWeight(weight, seen.weights)
+            for weight, seen in zip(self._weights, observed, strict=True)
+        ]
+        return _Computer(self._assembly.collection, names, trace, weights)
 
     def _checked(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         backend = self._assembly.collection.backend

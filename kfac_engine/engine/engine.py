@@ -42,7 +42,7 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.validation import check_load, checked_extras
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Counts, Targets
+from kfac_engine.losses.objective import Observation, Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
@@ -253,13 +253,13 @@ class Engine(Summarized, PreconditioningModel):
         """Differentiate a batch of one part, and measure its statistics if they are due."""
         with record("forward"):
             trace = self.trace(*parts[0])
-        counts = self._meet(trace)
+        observation = self._meet(trace, self._observe(trace))
         along = self._is_due and self.estimator.reads_gradients
         with record("backward"):
             read = self.estimator.differentiated if along else None
-            backward = self._differentiate(trace, counts, read)
+            backward = self._differentiate(trace, observation, read)
         moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
-        update = self._measure_if_due(trace, counts, record, backward.outputs)
+        update = self._measure_if_due(trace, observation, record, backward.outputs)
         return Computed(backward, moved, self._notes(trace), update)
 
     def _compute_parts(
@@ -292,13 +292,14 @@ class Engine(Summarized, PreconditioningModel):
         with single_threaded_blas(), quiet(), self._together():
             parts = parts_of(inputs, targets)
             self.require_memory(parts)
-            labeled, update = all(of_part is not None for _, of_part in parts), None
+            labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
+            update = None
             if len(parts) == 1:
                 trace = self.trace(*parts[0])
-                counts = self._meet(trace)
+                observation = self._meet(trace, self._observe(trace, targets=labeled))
                 if labeled:
-                    self._check_loss(trace)
-                update = self._measure_if_due(trace, counts, Recorder())
+                    self._check_loss(trace, observation)
+                update = self._measure_if_due(trace, observation, Recorder())
             else:
                 traced = self._traced(parts)
                 if labeled:
@@ -311,10 +312,10 @@ class Engine(Summarized, PreconditioningModel):
             self._shards.agreement.vote(place="observe")
             self._advance(perf_counter() - start)
 
-    def _check_loss(self, trace: Trace) -> None:
+    def _check_loss(self, trace: Trace, observation: Observation | None = None) -> None:
         """Check the targets and the loss of a batch."""
         with self._history.explain(), trace.explain():
-            reported_loss(trace, self.objective)
+            reported_loss(trace, self.objective, observation or self.objective.observe(trace))
 
     def update_statistics(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
@@ -342,16 +343,20 @@ class Engine(Summarized, PreconditioningModel):
                 update = self._measure_parts(self._traced(parts), examples)
             else:
                 only = trace if isinstance(trace, Trace) else self.trace(*parts[0])
-                counts = self._meet(only, examples)
+                observation = self._meet(only, self._observe(only, targets=False), examples)
                 self.estimator.refreshes.wait()
-                update = self._measure(only, counts)
+                update = self._measure(only, observation)
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
 
     def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate:
         """Measure the statistics of a batch in parts; its random targets are those of the batch."""
         estimator, alone = self.estimator, self._shards.alone
-        traced.count(self._shards, self._meet, examples)
+
+        def meet(trace: Trace) -> Observation:
+            return self._meet(trace, self._observe(trace, targets=False))
+
+        traced.count(self._shards, meet, examples)
         estimator.refreshes.wait()
         if not self._draws_placed:
             estimator.place_draws(draw_placements(self._assembly))
@@ -367,9 +372,9 @@ class Engine(Summarized, PreconditioningModel):
             start = bits.state
 
             def add(trace: Trace) -> None:
-                scales = self.objective.fisher_scales(trace, counts=traced.counts)
-                own, whole = next(rows), self._meet(trace)
-                sums.begin(own.count, int(whole.examples))
+                own, observation = next(rows), meet(trace)
+                sums.begin(own.count, observation.whole.examples)
+                scales = self.objective.fisher_scales(observation.within(traced.size))
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
                     bits.state, estimator.rows = start, own
@@ -451,13 +456,15 @@ class Engine(Summarized, PreconditioningModel):
         with HeldInterrupts(), self._shards.together(), restored():
             yield
 
-    def _meet(self, trace: Trace, examples: int | None = None) -> Counts:
+    def _meet(
+        self, trace: Trace, observation: Observation, examples: int | None = None
+    ) -> Observation:
         """Exchange the sizes of shards, which determine the draws of random targets."""
         if self._shards.alone:
-            return self._shards.meet(trace, examples)
+            return self._shards.meet(trace, observation, examples)
         settings = self.damping, self.schedule, self.estimator.cov_ema_decay
         state = f"{self.counter} {settings} {self.estimator.rng.bit_generator.state}"
-        whole = self._shards.meet(trace, examples, {_STATE: state})
+        whole = self._shards.meet(trace, observation, examples, {_STATE: state})
         self.estimator.rows = self._shards.rows
         return whole
 
@@ -469,7 +476,7 @@ class Engine(Summarized, PreconditioningModel):
     def _measure_if_due(
         self,
         trace: Trace,
-        counts: Counts,
+        observation: Observation,
         record: Recorder,
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate | None:
@@ -477,17 +484,17 @@ class Engine(Summarized, PreconditioningModel):
         if not self._is_due:
             return None
         with record("statistics"):
-            return self._measure(trace, counts, trace.release, gradients)
+            return self._measure(trace, observation, trace.release, gradients)
 
     def _measure(
         self,
         trace: Trace,
-        counts: Counts,
+        observation: Observation,
         release: LetGo | None = None,
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         """Measure the statistics of a shard."""
-        scales = self.objective.fisher_scales(trace, counts=counts)
+        scales = self.objective.fisher_scales(observation)
         with self._history.explain(), trace.explain():
             return self.estimator.statistics.measure(
                 trace, scales=scales, release=release, propagated=gradients

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, as_array
-from kfac_engine.datasets.forms import Data, batches_of
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.datasets.forms import Data, batches_of, converted
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
@@ -61,6 +61,11 @@ class Evaluation:
                 InputError("the data have no batch; give one pair (inputs, targets) at least.")
             )
         self._shards.sum([sums])
+        if not sums[:, 1].any() and self._task.objective.reduction != "sum":
+            raise InputError(
+                "no target of the data counts: each is ignored or has the weight 0; a metric needs "
+                "one at least."
+            )
         means = {
             n: total / (divisor or 1) for n, (total, divisor) in zip(metrics, sums, strict=True)
         }
@@ -82,7 +87,7 @@ class Evaluation:
         outputs = {name: results[name] for name in self._outputs} if reads_outputs else {}
         values = results | {name: to_device(array) for name, array in named.items()}
         return Evaluated(
-            objective, values, self._for_caller(outputs) if outputs else None, _arrays(targets)
+            objective, values, self._for_caller(outputs) if outputs else None, converted(targets)
         )
 
     def _joined(self, name: str, parts: Sequence[Array]) -> Array:
@@ -113,10 +118,3 @@ class Evaluation:
         if isinstance(inputs, Mapping):
             inputs = self._arrays.for_model(inputs)
         return self._inference.run(inputs, names)
-
-
-def _arrays(targets: Targets) -> Targets:
-    """Return targets of any library as arrays of NumPy or CuPy."""
-    if isinstance(targets, Mapping):
-        return {name: as_array(array) for name, array in targets.items()}
-    return None if targets is None else as_array(targets)

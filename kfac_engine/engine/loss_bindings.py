@@ -1,14 +1,14 @@
 """Which values of a model the losses read, and where the examples lie in them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, number, texts, whole
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Fact, Graph
-from kfac_engine.losses import LOSSES
+from kfac_engine.losses import LOSSES, LossKind
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import require_class_axis
 from kfac_engine.losses.logits import (
@@ -24,7 +24,7 @@ from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 from kfac_engine.suggestions import suggestion
 
-LossChoice: TypeAlias = str | LossFunction
+LossChoice: TypeAlias = str | LossKind | LossFunction
 # Gives a value of the model in a sample run.
 Sampled: TypeAlias = Callable[[str], Array]
 
@@ -52,12 +52,14 @@ class LossOptions:
     """The options of the losses.
 
     Attributes:
-        loss: A name of ``LOSSES`` or a loss object, or a list of them, one an output.
+        loss: A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object,
+            or a list of them, one an output.
         output: Output of each loss that is a name; optional for a model of one output.
         class_axis: Axis of the classes, for losses given by name.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
         weights: Factor of each loss; 1 by default.
         batch_axes: Input name to the axis of its examples; found by sample runs when left out.
+        settings: Options of the losses that are given by name.
     """
 
     loss: LossChoice | Sequence[LossChoice]
@@ -66,6 +68,7 @@ class LossOptions:
     find_logits: bool = True
     weights: Sequence[float] | None = None
     batch_axes: Axes | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -73,14 +76,16 @@ class LossOptions:
         Raises:
             InputError: An option is of a wrong type.
         """
-        choices = [self.loss] if isinstance(self.loss, str | LossFunction) else self.loss
-        listed_choices = choices if isinstance(choices, list | tuple) and choices else [self.loss]
-        for choice in listed_choices:
-            if not isinstance(choice, str | LossFunction):
+        several = isinstance(self.loss, list | tuple) and self.loss
+        listed_choices = self.loss if several else [self.loss]
+        for choice in listed_choices:  # type: ignore[union-attr] # a list
+            if not isinstance(choice, LossChoice):
                 raise InputError(
-                    f"loss must be a name ({', '.join(LOSSES)}), a loss object such as "
+                    f"loss must be a name ({', '.join(LOSSES)}), a loss with options such as "
+                    f"kfac_engine.Categorical(label_smoothing=0.1), a loss object such as "
                     f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {choice!r}."
                 )
+        self.choices  # noqa: B018 (they check themselves)
         if not isinstance(self.output, str | None):
             texts("output", self.output, "['logits']")
         whole("class_axis", self.class_axis, least=None)
@@ -90,9 +95,23 @@ class LossOptions:
                 number("each of loss_weights", weight)
 
     @property
-    def choices(self) -> list[LossChoice]:
-        """The losses as a list."""
-        return [self.loss] if isinstance(self.loss, str | LossFunction) else list(self.loss)
+    def choices(self) -> list[LossKind | LossFunction]:
+        """The losses as a list; those by name with their options.
+
+        Raises:
+            UnknownNameError: There is no loss of a name, or it does not have an option.
+            InputError: Options are given, but no loss by name.
+        """
+        choices = [self.loss] if isinstance(self.loss, LossChoice) else list(self.loss)
+        if self.settings and not any(isinstance(choice, str) for choice in choices):
+            raise InputError(
+                f"{', '.join(self.settings)} are options of losses that are given by name; give "
+                f"them to the loss object instead."
+            )
+        return [
+            LossKind(choice, **self.settings) if isinstance(choice, str) else choice
+            for choice in choices
+        ]
 
     def outputs_among(self, outputs: Sequence[str], real: Sequence[str]) -> list[str]:
         """The outputs of the losses that are given by name.
@@ -108,7 +127,7 @@ class LossOptions:
             UnknownNameError: No loss has such a name.
             InputError: It is not clear which outputs are meant.
         """
-        count = len([LOSSES[choice] for choice in self.choices if isinstance(choice, str)])
+        count = len([choice for choice in self.choices if isinstance(choice, LossKind)])
         if self.output is None and count in (len(real), 0):
             return list(real[:count])
         chosen = [self.output] if isinstance(self.output, str) else list(self.output or ())
@@ -158,17 +177,15 @@ def bind_losses(
     """
     choices, axis = options.choices, options.class_axis
     real = real_outputs(graph, facts)
-    if options.output is None and not real and any(isinstance(c, str) for c in choices):
+    if options.output is None and not real and any(isinstance(c, LossKind) for c in choices):
         check_real(graph, facts, graph.outputs)
     named = options.outputs_among(graph.outputs, real)
     heads = []
     for choice in choices:
-        if isinstance(choice, str):
+        if isinstance(choice, LossKind):
             value = named.pop(0)
             targets = "targets" if len(choices) == 1 else f"targets of {value}"
-            heads.append(
-                LossBinding(LOSSES[choice](value, targets=targets, class_axis=axis), value)
-            )
+            heads.append(LossBinding(choice.on(value, targets=targets, class_axis=axis), value))
         else:
             heads.append(LossBinding(choice, choice.inputs[0]))
     _check_known(graph, facts, heads)
@@ -181,14 +198,16 @@ def bind_losses(
 
     if options.find_logits:
         heads = [
-            _before_link(graph, facts, head, choice, sampled) if isinstance(choice, str) else head
+            _before_link(graph, facts, head, choice, sampled)
+            if isinstance(choice, LossKind)
+            else head
             for head, choice in zip(heads, choices, strict=True)
         ]
     return tuple(heads), batch
 
 
 def _before_link(
-    graph: Graph, facts: Mapping[str, Fact], head: LossBinding, name: str, run: Sampled
+    graph: Graph, facts: Mapping[str, Fact], head: LossBinding, kind: LossKind, run: Sampled
 ) -> LossBinding:
     """Return the binding with a loss on the logits, if the output contains probabilities."""
     loss, output = head.loss, head.output
@@ -199,7 +218,7 @@ def _before_link(
         doubt = possible_probabilities(loss, lambda: run(output))
         doubt = doubt or channels_elsewhere(graph, facts, loss, output)
         return replace(head, doubt=doubt and f"'{output}' {doubt}")
-    moved = LOSSES[name](logits.value, targets=loss.targets, class_axis=loss.class_axis)
+    moved = kind.on(logits.value, targets=loss.targets, class_axis=loss.class_axis)
     return LossBinding(moved, output, logits)
 
 

@@ -7,7 +7,7 @@ once, so that the result does not depend on the sizes of the batches.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeAlias
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.arguments import listed
-from kfac_engine.backend.namespace import as_array
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
-from kfac_engine.losses.objective import Objective, Targets
+from kfac_engine.losses.objective import Objective, Observation, Targets
+from kfac_engine.losses.observed import times
 from kfac_engine.registry import Registry
 
 # Takes the outputs of the model, as ``Engine.predict`` returns them, and the targets of a batch.
@@ -28,7 +29,13 @@ MetricFunction: TypeAlias = Callable[[Any, Any], Any]
 MetricChoice: TypeAlias = str | MetricFunction
 
 
-@dataclass(frozen=True, slots=True)
+Direction: TypeAlias = Literal["higher", "lower"]
+# A sum over the examples of a batch, and the number that it is divided by: that of examples, or the
+# sum of the weights of predictions; 0 where the metric of several batches is the sum of theirs.
+Sum: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """A batch with its predictions.
 
@@ -50,16 +57,39 @@ class Evaluated:
         """Number of examples."""
         return self.objective.examples(self.values)
 
-    def towers(self) -> list[tuple[LossFunction, Array]]:
-        """Return each loss with its checked targets."""
-        towers = (tower for loss in self.objective.losses for tower in loss.towers)
-        return [(tower, tower.check_targets(self.values)) for tower in towers]
+    @cached_property
+    def observation(self) -> Observation:
+        """The targets, and how much each counts."""
+        return self.objective.observe(self.values)
 
+    def measured(self, measure: Callable[[LossFunction, Values, Array], Array]) -> Sum:
+        """Return the sum of a measure of all predictions that count, and their number.
 
-Direction: TypeAlias = Literal["higher", "lower"]
-# A sum over the examples of a batch, and the number of examples that it is divided by: 0 where the
-# metric of several batches is the sum of theirs.
-Sum: TypeAlias = tuple[float, int]
+        Args:
+            measure: Returns a number for each prediction or target.
+
+        Returns:
+            Sums over the losses, with the weights of the predictions: the mean over all entries
+            times the number of examples without weights.
+        """
+        total = number = 0.0
+        weighted = any(seen.counts is not None for seen in self.observation.towers)
+        for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
+            assert seen.labels is not None, "observe requires targets"
+            results = measure(tower, self.values, seen.labels)
+            counts = seen.counts
+            if counts is None:
+                number += results.size
+            else:
+                xp, axis = array_module(results), tower.class_axis % counts.ndim
+                counts = xp.squeeze(counts, axis) if results.ndim < counts.ndim else counts
+                counts = xp.broadcast_to(counts, results.shape)
+                number += float(counts.sum(dtype=np.float64))
+                results = times(results.astype(np.float64), counts)
+            total += float(results.sum(dtype=np.float64))
+        if weighted:
+            return total, number
+        return total / number * self.examples, self.examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +111,25 @@ class Metric:
 
 
 def _loss(batch: Evaluated) -> Sum:
-    """The loss times the number of examples; the loss itself under the reduction ``"sum"``."""
-    loss = batch.objective.value(batch.values)
+    """The loss times the number that it is divided by; under the reduction ``"sum"`` the loss."""
+    size, objective = batch.observation.size, batch.objective
+    weighted = any(seen.counts is not None for seen in batch.observation.towers)
+    divisor: float = batch.examples
+    if objective.reduction == "mean" and (
+        weighted or any(t.weighs_classes for t in objective.towers)
+    ):
+        divisor = size.totals[0]
+        if len(set(size.totals)) > 1:
+            raise UnsupportedError(
+                "several losses whose targets have different weights have no common mean over "
+                "batches; evaluate with reduction='batch_mean'."
+            )
+        if not divisor:
+            return 0.0, 0.0
+    loss = objective.value(batch.values, batch.observation)
     if not isfinite(loss):
         raise NonFiniteError(f"the loss of a batch is {loss:g}; check the data and parameters.")
-    return (
-        (loss, 0) if batch.objective.reduction == "sum" else (loss * batch.examples, batch.examples)
-    )
+    return (loss, 0) if objective.reduction == "sum" else (loss * divisor, divisor)
 
 
 def _mean(arrays: Sequence[Array], batch: Evaluated) -> Sum:
@@ -97,21 +139,21 @@ def _mean(arrays: Sequence[Array], batch: Evaluated) -> Sum:
 
 
 def _accuracy(batch: Evaluated) -> Sum:
-    return _mean([tower.hits(batch.values, targets) for tower, targets in batch.towers()], batch)
+    return batch.measured(lambda loss, values, targets: loss.hits(values, targets))
 
 
 def _top(count: int, batch: Evaluated) -> Sum:
-    ranks = [tower.ranks(batch.values, targets) for tower, targets in batch.towers()]
-    return _mean([rank < count for rank in ranks], batch)
+    return batch.measured(lambda loss, values, targets: loss.ranks(values, targets) < count)
 
 
 def _absolute(batch: Evaluated) -> Sum:
-    return _mean([abs(t.errors(batch.values, targets)) for t, targets in batch.towers()], batch)
+    return batch.measured(lambda loss, values, targets: abs(loss.errors(values, targets)))
 
 
 def _squared(batch: Evaluated) -> Sum:
-    errors = [tower.errors(batch.values, targets) for tower, targets in batch.towers()]
-    return _mean([np.square(error.astype(np.float64)) for error in errors], batch)
+    return batch.measured(
+        lambda loss, values, targets: np.square(loss.errors(values, targets).astype(np.float64))
+    )
 
 
 METRICS: Registry[Metric] = Registry(
@@ -174,5 +216,10 @@ def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
         raise ShapeError(
             f"the metric '{name}' returns an array of shape {results.shape} for a batch of "
             f"{batch.examples} examples; it must return a value for each example, without a mean."
+        )
+    if any(seen.counts is not None for seen in batch.observation.towers):
+        raise UnsupportedError(
+            f"the metric '{name}' does not see which targets count; compute it from predict, or "
+            f"use one of {', '.join(METRICS)}."
         )
     return _mean([results], batch)

@@ -32,6 +32,8 @@ from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.runtime.cpu.passes import chosen_passes
 from kfac_engine.suggestions import suggestion
 
+# Options of losses that are given by name.
+LOSS_SETTINGS = ("ignore_index", "class_weights", "positive_weights", "label_smoothing")
 # What dictionaries among the options look like, for messages.
 _DICTIONARIES = {
     "approximations": "{'conv2d': 'diagonal'}",
@@ -57,15 +59,22 @@ class EngineOptions:
     """How a model is differentiated, measured and preconditioned: the options of an engine.
 
     Attributes:
-        loss: Name of the loss. A loss object is accepted too, and a list with a loss for each
-            output.
+        loss: Name of the loss. A loss with options, such as ``Categorical(ignore_index=255)``, and
+            a loss object are accepted too, and a list with a loss for each output.
         output: Output that a loss by name reads; by default the only output of the model. With
             several losses, a list.
         class_axis: Axis of the classes or features in that output.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
+        ignore_index: Target that does not count, for losses given by name. By default the loss
+            decides: -100 for classes and for binary targets.
+        class_weights: Weight ≥ 0 of the targets of each class.
+        positive_weights: Weight ≥ 0 of targets of 1 of a sigmoid loss, or a list with a weight for
+            each feature.
+        label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
         reduction: Reduction of the loss over examples and positions. ``"mean"`` is the mean over
-            both, ``"batch_mean"`` the sum over positions and the mean over examples.
+            both, weighted if targets have weights; ``"batch_mean"`` is the sum over positions and
+            the mean over examples.
         trainable: Pattern of the names of parameters to train; by default every constant that the
             graph uses like a parameter. A list may have several patterns.
         freeze: Pattern of the names of parameters to exclude from training. A list may have several
@@ -113,6 +122,10 @@ class EngineOptions:
     class_axis: int = -1
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
+    ignore_index: int | None = None
+    class_weights: Sequence[float] | Array | None = None
+    positive_weights: float | Sequence[float] | Array | None = None
+    label_smoothing: float | None = None
     reduction: Reduction = "mean"
     trainable: str | Sequence[str] | None = None
     freeze: str | Sequence[str] | None = None
@@ -183,6 +196,7 @@ class EngineOptions:
     @property
     def losses(self) -> LossOptions:
         """The options that choose the losses."""
+        settings = {name: getattr(self, name) for name in LOSS_SETTINGS}
         return LossOptions(
             self.loss,
             self.output,
@@ -190,6 +204,7 @@ class EngineOptions:
             self.find_logits,
             self.loss_weights,
             self.batch_axes,
+            {name: value for name, value in settings.items() if value is not None},
         )
 
 

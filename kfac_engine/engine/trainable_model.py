@@ -31,7 +31,7 @@ from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.losses.objective import Counts, Targets
+from kfac_engine.losses.objective import BatchSize, Observation, Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples
@@ -202,9 +202,9 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss is NaN or infinite.
         """
 
-        def differentiate(trace: Trace, counts: Counts) -> BackwardResult:
+        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
             with self._history.explain(), trace.explain():
-                return BackwardResult(reported_loss(trace, self.objective, counts), {})
+                return BackwardResult(reported_loss(trace, self.objective, observation), {})
 
         with single_threaded_blas(), quiet(), self._shards.together():
             result = self._joined(self._traced(parts_of(inputs, targets)), differentiate)
@@ -400,8 +400,8 @@ class TrainableModel(Sealed):
         notes: dict[str, None] = {}
         buffers: list[tuple[int, dict[str, Array]]] = []
 
-        def differentiate(trace: Trace, counts: Counts) -> BackwardResult:
-            backward = self._differentiate(trace, counts)
+        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
+            backward = self._differentiate(trace, observation)
             if moves:
                 buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
             notes.update(dict.fromkeys(self._notes(trace)))
@@ -414,54 +414,66 @@ class TrainableModel(Sealed):
         return TracedParts(parts, self.trace, self.example_axes)
 
     def _joined(
-        self, traced: TracedParts, differentiate: Callable[[Trace, Counts], BackwardResult]
+        self, traced: TracedParts, differentiate: Callable[[Trace, Observation], BackwardResult]
     ) -> BackwardResult:
         """Return the sum over the parts of a batch of losses and gradients.
 
-        The counts of a batch are known after its last part. The parts are therefore differentiated
-        with the counts of the first one, and the sum is corrected. If the factors of several losses
-        differ, a second pass uses the right counts.
+        The size of a batch is known after its last part. The parts are therefore differentiated
+        with the size of the first one, and the sum is corrected. If the factors of several losses
+        differ, a second pass uses the right size.
         """
-        result, counts = self._sum(traced, differentiate, None)
-        if len(counts) > 1:
-            total = sum(counts[1:], counts[0])
-            corrections = self.objective.corrections(counts[0], total)
+        result, sizes = self._sum(traced, differentiate, None)
+        if len(sizes) > 1:
+            whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
+            corrections = self.objective.corrections(used, whole)
             if max(corrections) - min(corrections) < _EQUAL:
                 result = result.times(corrections[0])
             else:
-                result, _ = self._sum(traced, differentiate, total)
+                result, _ = self._sum(traced, differentiate, whole)
             check_finite(result.gradients, self._model.memory_space)
         return result
 
     def _sum(
         self,
         traced: TracedParts,
-        differentiate: Callable[[Trace, Counts], BackwardResult],
-        used: Counts | None,
-    ) -> tuple[BackwardResult, list[Counts]]:
-        """Return the sum of results with counts (None: of the first part), and all counts."""
+        differentiate: Callable[[Trace, Observation], BackwardResult],
+        whole: BatchSize | None,
+    ) -> tuple[BackwardResult, list[BatchSize]]:
+        """Return the sum of results with the size of a batch, and the sizes of its parts.
+
+        None for the size divides several parts by that of the first one.
+        """
         results: list[BackwardResult] = []
-        counts: list[Counts] = []
-        sizes: list[tuple[int, ...]] = []
+        sizes: list[BatchSize] = []
+        ranks: list[tuple[int, ...]] = []
 
         def add(trace: Trace) -> None:
-            counts.append(self._shards.meet(trace))
-            sizes.append(self._shards.counts)
-            result = differentiate(trace, used or counts[0])
+            observation = self._shards.meet(trace, self._observe(trace))
+            sizes.append(observation.whole)
+            ranks.append(self._shards.counts)
+            if len(traced.parts) > 1:
+                observation = observation.within(whole or sizes[0].positive())
+            result = differentiate(trace, observation)
             results[:] = [results[0].plus(result) if results else result]
 
         traced.each(add)
-        self._part_sizes = tuple(sizes)
-        return results[0], counts
+        self._part_sizes = tuple(ranks)
+        return results[0], sizes
+
+    def _observe(self, trace: Trace, *, targets: bool = True) -> Observation:
+        """Check the values that the losses read; see ``Objective.observe``."""
+        origin = origin_named(self._model, trace, self.objective)
+        with quiet(), self._history.explain(), trace.explain(), origin:
+            return self.objective.observe(trace, targets=targets)
 
     def _differentiate(
-        self, trace: Trace, counts: Counts, outputs: Sequence[str] | None = None
+        self, trace: Trace, observation: Observation, outputs: Sequence[str] | None = None
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters = tuple(self._model.parameters)
         origin = origin_named(self._model, trace, self.objective)
         with quiet(), self._history.explain(), trace.explain(), origin:
-            backward = run_backward(trace, self.objective, parameters, outputs, counts)
+            backward = run_backward(trace, self.objective, observation, parameters, outputs)
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
 

@@ -8,6 +8,7 @@ space is one array. The loss is the sum over the batch and its positions.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
@@ -16,16 +17,22 @@ from typing import ClassVar
 import numpy as np
 
 from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.compat.mixins.losses import LossOperations
 from kfac_engine.errors import InputError, RegistrationError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
+    ignored,
     read_input,
     read_targets,
     require_class_axis,
     require_predictions,
     require_shape,
 )
+from kfac_engine.losses.observed import Observed, checked_weights, times, total_weight
+
+# Kinds of element types of real numbers.
+_REAL = "biuf"
 
 
 class LossFunction(LossOperations, ABC):
@@ -39,10 +46,12 @@ class LossFunction(LossOperations, ABC):
         targets: Name of the observed targets; None without targets.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the classes or features; a negative number counts from the last axis.
+        ignore_index: Target that does not count; None for none.
 
     Attributes:
         min_rank: Smallest rank of the inputs.
         discrete: Whether the targets are discrete, so that ``hits`` is defined.
+        entrywise: Whether each entry of an input has its own target.
         links: Operators of ONNX that convert the inputs to probabilities.
         ggn_equals_fisher: Whether the inputs are natural parameters, so that the generalised
             Gauss–Newton matrix equals the Fisher matrix.
@@ -50,11 +59,17 @@ class LossFunction(LossOperations, ABC):
 
     min_rank: ClassVar[int] = 1
     discrete: ClassVar[bool] = False
+    entrywise: ClassVar[bool] = False
     links: ClassVar[frozenset[str]] = frozenset()
     ggn_equals_fisher: ClassVar[bool] = True
 
     def __init__(
-        self, inputs: tuple[str, ...], targets: str | None, seed: int | None, class_axis: int
+        self,
+        inputs: tuple[str, ...],
+        targets: str | None,
+        seed: int | None,
+        class_axis: int,
+        ignore_index: int | None = None,
     ) -> None:
         if not all(isinstance(name, str) for name in inputs):
             raise InputError(
@@ -65,6 +80,7 @@ class LossFunction(LossOperations, ABC):
         self.targets = targets
         self.seed = seed
         self.class_axis = class_axis
+        self.ignore_index = ignored(ignore_index)
 
     def __repr__(self) -> str:
         """Return class, inputs and targets."""
@@ -76,7 +92,15 @@ class LossFunction(LossOperations, ABC):
 
     @abstractmethod
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        """Return the terms −log p of the loss in nats, as an array of any shape."""
+        """Return the terms −log p of the loss in nats.
+
+        Args:
+            values: The inputs by name.
+            targets: Checked targets.
+
+        Returns:
+            An array that broadcasts to an input; a sum over the axis of the classes has length 1.
+        """
 
     @abstractmethod
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
@@ -185,9 +209,16 @@ class LossFunction(LossOperations, ABC):
 
     # -- derived ---------------------------------------------------------------------------------
 
-    def value(self, values: Values) -> float:
-        """Check inputs and targets; return the sum of −log p of the targets in nats."""
-        return self.value_of(values, self.check_targets(values))
+    def value(self, values: Values, observed: Observed | None = None) -> float:
+        """Return the weighted sum of −log p of the targets in nats.
+
+        Args:
+            values: The values of a batch.
+            observed: Result of ``observe``, which checks them, if it is known.
+        """
+        observed = self.observe(values) if observed is None else observed
+        terms = self.negative_log_probs(values, _given(observed))
+        return float(times(terms, observed.weights).sum(dtype=np.float64))
 
     def value_of(self, values: Values, targets: Array) -> float:
         """Return the sum of −log p of ``targets``, accumulated in float64."""
@@ -197,14 +228,23 @@ class LossFunction(LossOperations, ABC):
         """Return ``negative_log_probs`` and ``gradient_of``, which may share their computation."""
         return self.negative_log_probs(values, targets), self.gradient_of(values, targets)
 
-    def value_and_gradient(self, values: Values) -> tuple[float, dict[str, Array]]:
-        """Return ``value`` and ``gradient``, after one check of inputs and targets."""
-        terms, gradient = self.terms_and_gradient(values, self.check_targets(values))
-        return float(terms.sum(dtype=np.float64)), gradient
+    def value_and_gradient(
+        self, values: Values, observed: Observed | None = None
+    ) -> tuple[float, dict[str, Array]]:
+        """Return ``value`` and ``gradient``.
+
+        Args:
+            values: The values of a batch.
+            observed: Result of ``observe``, if it is known.
+        """
+        observed = self.observe(values) if observed is None else observed
+        terms, gradient = self.terms_and_gradient(values, _given(observed))
+        value = float(times(terms, observed.weights).sum(dtype=np.float64))
+        return value, {name: times(array, observed.weights) for name, array in gradient.items()}
 
     def gradient(self, values: Values) -> dict[str, Array]:
         """Return the gradient of ``value``: for each input, an array of its shape and type."""
-        return self.gradient_of(values, self.check_targets(values))
+        return self.value_and_gradient(values)[1]
 
     def inner_shape(self, values: Values) -> tuple[int, ...]:
         """Return the shape of the vectors that ``B`` multiplies, the batch axis first."""
@@ -248,10 +288,100 @@ class LossFunction(LossOperations, ABC):
         Raises:
             InputError: Targets are missing, or not possible observations for the inputs.
         """
+        return _given(self.observe(values), labels=True)
+
+    def observe(self, values: Values, *, targets: bool = True) -> Observed:
+        """Check inputs and targets of a batch; return how much each target counts.
+
+        Args:
+            values: The values of a batch, with targets and weights by their names.
+            targets: Whether targets are needed; otherwise they are read if there are any.
+
+        Returns:
+            The targets with their weights.
+
+        Raises:
+            InputError: Targets are missing, or not possible observations for the inputs, or weights
+                are wrong.
+        """
         self.check_inputs(values)
-        targets = read_targets(values, self.require_target_name(), self.inputs[0])
+        name, counts = self.inputs[0], self._given_weights(values)
+        known = self.targets is not None and self.targets in values
+        if not (targets or known):
+            return self.weigh(values, None, counts)
+        labels, counts = self._that_count(
+            values, read_targets(values, self.require_target_name(), name), counts
+        )
+        return self.weigh(values, labels, counts)
+
+    def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
+        """Return targets with the weights of the terms of the loss.
+
+        Args:
+            values: The inputs by name.
+            labels: Checked targets; None without targets.
+            counts: Weights of the predictions.
+
+        Returns:
+            The targets and weights; a loss with weights of classes multiplies the weights by them.
+        """
+        shape = values[self.inputs[0]].shape
+        return Observed(
+            labels, counts, labels, counts, total_weight(counts, shape, self._axis(values))
+        )
+
+    @property
+    def weighs_classes(self) -> bool:
+        """Whether the weight of a prediction depends on its target."""
+        return False
+
+    def may_observe(self, values: Values, target: int) -> bool:
+        """Return whether a number is a possible target, so that ``ignore_index`` hides it."""
+        return True
+
+    def _that_count(
+        self, values: Values, targets: Array, counts: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return checked targets, with zeros in place of those that do not count, and weights."""
+        shape, axis = values[self.inputs[0]].shape, self._axis(values)
+        rows = targets.ndim < len(shape)  # a target for each prediction, not for each entry
+        soft = not (rows or self.entrywise)
+        hidden = None if soft else self.ignore_index
+        if hidden is None or not self.may_observe(values, hidden):
+            try:
+                self.check_target_array(values, targets)
+            except InputError:
+                fits = targets.shape == (shape[:axis] + shape[axis + 1 :] if rows else shape)
+                if (
+                    (hidden is None and counts is None)
+                    or not fits
+                    or targets.dtype.kind not in _REAL
+                ):
+                    raise
+            else:
+                return targets, counts
+        # Targets that do not count may be anything.
+        xp = array_module(targets)
+        if hidden is not None:
+            counting = targets != hidden
+            counting = xp.expand_dims(counting, axis) if rows else counting
+            counts = counting if counts is None else times(counts, counting)
+        assert counts is not None, "a target that does not count is ignored or has a weight"
+        left_out = xp.squeeze(counts, axis) == 0 if rows else counts == 0
+        dummy = 1 / shape[axis] if soft else 0
+        targets = xp.where(left_out, dummy, targets)
         self.check_target_array(values, targets)
-        return targets
+        return targets, counts
+
+    def _given_weights(self, values: Values) -> Array | None:
+        """Return the weights of the caller, after checks; None if there are none."""
+        if self.targets is None or weights_of(self.targets) not in values:
+            return None
+        like = values[self.inputs[0]]
+        weights = array_module(like).asarray(values[weights_of(self.targets)])
+        return checked_weights(
+            self.inputs[0], weights, like.shape, self._axis(values), entries=self.entrywise
+        )
 
     def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
         """Return the inputs of a batch, and its targets if requested, after all checks.
@@ -272,10 +402,32 @@ class LossFunction(LossOperations, ABC):
         if targets:
             name = self.require_target_name()
             arrays[name] = read_targets(values, name, self.inputs[0])
-            self.check_targets(arrays)
+            with suppress(KeyError):
+                arrays[weights_of(name)] = as_array(values[weights_of(name)])
+            self.observe(arrays)
         else:
             self.check_inputs(arrays)
         return arrays
+
+    def row_weights(self, values: Named) -> Array | None:
+        """Return the weights of the predictions, from targets and weights if a batch has them.
+
+        Args:
+            values: The values of a batch, of any array library.
+
+        Returns:
+            An array that broadcasts to an input; None if all weights are 1.
+
+        Raises:
+            KfacError: ``observe`` refuses a value.
+        """
+        arrays = {name: read_input(values, name) for name in self.inputs}
+        for name in () if self.targets is None else (self.targets, weights_of(self.targets)):
+            with suppress(KeyError):
+                arrays[name] = as_array(values[name])
+        if len(arrays) == len(self.inputs) and not self.weighs_classes:
+            return None
+        return self.observe(arrays, targets=False).weights
 
     def require_target_name(self) -> str:
         """Return the name of the targets.
@@ -310,6 +462,17 @@ class LossFunction(LossOperations, ABC):
 
     def _axis(self, values: Values) -> int:
         return self.class_axis % values[self.inputs[0]].ndim
+
+
+def weights_of(targets: str) -> str:
+    """Return the name of the weights of targets in the values of a batch."""
+    return f"weights of {targets}"
+
+
+def _given(observed: Observed, *, labels: bool = False) -> Array:
+    targets = observed.labels if labels else observed.targets
+    assert targets is not None, "observe has read the targets"
+    return targets
 
 
 @dataclass(frozen=True, slots=True)

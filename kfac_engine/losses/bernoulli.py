@@ -5,15 +5,24 @@ Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative l
 ``e = exp(−|z|)``, which never overflows and stays accurate for large ``|z|``.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
 from typing import ClassVar
 
 import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.errors import InputError
-from kfac_engine.losses.checks import check_matching_targets, first_index
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.losses.checks import (
+    check_matching_targets,
+    class_numbers,
+    first_index,
+    smoothing,
+)
 from kfac_engine.losses.elementwise import ElementwiseLoss
+from kfac_engine.losses.observed import Observed, times
 
 
 class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
@@ -25,6 +34,13 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
             probability between them. For probabilities, the loss is the cross-entropy.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
+        positive_weights: A number ≥ 0, or one for each feature: the weight of targets of 1; None
+            for 1. It is no part of the divisor of a mean.
+        label_smoothing: Part of each target, in [0, 1), that is divided among 0 and 1.
+
+    Raises:
+        InputError: An option has a wrong value.
     """
 
     discrete: ClassVar[bool] = True
@@ -37,9 +53,49 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         seed: int | None = None,
         *,
         class_axis: int = -1,
+        ignore_index: int | None = -100,
+        positive_weights: float | Sequence[float] | Array | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__((logits,), targets, seed, class_axis)
+        super().__init__((logits,), targets, seed, class_axis, ignore_index)
         self.logits = logits
+        if isinstance(positive_weights, Real):
+            positive_weights = [float(positive_weights)]
+        self.positive_weights = class_numbers("positive_weights", positive_weights)
+        self.label_smoothing = smoothing(label_smoothing)
+
+    def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
+        observed, positive = super().weigh(values, labels, counts), self.positive_weights
+        if positive is None and (labels is None or not self.label_smoothing):
+            return observed
+        z = values[self.logits]
+        if labels is None:
+            raise InputError(
+                f"the loss on '{self.logits}' has positive_weights, so that its Fisher matrix "
+                f"depends on the targets; pass them with the batch."
+            )
+        xp, t = array_module(z), labels.astype(z.dtype, copy=False)
+        t = t * (1 - self.label_smoothing) + self.label_smoothing / 2
+        if positive is None:
+            return replace(observed, targets=t)
+        axis = self._axis(values) if z.ndim > 1 else 0
+        if len(positive) not in (1, z.shape[axis] if z.ndim > 1 else 1):
+            raise ShapeError(
+                f"positive_weights has {len(positive)} numbers, but '{self.logits}' has "
+                f"{z.shape[axis]} features."
+            )
+        of_ones = xp.asarray(positive, z.dtype).reshape([-1, *[1] * (z.ndim - 1 - axis)])
+        # The loss −w t log p − (1 − t) log q is that of the target w t / W, times W.
+        weights = of_ones * t + (1 - t)
+        targets = xp.where(weights > 0, of_ones * t / xp.where(weights > 0, weights, 1), t)
+        return replace(observed, targets=targets, weights=times(weights, counts))
+
+    @property
+    def weighs_classes(self) -> bool:
+        return self.positive_weights is not None
+
+    def may_observe(self, values: Values, target: int) -> bool:
+        return 0 <= target <= 1
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         return self.terms_and_gradient(values, targets)[0]

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy, with class ids or one-hot rows as targets.
+"""Softmax cross-entropy, with class ids or probabilities as targets.
 
 Let p be the softmax of the logits z along the class axis. The Fisher matrix is
 ``F = diag(p) − p pᵀ``, with the factor ``B = diag(√p) − p √pᵀ`` (Martens & Grosse 2015,
@@ -9,8 +9,8 @@ that class are then sums over the other classes: ``1 − p`` itself would lose a
 amplifies such an error, because the gradient sums to zero along the null direction of F.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
@@ -19,23 +19,42 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.select import owner
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import LossFunction
-from kfac_engine.losses.checks import check_matching_targets, first_index, require_shape
+from kfac_engine.losses.checks import (
+    check_matching_targets,
+    class_numbers,
+    first_index,
+    require_shape,
+    smoothing,
+)
+from kfac_engine.losses.observed import Observed, times
 
 # Largest accepted distance of a sum of probabilities from one: the rounding of half precision.
 _ROW_SUM_TOLERANCE = 1e-3
 
 
 class CategoricalLogitsNegativeLogProbLoss(LossFunction):
-    """Softmax cross-entropy with integer class ids as targets.
+    """Softmax cross-entropy with class ids or probabilities as targets.
+
+    With weights of classes ``w``, the loss of a target with the probabilities t is
+    ``−Σ_c w_c t_c log p_c``. It is the loss of the probabilities ``w_c t_c / W``, times their sum
+    ``W = Σ_c w_c t_c``, and its Gauss–Newton matrix is ``W F``.
 
     Args:
         logits: Name of the logits, of shape ``(n, …positions, classes)`` for the default
             ``class_axis``.
-        targets: Name of the class ids, which have the shape of the logits without the class axis.
+        targets: Name of the targets: class ids, in the shape of the logits without the class axis,
+            or probabilities, in the shape of the logits.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the classes.
+        ignore_index: Class id that does not count; None for none.
+        class_weights: A number ≥ 0 for each class; None for ones. The weight of a class id is
+            part of the divisor of a mean.
+        label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
+
+    Raises:
+        InputError: An option has a wrong value.
     """
 
     min_rank: ClassVar[int] = 2
@@ -49,9 +68,56 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         seed: int | None = None,
         *,
         class_axis: int = -1,
+        ignore_index: int | None = -100,
+        class_weights: Sequence[float] | Array | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__((logits,), targets, seed, class_axis)
+        super().__init__((logits,), targets, seed, class_axis, ignore_index)
         self.logits = logits
+        self.class_weights = class_numbers("class_weights", class_weights)
+        self.label_smoothing = smoothing(label_smoothing)
+
+    def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
+        observed, w = super().weigh(values, labels, counts), self.class_weights
+        if w is None and not self.label_smoothing:
+            return observed
+        z, axis = values[self.logits], self._axis(values)
+        xp, classes = array_module(z), z.shape[axis]
+        if w is not None:
+            if labels is None:
+                raise InputError(
+                    f"the loss on '{self.logits}' has weights of classes, so that its Fisher "
+                    f"matrix depends on the targets; pass them with the batch."
+                )
+            if len(w) != classes:
+                raise ShapeError(
+                    f"class_weights has {len(w)} numbers, but '{self.logits}' has {classes} "
+                    f"classes."
+                )
+        elif labels is None:
+            return observed
+        ids = labels if labels.ndim < z.ndim else None
+        weights, total = counts, observed.total
+        if w is not None and ids is not None:
+            weights = times(xp.expand_dims(xp.asarray(w)[ids], axis), counts)
+            total = float(weights.sum(dtype=np.float64))
+            if not self.label_smoothing:
+                return replace(observed, weights=weights, total=total)
+        rows = labels if ids is None else _one_hot_rows(ids, z, axis)
+        rows = rows * (1 - self.label_smoothing) + self.label_smoothing / classes
+        if w is not None:
+            weighted = rows * xp.asarray(w).reshape([-1, *[1] * (z.ndim - 1 - axis)])
+            sums = weighted.sum(axis=axis, keepdims=True)
+            rows = xp.where(sums > 0, weighted / xp.where(sums > 0, sums, 1), rows)
+            weights = times(sums, counts)
+        return replace(observed, targets=rows, weights=weights, total=total)
+
+    @property
+    def weighs_classes(self) -> bool:
+        return self.class_weights is not None
+
+    def may_observe(self, values: Values, target: int) -> bool:
+        return 0 <= target < values[self.logits].shape[self._axis(values)]
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         return self.terms_and_gradient(values, targets)[0]
@@ -62,6 +128,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
         z, axis = values[self.logits], self._axis(values)
         xp, softmax = array_module(z), _Softmax.of(z, axis)
+        if targets.ndim == z.ndim:
+            return self._with_probabilities(softmax, axis, targets)
         entries = _entries(targets, z, axis)
         p, rest = softmax.probabilities()
         log_rest = xp.log1p(softmax.rest)
@@ -70,6 +138,18 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         q_target = xp.where(entries == softmax.largest, rest.reshape(entries.shape), 1 - p_target)
         p.put(entries, -q_target)
         return terms, {self.logits: p}
+
+    def _with_probabilities(
+        self, softmax: "_Softmax", axis: int, targets: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the terms and their gradient for rows of probabilities."""
+        p, rest = softmax.probabilities()
+        q = softmax.complements(p, rest)
+        # Finite logits have finite log-probabilities, so the product never is 0·∞.
+        terms = -(targets.astype(p.dtype, copy=False) * softmax.log_probabilities())
+        t = targets.astype(np.float64)
+        others = t.sum(axis=axis, keepdims=True) - t  # 1 − t for targets with the sum 1
+        return terms, {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         axis, z = self._axis(values), values[self.logits]
@@ -119,13 +199,13 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
     def hits(self, values: Values, targets: Array) -> Array:
         z = values[self.logits]
-        equal: Array = array_module(z).argmax(z, axis=self._axis(values)) == targets
+        equal: Array = z.argmax(axis=self._axis(values)) == self._classes(values, targets)
         return equal
 
     def ranks(self, values: Values, targets: Array) -> Array:
         z, axis = values[self.logits], self._axis(values)
         xp = array_module(z)
-        ids = xp.expand_dims(targets, axis)
+        ids = xp.expand_dims(self._classes(values, targets), axis)
         of_target = xp.take_along_axis(z, ids, axis)
         classes = xp.arange(z.shape[axis]).reshape([-1, *[1] * (z.ndim - 1 - axis)])
         ahead: Array = ((z > of_target) | ((z == of_target) & (classes < ids))).sum(axis=axis)
@@ -133,6 +213,9 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         axis, shape = self._axis(values), values[self.logits].shape
+        if targets.shape == shape:
+            self._check_probabilities(values, targets)
+            return
         expected = shape[:axis] + shape[axis + 1 :]
         require_shape(
             "targets", targets.shape, expected, f"one class id per row of '{self.logits}'"
@@ -146,10 +229,26 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         if outside.any():
             where = first_index(outside)
             at = f", position {where[1:]}" if where[1:] else ""
+            ignored = self.ignore_index
+            hint = "" if ignored is None else f" Targets of {ignored} do not count."
             raise InputError(
                 f"target {targets[where]} of example {where[0]}{at} is not a class: "
-                f"'{self.logits}' has {shape[axis]} classes, 0 to {shape[axis] - 1}."
+                f"'{self.logits}' has {shape[axis]} classes, 0 to {shape[axis] - 1}.{hint}"
             ).at("targets", where)
+
+    def _check_probabilities(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.logits, values[self.logits], targets)
+        off = abs(self._total(values, targets.astype(np.float64)) - 1) > _ROW_SUM_TOLERANCE
+        if ((targets < 0) | off).any():
+            raise InputError(
+                f"targets of '{self.logits}' must be one-hot rows or probabilities: non-negative, "
+                f"with sum 1 along the class axis."
+            )
+
+    def _classes(self, values: Values, targets: Array) -> Array:
+        """Return the class ids of targets; the most probable ones of probabilities."""
+        rows = targets.ndim == values[self.logits].ndim
+        return targets.argmax(axis=self._axis(values)) if rows else targets  # type: ignore[no-any-return] # an array
 
     def _softmax(self, values: Values) -> "_Softmax":
         return _Softmax.of(values[self.logits], self._axis(values))
@@ -171,43 +270,18 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
 
 class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogProbLoss):
-    """Softmax cross-entropy with one-hot rows in the shape of the logits as targets.
+    """Softmax cross-entropy with rows in the shape of the logits as targets, for samples as well.
 
-    Rows of probabilities, such as smoothed labels, are valid targets too. The loss is then the
+    The rows are one-hot rows or probabilities, such as smoothed labels. The loss is the
     cross-entropy relative to these probabilities.
     """
-
-    def negative_log_probs(self, values: Values, targets: Array) -> Array:
-        return self.terms_and_gradient(values, targets)[0]
-
-    def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
-        softmax = self._softmax(values)
-        p, rest = softmax.probabilities()
-        q = softmax.complements(p, rest)
-        # Finite logits have finite log-probabilities, so the product never is 0·∞.
-        terms = -(targets.astype(p.dtype, copy=False) * softmax.log_probabilities())
-        t = targets.astype(np.float64)
-        others = self._total(values, t) - t  # 1 − t for targets with the sum 1
-        return terms, {self.logits: p * others.astype(p.dtype) - t.astype(p.dtype) * q}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         z = values[self.logits]
         return _one_hot_rows(super().sample(values, rng), z, self._axis(values))
 
-    def hits(self, values: Values, targets: Array) -> Array:
-        return super().hits(values, targets.argmax(axis=self._axis(values)))
-
-    def ranks(self, values: Values, targets: Array) -> Array:
-        return super().ranks(values, targets.argmax(axis=self._axis(values)))
-
     def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.logits, values[self.logits], targets)
-        off = abs(self._total(values, targets.astype(np.float64)) - 1) > _ROW_SUM_TOLERANCE
-        if (targets < 0).any() or off.any():
-            raise InputError(
-                f"targets of '{self.logits}' must be one-hot rows or probabilities: non-negative, "
-                f"with sum 1 along the class axis."
-            )
+        self._check_probabilities(values, targets)
 
 
 @dataclass(frozen=True, slots=True)

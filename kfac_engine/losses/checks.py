@@ -1,10 +1,12 @@
 """Checks of the values that losses read from a batch."""
 
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import number, whole
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
@@ -169,3 +171,47 @@ def first_index(mask: Array) -> tuple[int, ...]:
     """Return the index of the first true entry of ``mask``, which must have a true entry."""
     xp = array_module(mask)
     return tuple(int(i) for i in xp.unravel_index(xp.argmax(mask), mask.shape))
+
+
+def class_numbers(
+    name: str, numbers: object
+) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+    """Return weights of classes or features as an array, after checks.
+
+    Args:
+        name: Name of the option.
+        numbers: Numbers ≥ 0; None for ones.
+
+    Returns:
+        The numbers; None for ones.
+
+    Raises:
+        InputError: They are no list of numbers ≥ 0.
+    """
+    if numbers is None:
+        return None
+    try:
+        array = np.array(numbers, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all() or (array < 0).any():
+        raise InputError(
+            f"{name} must be a list of finite numbers that are not negative, got {numbers!r:.80}."
+        )
+    return array
+
+
+def smoothing(value: object) -> float:
+    """Return a label smoothing, a number in [0, 1); raise an InputError for another value."""
+    number("label_smoothing", value)
+    assert isinstance(value, Real)  # checked
+    if not 0 <= value < 1:
+        raise InputError(f"label_smoothing must lie in [0, 1), got {value}.")
+    return float(value)
+
+
+def ignored(value: object) -> int | None:
+    """Return an ``ignore_index``, a whole number or None; raise an InputError for another value."""
+    if value is not None:
+        whole("ignore_index", value, least=None)
+    return value  # type: ignore[return-value] # checked

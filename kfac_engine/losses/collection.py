@@ -150,4 +150,10 @@ def check_reuse(reuse: object) -> None:
 
 def _distribution(loss: LossFunction) -> tuple[object, ...]:
     """Return the properties that the towers of a loss must share."""
-    return type(loss), loss.class_axis, getattr(loss, "var", None)
+    options = (getattr(loss, name, None) for name in ("class_weights", "positive_weights"))
+    weights = (None if numbers is None else tuple(numbers) for numbers in options)
+    smoothing = getattr(loss, "label_smoothing", None)
+    return (
+        type(loss), loss.class_axis, getattr(loss, "var", None), loss.ignore_index, smoothing,
+        *weights,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
@@ -13,6 +14,8 @@ class ElementwiseLoss(LossFunction):
 
     The inner space of several inputs of one shape is their concatenation along the class axis.
     """
+
+    entrywise: ClassVar[bool] = True
 
     @abstractmethod
     def information(self, values: Values) -> dict[str, Array]:

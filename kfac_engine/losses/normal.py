@@ -25,6 +25,7 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         targets: Name of the targets, in the shape of the means.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
 
     Raises:
         InputError: The variance is not a positive number.
@@ -38,8 +39,9 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         seed: int | None = None,
         *,
         class_axis: int = -1,
+        ignore_index: int | None = None,
     ) -> None:
-        super().__init__((mean,), targets, seed, class_axis)
+        super().__init__((mean,), targets, seed, class_axis, ignore_index)
         positive(f"the variance of the loss on '{mean}'", var)
         self.mean = mean
         self.var = float(var)
@@ -83,6 +85,7 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         targets: Name of the targets, in the shape of the means.
         seed: Seed of ``evaluate_on_sample``; None counts as 0.
         class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
 
     Raises:
         RegistrationError: ``mean`` and ``variance`` are the same name.
@@ -99,8 +102,9 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         seed: int | None = None,
         *,
         class_axis: int = -1,
+        ignore_index: int | None = None,
     ) -> None:
-        super().__init__((mean, variance), targets, seed, class_axis)
+        super().__init__((mean, variance), targets, seed, class_axis, ignore_index)
         if mean == variance:
             raise RegistrationError(f"'{mean}' cannot be both mean and variance of a loss.")
         self.mean = mean

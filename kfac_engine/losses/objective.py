@@ -1,57 +1,97 @@
 """The objective: a sum of losses under a reduction, with its gradient and Fisher matrix.
 
 A loss object sums over the batch and its positions. A reduction scales this sum and its Fisher
-matrix. For n examples with t positions each:
+matrix. For n examples and predictions whose weights have the sum W (``n·t`` without weights, for t
+positions of each example):
 
 =============  ==================  ======================
 reduction      gradient            Fisher matrix
 =============  ==================  ======================
-mean           sum / (n·t)         mean over n, ÷ t
+mean           sum / W             mean over n, × n / W
 batch_mean     sum / n             mean over n
 sum            sum                 mean over n, × n
 =============  ==================  ======================
 
-For a part of a larger batch, n and the n·t predictions are those of the larger batch. The caller
-passes them as ``counts``. The loss of the larger batch is then the sum of the losses of its parts,
-and its gradient is the sum of their gradients. Parts may have different numbers of positions; n·t
-is then the sum of their predictions.
+The terms of the sum are multiplied by their weights, in the Fisher matrix once as well. n counts
+all examples, those without a prediction that counts too.
+
+For a part of a larger batch, such as the shard of a process, n and W are those of the larger batch.
+``Observation.within`` sets them. The loss of the larger batch is then the sum of the losses of its
+parts, and its gradient is the sum of their gradients.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import as_array
-from kfac_engine.errors import InputError, UnknownNameError
-from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.errors import (
+    InputError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from kfac_engine.losses.base import LossFunction, RegisteredLoss, weights_of
+from kfac_engine.losses.observed import Observed, Targets, Weighted, root
 from kfac_engine.suggestions import suggestion
 
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
-Targets: TypeAlias = Array | Mapping[str, Array] | None
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """The numbers by which reductions divide. Those of several parts of a batch can be added.
+class BatchSize:
+    """What reductions divide by; the size of a batch is the sum of the sizes of its parts.
 
     Attributes:
-        examples: Number of examples.
-        predictions: Number of predictions of each tower of each loss.
+        examples: Number n of examples.
+        totals: Sum W of the weights of the predictions, for each tower of each loss.
     """
 
-    examples: float
-    predictions: tuple[float, ...]
+    examples: int
+    totals: tuple[float, ...]
 
-    def __add__(self, other: "Counts") -> "Counts":
-        pairs = zip(self.predictions, other.predictions, strict=True)
-        return Counts(self.examples + other.examples, tuple(one + two for one, two in pairs))
+    def __add__(self, other: "BatchSize") -> "BatchSize":
+        """Return the size of two parts together."""
+        totals = (a + b for a, b in zip(self.totals, other.totals, strict=True))
+        return BatchSize(self.examples + other.examples, tuple(totals))
 
-    def of(self, examples: int) -> "Counts":
-        """Return the counts of a number of examples that have as many predictions each."""
-        return Counts(examples, tuple(n * examples / self.examples for n in self.predictions))
+    def positive(self) -> "BatchSize":
+        """Return a size by which a sum can be divided before that of the batch is known."""
+        return BatchSize(self.examples, tuple(total or 1.0 for total in self.totals))
+
+    def of_examples(self, count: int) -> "BatchSize":
+        """Return the size of a batch of ``count`` examples, of which this one is a part.
+
+        The rest is expected to have the same mean weight.
+        """
+        if count == self.examples:
+            return self
+        return BatchSize(count, tuple(total * count / self.examples for total in self.totals))
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The targets of a batch or of a part of it, and how much each counts.
+
+    Attributes:
+        towers: The targets of each tower of each loss.
+        size: Size of the batch, or of the part.
+        whole: Size of the batch.
+    """
+
+    towers: tuple[Observed, ...]
+    size: BatchSize
+    whole: BatchSize
+
+    def within(self, whole: BatchSize) -> "Observation":
+        """Return the observation as a part of a larger batch of a given size."""
+        return replace(self, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +105,19 @@ class Objective:
             first axis of the loss inputs must be such an axis.
         outputs: Map from a loss input to the model output on which the user put the loss, if the
             two differ.
+        axes: Map from a loss input to its axis of examples; 0 where absent.
     """
 
     losses: tuple[RegisteredLoss, ...]
     reduction: Reduction
     batch: str = ""
     outputs: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the losses read, each once."""
-        return tuple(dict.fromkeys(name for tower in self._towers for name in tower.inputs))
+        return tuple(dict.fromkeys(name for tower in self.towers for name in tower.inputs))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.
@@ -90,14 +132,27 @@ class Objective:
         Raises:
             InputError: ``targets`` is one array, but there are several losses.
             UnknownNameError: A key belongs to no loss.
+            ShapeError: Weights of examples belong to targets with the examples on another axis.
         """
-        towers = self._towers
-        targeted = {tower.inputs[0]: tower.targets for tower in towers if tower.targets}
+        if isinstance(targets, Weighted):
+            named = self.named_targets(targets.targets)
+            weights = targets.weights
+            if not isinstance(weights, Mapping):
+                weights = dict.fromkeys(self._targeted().values(), weights)
+            by_target = self.named_targets(weights)
+            for value, name in self._targeted().items():
+                if self.axes.get(value) and by_target.get(name, np.zeros((1, 1))).ndim == 1:
+                    raise ShapeError(
+                        f"'{value}' has the examples on axis {self.axes[value]}; give its weights "
+                        f"in the shape of the targets."
+                    )
+            return named | {weights_of(name): array for name, array in by_target.items()}
+        targeted = self._targeted()
         by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
         if targets is None:
             return {}
         if not isinstance(targets, Mapping):
-            if len(towers) > 1:
+            if len(self.towers) > 1:
                 raise InputError(
                     f"one array cannot be the targets of several losses; pass a mapping with the "
                     f"keys {', '.join(by_output)}."
@@ -112,99 +167,153 @@ class Objective:
                 )
         return {names[name]: as_array(array) for name, array in targets.items()}
 
-    def value(self, values: Values, *, counts: Counts | None = None) -> float:
+    def _targeted(self) -> dict[str, str]:
+        """Return the names of the targets by the first input of their losses."""
+        return {tower.inputs[0]: tower.targets for tower in self.towers if tower.targets}
+
+    def observe(self, values: Values, *, targets: bool = True) -> Observation:
+        """Check the values that the losses read; return how much each target counts.
+
+        Args:
+            values: Loss inputs, targets and weights by name.
+            targets: Whether targets are needed; otherwise they are read if there are any.
+
+        Returns:
+            The observation of a whole batch.
+
+        Raises:
+            InputError: Inputs, targets or weights are wrong.
+        """
+        towers = tuple(tower.observe(values, targets=targets) for tower in self.towers)
+        size = BatchSize(self.examples(values), tuple(observed.total for observed in towers))
+        return Observation(towers, size, size)
+
+    def value(self, values: Values, observation: Observation | None = None) -> float:
         """Return the reduced loss on the targets of a batch.
 
         Args:
             values: Loss inputs and targets by name.
-            counts: Counts of the batch of which ``values`` are a part; None if they are the batch.
+            observation: Result of ``observe``, if it is known.
 
         Returns:
             The sum over the losses, each times its coefficient, in nats.
         """
-        weights = self.weights(values, counts=counts)
-        pairs = zip(weights, self._towers, strict=True)
-        total: float = sum(weight * tower.value(values) for weight, tower in pairs)
-        return total
+        observation = observation or self.observe(values)
+        weights = self.weights(observation.whole)
+        towers = zip(weights, self.towers, observation.towers, strict=True)
+        return float(sum(weight * tower.value(values, seen) for weight, tower, seen in towers))
 
     def cotangents(
-        self, values: Values, times: float = 1.0, *, counts: Counts | None = None
+        self, values: Values, times: float = 1.0, observation: Observation | None = None
     ) -> dict[str, Array]:
         """Return ``times`` times the gradient of ``value``; see ``value_and_cotangents``."""
-        return self.value_and_cotangents(values, times, counts=counts)[1]
+        return self.value_and_cotangents(values, times, observation)[1]
 
     def value_and_cotangents(
-        self, values: Values, times: float = 1.0, *, counts: Counts | None = None
+        self, values: Values, times: float = 1.0, observation: Observation | None = None
     ) -> tuple[float, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
         Args:
             values: Loss inputs and targets by name.
             times: Factor of the gradient.
-            counts: As for ``value``.
+            observation: As for ``value``.
 
         Returns:
             The value in nats, and a map from a loss input to a gradient of its shape.
         """
+        observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
-        weights = self.weights(values, counts=counts)
-        for weight, tower in zip(weights, self._towers, strict=True):
-            value, gradients = tower.value_and_gradient(values)
+        weights = self.weights(observation.whole)
+        for weight, tower, seen in zip(weights, self.towers, observation.towers, strict=True):
+            value, gradients = tower.value_and_gradient(values, seen)
             total += weight * value
             for name, gradient in gradients.items():
                 part = times * weight * gradient
                 cotangents[name] = cotangents[name] + part if name in cotangents else part
         return total, cotangents
 
-    def weights(self, values: Values, *, counts: Counts | None = None) -> tuple[float, ...]:
+    def weights(self, whole: BatchSize) -> tuple[float, ...]:
         """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.
 
         Args:
-            values: Loss inputs by name.
-            counts: As for ``value``.
+            whole: Size of the batch.
 
         Returns:
             For each tower, the coefficient of its loss times the weight of the reduction.
+
+        Raises:
+            NonFiniteError: No prediction of a loss counts.
         """
         coefficients = (loss.coefficient for loss in self.losses for _ in loss.towers)
-        reduced = self._gradient_weights(counts or self.counts(values))
-        return tuple(k * weight for k, weight in zip(coefficients, reduced, strict=True))
+        divisors = self._divisors(whole)
+        return tuple(k * (1 / divisor) for k, divisor in zip(coefficients, divisors, strict=True))
 
-    def fisher_scales(self, values: Values, *, counts: Counts | None = None) -> dict[str, float]:
+    def fisher_scales(self, observation: Observation) -> dict[str, float | Array]:
         """Return the scale of the cotangents of each loss input for the Fisher matrix.
 
-        The scale is the square root of the weight of the reduction in the Fisher matrix.
+        The scale is the square root of the weight of the reduction in the Fisher matrix, times the
+        square roots of the weights of the predictions.
 
         Args:
-            values: Loss inputs by name.
-            counts: As for ``value``.
+            observation: The batch, or a part of it.
 
         Returns:
-            Map from a loss input to its scale.
-        """
-        weights = self._fisher_weights(counts or self.counts(values))
-        pairs = zip(weights, self._towers, strict=True)
-        return {name: sqrt(weight) for weight, tower in pairs for name in tower.inputs}
+            Map from a loss input to its scale, a number or an array that broadcasts to the input.
 
-    def fisher_ratio(self, values: Values, *, counts: Counts | None = None) -> float | None:
+        Raises:
+            UnsupportedError: Two losses with different weights read the same value.
+        """
+        scales: dict[str, float | Array] = {}
+        divisors = self._divisors(observation.whole)
+        for tower, seen, divisor in zip(self.towers, observation.towers, divisors, strict=True):
+            scale = sqrt(observation.whole.examples / divisor)
+            for name in tower.inputs:
+                if name in scales and not (seen.weights is None and scales[name] == scale):
+                    raise UnsupportedError(
+                        f"two losses read '{name}' with weights of their own, so that their Fisher "
+                        f"matrices cannot be measured together; put the losses on two outputs."
+                    )
+                scales[name] = scale if seen.weights is None else scale * root(seen.weights)
+        return scales
+
+    def fisher_ratio(self, observation: Observation) -> float | None:
         """Return the ratio of the source of mode ``empirical`` to the gradient of ``value``.
 
         Args:
-            values: Loss inputs by name.
-            counts: As for ``value``.
+            observation: The batch, or a part of it.
 
         Returns:
-            The ratio; None if it differs between losses.
+            The ratio; None if it differs between losses or predictions.
         """
-        counts = counts or self.counts(values)
-        weights = self._fisher_weights(counts), self._gradient_weights(counts)
-        ratios = {sqrt(fisher) / gradient for fisher, gradient in zip(*weights, strict=True)}
-        return ratios.pop() if len(ratios) == 1 else None
+        examples = observation.whole.examples
+        ratios = {
+            sqrt(examples / divisor) / (1 / divisor)
+            for divisor in self._divisors(observation.whole)
+        }
+        uniform = all(seen.all_or_nothing for seen in observation.towers)
+        return ratios.pop() if uniform and len(ratios) == 1 else None
 
-    def counts(self, values: Values) -> Counts:
-        """Return the numbers by which the reductions of a batch divide."""
-        predictions = tuple(_predictions(tower, values) for tower in self._towers)
-        return Counts(self.examples(values), predictions)
+    def corrections(self, used: BatchSize, right: BatchSize) -> tuple[float, ...]:
+        """Return the factors that replace the size of a batch by another in a gradient.
+
+        Args:
+            used: The size by which the reduction has divided.
+            right: The size by which it divides.
+
+        Returns:
+            A factor for each tower of each loss.
+
+        Raises:
+            NonFiniteError: No prediction of a loss counts.
+        """
+        pairs = zip(self._divisors(used), self._divisors(right), strict=True)
+        return tuple(old / new for old, new in pairs)
+
+    @property
+    def towers(self) -> tuple[LossFunction, ...]:
+        """All towers of all losses."""
+        return tuple(tower for loss in self.losses for tower in loss.towers)
 
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""
@@ -212,38 +321,25 @@ class Objective:
 
     def positions(self, values: Values) -> int:
         """Return the number of predictions of all losses for each example of a batch."""
-        return sum(_predictions(tower, values) for tower in self._towers) // self.examples(values)
+        predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.towers)
+        return sum(predictions) // self.examples(values)
 
-    def corrections(self, used: Counts, right: Counts) -> tuple[float, ...]:
-        """Return the factors that replace counts by others in the weights of a gradient.
+    def _divisors(self, whole: BatchSize) -> list[float]:
+        """Return the divisor of the reduction for each tower of each loss.
 
-        Args:
-            used: Counts with which gradients were computed.
-            right: Counts of the batch.
-
-        Returns:
-            A factor for each tower of each loss.
+        Raises:
+            NonFiniteError: No prediction of a loss counts.
         """
-        pairs = zip(self._gradient_weights(used), self._gradient_weights(right), strict=True)
-        return tuple(new / old for old, new in pairs)
-
-    @property
-    def _towers(self) -> tuple[LossFunction, ...]:
-        return tuple(tower for loss in self.losses for tower in loss.towers)
-
-    def _gradient_weights(self, counts: Counts) -> tuple[float, ...]:
-        """Return the weight of the reduction in the gradient of each tower."""
-        if self.reduction == "mean":
-            return tuple(1 / n for n in counts.predictions)
-        weight = 1 / counts.examples if self.reduction == "batch_mean" else 1.0
-        return (weight,) * len(counts.predictions)
-
-    def _fisher_weights(self, counts: Counts) -> tuple[float, ...]:
-        """Return the weight of the reduction in the Fisher matrix of each tower."""
-        if self.reduction == "mean":
-            return tuple(counts.examples / n for n in counts.predictions)
-        weight = float(counts.examples) if self.reduction == "sum" else 1.0
-        return (weight,) * len(counts.predictions)
+        for tower, total in zip(self.towers, whole.totals, strict=True):
+            if not total > 0:
+                raise NonFiniteError(
+                    f"no target of the loss on '{tower.inputs[0]}' counts: each is ignored or has "
+                    f"the weight 0; leave the batch out."
+                )
+        n = whole.examples
+        return [
+            {"mean": total, "batch_mean": n, "sum": 1}[self.reduction] for total in whole.totals
+        ]
 
 
 def check_reduction(reduction: str) -> None:
@@ -260,8 +356,3 @@ def check_reduction(reduction: str) -> None:
             f"unknown reduction '{reduction}'{suggestion(reduction, REDUCTIONS)}; choose one of: "
             f"{', '.join(REDUCTIONS)}."
         )
-
-
-def _predictions(loss: LossFunction, values: Values) -> int:
-    """Return the number of predictions in a batch: examples times positions."""
-    return len(values[loss.inputs[0]]) * loss.positions(values)

@@ -71,7 +71,9 @@ def check_blocks(
         return Check(NAME, (), "", {"": str(failure)})
     one = replace(alone, engine=probe)
     trace = one.trace
-    probe.estimator.update_covariances(trace, scales=probe.objective.fisher_scales(trace))
+    probe.estimator.update_covariances(
+        trace, scales=probe.objective.fisher_scales(probe.objective.observe(trace))
+    )
     measurements, skipped = [], {}
     for index, layer in enumerate(exact):
         rows = Entries.draw(one.parameters, layer.parameters, entries, index)

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from kfac_engine.losses.observed import times
 from kfac_engine.verification.differences import differentiate_along
 from kfac_engine.verification.specimen import Floats, Specimen
 
@@ -150,10 +151,11 @@ class DenseFisher:
                     total[name] += weight / step * (ahead[name] - behind[name])
             return {name: array.reshape(-1) for name, array in total.items()}
         total = {name: np.zeros_like(move) for name, move in moves.items()}
-        towers = [tower for loss in objective.losses for tower in loss.towers]
-        for weight, tower in zip(objective.weights(values), towers, strict=True):
+        seen = objective.observe(values)
+        weights = objective.weights(seen.whole)
+        for weight, tower, one in zip(weights, objective.towers, seen.towers, strict=True):
             for name, part in tower.fisher(tower.read(values), moves).items():
-                total[name] += weight * part
+                total[name] += weight * times(part, one.weights)
         return {name: array.reshape(-1) for name, array in total.items()}
 
 

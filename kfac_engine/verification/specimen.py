@@ -118,8 +118,8 @@ class Specimen:
         probability close to one exceeds this difference if the predictions are certain.
         """
         objective, sums = self.engine.objective, dict[str, float]()
-        towers = [tower for loss in objective.losses for tower in loss.towers]
-        for weight, tower in zip(objective.weights(self.trace), towers, strict=True):
+        whole = objective.observe(self.trace).whole
+        for weight, tower in zip(objective.weights(whole), objective.towers, strict=True):
             for name in tower.inputs if tower.discrete else ():
                 sums[name] = sums.get(name, 0.0) + weight
         return sums

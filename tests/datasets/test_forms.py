@@ -268,7 +268,7 @@ def test_an_iterator_is_read_once_only(engine, curvature):
         ke.Influence(curvature).scores((X, Y), iter(parts()))
 
 
-@pytest.mark.parametrize("data", [3, b"x", [3], [(X, Y, X)], None])
+@pytest.mark.parametrize("data", [3, b"x", [3], [(X, Y, X, X)], None])
 def test_other_objects_are_refused_by_every_entrance(data, engine, curvature):
     for name, call in ENTRANCES.items():
         if data is None and name == "fit_prior":  # no validation

@@ -65,7 +65,9 @@ def test_statistics_of_a_trace_of_a_part_are_those_of_a_step_on_that_part():
     engine, _, inputs, targets = made("mlp", batch=6, estimation_mode="empirical")
     part, labels = {"input": inputs["input"][:4]}, targets[:4]
     trace = engine.trace(part, labels)
-    engine.estimator.update_covariances(trace, scales=engine.objective.fisher_scales(trace))
+    objective = engine.objective
+    scales = objective.fisher_scales(objective.observe(trace))
+    engine.estimator.update_covariances(trace, scales=scales)
     other, *_ = made("mlp", batch=6, estimation_mode="empirical")
     other.step(part, labels)
     for one, two in zip(engine.estimator.factors, other.estimator.factors, strict=True):

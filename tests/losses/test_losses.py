@@ -386,9 +386,11 @@ def test_coefficient_must_be_finite_and_not_negative(coefficient):
 def test_value_and_gradient_check_once_and_have_the_bits_of_both(case, monkeypatch):
     values, checked = case.values(), []
     value, gradient = case.loss.value(values), case.loss.gradient(values)
-    check = type(case.loss).check_targets
+    check = type(case.loss).check_target_array
     monkeypatch.setattr(
-        type(case.loss), "check_targets", lambda self, v: checked.append(v) or check(self, v)
+        type(case.loss),
+        "check_target_array",
+        lambda self, *arrays: checked.append(self) or check(self, *arrays),
     )
     together = case.loss.value_and_gradient(values)
     assert together[0] == value

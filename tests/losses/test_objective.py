@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.losses.objective import REDUCTIONS, Counts, Objective
+from kfac_engine.losses.objective import REDUCTIONS, BatchSize, Objective
 
 # Examples, positions, features; the batch is divided after these examples.
 N, T, D, CUTS = 7, 4, 3, (2, 6)
-BATCH = Counts(N, (N * T,))
 VARIANCE, COEFFICIENT = 0.5, 1.7
 DIVISORS = {"mean": N * T, "batch_mean": N, "sum": 1}
 FISHER_WEIGHTS = {"mean": 1 / T, "batch_mean": 1, "sum": N}
@@ -26,11 +25,15 @@ def objective(reduction):
     return Objective(collection.registered_losses, reduction)
 
 
-def shards(values, cuts=CUTS):
+def shards(values):
     return [
         dict(zip(values, arrays, strict=True))
-        for arrays in zip(*(np.split(array, cuts) for array in values.values()), strict=True)
+        for arrays in zip(*(np.split(array, CUTS) for array in values.values()), strict=True)
     ]
+
+
+def part(reduced, shard):
+    return reduced.observe(shard).within(BatchSize(N, (N * T,)))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -39,8 +42,11 @@ def test_shard_losses_and_gradients_sum_to_batch(values, reduction):
     nats = residuals**2 / (2 * VARIANCE) + np.log(2 * np.pi * VARIANCE) / 2
     loss = COEFFICIENT * nats.sum() / DIVISORS[reduction]
     gradient = COEFFICIENT * residuals / VARIANCE / DIVISORS[reduction]
-    losses = [reduced.value(shard, counts=BATCH) for shard in shards(values)]
-    gradients = [reduced.cotangents(shard, counts=BATCH)["z"] for shard in shards(values)]
+    losses, gradients = [], []
+    for shard in shards(values):
+        share, cotangents = reduced.value_and_cotangents(shard, observation=part(reduced, shard))
+        losses.append(share)
+        gradients.append(cotangents["z"])
     assert sum(losses) == pytest.approx(loss, rel=1e-14)
     np.testing.assert_allclose(np.concatenate(gradients), gradient, rtol=1e-14)
     # The number matters, unless nothing is divided by it.
@@ -52,37 +58,35 @@ def test_shard_losses_and_gradients_sum_to_batch(values, reduction):
 def test_fisher_scales_of_shard_equal_batch(values, reduction):
     reduced = objective(reduction)
     for shard in shards(values):
-        scales = reduced.fisher_scales(shard, counts=BATCH)
+        scales = reduced.fisher_scales(part(reduced, shard))
         assert scales["z"] ** 2 == pytest.approx(FISHER_WEIGHTS[reduction], rel=1e-14)
-        ratio = reduced.fisher_ratio(shard, counts=BATCH)
+        ratio = reduced.fisher_ratio(part(reduced, shard))
         assert ratio == pytest.approx(scales["z"] * DIVISORS[reduction], rel=1e-14)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_default_counts_are_those_of_batch(values, reduction):
-    reduced = objective(reduction)
-    assert reduced.value(values) == reduced.value(values, counts=BATCH)
-    assert reduced.fisher_scales(values) == reduced.fisher_scales(values, counts=BATCH)
-    np.testing.assert_array_equal(
-        reduced.cotangents(values)["z"], reduced.cotangents(values, counts=BATCH)["z"]
-    )
+def test_sizes_of_parts_add_up_to_that_of_the_batch(values):
+    reduced = objective("mean")
+    first, *others = (reduced.observe(shard).size for shard in shards(values))
+    assert sum(others, first) == reduced.observe(values).size == BatchSize(N, (N * T,))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_counts_of_parts_of_other_lengths_add_up(reduction):
+def test_a_sum_with_another_size_is_corrected(reduction):
+    """Parts of other numbers of positions, divided by the size of the first one."""
     rng = np.random.default_rng(1)
     parts = [
         {name: rng.standard_normal((n, t, D)) for name in "zy"} for n, t in ((2, 5), (4, 3), (1, 1))
     ]
     reduced = objective(reduction)
-    counts = sum((reduced.counts(part) for part in parts[1:]), reduced.counts(parts[0]))
-    assert counts == Counts(7, (23,))
+    observed = [reduced.observe(part) for part in parts]
+    used, whole = observed[0].size, BatchSize(7, (23,))
     residuals = np.concatenate([(part["z"] - part["y"]).reshape(-1, D) for part in parts])
     nats = residuals**2 / (2 * VARIANCE) + np.log(2 * np.pi * VARIANCE) / 2
     loss = COEFFICIENT * nats.sum() / {"mean": 23, "batch_mean": 7, "sum": 1}[reduction]
-    assert sum(reduced.value(part, counts=counts) for part in parts) == pytest.approx(loss)
-    (correction,) = reduced.corrections(reduced.counts(parts[0]), counts)
-    first = sum(reduced.value(part, counts=reduced.counts(parts[0])) for part in parts)
-    assert correction * first == pytest.approx(loss)
-    scale = reduced.fisher_scales(parts[0], counts=counts)["z"]
-    assert scale**2 == pytest.approx({"mean": 7 / 23, "batch_mean": 1, "sum": 7}[reduction])
+    pairs = list(zip(parts, observed, strict=True))
+    assert sum(reduced.value(p, o.within(whole)) for p, o in pairs) == pytest.approx(loss)
+    (correction,) = reduced.corrections(used, whole)
+    assert correction * sum(reduced.value(p, o.within(used)) for p, o in pairs) == pytest.approx(
+        loss
+    )
+    assert BatchSize(3, (0.0, 2.0)).positive() == BatchSize(3, (1.0, 2.0))

@@ -144,7 +144,9 @@ def test_batches_of_equal_size_leave_out_few_examples(batch_size, steps):
     assert len(records) == steps
 
 
-@pytest.mark.parametrize(("batch_size", "accumulate", "steps"), [(30, 4, 1), (25, 2, 3), (10, 2, 6)])
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "steps"), [(30, 4, 1), (25, 2, 3), (10, 2, 6)]
+)
 def test_a_step_of_parts_is_that_of_the_larger_batch(batch_size, accumulate, steps):
     options = {"epochs": 1, "optimizer": "sgd"}
     parts = OnnxClassifier(batch_size=batch_size, accumulate=accumulate, **options).fit(X, Y)

@@ -1,0 +1,121 @@
+"""Losses with options, before they are put on an output of a model.
+
+``ke.Categorical(ignore_index=255)`` is accepted wherever the name ``"categorical"`` is.
+"""
+
+from collections.abc import Sequence
+from inspect import signature
+
+from kfac_engine._types import Array
+from kfac_engine.errors import UnknownNameError
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.table import LOSSES
+from kfac_engine.suggestions import suggestion
+
+# Arguments that say where a loss is, instead of what it is.
+_PLACE = ("targets", "seed", "class_axis")
+
+
+class LossKind:
+    """A loss by name with its options; see ``Categorical`` and the other losses of this module.
+
+    Args:
+        name: A name of ``LOSSES``.
+        **options: Options of the loss.
+
+    Raises:
+        UnknownNameError: There is no loss of this name, or it does not have an option.
+        InputError: An option has a wrong value.
+    """
+
+    def __init__(self, name: str, **options: object) -> None:
+        self.name, self.options = name, options
+        known = list(signature(LOSSES[name]).parameters)[1:]
+        for option in options:
+            if option not in known or option in _PLACE:
+                its = [other for other in known if other not in _PLACE]
+                raise UnknownNameError(
+                    f"the loss '{name}' has no option '{option}'{suggestion(option, its)}; its "
+                    f"options: {', '.join(its)}."
+                )
+        self.on("output")
+
+    def __repr__(self) -> str:
+        """Return the call that creates the object."""
+        options = ", ".join(f"{name}={value!r:.80}" for name, value in self.options.items())
+        kind = type(self)
+        return f"LossKind({self.name!r}, {options})" if kind is LossKind else (
+            f"{kind.__name__}({options})"
+        )  # fmt: skip
+
+    def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
+        """Return the loss on a value of a model.
+
+        Args:
+            output: Name of the value.
+            targets: Name of the targets.
+            class_axis: Axis of the classes or features.
+        """
+        # The options have been compared with the signature.
+        return LOSSES[self.name](output, targets=targets, class_axis=class_axis, **self.options)  # type: ignore[call-arg]
+
+
+class Categorical(LossKind):
+    """Softmax cross-entropy, with class numbers or probabilities as targets.
+
+    Args:
+        ignore_index: Class number that does not count, such as that of padding; None for none.
+        class_weights: A number ≥ 0 for each class, the weight of its targets.
+        label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        class_weights: Sequence[float] | Array | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(
+            "categorical",
+            ignore_index=ignore_index,
+            class_weights=class_weights,
+            label_smoothing=label_smoothing,
+        )
+
+
+class MultiBernoulli(LossKind):
+    """Sigmoid cross-entropy, with a target of 0, 1 or a probability for each logit.
+
+    Args:
+        ignore_index: Target that does not count; None for none.
+        positive_weights: A number ≥ 0, or one for each feature: the weight of targets of 1. Targets
+            of 0 have the weight 1.
+        label_smoothing: Part of each target, in [0, 1), that is divided among 0 and 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        positive_weights: float | Sequence[float] | Array | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(
+            "multi_bernoulli",
+            ignore_index=ignore_index,
+            positive_weights=positive_weights,
+            label_smoothing=label_smoothing,
+        )
+
+
+class Normal(LossKind):
+    """Gaussian targets with a fixed variance; for ``var=0.5`` the squared error plus a constant.
+
+    Args:
+        var: The variance > 0.
+        ignore_index: Target that does not count; None for none.
+    """
+
+    def __init__(self, *, var: float = 0.5, ignore_index: int | None = None) -> None:
+        super().__init__("normal", var=var, ignore_index=ignore_index)

@@ -1,0 +1,150 @@
+"""How much the targets of a batch count.
+
+A target counts with a weight: 1 by default, 0 for targets that are left out. The weight multiplies
+the term of the loss, its gradient and its Fisher matrix, each once. ``Observed`` is the only place
+where the weights of a batch are stored; losses, metrics and statistics read them there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError, ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Targets with the weight of each; accepted wherever targets are.
+
+    A target with the weight 0 does not count: neither in the loss, its gradient and its Fisher
+    matrix, nor in metrics, nor in the number that a mean is divided by. Its value is not read.
+
+    Attributes:
+        targets: The targets of the loss; for several losses, by output.
+        weights: A number ≥ 0, or a Boolean, for each target, each prediction or each example. For
+            several losses, by output, or an array for all of them.
+    """
+
+    targets: Array | Mapping[str, Array] | None
+    weights: Array | Mapping[str, Array]
+
+
+Targets: TypeAlias = Array | Mapping[str, Array] | Weighted | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The targets of a loss in a batch, and how much each counts.
+
+    Attributes:
+        labels: The targets, with a possible observation in place of each one that does not count;
+            None if the batch has no targets.
+        counts: Weights of the predictions as given by the caller, Booleans or numbers; they
+            broadcast to an input of the loss. None if all are 1.
+        targets: The observations whose −log p are the terms of the loss: ``labels`` after label
+            smoothing and weights of classes.
+        weights: Weights of these terms, which broadcast to an input of the loss; None if all are 1.
+        total: Sum of the weights of the predictions, the divisor of a mean.
+    """
+
+    labels: Array | None
+    counts: Array | None
+    targets: Array | None
+    weights: Array | None
+    total: float
+
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether every weight is 0 or 1."""
+        return self.weights is None or self.weights.dtype.kind == "b"
+
+
+def times(x: Array, weights: Array | None) -> Array:
+    """Return an array times the weights; zero where a weight is 0.
+
+    Args:
+        x: The array; what it holds where a weight is 0 does not matter.
+        weights: Booleans or numbers that broadcast to ``x``; None for ones.
+    """
+    if weights is None:
+        return x
+    xp, zero = array_module(x), x.dtype.type(0)
+    product = x
+    if weights.dtype.kind != "b":
+        product, weights = weights.astype(x.dtype, copy=False) * x, weights > 0
+    result: Array = xp.where(weights, product, zero)
+    return result
+
+
+def root(weights: Array) -> Array:
+    """Return the square roots of weights; Booleans unchanged."""
+    roots: Array = weights if weights.dtype.kind == "b" else array_module(weights).sqrt(weights)
+    return roots
+
+
+def checked_weights(
+    name: str, weights: Array, shape: tuple[int, ...], axis: int, *, entries: bool
+) -> Array:
+    """Return the weights of a caller, after checks, with the axes of an input of a loss.
+
+    Args:
+        name: Name of the input, for messages.
+        weights: The weights.
+        shape: Shape of the input.
+        axis: Its axis of classes or features.
+        entries: Whether each entry along this axis has its own target.
+
+    Returns:
+        The weights with the rank of the input.
+
+    Raises:
+        ShapeError: The weights belong neither to targets, nor to predictions, nor to examples.
+        InputError: A weight is negative, infinite, NaN or no number.
+    """
+    single = len(shape) == 1
+    forms = {
+        **({shape: shape} if entries else {}),
+        shape if single else shape[:axis] + shape[axis + 1 :]: (
+            shape if single else (*shape[:axis], 1, *shape[axis + 1 :])
+        ),
+        shape[:1]: (shape[0], *[1] * (len(shape) - 1)),
+    }
+    if weights.shape not in forms:
+        raise ShapeError(
+            f"the weights of '{name}' have shape {weights.shape}; expected "
+            f"{' or '.join(map(str, forms))}: one for each {'target, ' if entries else ''}"
+            f"prediction or example."
+        )
+    if weights.dtype.kind not in "biuf":
+        raise InputError(f"the weights of '{name}' must be Booleans or numbers ≥ 0.")
+    if weights.dtype.kind != "b":
+        xp = array_module(weights)
+        least, most = xp.stack([weights.min(), weights.max()]).astype(np.float64).tolist()
+        if not (least >= 0 and most < np.inf):
+            raise InputError(
+                f"the weights of '{name}' must be finite and not negative; they reach from "
+                f"{least:g} to {most:g}."
+            )
+    return weights.reshape(forms[weights.shape])
+
+
+def total_weight(counts: Array | None, shape: tuple[int, ...], axis: int) -> float:
+    """Return the sum of the weights of all predictions.
+
+    Args:
+        counts: Weights that broadcast to an input of a loss; None for ones.
+        shape: Shape of the input.
+        axis: Its axis of classes or features.
+
+    Returns:
+        The sum; of weights of single targets, the sum of the means over the axis.
+    """
+    predictions = prod(shape) // shape[axis] if len(shape) > 1 else shape[0]
+    if counts is None:
+        return predictions
+    return float(counts.sum(dtype=np.float64)) * predictions / counts.size
