@@ -14,12 +14,13 @@ from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered_in_data
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.errors import InputError, KfacError
-from kfac_engine.losses.objective import BatchSize, Observation, Targets
+from kfac_engine.losses.objective import BatchSize, Observation
+from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.ranks.agreement import raised_by_all_ranks
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.runtime.trace import Trace
 
-# Inputs of a batch by name, or the parts of a batch: pairs of inputs and targets.
+# Inputs of a batch by name, or the parts of a batch: inputs, targets and possibly their weights.
 Inputs: TypeAlias = Mapping[str, Array] | Sequence[Batch]
 
 
@@ -45,14 +46,18 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         )
     if not inputs:
         raise InputError("the list of the parts of a batch is empty; give one part at least.")
+    parts: list[Batch] = []
     for index, part in enumerate(inputs, 1):
-        pair = isinstance(part, list | tuple) and len(part) == 2
-        if not (pair and isinstance(part[0], Mapping)):
+        if not (isinstance(part, list | tuple) and len(part) in (2, 3)) or not isinstance(
+            part[0], Mapping
+        ):
             raise InputError(
-                f"the parts of a batch must be pairs (inputs, targets), the inputs by name; part "
-                f"{index} is {type(part).__name__}."
+                f"the parts of a batch must be pairs (inputs, targets), also with weights after "
+                f"them, the inputs by name; part {index} is {type(part).__name__}."
             )
-    return inputs
+        weighted = len(part) == 3
+        parts.append((part[0], Weighted(*part[1:])) if weighted else part)  # type: ignore[arg-type] # three entries
+    return parts
 
 
 @contextmanager

@@ -193,6 +193,50 @@ def test_losses_whose_counts_differ_between_parts_have_their_own_divisors():
     np.testing.assert_allclose(result.gradients["W"], gradients, rtol=1e-12)
 
 
+# -- targets that count differently ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+def test_parts_are_divided_by_the_targets_that_count(reduction):
+    """Closed form: the first part has no target that counts, the others one and two."""
+    rng = np.random.default_rng(0)
+    x, t = rng.standard_normal((6, 3)), np.array([-7, -7, 1, -7, 0, 2])
+    net_ = models.Net("float64")
+    net_.op("MatMul", "x", net_.weight("W", 3, 3), to="y")
+    model = net_.model({"x": ["batch", 3]}, {"y": ["batch", 3]})
+    loss = ke.Categorical(ignore_index=-7)
+    options = {"loss": loss, "reduction": reduction, "estimation_mode": "exact", "threads": 1}
+    engine, whole = (ke.Engine.from_onnx(model, **options) for _ in range(2))
+    parts = cut({"x": x}, t, [0, 2, 4, 6])
+    z = x @ engine.parameters["W"]
+    kept = t >= 0
+    p = net.probabilities(z)[kept]
+    divisor = {"mean": 3, "batch_mean": 6, "sum": 1}[reduction]
+    result = engine.gradients(parts)
+    assert result.loss == pytest.approx(-np.log(p[np.arange(3), t[kept]]).sum() / divisor)
+    expected = x[kept].T @ (p - np.eye(3)[t[kept]]) / divisor
+    np.testing.assert_allclose(result.gradients["W"], expected, rtol=1e-12)
+    engine.update_statistics(parts)
+    whole.update_statistics(whole.trace({"x": x}, t))
+    assert_close(averages(engine), averages(whole), 1e-12)
+    with pytest.raises(ke.NonFiniteError, match="no target of the loss on 'y' counts"):
+        engine.gradients([parts[0], parts[0]])
+
+
+def test_parts_take_weights_as_a_third_entry():
+    model, engine = engine_of("mlp")
+    inputs, targets = batch_of(model, engine)
+    weights = np.linspace(0.0, 2.0, N)
+    whole = engine.gradients(inputs, ke.Weighted(targets, weights))
+    parts = [
+        (i, t, weights[low:high])
+        for (i, t), low, high in zip(cut(inputs, targets), CUTS, CUTS[1:], strict=False)
+    ]
+    result = engine.gradients(parts)
+    assert result.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert_close(result.gradients, whole.gradients, 1e-12)
+
+
 # -- normalizations and dropouts -------------------------------------------------------------------
 
 
