@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -29,7 +30,8 @@ class ExampleAxes:
 
     Args:
         batch: Where the examples are in the inputs and values of the model.
-        outputs: Outputs with a loss.
+        outputs: Outputs with a loss; none if the file computes its loss from the inputs alone.
+        names: Name of the targets of an output, where it is not that of the output.
 
     Attributes:
         inputs: Input name to axis.
@@ -38,9 +40,14 @@ class ExampleAxes:
             others, or where its targets have no parts.
     """
 
-    def __init__(self, batch: batch_axis.Batch, outputs: Sequence[str]) -> None:
+    def __init__(
+        self,
+        batch: batch_axis.Batch,
+        outputs: Sequence[str],
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.inputs = dict(batch.inputs)
-        self._targets = {output: batch.places[output].axis for output in outputs}
+        self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
         folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
         shared = folded and f"one axis of '{folded}' holds examples and positions"
         self.obstacle = batch.fixed or shared or ""
@@ -176,7 +183,7 @@ class ExampleAxes:
             for name in self._targets
             if name in arrays and name not in self.inputs
         }
-        if not targets and not labeled:
+        if not targets and not (labeled and self._targets):
             return arrays, None
         if not targets:
             names = " or ".join(f"'{name}'" for name in (TARGETS, *self._targets))
@@ -250,7 +257,7 @@ class ExampleAxes:
 
     @property
     def _first_axis(self) -> int:
-        return next(iter(self._targets.values()))
+        return next(iter(self._targets.values()), 0)
 
     def _target_axis(self, name: str, array: Array, kind: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""

@@ -23,6 +23,7 @@ from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.engine.example_gradients import ExampleGradients
+from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.engine.validation import check_mode
@@ -50,12 +51,14 @@ class Task:
         heads: The losses with the values that they read.
         batch: The axes of the examples.
         inputs: The batch of the sample run; None for generated inputs.
+        taken: The loss that was taken out of the file; None for no such loss.
     """
 
     objective: Objective
     heads: tuple[LossBinding, ...]
     batch: Batch
     inputs: Mapping[str, Array] | None = None
+    taken: TakenLoss | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -65,12 +68,33 @@ class Task:
             for head in self.heads
             if head.logits
         )
-        return (*reads, *self.doubts)
+        taken = self.taken.notes if self.taken else ()
+        return (*taken, *reads, *self.doubts)
 
     @property
     def example_axes(self) -> ExampleAxes:
         """The axes of the examples in inputs and targets."""
-        return ExampleAxes(self.batch, [head.output for head in self.heads])
+        outputs = [head.output for head in self.heads if head.output in self.batch.places]
+        names = dict.fromkeys(outputs, self.taken.found.labels) if self.taken else {}
+        return ExampleAxes(self.batch, outputs, names)
+
+    def require_examples(self, what: str) -> None:
+        """Refuse a loss that is a single number for the whole batch, which the file computes.
+
+        Args:
+            what: Subject and verb of the message.
+
+        Raises:
+            UnsupportedError: There is such a loss.
+        """
+        for head in self.heads:
+            if head.output not in self.batch.places:
+                raise UnsupportedError(
+                    f"{what} losses of single examples, but the output '{head.output}' of the file "
+                    f"is a single number for the whole batch. Give the file an output with a "
+                    f"number for each example, or use an optimizer without curvature, such as "
+                    f"'adamw', on whole batches in one process."
+                )
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -152,11 +176,17 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     """
     threads = _threads(options.threads, options.communicator)
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
-    inputs = options.sample_inputs
+    inputs, losses, reduction = options.sample_inputs, options.losses, options.reduction
+    loaded = load_model(source, train_form=options.train_form)
+    taken = taken_loss(loaded, losses)
+    if taken is not None:
+        loaded, losses = taken.loaded, taken.options(losses)
+        reduction = taken.reduction(reduction)
     if isinstance(inputs, Mapping):
-        inputs = on_host(inputs, backend)
+        labels = taken.found.labels if taken else None
+        inputs = on_host({n: a for n, a in inputs.items() if n != labels}, backend)
     model = OnnxModel(
-        _loaded(source, options),
+        _with_named_axes(loaded, losses),
         trainable=options.trainable,
         freeze=options.freeze,
         threads=threads,
@@ -170,7 +200,9 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     chosen = options.approximations or {}
     for kind, approximation in chosen.items():
         collection.set_default_approximation(kind, approximation)
-    task = register_losses(model, collection, options.losses, options.reduction, inputs)
+    if taken is not None:
+        losses = taken.weighted(losses, model.facts)
+    task = register_losses(model, collection, losses, reduction, inputs, taken)
     check_mode(options.estimation_mode, task.heads, task.batch)
     discovery = register_layers(model, task, collection, chosen)
     assembly = Assembly(model, task, discovery, collection, options)
@@ -191,12 +223,11 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     return assembly, estimator
 
 
-def _loaded(source: ModelSource, options: EngineOptions) -> LoadedModel:
-    """Load a model and find its batch axes; its outputs are chosen before anything runs."""
-    loaded = load_model(source, train_form=options.train_form)
-    if loaded.float_outputs:
-        options.losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
-    named = with_batch_axes(loaded.graph.inputs, options.batch_axes)
+def _with_named_axes(loaded: LoadedModel, losses: LossOptions) -> LoadedModel:
+    """Return a model with its batch axes; its outputs are chosen before anything runs."""
+    if loaded.float_outputs and losses.output is None:
+        losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
+    named = with_batch_axes(loaded.graph.inputs, losses.batch_axes)
     return replace(loaded, graph=replace(loaded.graph, inputs=named))
 
 
@@ -206,6 +237,7 @@ def register_losses(
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
+    taken: TakenLoss | None = None,
 ) -> Task:
     """Bind losses to the outputs of a model and register them.
 
@@ -215,6 +247,7 @@ def register_losses(
         options: Options of the losses.
         reduction: The reduction of the losses.
         inputs: The batch of the sample run; None for generated inputs.
+        taken: The loss that was taken out of the file; None for no such loss.
 
     Returns:
         The losses, and the axes of the examples.
@@ -230,9 +263,16 @@ def register_losses(
         value = head.loss.inputs[0]
         collection.register_loss_function(head.loss, value, f"loss_{index}", coeff=weight)
     outputs = {head.loss.inputs[0]: head.output for head in heads}
-    axes = {value: batch.places[output].axis for value, output in outputs.items()}
-    objective = Objective(collection.registered_losses, reduction, counted, outputs, axes)
-    return Task(objective, heads, batch, inputs)
+    placed = {value: output for value, output in outputs.items() if output in batch.places}
+    axes = {value: batch.places[output].axis for value, output in placed.items()}
+    if len(placed) < len(outputs):
+        reduction = "sum"  # the file has reduced the loss to a single number
+    prepare = {}
+    if taken is not None:
+        outputs = dict.fromkeys(outputs, taken.found.labels)
+        prepare = {heads[0].loss.targets or "": taken.prepare}
+    objective = Objective(collection.registered_losses, reduction, counted, outputs, axes, prepare)
+    return Task(objective, heads, batch, inputs, taken)
 
 
 def _batch_first(model: OnnxModel, batch: Batch) -> str:

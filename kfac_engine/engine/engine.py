@@ -352,6 +352,7 @@ class Engine(Summarized, PreconditioningModel):
     def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate:
         """Measure the statistics of a batch in parts; its random targets are those of the batch."""
         estimator, alone = self.estimator, self._shards.alone
+        self._assembly.task.require_examples("statistics of curvature need")
 
         def meet(trace: Trace) -> Observation:
             return self._meet(trace, self._observe(trace, targets=False))
@@ -494,6 +495,7 @@ class Engine(Summarized, PreconditioningModel):
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         """Measure the statistics of a shard."""
+        self._assembly.task.require_examples("statistics of curvature need")
         scales = self.objective.fisher_scales(observation)
         with self._history.explain(), trace.explain():
             return self.estimator.statistics.measure(

@@ -11,6 +11,7 @@ from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses import LOSSES, LossKind
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import require_class_axis
+from kfac_engine.losses.kinds import OUTPUT, FileOutput
 from kfac_engine.losses.logits import (
     Logits,
     channels_elsewhere,
@@ -18,6 +19,7 @@ from kfac_engine.losses.logits import (
     logits_of_probabilities,
     possible_probabilities,
 )
+from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.batch_axis import Batch, find_batch
 from kfac_engine.runtime.batch_candidates import Axes
 from kfac_engine.runtime.example_axis import ExampleAxis
@@ -109,7 +111,9 @@ class LossOptions:
                 f"them to the loss object instead."
             )
         return [
-            LossKind(choice, **self.settings) if isinstance(choice, str) else choice
+            choice
+            if not isinstance(choice, str)
+            else (FileOutput() if choice == OUTPUT else LossKind(choice, **self.settings))
             for choice in choices
         ]
 
@@ -189,8 +193,10 @@ def bind_losses(
         else:
             heads.append(LossBinding(choice, choice.inputs[0]))
     _check_known(graph, facts, heads)
-    batch = find_batch(graph, facts, [head.output for head in heads], inputs, options.batch_axes)
-    for head in heads:
+    placed = [head for head in heads if not _is_total(head, facts)]
+    outputs = [head.output for head in placed]
+    batch = find_batch(graph, facts, outputs, inputs, options.batch_axes)
+    for head in placed:
         _check_place(head, facts, batch.places.get(head.output))
 
     def sampled(name: str) -> Array:
@@ -199,7 +205,7 @@ def bind_losses(
     if options.find_logits:
         heads = [
             _before_link(graph, facts, head, choice, sampled)
-            if isinstance(choice, LossKind)
+            if isinstance(choice, LossKind) and not isinstance(choice, FileOutput)
             else head
             for head, choice in zip(heads, choices, strict=True)
         ]
@@ -273,6 +279,11 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBi
         check_real(graph, facts, [head.output])
 
 
+def _is_total(head: LossBinding, facts: Mapping[str, Fact]) -> bool:
+    """Return whether a loss is a single number for the whole batch, which the file computes."""
+    return isinstance(head.loss, OutputLoss) and not facts[head.output].shape
+
+
 def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxis | None) -> None:
     shape, axis = facts[head.output].shape, head.loss.class_axis
     if place is None:
@@ -281,6 +292,8 @@ def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxi
             f"predictions of single examples. Choose an output with a prediction for each example, "
             f"or name the axis of the examples in the inputs with batch_axes (--batch-axis)."
         )
+    if isinstance(head.loss, OutputLoss):
+        return
     require_class_axis(head.output, shape, axis)
     if len(shape) > 1 and axis % len(shape) == place.axis:
         raise ShapeError(

@@ -120,6 +120,8 @@ def loss_reports(
     Returns:
         The reports.
     """
+    # A single number for the whole batch, which the file computes, has no place of the examples.
+    heads = [head for head in heads if head.output in batch.places]
     outputs = [head.output for head in heads]
     coupling = find_coupling(model.graph, model.facts, outputs, batch, inputs)
     return tuple(

@@ -456,6 +456,8 @@ class TrainableModel(Sealed):
             result = differentiate(trace, observation)
             results[:] = [results[0].plus(result) if results else result]
 
+        if len(traced.parts) > 1 or not self._shards.alone:
+            self._task.require_examples("a batch in parts, or of several processes, needs")
         traced.each(add)
         self._part_sizes = tuple(ranks)
         return results[0], sizes

@@ -60,7 +60,9 @@ def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch)
         UnsupportedError: The first axis of an output contains more than the examples.
     """
     for head in heads:
-        place = batch.places[head.output]
+        place = batch.places.get(head.output)
+        if place is None:  # a single number for the whole batch has no curvature
+            continue
         if MODES[estimation_mode].examples_first and not place.comes_first:
             raise UnsupportedError(
                 f"the Fisher matrix '{estimation_mode}' needs the examples alone on the first axis "

@@ -9,9 +9,12 @@ from inspect import signature
 from kfac_engine._types import Array
 from kfac_engine.errors import UnknownNameError
 from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.output import OutputLoss
 from kfac_engine.losses.table import LOSSES
 from kfac_engine.suggestions import suggestion
 
+# Name of the loss that the file computes itself.
+OUTPUT = "output"
 # Arguments that say where a loss is, instead of what it is.
 _PLACE = ("targets", "seed", "class_axis")
 
@@ -58,6 +61,18 @@ class LossKind:
         """
         # The options have been compared with the signature.
         return LOSSES[self.name](output, targets=targets, class_axis=class_axis, **self.options)  # type: ignore[call-arg]
+
+
+class FileOutput(LossKind):
+    """The loss that the file computes itself; see ``OutputLoss``."""
+
+    def __init__(self) -> None:
+        self.name, self.options = OUTPUT, {}
+
+    def on(self, output: str, *, targets: str | None = None, class_axis: int = -1) -> LossFunction:
+        """Return the loss on an output with losses."""
+        del targets, class_axis
+        return OutputLoss(output)
 
 
 class Categorical(LossKind):

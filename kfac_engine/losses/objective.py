@@ -20,7 +20,7 @@ For a part of a larger batch, such as the shard of a process, n and W are those 
 parts, and its gradient is the sum of their gradients.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Literal, TypeAlias
@@ -106,6 +106,8 @@ class Objective:
         outputs: Map from a loss input to the model output on which the user put the loss, if the
             two differ.
         axes: Map from a loss input to its axis of examples; 0 where absent.
+        prepare: Map from the name of targets to the function that computes them from the array of
+            the caller, where they differ.
     """
 
     losses: tuple[RegisteredLoss, ...]
@@ -113,6 +115,7 @@ class Objective:
     batch: str = ""
     outputs: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
+    prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -139,7 +142,7 @@ class Objective:
             weights = targets.weights
             if not isinstance(weights, Mapping):
                 weights = dict.fromkeys(self._targeted().values(), weights)
-            by_target = self.named_targets(weights)
+            by_target = self._named(weights, prepare=False)
             for value, name in self._targeted().items():
                 if self.axes.get(value) and by_target.get(name, np.zeros((1, 1))).ndim == 1:
                     raise ShapeError(
@@ -147,6 +150,12 @@ class Objective:
                         f"in the shape of the targets."
                     )
             return named | {weights_of(name): array for name, array in by_target.items()}
+        return self._named(targets, prepare=True)
+
+    def _named(
+        self, targets: Array | Mapping[str, Array] | None, prepare: bool
+    ) -> dict[str, Array]:
+        """Return targets, or weights, under the names that the losses read."""
         targeted = self._targeted()
         by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
         if targets is None:
@@ -157,7 +166,7 @@ class Objective:
                     f"one array cannot be the targets of several losses; pass a mapping with the "
                     f"keys {', '.join(by_output)}."
                 )
-            return {name: as_array(targets) for name in by_output.values()}
+            return {name: self._array(name, targets, prepare) for name in by_output.values()}
         names = {name: name for name in targeted.values()} | targeted | by_output
         for name in targets:
             if name not in names:
@@ -165,7 +174,12 @@ class Objective:
                     f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss is "
                     f"on an output of that name; the losses are on: {', '.join(by_output)}."
                 )
-        return {names[name]: as_array(array) for name, array in targets.items()}
+        given = ((names[name], array) for name, array in targets.items())
+        return {name: self._array(name, array, prepare) for name, array in given}
+
+    def _array(self, name: str, array: Array, prepare: bool) -> Array:
+        function = self.prepare.get(name) if prepare else None
+        return as_array(array) if function is None else function(as_array(array))
 
     def _targeted(self) -> dict[str, str]:
         """Return the names of the targets by the first input of their losses."""

@@ -74,7 +74,8 @@ def find_batch(
     Args:
         graph: Graph of the model.
         facts: Element types and shapes from a sample run on ``inputs``.
-        outputs: Names of the values that the losses read, which have a batch axis.
+        outputs: Names of the values that the losses read, which have a batch axis; none if no value
+            needs one.
         inputs: The batch of the sample run; None if it was generated.
         axes: Map from an input to its batch axis, if the user names them.
 
@@ -307,7 +308,7 @@ class _Probe:
 
 
 def _placed(batch: Batch, outputs: Sequence[str]) -> bool:
-    return any(name in batch.places for name in outputs)
+    return not outputs or any(name in batch.places for name in outputs)
 
 
 def _checked(facts: Mapping[str, Fact], axes: Axes) -> dict[str, int]:

@@ -1,0 +1,140 @@
+"""Turns a loss that a file computes itself into a loss on its logits.
+
+The labels of the file become the targets, and the engine computes the logits only. A loss that is
+not recognized remains in the graph: ``loss="output"`` trains it as it is.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import pi
+from typing import cast
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.engine.loss_bindings import LossOptions
+from kfac_engine.errors import InputError
+from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
+from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.structure import Fact
+from kfac_engine.losses.kinds import OUTPUT, Categorical, LossKind, Normal
+from kfac_engine.losses.objective import Reduction
+from kfac_engine.losses.table import LOSSES
+from kfac_engine.runtime.sample_run import open_run
+
+# The variance for which −log p of a Gaussian distribution is π (z − t)², without a constant.
+_VARIANCE = 1 / (2 * pi)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenLoss:
+    """A loss that was taken out of a file.
+
+    Attributes:
+        found: The loss.
+        loaded: The model whose output is the logits.
+        prepare: Computes the targets of the loss from the labels.
+    """
+
+    found: FileLoss
+    loaded: LoadedModel
+    prepare: Callable[[Array], Array]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the values that the loss reads."""
+        found = self.found
+        return (
+            f"the output '{found.output}' of the file is a loss; it is computed from "
+            f"'{found.value}', with '{found.labels}' as targets",
+        )
+
+    def options(self, given: LossOptions) -> LossOptions:
+        """Return the options of the loss on the logits.
+
+        Args:
+            given: The options of the caller.
+
+        Raises:
+            InputError: The caller gives options that the file has already.
+        """
+        if given.settings:
+            raise InputError(
+                f"{', '.join(given.settings)} cannot be given: the file computes the loss "
+                f"'{self.found.output}' itself, with options of its own."
+            )
+        axes = given.batch_axes
+        return LossOptions(
+            self._kind(),
+            self.found.value,
+            self.found.class_axis,
+            find_logits=False,
+            weights=given.weights,
+            batch_axes=None if axes is None else _without(axes, self.found.labels),
+        )
+
+    def weighted(self, options: LossOptions, facts: Mapping[str, Fact]) -> LossOptions:
+        """Return the options with the factor that gives the loss of the file.
+
+        Args:
+            options: Result of ``options``.
+            facts: Element types and shapes of the values of the model.
+
+        Raises:
+            InputError: The classes lie on another axis than in the loss of the file.
+        """
+        shape = facts[self.found.value].shape
+        if self.found.rank and len(shape) != self.found.rank:
+            raise InputError(
+                f"the output '{self.found.output}' takes logarithms of probabilities along the "
+                f"last axis of '{self.found.value}' (shape {shape} in a sample run) and classes "
+                f"along axis 1; correct the file."
+            )
+        if self.found.distribution != "normal":
+            return options
+        features = shape[-1] if len(shape) > 1 and self.found.reduction == "mean" else 1
+        factor = 1 / (pi * features)
+        return replace(options, weights=[factor * weight for weight in options.coefficients])
+
+    def reduction(self, given: Reduction) -> Reduction:
+        """Return the reduction of the file, or that of the caller where the file has none."""
+        own = self.found.reduction
+        return given if own == "none" else cast(Reduction, own)
+
+    def _kind(self) -> LossKind:
+        if self.found.distribution == "normal":
+            return Normal(var=_VARIANCE)
+        return Categorical(**self.found.options)  # type: ignore[arg-type] # its own options
+
+
+def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
+    """Return the loss of a file, if it is recognized and the caller asks for it.
+
+    The caller asks for it by the name ``"output"``, or by the name of its distribution.
+
+    Args:
+        loaded: The model.
+        options: Options of the losses.
+    """
+    name = options.loss
+    if not isinstance(name, str) or not isinstance(options.output, str | None):
+        return None
+    graph = loaded.graph
+    outputs = graph.outputs if options.output is None else (options.output,)
+    losses = (file_loss(graph, output) for output in outputs if output in graph.outputs)
+    found = next(filter(None, losses), None)
+    if found is None or not (name == OUTPUT or LOSSES[name] is LOSSES[found.distribution]):
+        return None
+    run = open_run(found.labels_graph(graph))
+
+    def prepare(labels: Array) -> Array:
+        if found.labels == found.targets:
+            return labels
+        return np.asarray(run.values({found.labels: labels}, [found.targets])[found.targets])
+
+    cut = found.logits_graph(graph)
+    return TakenLoss(found, replace(loaded, graph=cut), prepare)
+
+
+def _without(axes: Mapping[str, int], name: str) -> dict[str, int]:
+    return {key: axis for key, axis in axes.items() if key != name}

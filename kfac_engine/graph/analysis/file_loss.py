@@ -1,0 +1,234 @@
+"""Recognizes losses that a graph computes itself, from logits and an input of labels.
+
+Two operators of ONNX are losses, and exporters write others in a few nodes:
+
+- ``SoftmaxCrossEntropyLoss``, and ``NegativeLogLikelihoodLoss`` of a ``LogSoftmax``;
+- the entries of a ``LogSoftmax`` that ``GatherElements`` takes at the labels;
+- the square of a difference.
+
+A mean or a sum over all entries follows, or no reduction. Logits and labels that are flattened
+together, position by position, are recognized in the form before.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kfac_engine._types import Array
+from kfac_engine.graph.structure import Graph, Node
+
+Distribution = Literal["categorical", "normal"]
+_SAME = {"Identity", "Squeeze"}
+_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
+
+
+@dataclass(frozen=True, slots=True)
+class FileLoss:
+    """A loss in a file.
+
+    Attributes:
+        distribution: Of the labels.
+        output: Name of the output with the loss.
+        value: The logits or means of the distribution.
+        labels: Name of the input of the labels.
+        targets: The value of the labels that the loss reads; a function of ``labels``.
+        class_axis: Axis of the classes or features in ``value``.
+        reduction: Over all entries; ``"none"`` for none.
+        options: Options of the distribution: ``ignore_index`` and ``class_weights``.
+        rank: The only rank of ``value`` for which the axis is that of the classes; 0 for any.
+    """
+
+    distribution: Distribution
+    output: str
+    value: str
+    labels: str
+    targets: str
+    class_axis: int
+    reduction: str
+    options: Mapping[str, int | Array | None] = field(default_factory=dict)
+    rank: int = 0
+
+    def logits_graph(self, graph: Graph) -> Graph:
+        """Return the graph whose only output is ``value``, without the input of the labels."""
+        nodes, _ = _ancestors(graph, self.value)
+        inputs = tuple(entry for entry in graph.inputs if entry.name != self.labels)
+        return _part(graph, nodes, inputs={entry.name for entry in inputs}, output=self.value)
+
+    def labels_graph(self, graph: Graph) -> Graph:
+        """Return the graph from ``labels`` to ``targets``."""
+        nodes, _ = _ancestors(graph, self.targets)
+        return _part(graph, nodes, inputs={self.labels}, output=self.targets)
+
+
+def file_loss(graph: Graph, output: str) -> FileLoss | None:
+    """Return the loss that an output of a graph contains.
+
+    Args:
+        graph: The canonical graph, before it is lowered.
+        output: Name of an output.
+
+    Returns:
+        The loss; None for an output that is none of the known losses, or whose labels are computed
+        from other inputs or read by the network as well.
+    """
+    inner, reduction, sign = _reduced(graph, output)
+    maker = graph.producers.get(inner)
+    if maker is None or maker.domain:
+        return None
+    found = None
+    if maker.op in {"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"} and sign > 0:
+        found = _operator(graph, maker, reduction, output)
+    elif maker.op == "GatherElements" and sign < 0:
+        found = _gathered(graph, maker, reduction, output)
+    elif maker.op in {"Mul", "Pow"} and sign > 0 and reduction != "none":
+        found = _square(graph, maker, reduction, output)
+    if found is None:
+        return None
+    _, of_value = _ancestors(graph, found.value)
+    return None if found.labels in of_value else found
+
+
+def _reduced(graph: Graph, name: str) -> tuple[str, str, int]:
+    """Return the value that an output is the mean or the sum of, up to its sign."""
+    reduction, sign = "none", 1
+    while (node := graph.producers.get(name)) is not None and not node.domain:
+        axes = node.inputs[1] if len(node.inputs) > 1 else ""
+        if node.op == "Neg":
+            sign = -sign
+        elif node.op in _REDUCTIONS and not axes and reduction == "none":
+            if node.attributes.get("noop_with_empty_axes", 0) or "axes" in node.attributes:
+                break
+            reduction = _REDUCTIONS[node.op]
+        elif node.op not in _SAME:
+            break
+        name = node.inputs[0]
+    return name, reduction, sign
+
+
+def _operator(graph: Graph, node: Node, outer: str, output: str) -> FileLoss | None:
+    """Return the loss of one of ONNX's operators."""
+    scores, labels, weights = (*node.inputs, "")[:3]
+    inner = str(node.attributes.get("reduction", "mean"))
+    constant = graph.constants.get(weights) if weights else None
+    if weights and constant is None:
+        return None
+    ignored = node.attributes.get("ignore_index")
+    reduction = inner
+    if inner == "none" and outer != "none":
+        # A mean of the single terms divides by those that are ignored, and not by the weights.
+        if constant is not None and outer == "mean":
+            return None
+        ignored = None if outer == "mean" else ignored
+        reduction = outer
+    axis, rank = 1, 0
+    if node.op == "NegativeLogLikelihoodLoss":
+        source = graph.producers.get(scores)
+        if source is None or source.op != "LogSoftmax":
+            return None
+        scores, axis = source.inputs[0], int(str(source.attributes.get("axis", -1)))
+        rank = 2 if axis < 0 else 0
+        if axis not in (-1, 1):
+            return None
+    options: dict[str, int | Array | None] = {
+        "ignore_index": None if ignored is None else int(str(ignored)),
+        "class_weights": constant,
+    }
+    found = _with_labels(graph, "categorical", output, scores, labels, axis, reduction, options)
+    if found is None or found.value != scores:
+        return found
+    return replace(found, rank=rank)
+
+
+def _gathered(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
+    """Return the cross-entropy that is written as entries of a LogSoftmax."""
+    source, axis = graph.producers.get(node.inputs[0]), node.attributes.get("axis", 0)
+    if source is None or source.op != "LogSoftmax":
+        return None
+    if source.attributes.get("axis", -1) != axis:
+        return None
+    index = graph.producers.get(node.inputs[1])
+    if index is None or index.op != "Unsqueeze":
+        return None
+    axes = graph.constants.get(index.inputs[1])
+    if axes is None or axes.reshape(-1).tolist() != [axis]:
+        return None
+    options: dict[str, int | Array | None] = {"ignore_index": None}
+    return _with_labels(
+        graph, "categorical", output, source.inputs[0], index.inputs[0], int(str(axis)), reduction,
+        options,
+    )  # fmt: skip
+
+
+def _square(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
+    """Return the squared error."""
+    if node.op == "Pow":
+        power = graph.constants.get(node.inputs[1])
+        if power is None or power.size != 1 or float(power.reshape(-1)[0]) != 2:
+            return None
+    differences = [
+        graph.producers.get(name) for name in node.inputs[: 2 if node.op == "Mul" else 1]
+    ]
+    operands = {
+        tuple(_unexpanded(graph, name) for name in difference.inputs)
+        for difference in differences
+        if difference is not None and difference.op == "Sub"
+    }
+    if len(operands) != 1 or None in differences:
+        return None
+    first, second = next(iter(operands))
+    sides = ((first, second), (second, first))
+    losses = (_with_labels(graph, "normal", output, *side, -1, reduction, {}) for side in sides)
+    return next((found for found in losses if found is not None), None)
+
+
+def _with_labels(  # noqa: PLR0913 (the fields of a loss)
+    graph: Graph,
+    distribution: Distribution,
+    output: str,
+    value: str,
+    targets: str,
+    axis: int,
+    reduction: str,
+    options: Mapping[str, int | Array | None],
+) -> FileLoss | None:
+    """Return a loss if its targets are a function of one input."""
+    flat, labels = graph.producers.get(value), graph.producers.get(targets)
+    if flat is not None and labels is not None and flat.op == labels.op == "Reshape":
+        sizes = [graph.constants.get(node.inputs[1]) for node in (flat, labels)]
+        if [None if s is None else s.size for s in sizes] == [2, 1]:
+            # Rows of classes and their labels, position by position.
+            value, targets, axis = flat.inputs[0], labels.inputs[0], -1
+    nodes, read = _ancestors(graph, targets)
+    operands = {name for node in nodes for name in node.inputs}
+    weights = (graph.constants[name] for name in operands if name in graph.constants)
+    # A network that computes the targets has weights.
+    if len(read) != 1 or any(a.dtype.kind == "f" and a.size > 1 for a in weights):
+        return None
+    return FileLoss(
+        distribution, output, value, next(iter(read)), targets, axis, reduction, options
+    )
+
+
+def _unexpanded(graph: Graph, name: str) -> str:
+    """Return the operand of an ``Expand``, which the squared error of PyTorch's exporter has."""
+    node = graph.producers.get(name)
+    return node.inputs[0] if node is not None and node.op == "Expand" else name
+
+
+def _ancestors(graph: Graph, name: str) -> tuple[list[Node], set[str]]:
+    """Return the nodes that compute a value, in order, and the inputs that it depends on."""
+    names = {entry.name for entry in graph.inputs}
+    needed, inputs, nodes = {name}, set[str](), []
+    for node in reversed(graph.nodes):
+        if needed.isdisjoint(node.outputs):
+            continue
+        nodes.append(node)
+        needed.update(node.inputs, node.captures)
+    inputs = needed & names
+    return nodes[::-1], inputs
+
+
+def _part(graph: Graph, nodes: list[Node], *, inputs: Collection[str], output: str) -> Graph:
+    """Return some nodes of a graph, with all its constants."""
+    entries = tuple(entry for entry in graph.inputs if entry.name in inputs)
+    return replace(graph, nodes=tuple(nodes), inputs=entries, outputs=(output,))

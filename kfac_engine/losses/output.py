@@ -1,0 +1,103 @@
+"""The loss that a file computes itself, as a loss on its output.
+
+An output with one number for each example is a loss whose predictions are the examples. A single
+number for the whole batch can be minimized only.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import ClassVar, NoReturn
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.checks import Named, read_input, require_predictions
+from kfac_engine.losses.observed import Observed
+
+
+class OutputLoss(LossFunction):
+    """The sum of the entries of an output; it has no targets and no distribution.
+
+    The mode ``empirical`` estimates its curvature from the gradients of single examples. All other
+    modes need a distribution of targets.
+
+    Args:
+        output: Name of the output.
+        targets: Not used.
+        seed: Not used.
+        class_axis: Not used; every entry is a prediction.
+    """
+
+    min_rank: ClassVar[int] = 0
+    ggn_equals_fisher: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        output: str,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+    ) -> None:
+        del targets, class_axis
+        super().__init__((output,), None, seed, -1)
+
+    def observe(self, values: Values, *, targets: bool = True) -> Observed:
+        del targets
+        array = read_input(values, self.inputs[0])
+        if not array.ndim:
+            return Observed(array, None, array, None, 1)
+        require_predictions(self.inputs[0], array, 1, -1)
+        return Observed(array, None, array, None, prod(array.shape))
+
+    def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:
+        del targets
+        return {self.inputs[0]: read_input(values, self.inputs[0])}
+
+    def positions(self, values: Values) -> int:
+        shape = values[self.inputs[0]].shape
+        return prod(shape[1:])
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        del targets
+        return values[self.inputs[0]]
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        del targets
+        array = values[self.inputs[0]]
+        return {self.inputs[0]: array_module(array).ones_like(array)}
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        raise InputError(
+            f"the loss is the output '{self.inputs[0]}' of the file, which has no targets; pass "
+            f"the labels among the inputs."
+        )
+
+    def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        del values
+        return {name: array_module(array).zeros_like(array) for name, array in v.items()}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        self._refuse()
+
+    def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        self._refuse()
+
+    def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
+        self._refuse()
+
+    def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
+        self._refuse()
+
+    def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"the loss is the output '{self.inputs[0]}' of the file, which has no distribution of "
+            f"targets. Choose estimation_mode 'empirical' for an output with a number for each "
+            f"example, or an optimizer without curvature, such as 'adamw'."
+        )

@@ -1,0 +1,315 @@
+"""Losses that a file computes itself: those that are recognized, and those that are not.
+
+The truth is the output of the file in ONNX Runtime, and its differences in float64.
+"""
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import numpy_helper, parser
+
+import kfac_engine as ke
+
+N, D, C, T = 6, 5, 4, 3
+WEIGHTS = np.array([1.0, 2.0, 0.5, 1.5])
+
+
+def model(entry, nodes, **constants):
+    """A model whose weight ``W`` and other constants are float64 unless they are integers."""
+    graph = parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]> file ({entry}) => (double loss) {{ {nodes} }}"""
+    )
+    # A wrong rank of the output in the file does not matter to ONNX Runtime.
+    del graph.graph.output[0].type.tensor_type.shape.dim[:]
+    graph.graph.output[0].type.tensor_type.ClearField("shape")
+    rng = np.random.default_rng(0)
+    constants = {"W": rng.standard_normal((D, C)), **constants}
+    for name, array in constants.items():
+        graph.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    return graph
+
+
+FLAT = "double[n,5] x, int64[n] label"
+SEQUENCES = "double[n,3,5] x, int64[n,3] label"
+IMAGES = "double[n,5,3] x, int64[n,3] label"
+REAL = "double[n,5] x, double[n,4] label"
+RESHAPED = {"rows": np.array([-1, C]), "all": np.array([-1])}
+SHIFTED = {
+    **RESHAPED, "zero": np.array([0]), "one": np.array([1]), "last": np.array([-1]),
+    "end": np.array([9]),
+}  # fmt: skip
+
+
+def cross_entropy(options="", weights=""):
+    return f"y = MatMul(x, W) loss = SoftmaxCrossEntropyLoss{options}(y, label{weights})"
+
+
+RECOGNIZED = {
+    "mean": (FLAT, cross_entropy(), {}),
+    "sum": (FLAT, cross_entropy('<reduction="sum">'), {}),
+    "ignored": (FLAT, cross_entropy("<ignore_index=2>"), {}),
+    "weights": (FLAT, cross_entropy("<ignore_index=-1>", ", w"), {"w": WEIGHTS}),
+    "weights, sum": (FLAT, cross_entropy('<reduction="sum">', ", w"), {"w": WEIGHTS}),
+    "none and mean": (
+        FLAT,
+        'y = MatMul(x, W) terms = SoftmaxCrossEntropyLoss<reduction="none">(y, label) '
+        "loss = ReduceMean<keepdims=0>(terms)",
+        {},
+    ),
+    "none, weights and sum": (
+        FLAT,
+        'y = MatMul(x, W) terms = SoftmaxCrossEntropyLoss<reduction="none">(y, label, w) '
+        "loss = ReduceSum<keepdims=0>(terms)",
+        {"w": WEIGHTS},
+    ),
+    "positions behind classes": (
+        IMAGES,
+        "h = Transpose<perm=[0, 2, 1]>(x) s = MatMul(h, W) y = Transpose<perm=[0, 2, 1]>(s) "
+        "loss = SoftmaxCrossEntropyLoss(y, label)",
+        {},
+    ),
+    "flattened": (
+        SEQUENCES,
+        "y = MatMul(x, W) r = Reshape(y, rows) t = Reshape(label, all) "
+        "loss = SoftmaxCrossEntropyLoss<ignore_index=3>(r, t)",
+        RESHAPED,
+    ),
+    "shifted": (
+        SEQUENCES,
+        "y = MatMul(x, W) s = Slice(y, zero, last, one) u = Slice(label, one, end, one) "
+        "r = Reshape(s, rows) t = Reshape(u, all) loss = SoftmaxCrossEntropyLoss(r, t)",
+        SHIFTED,
+    ),
+    "negative log likelihood": (
+        FLAT,
+        "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) "
+        "loss = NegativeLogLikelihoodLoss<ignore_index=1>(p, label, w)",
+        {"w": WEIGHTS},
+    ),
+    "gathered": (
+        FLAT,
+        "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) s = Squeeze(g, last) m = ReduceMean<keepdims=0>(s) "
+        "loss = Neg(m)",
+        {"last": np.array([-1])},
+    ),
+    "gathered positions": (
+        SEQUENCES,
+        "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) q = Neg(g) m = ReduceMean<keepdims=1>(q) "
+        "loss = Squeeze(m)",
+        {"last": np.array([-1])},
+    ),
+    "square": (
+        REAL,
+        "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q)",
+        {},
+    ),
+    "power, sum": (
+        REAL,
+        "y = MatMul(x, W) d = Sub(label, y) q = Pow(d, two) loss = ReduceSum<keepdims=0>(q)",
+        {"two": np.array(2.0)},
+    ),
+    "expanded square": (
+        REAL,
+        "y = MatMul(x, W) a = Add(y, label) h = Shape(a) e = Expand(y, h) f = Expand(label, h) "
+        "d = Sub(e, f) g = Sub(e, f) q = Mul(d, g) loss = ReduceMean<keepdims=0>(q)",
+        {},
+    ),
+}  # fmt: skip
+
+
+def batch(entry, seed=0, n=N):
+    rng = np.random.default_rng(seed)
+    x, label = (part.strip().split()[0] for part in entry.split(", "))
+    shape = {"double[n,5]": (n, D), "double[n,3,5]": (n, T, D), "double[n,5,3]": (n, D, T)}[x]
+    labels = rng.integers(0, C, (n, T) if "3" in label else n)
+    if "double" in label:
+        labels = rng.standard_normal((n, C))
+    return rng.standard_normal(shape), labels
+
+
+def truth(file, inputs):
+    """The output of the file, and its differences with respect to ``W``."""
+    session = onnxruntime.InferenceSession(file.SerializeToString())
+    weight = next(i for i in file.graph.initializer if i.name == "W")
+    W = numpy_helper.to_array(weight)
+
+    def loss(value):
+        weight.CopyFrom(numpy_helper.from_array(value, "W"))
+        run = onnxruntime.InferenceSession(file.SerializeToString())
+        return np.asarray(run.run(None, inputs)[0])
+
+    step, gradient = 1e-5, np.zeros(W.shape)
+    for index in np.ndindex(*W.shape):
+        change = np.zeros(W.shape)
+        change[index] = step
+        gradient[index] = (loss(W + change).sum() - loss(W - change).sum()) / (2 * step)
+    weight.CopyFrom(numpy_helper.from_array(W, "W"))
+    return np.asarray(session.run(None, inputs)[0]), gradient
+
+
+@pytest.mark.parametrize("name", RECOGNIZED)
+def test_recognized_losses_are_those_of_the_file(name):
+    entry, nodes, constants = RECOGNIZED[name]
+    file, (x, labels) = model(entry, nodes, **constants), batch(entry)
+    expected, gradient = truth(file, {"x": x, "label": labels})
+    sample = {"x": x, "label": labels}
+    engine = ke.Engine.from_onnx(file, loss="output", sample_inputs=sample, threads=1)
+    assert set(engine.parameters) == {"W"}
+    assert any(
+        "is a loss; it is computed from" in note
+        for note in engine.gradients({"x": x}, labels).notes
+    )
+    result = engine.gradients({"x": x}, labels)
+    assert result.loss == pytest.approx(float(expected), rel=1e-9)
+    np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-6, atol=1e-8)
+    # Every part of the engine takes the labels as targets, also under their name.
+    assert engine.loss({"x": x}, {"label": labels}) == result.loss
+    result = engine.step({"x": x}, labels)
+    assert np.isfinite(result.natural_gradients["W"]).all()
+    rows = (slice(0, 2), slice(2, 3), slice(3, N))
+    parts = engine.gradients([({"x": x[r]}, labels[r]) for r in rows])
+    np.testing.assert_allclose(parts.gradients["W"], gradient, rtol=1e-6, atol=1e-8)
+
+
+def test_the_distribution_may_be_named():
+    entry, nodes, constants = RECOGNIZED["ignored"]
+    x, labels = batch(entry)
+    expected, _ = truth(model(entry, nodes, **constants), {"x": x, "label": labels})
+    for name in ("categorical", "cross_entropy"):
+        engine = ke.Engine.from_onnx(model(entry, nodes, **constants), loss=name, threads=1)
+        assert engine.loss({"x": x}, labels) == pytest.approx(float(expected), rel=1e-9)
+    with pytest.raises(ke.InputError, match="ignore_index cannot be given: the file computes"):
+        ke.Engine.from_onnx(model(entry, nodes), loss="output", ignore_index=1)
+
+
+def test_terms_without_a_reduction_have_that_of_the_engine():
+    file = model(FLAT, cross_entropy('<reduction="none", ignore_index=2>'))
+    x, labels = batch(FLAT)
+    terms, _ = truth(file, {"x": x, "label": labels})
+    for reduction, divisor in {"mean": (labels != 2).sum(), "sum": 1}.items():
+        engine = ke.Engine.from_onnx(file, loss="output", reduction=reduction, threads=1)
+        assert engine.loss({"x": x}, labels) == pytest.approx(terms.sum() / divisor, rel=1e-9)
+
+
+def test_data_by_name_train_a_file_with_its_loss(tmp_path):
+    entry, nodes, constants = RECOGNIZED["weights"]
+    x, labels = batch(entry, n=60)
+    labels[:7] = -1
+    file = model(entry, nodes, **constants)
+    (tmp_path / "m.onnx").write_bytes(file.SerializeToString())
+    engine = ke.Engine.from_onnx(tmp_path / "m.onnx", loss="output", threads=1)
+    history = ke.fit(engine, {"x": x, "label": labels}, batch_size=20, steps=30)
+    losses = [record["loss"] for record in history.records]
+    assert losses[-1] < losses[0] - 0.1
+    # The exported file computes the loss as before, with the trained weight.
+    engine.export(tmp_path / "out.onnx")
+    run = onnxruntime.InferenceSession(tmp_path / "out.onnx")
+    exported = run.run(None, {"x": x, "label": labels})[0]
+    assert engine.loss({"x": x}, labels) == pytest.approx(float(exported), rel=1e-9)
+    assert float(exported) < float(truth(file, {"x": x, "label": labels})[0])
+    assert engine.predict({"x": x}).shape == (60, C)
+
+
+# -- losses that are not recognized ----------------------------------------------------------------
+
+UNKNOWN = {
+    # The mean of weighted terms divides by their number, not by their weights.
+    "weights, none and mean": (
+        FLAT,
+        'y = MatMul(x, W) terms = SoftmaxCrossEntropyLoss<reduction="none">(y, label, w) '
+        "loss = ReduceMean<keepdims=0>(terms)",
+        {"w": WEIGHTS},
+    ),
+    "cubes": (
+        REAL,
+        "y = MatMul(x, W) d = Sub(y, label) a = Abs(d) q = Pow(a, three) "
+        "loss = ReduceMean<keepdims=0>(q)",
+        {"three": np.array(3.0)},
+    ),
+    "mean over one axis": (
+        REAL,
+        "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) m = ReduceSum<keepdims=0>(q, first) "
+        "loss = ReduceMean<keepdims=0>(m)",
+        {"first": np.array([0])},
+    ),
+    "positive sign": (
+        FLAT,
+        "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) loss = ReduceMean<keepdims=0>(g)",
+        {"last": np.array([-1])},
+    ),
+    "labels that the network reads": (
+        REAL,
+        "h = MatMul(x, W) y = Add(h, label) d = Sub(y, label) q = Mul(d, d) "
+        "loss = ReduceMean<keepdims=0>(q)",
+        {},
+    ),
+    "targets of another network": (
+        "double[n,5] x, double[n,4] label",
+        "y = MatMul(x, W) u = MatMul(label, V) d = Sub(y, u) q = Mul(d, d) "
+        "loss = ReduceMean<keepdims=0>(q)",
+        {"V": np.eye(C)},
+    ),
+    "other axis": (
+        FLAT,
+        "y = MatMul(x, W) p = LogSoftmax<axis=0>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) m = ReduceMean<keepdims=0>(g) loss = Neg(m)",
+        {"last": np.array([-1])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_scalars_are_trained_as_they_are(name):
+    entry, nodes, constants = UNKNOWN[name]
+    file, (x, labels) = model(entry, nodes, **constants), batch(entry)
+    inputs = {"x": x, "label": labels}
+    expected, gradient = truth(file, inputs)
+    for reduction in ("mean", "sum"):
+        engine = ke.Engine.from_onnx(
+            file, loss="output", sample_inputs=inputs, reduction=reduction, threads=1
+        )
+        result = engine.gradients(inputs)
+        assert result.loss == pytest.approx(float(expected), rel=1e-9)
+        np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-5, atol=1e-7)
+    history = ke.fit(engine, {"x": x, "label": labels}, optimizer="adamw", steps=2, batch_size=N)
+    assert len(history.records) == 2
+    with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
+        ke.KfacOptimizer(engine).step(inputs)
+    with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
+        engine.gradients([(inputs, None), (inputs, None)])
+    mode = {"estimation_mode": "empirical", "sample_inputs": inputs, "threads": 1}
+    empirical = ke.Engine.from_onnx(file, loss="output", **mode)
+    with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
+        empirical.observe(inputs)
+
+
+def test_numbers_of_examples_have_an_empirical_fisher_matrix():
+    """Closed form: the mean of aᵀa and of the squared gradients of single examples."""
+    file = model(
+        REAL,
+        "y = MatMul(x, W) d = Sub(y, label) a = Abs(d) loss = ReduceSum<keepdims=0>(a, one)",
+        one=np.array([1]),
+    )
+    x, labels = batch(REAL)
+    inputs = {"x": x, "label": labels}
+    options = {"loss": "output", "sample_inputs": inputs, "threads": 1}
+    engine = ke.Engine.from_onnx(file, estimation_mode="empirical", **options)
+    signs = np.sign(x @ engine.parameters["W"] - labels)
+    result = engine.step(inputs)
+    assert result.loss == pytest.approx(abs(x @ engine.parameters["W"] - labels).sum() / N)
+    np.testing.assert_allclose(result.gradients["W"], x.T @ signs / N, rtol=1e-10)
+    inner, outer = (factor.cov for factor in engine.estimator.factors)
+    np.testing.assert_allclose(inner, x.T @ x / N, rtol=1e-10)
+    np.testing.assert_allclose(outer, signs.T @ signs / N, rtol=1e-10)
+    parts = engine.gradients(
+        [({k: v[r] for k, v in inputs.items()}, None) for r in (slice(2), slice(2, N))]
+    )
+    np.testing.assert_allclose(parts.gradients["W"], result.gradients["W"], rtol=1e-10)
+    ke.KfacOptimizer(engine).step(inputs)
+    sampled = ke.Engine.from_onnx(file, **options)
+    with pytest.raises(ke.UnsupportedError, match="estimation_mode 'empirical'"):
+        sampled.observe(inputs)
+    assert all(factor.average.value is None for factor in sampled.estimator.factors)
