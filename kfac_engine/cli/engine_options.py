@@ -78,8 +78,9 @@ def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
 def losses() -> Collection[str]:
     """Return the names of the losses."""
     from kfac_engine.losses import LOSSES
+    from kfac_engine.losses.kinds import OUTPUT
 
-    return LOSSES
+    return (*LOSSES, OUTPUT)
 
 
 def _modes() -> Collection[str]:

@@ -136,20 +136,20 @@ class TracedParts:
                 of them. The size is then that of as many.
         """
         sizes: list[BatchSize] = []
-        own: list[Rows] = []
+        placed: list[Rows] = []
 
         def add(trace: Trace) -> None:
             sizes.append(meet(trace).whole)
             count = sizes[-1].examples
-            own.append(Rows(0, count, count) if shards.alone else shards.rows)
+            placed.append(Rows(0, count, count) if shards.alone else shards.rows)
 
         self.each(add)
         self.size = sum(sizes[1:], sizes[0])
         self.measured = self.size.examples
-        starts = accumulate((rows.whole for rows in own), initial=0)
+        starts = accumulate((rows.whole for rows in placed), initial=0)
         self.rows = [
             Rows(start + rows.start, rows.count, self.measured)
-            for start, rows in zip(starts, own, strict=False)
+            for start, rows in zip(starts, placed, strict=False)
         ]
         if examples is not None:
             whole = int(shards.total(examples, "examples of a batch"))

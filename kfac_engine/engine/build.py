@@ -51,14 +51,14 @@ class Task:
         heads: The losses with the values that they read.
         batch: The axes of the examples.
         inputs: The batch of the sample run; None for generated inputs.
-        taken: The loss that was taken out of the file; None for no such loss.
+        file_loss: The loss that was taken out of the file; None for no such loss.
     """
 
     objective: Objective
     heads: tuple[LossBinding, ...]
     batch: Batch
     inputs: Mapping[str, Array] | None = None
-    taken: TakenLoss | None = None
+    file_loss: TakenLoss | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -68,14 +68,14 @@ class Task:
             for head in self.heads
             if head.logits
         )
-        taken = self.taken.notes if self.taken else ()
-        return (*taken, *reads, *self.doubts)
+        in_file = self.file_loss.notes if self.file_loss else ()
+        return (*in_file, *reads, *self.doubts)
 
     @property
     def example_axes(self) -> ExampleAxes:
         """The axes of the examples in inputs and targets."""
         outputs = [head.output for head in self.heads if head.output in self.batch.places]
-        names = dict.fromkeys(outputs, self.taken.found.labels) if self.taken else {}
+        names = dict.fromkeys(outputs, self.file_loss.loss.labels) if self.file_loss else {}
         return ExampleAxes(self.batch, outputs, names)
 
     def require_examples(self, what: str) -> None:
@@ -178,12 +178,12 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
     inputs, losses, reduction = options.sample_inputs, options.losses, options.reduction
     loaded = load_model(source, train_form=options.train_form)
-    taken = taken_loss(loaded, losses)
-    if taken is not None:
-        loaded, losses = taken.loaded, taken.options(losses)
-        reduction = taken.reduction(reduction)
+    file_loss = taken_loss(loaded, losses)
+    if file_loss is not None:
+        loaded, losses = file_loss.loaded, file_loss.options(losses)
+        reduction = file_loss.reduction(reduction)
     if isinstance(inputs, Mapping):
-        labels = taken.found.labels if taken else None
+        labels = file_loss.loss.labels if file_loss else None
         inputs = on_host({n: a for n, a in inputs.items() if n != labels}, backend)
     model = OnnxModel(
         _with_named_axes(loaded, losses),
@@ -200,9 +200,9 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     chosen = options.approximations or {}
     for kind, approximation in chosen.items():
         collection.set_default_approximation(kind, approximation)
-    if taken is not None:
-        losses = taken.weighted(losses, model.facts)
-    task = register_losses(model, collection, losses, reduction, inputs, taken)
+    if file_loss is not None:
+        losses = file_loss.weighted(losses, model.facts)
+    task = register_losses(model, collection, losses, reduction, inputs, file_loss)
     check_mode(options.estimation_mode, task.heads, task.batch)
     discovery = register_layers(model, task, collection, chosen)
     assembly = Assembly(model, task, discovery, collection, options)
@@ -237,7 +237,7 @@ def register_losses(
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
-    taken: TakenLoss | None = None,
+    file_loss: TakenLoss | None = None,
 ) -> Task:
     """Bind losses to the outputs of a model and register them.
 
@@ -247,7 +247,7 @@ def register_losses(
         options: Options of the losses.
         reduction: The reduction of the losses.
         inputs: The batch of the sample run; None for generated inputs.
-        taken: The loss that was taken out of the file; None for no such loss.
+        file_loss: The loss that was taken out of the file; None for no such loss.
 
     Returns:
         The losses, and the axes of the examples.
@@ -268,11 +268,11 @@ def register_losses(
     if len(placed) < len(outputs):
         reduction = "sum"  # the file has reduced the loss to a single number
     prepare = {}
-    if taken is not None:
-        outputs = dict.fromkeys(outputs, taken.found.labels)
-        prepare = {heads[0].loss.targets or "": taken.prepare}
+    if file_loss is not None:
+        outputs = dict.fromkeys(outputs, file_loss.loss.labels)
+        prepare = {heads[0].loss.targets or "": file_loss.prepare}
     objective = Objective(collection.registered_losses, reduction, counted, outputs, axes, prepare)
-    return Task(objective, heads, batch, inputs, taken)
+    return Task(objective, heads, batch, inputs, file_loss)
 
 
 def _batch_first(model: OnnxModel, batch: Batch) -> str:

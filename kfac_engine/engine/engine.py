@@ -373,12 +373,12 @@ class Engine(Summarized, PreconditioningModel):
             start = bits.state
 
             def add(trace: Trace) -> None:
-                own, observation = next(rows), meet(trace)
-                sums.begin(own.count, observation.whole.examples)
+                part, observation = next(rows), meet(trace)
+                sums.begin(part.count, observation.whole.examples)
                 scales = self.objective.fisher_scales(observation.within(traced.size))
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
-                    bits.state, estimator.rows = start, own
+                    bits.state, estimator.rows = start, part
                 with self._history.explain(), trace.explain():
                     statistics.measure_part(sums, trace, scales, bases)
 

@@ -31,46 +31,46 @@ class TakenLoss:
     """A loss that was taken out of a file.
 
     Attributes:
-        found: The loss.
+        loss: The loss.
         loaded: The model whose output is the logits.
         prepare: Computes the targets of the loss from the labels.
     """
 
-    found: FileLoss
+    loss: FileLoss
     loaded: LoadedModel
     prepare: Callable[[Array], Array]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """A sentence on the values that the loss reads."""
-        found = self.found
+        loss = self.loss
         return (
-            f"the output '{found.output}' of the file is a loss; it is computed from "
-            f"'{found.value}', with '{found.labels}' as targets",
+            f"the output '{loss.output}' of the file is a loss; it is computed from "
+            f"'{loss.value}', with '{loss.labels}' as targets",
         )
 
-    def options(self, given: LossOptions) -> LossOptions:
+    def options(self, chosen: LossOptions) -> LossOptions:
         """Return the options of the loss on the logits.
 
         Args:
-            given: The options of the caller.
+            chosen: The options of the caller.
 
         Raises:
             InputError: The caller gives options that the file has already.
         """
-        if given.settings:
+        if chosen.settings:
             raise InputError(
-                f"{', '.join(given.settings)} cannot be given: the file computes the loss "
-                f"'{self.found.output}' itself, with options of its own."
+                f"{', '.join(chosen.settings)} cannot be given: the file computes the loss "
+                f"'{self.loss.output}' itself, with options of its own."
             )
-        axes = given.batch_axes
+        axes = chosen.batch_axes
         return LossOptions(
             self._kind(),
-            self.found.value,
-            self.found.class_axis,
+            self.loss.value,
+            self.loss.class_axis,
             find_logits=False,
-            weights=given.weights,
-            batch_axes=None if axes is None else _without(axes, self.found.labels),
+            weights=chosen.weights,
+            batch_axes=None if axes is None else _without(axes, self.loss.labels),
         )
 
     def weighted(self, options: LossOptions, facts: Mapping[str, Fact]) -> LossOptions:
@@ -83,28 +83,28 @@ class TakenLoss:
         Raises:
             InputError: The classes lie on another axis than in the loss of the file.
         """
-        shape = facts[self.found.value].shape
-        if self.found.rank and len(shape) != self.found.rank:
+        shape = facts[self.loss.value].shape
+        if self.loss.rank and len(shape) != self.loss.rank:
             raise InputError(
-                f"the output '{self.found.output}' takes logarithms of probabilities along the "
-                f"last axis of '{self.found.value}' (shape {shape} in a sample run) and classes "
-                f"along axis 1; correct the file."
+                f"the loss '{self.loss.output}' of the file takes the last axis of "
+                f"'{self.loss.value}' (shape {shape} in a sample run) as classes in one node and "
+                f"axis {self.loss.rank - 1} in another; correct the file."
             )
-        if self.found.distribution != "normal":
+        if self.loss.distribution != "normal":
             return options
-        features = shape[-1] if len(shape) > 1 and self.found.reduction == "mean" else 1
+        features = shape[-1] if len(shape) > 1 and self.loss.reduction == "mean" else 1
         factor = 1 / (pi * features)
         return replace(options, weights=[factor * weight for weight in options.coefficients])
 
-    def reduction(self, given: Reduction) -> Reduction:
+    def reduction(self, chosen: Reduction) -> Reduction:
         """Return the reduction of the file, or that of the caller where the file has none."""
-        own = self.found.reduction
-        return given if own == "none" else cast(Reduction, own)
+        in_file = self.loss.reduction
+        return chosen if in_file == "none" else cast(Reduction, in_file)
 
     def _kind(self) -> LossKind:
-        if self.found.distribution == "normal":
+        if self.loss.distribution == "normal":
             return Normal(var=_VARIANCE)
-        return Categorical(**self.found.options)  # type: ignore[arg-type] # its own options
+        return Categorical(**self.loss.options)  # type: ignore[arg-type] # its own options
 
 
 def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
@@ -122,18 +122,18 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
     graph = loaded.graph
     outputs = graph.outputs if options.output is None else (options.output,)
     losses = (file_loss(graph, output) for output in outputs if output in graph.outputs)
-    found = next(filter(None, losses), None)
-    if found is None or not (name == OUTPUT or LOSSES[name] is LOSSES[found.distribution]):
+    loss = next(filter(None, losses), None)
+    if loss is None or not (name == OUTPUT or LOSSES[name] is LOSSES[loss.distribution]):
         return None
-    run = open_run(found.labels_graph(graph))
+    run = open_run(loss.labels_graph(graph))
 
     def prepare(labels: Array) -> Array:
-        if found.labels == found.targets:
+        if loss.labels == loss.targets:
             return labels
-        return np.asarray(run.values({found.labels: labels}, [found.targets])[found.targets])
+        return np.asarray(run.values({loss.labels: labels}, [loss.targets])[loss.targets])
 
-    cut = found.logits_graph(graph)
-    return TakenLoss(found, replace(loaded, graph=cut), prepare)
+    cut = loss.logits_graph(graph)
+    return TakenLoss(loss, replace(loaded, graph=cut), prepare)
 
 
 def _without(axes: Mapping[str, int], name: str) -> dict[str, int]:

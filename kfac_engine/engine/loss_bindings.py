@@ -83,8 +83,8 @@ class LossOptions:
         for choice in listed_choices:  # type: ignore[union-attr] # a list
             if not isinstance(choice, LossChoice):
                 raise InputError(
-                    f"loss must be a name ({', '.join(LOSSES)}), a loss with options such as "
-                    f"kfac_engine.Categorical(label_smoothing=0.1), a loss object such as "
+                    f"loss must be a name ({', '.join((*LOSSES, OUTPUT))}), a loss with options "
+                    f"such as kfac_engine.Categorical(label_smoothing=0.1), a loss object such as "
                     f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {choice!r}."
                 )
         self.choices  # noqa: B018 (they check themselves)

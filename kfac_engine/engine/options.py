@@ -59,8 +59,9 @@ class EngineOptions:
     """How a model is differentiated, measured and preconditioned: the options of an engine.
 
     Attributes:
-        loss: Name of the loss. A loss with options, such as ``Categorical(ignore_index=255)``, and
-            a loss object are accepted too, and a list with a loss for each output.
+        loss: Name of the loss; ``"output"`` for a file that computes its loss itself. A loss with
+            options, such as ``Categorical(ignore_index=255)``, and a loss object are accepted too,
+            and a list with a loss for each output.
         output: Output that a loss by name reads; by default the only output of the model. With
             several losses, a list.
         class_axis: Axis of the classes or features in that output.

@@ -26,7 +26,7 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.engine.loss_bindings import LossOptions, bind_losses, check_real, real_outputs
-from kfac_engine.errors import InputError, ModelError, UnknownNameError
+from kfac_engine.errors import InputError, ModelError, UnknownNameError, UnsupportedError
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
@@ -35,6 +35,7 @@ from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import ModelProto, build_model
+from kfac_engine.losses.kinds import OUTPUT
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
@@ -93,6 +94,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         InputError: The file, the loss or an option is wrong.
         UnknownNameError: A name does not exist, or a pattern matches no name.
         UnsupportedOpError: An operator on a path from ``wrt`` to the output has no derivative rule.
+        UnsupportedError: The loss is ``"output"``, which the file computes itself.
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
@@ -112,6 +114,11 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         value = _only_output(graph, facts, output)
         shape = declared_shape(loaded, value, facts[value])
     else:
+        if isinstance(loss, str) and loss == OUTPUT:
+            raise UnsupportedError(
+                "the loss 'output' is in the file already; differentiate without a loss, and run "
+                "the result with the cotangent 1."
+            )
         options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
         graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
         value = LOSS

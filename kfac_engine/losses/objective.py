@@ -174,8 +174,8 @@ class Objective:
                     f"targets are given for '{name}'{suggestion(name, by_output)}, but no loss is "
                     f"on an output of that name; the losses are on: {', '.join(by_output)}."
                 )
-        given = ((names[name], array) for name, array in targets.items())
-        return {name: self._array(name, array, prepare) for name, array in given}
+        renamed = ((names[name], array) for name, array in targets.items())
+        return {name: self._array(name, array, prepare) for name, array in renamed}
 
     def _array(self, name: str, array: Array, prepare: bool) -> Array:
         function = self.prepare.get(name) if prepare else None

@@ -93,6 +93,13 @@ RECOGNIZED = {
         "loss = Neg(m)",
         {"last": np.array([-1])},
     ),
+    "gathered, axis from the front": (
+        FLAT,
+        "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, one) "
+        "g = GatherElements<axis=-1>(p, i) s = Squeeze(g, one) m = ReduceMean<keepdims=0>(s) "
+        "loss = Neg(m)",
+        {"one": np.array([1])},
+    ),
     "gathered positions": (
         SEQUENCES,
         "y = MatMul(x, W) p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
@@ -313,3 +320,8 @@ def test_numbers_of_examples_have_an_empirical_fisher_matrix():
     with pytest.raises(ke.UnsupportedError, match="estimation_mode 'empirical'"):
         sampled.observe(inputs)
     assert all(factor.average.value is None for factor in sampled.estimator.factors)
+
+
+def test_exported_gradients_of_a_loss_in_the_file_need_no_loss():
+    with pytest.raises(ke.UnsupportedError, match="differentiate without a loss"):
+        ke.differentiate(model(FLAT, cross_entropy()), loss="output")

@@ -251,20 +251,20 @@ class Measurement:
             array = self.array
             array *= share
 
-    def join(self, other: "Measurement", kept: float, share: float) -> None:
-        """Compute ``array ← kept·array + share·other`` for the same statistic of another part.
+    def join(self, other: "Measurement", factor: float, share: float) -> None:
+        """Compute ``array ← factor·array + share·other`` for the same statistic of another part.
 
         Args:
             other: The other measurement, which is empty afterwards.
-            kept: Coefficient of this measurement.
+            factor: Coefficient of this measurement.
             share: Coefficient of the other.
         """
         array = self.array
         array = array.astype(np.result_type(array.dtype, other.dtype), copy=False)
         if self._square is None:
-            other.add_to(array, share, kept)
+            other.add_to(array, share, factor)
         else:  # the sums of a square
-            array *= kept
+            array *= factor
             array += share * other.array
         self._array = array
 

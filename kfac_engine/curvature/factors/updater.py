@@ -73,13 +73,13 @@ class PartSums:
         self._totals: dict[int, Measured] = {}
         self._rows: dict[int, float] = {}
         self._examples = 0  # before the present part
-        self._own = self._whole = 0
+        self._count = self._whole = 0
         self._lock = Lock()
 
-    def begin(self, own: int, whole: int) -> None:
-        """Begin the next part, of which this process has ``own`` of ``whole`` examples."""
+    def begin(self, count: int, whole: int) -> None:
+        """Begin the next part, of which this process has ``count`` of ``whole`` examples."""
         self._examples += self._whole
-        self._own, self._whole = own, whole
+        self._count, self._whole = count, whole
 
     def add(self, factor: FisherFactor, measurement: Measurement) -> None:
         """Add the measurement of a factor on the present part; it is empty afterwards."""
@@ -88,12 +88,12 @@ class PartSums:
         rows = before + self._whole * repeats
         examples = self._examples + self._whole
         if factor.statistic.over_rows:
-            kept, share = before / rows, self._own * repeats / rows
+            shrunk, share = before / rows, self._count * repeats / rows
         else:
-            kept, share = self._examples / examples, self._own / examples
+            shrunk, share = self._examples / examples, self._count / examples
         if key in self._totals:
             total = self._totals[key][1]
-            total.join(measurement, kept, share)
+            total.join(measurement, shrunk, share)
         else:
             total = computed(measurement)
             total.weigh(share)

@@ -75,17 +75,17 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
     maker = graph.producers.get(inner)
     if maker is None or maker.domain:
         return None
-    found = None
+    loss = None
     if maker.op in {"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"} and sign > 0:
-        found = _operator(graph, maker, reduction, output)
+        loss = _operator(graph, maker, reduction, output)
     elif maker.op == "GatherElements" and sign < 0:
-        found = _gathered(graph, maker, reduction, output)
+        loss = _gathered(graph, maker, reduction, output)
     elif maker.op in {"Mul", "Pow"} and sign > 0 and reduction != "none":
-        found = _square(graph, maker, reduction, output)
-    if found is None:
+        loss = _square(graph, maker, reduction, output)
+    if loss is None:
         return None
-    _, of_value = _ancestors(graph, found.value)
-    return None if found.labels in of_value else found
+    _, of_value = _ancestors(graph, loss.value)
+    return None if loss.labels in of_value else loss
 
 
 def _reduced(graph: Graph, name: str) -> tuple[str, str, int]:
@@ -133,10 +133,10 @@ def _operator(graph: Graph, node: Node, outer: str, output: str) -> FileLoss | N
         "ignore_index": None if ignored is None else int(str(ignored)),
         "class_weights": constant,
     }
-    found = _with_labels(graph, "categorical", output, scores, labels, axis, reduction, options)
-    if found is None or found.value != scores:
-        return found
-    return replace(found, rank=rank)
+    loss = _with_labels(graph, "categorical", output, scores, labels, axis, reduction, options)
+    if loss is None or loss.value != scores:
+        return loss
+    return replace(loss, rank=rank)
 
 
 def _gathered(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
@@ -150,13 +150,16 @@ def _gathered(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss
     if index is None or index.op != "Unsqueeze":
         return None
     axes = graph.constants.get(index.inputs[1])
-    if axes is None or axes.reshape(-1).tolist() != [axis]:
+    added = None if axes is None or axes.size != 1 else int(axes.reshape(-1)[0])
+    if added is None or (added != axis and not (axis == -1 and added > 0)):
         return None
     options: dict[str, int | Array | None] = {"ignore_index": None}
-    return _with_labels(
+    loss = _with_labels(
         graph, "categorical", output, source.inputs[0], index.inputs[0], int(str(axis)), reduction,
         options,
     )  # fmt: skip
+    # The added axis is the last one of values with one axis more.
+    return loss if loss is None or added == axis else replace(loss, rank=added + 1)
 
 
 def _square(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
@@ -178,7 +181,7 @@ def _square(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss |
     first, second = next(iter(operands))
     sides = ((first, second), (second, first))
     losses = (_with_labels(graph, "normal", output, *side, -1, reduction, {}) for side in sides)
-    return next((found for found in losses if found is not None), None)
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def _with_labels(  # noqa: PLR0913 (the fields of a loss)
