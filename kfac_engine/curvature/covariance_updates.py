@@ -8,6 +8,7 @@ from kfac_engine._types import Array
 from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
+from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.sources import Scales, Sources, ThunkRound, Trace
 from kfac_engine.errors import UnsupportedError
@@ -50,6 +51,7 @@ class CovarianceUpdates:
         scales: Scales | None = None,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
+        weights: ExampleWeights | None = None,
     ) -> PendingUpdate:
         """Measure one batch for all factors; averages do not change.
 
@@ -59,6 +61,7 @@ class CovarianceUpdates:
             scales: Factors of cotangents.
             release: Receives names of values.
             propagated: Gradients that the caller has computed.
+            weights: Weights of the examples, next to ``scales``; None if no target has a weight.
 
         Returns:
             The update; its ``commit`` changes the averages.
@@ -67,13 +70,16 @@ class CovarianceUpdates:
             KfacError: As for ``FisherEstimator.update_covariances``.
         """
         alone = self.sources.alone
-        return self._measured(self.updater, alone, trace, draws, scales, release, propagated)
+        return self._measured(
+            self.updater, alone, trace, draws, scales, release, propagated, weights
+        )
 
     def measure_part(
         self,
         sums: PartSums,
         trace: Trace,
         scales: Scales,
+        weights: ExampleWeights | None = None,
         bases: Sequence[FisherFactor] = (),
     ) -> None:
         """Measure a part of a batch for all factors; averages do not change.
@@ -82,6 +88,7 @@ class CovarianceUpdates:
             sums: Receives the measurements.
             trace: The part.
             scales: Factors of cotangents.
+            weights: Weights of the examples; None if no target of the batch has a weight.
             bases: The factors of ``parts_of_bases``, to measure these only.
 
         Raises:
@@ -91,7 +98,7 @@ class CovarianceUpdates:
         alone = () if bases else self.sources.alone
         singles = self.sources.measure_examples(alone, trace, None, scales)
         stats: dict[str, Array] = {}
-        batch = self.sources.of_batch(updater.factors, trace, None, scales, stats)
+        batch = self.sources.of_batch(updater.factors, trace, None, scales, stats, weights)
         if self.sources.mode.one_source:
             updater.add_part(next(batch), sums)
         else:
@@ -196,7 +203,7 @@ class CovarianceUpdates:
                 bits.state = now
         self._round.done.add(id(factor))
 
-    def _measured(
+    def _measured(  # noqa: PLR0913 (the arguments of measure, and the factors)
         self,
         updater: FactorUpdater,
         alone: tuple[FisherFactor, ...],
@@ -205,19 +212,21 @@ class CovarianceUpdates:
         scales: Scales | None,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
+        weights: ExampleWeights | None = None,
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
-        scales = self.sources.scales_of(trace) if scales is None else scales
+        if scales is None:
+            scales, weights = self.sources.scales_of(trace), self.sources.weights_of(trace)
         with self.restored_on_error():
             singles = self.sources.measure_examples(alone, trace, draws, scales)
             if propagated is None:
-                batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats)
+                batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats, weights)
             else:
-                batch = self.sources.given(updater.factors, trace, propagated)
+                batch = self.sources.given(updater.factors, trace, propagated, weights)
             if self.sources.mode.one_source:
                 pending = updater.measure(next(batch), release, singles)
             else:
-                self._prepare(updater, trace, draws, scales)
+                self._prepare(updater, trace, draws, scales, weights)
                 pending = updater.measure_sum(batch, singles)
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
         return pending
@@ -228,13 +237,14 @@ class CovarianceUpdates:
         trace: Trace,
         draws: Draws | None,
         scales: Scales,
+        weights: ExampleWeights | None,
     ) -> None:
         """Propagate all sources once more before the first update of EKFAC, for its bases."""
         parts = updater.parts_of_bases
         if parts:
             bits = self.sources.rng.bit_generator
             before: Mapping[str, Any] = bits.state
-            updater.prepare(self.sources.of_batch(parts, trace, draws, scales, {}))
+            updater.prepare(self.sources.of_batch(parts, trace, draws, scales, {}, weights))
             bits.state = before
 
     def _require_whole_batches(self) -> None:

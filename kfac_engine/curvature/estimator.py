@@ -119,6 +119,7 @@ class FisherEstimator(Sealed):
         layer_collection.finalize()
         self.blocks = layer_collection.get_blocks()
         self._instantiate_factors(exps, compute_cholesky, compute_cholesky_inverse)
+        self._sources.layers = tuple(rows for b in self.blocks for rows in b.layer_rows())
         self.factors = layer_collection.get_factors()
         self.differentiated, self.differentiated_alone = self._sources.read_values()
         self.reads_gradients = self._mode.needs_targets and not self._sources.variables

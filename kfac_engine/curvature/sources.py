@@ -1,6 +1,6 @@
 """The values of a batch that factors read: activations, and gradients of each source."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -8,9 +8,10 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.estimation_modes import Draws, EstimationMode
+from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import computed, take
+from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.updater import Measured
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.losses.observed import root, times
@@ -63,6 +64,7 @@ class Sources:
         rows: The rows of the batch that this process has; None for all of them.
         placements: Name of a loss to the place of the examples in its draws; the first axis where
             absent.
+        layers: The layers, whose inputs have rows that count or not.
     """
 
     mode: EstimationMode
@@ -75,6 +77,7 @@ class Sources:
     alone: tuple[FisherFactor, ...] = ()
     rows: Rows | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    layers: tuple[LayerRows, ...] = ()
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict)
 
     def gradient_name(self, value: str) -> str:
@@ -99,6 +102,7 @@ class Sources:
         draws: Draws | None,
         scales: Scales,
         stats: dict[str, Array],
+        weights: ExampleWeights | None = None,
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of a batch that factors read, once for each source.
 
@@ -108,6 +112,7 @@ class Sources:
             draws: Fixes the randomness, by loss name.
             scales: Loss input to the factor of its cotangents; 1 where absent.
             stats: Variable to the sum of its gradients over sources; changed.
+            weights: Weights of the examples; None if no target has a weight.
 
         Yields:
             Name to array; no other reference to a gradient remains.
@@ -115,16 +120,51 @@ class Sources:
         reads, backend = self._reads_of(factors), self.backend
         forward = take(trace, reads.forward, backend)
         wrt = tuple(dict.fromkeys((*reads.gradients.values(), *self.variables)))
+        layers = self._layers_of(forward) if weights else ()
+        read = {*reads.gradients.values()}
+        probed = not self.mode.one_source or any(not read.issuperset(x.outputs) for x in layers)
+        if weights and probed:
+            forward |= self._probed_rows(layers, trace, scales, weights)
         for cotangents in self._cotangents(trace, draws, scales):
             gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:
                 gradient = gradients[name]
                 stats[name] = stats[name] + gradient if name in stats else gradient
             values = forward | {n: gradients[value] for n, value in reads.gradients.items()}
+            if weights and not probed:
+                values |= weights.of_rows(layers, gradients, backend)
             if self.mode.one_source:
                 forward.clear()
             del gradients, cotangents
             yield values
+
+    def _layers_of(self, names: Collection[str]) -> tuple[LayerRows, ...]:
+        """Return the layers whose inputs are among some values."""
+        return tuple(layer for layer in self.layers if not {*names}.isdisjoint(layer.inputs))
+
+    def _probed_rows(
+        self,
+        layers: Sequence[LayerRows],
+        trace: Trace,
+        scales: Scales,
+        weights: ExampleWeights,
+    ) -> dict[str, Array]:
+        """Return the weights of the rows of layers, from gradients of a random combination."""
+        outputs = tuple(dict.fromkeys(name for layer in layers for name in layer.outputs))
+        if not outputs:
+            return {}
+        signs = MODES["curvature_prop"](self.losses, trace, np.random.default_rng(0))
+        (source,) = signs
+        cotangents = {name: _scaled(array, scales.get(name, 1.0)) for name, array in source.items()}
+        gradients = take(trace.vjp(cotangents, outputs), outputs, self.backend)
+        return weights.of_rows(layers, gradients, self.backend)
+
+    def weights_of(self, trace: Trace) -> ExampleWeights | None:
+        """Return the weights of the examples of a batch, from the values that the losses read."""
+        towers = [tower for loss in self.losses for tower in loss.towers]
+        seen = [(tower, tower.row_weights(trace)) for tower in towers]
+        examples = len(trace[towers[0].inputs[0]])
+        return ExampleWeights.of(seen, trace, examples, {})
 
     def scales_of(self, trace: Trace) -> dict[str, Array]:
         """Return the roots of the weights of the predictions that the losses read."""
@@ -183,13 +223,19 @@ class Sources:
         return measured
 
     def given(
-        self, factors: tuple[FisherFactor, ...], trace: Trace, propagated: dict[str, Array]
+        self,
+        factors: tuple[FisherFactor, ...],
+        trace: Trace,
+        propagated: dict[str, Array],
+        weights: ExampleWeights | None = None,
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
         reads = self._reads_of(factors)
         values = take(trace, reads.forward, self.backend)
         arrays = take(propagated, reads.gradients.values(), self.backend)
         propagated.clear()
+        if weights:
+            values |= weights.of_rows(self._layers_of(values), arrays, self.backend)
         values.update((name, arrays.pop(value)) for name, value in reads.gradients.items())
         yield values
 

@@ -17,8 +17,8 @@ from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.
 _CHECKED_EVERY = 100
-# Losses whose total weights are in the message with the sizes of shards.
-_TOTALS = 2
+# Losses whose total weight is in the message with the sizes of shards.
+_TOTALS = 1
 
 
 class BatchShards:

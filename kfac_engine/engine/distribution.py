@@ -116,8 +116,11 @@ class Distribution(ABC):
         self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measurements = [] if update is None else [m for _, m in update.measured]
-        losses, norms = self._agree(measurements, loss, norm, place="measured statistics")
-        self._weigh(measurements)
+        weighted = any(m.weighted for m in measurements)
+        losses, norms, flags = self._agree(
+            measurements, loss, norm, weighted, place="measured statistics"
+        )
+        self._weigh(measurements, weighted=flags.any())
         return float(losses.sum()), float(norms.sum())
 
     def combine(
@@ -195,9 +198,10 @@ class Distribution(ABC):
         return columns
 
     def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
-        self._agree(measurements, place="bases of EKFAC")
+        weighted = any(m.weighted for m in measurements)
+        (flags,) = self._agree(measurements, weighted, place="bases of EKFAC")
         with self._shards.agreement.exchanging():
-            self._weigh(measurements)
+            self._weigh(measurements, weighted=flags.any())
             self._shards.sum([measurement.array for measurement in measurements])
 
     def _combine(
@@ -231,12 +235,17 @@ class Distribution(ABC):
             ]
         )
 
-    def _weigh(self, measurements: Sequence[Measurement]) -> None:
+    def _weigh(self, measurements: Sequence[Measurement], *, weighted: bool) -> None:
+        """Multiply measurements by the share of this rank in the examples, or in their weights."""
         rows = self._shards.rows
-        for measurement in measurements:
-            if not measurement.weighed:
-                measurement.weigh(rows.count / rows.whole)
-                measurement.examples = rows.whole
+        wholes = np.full(len(measurements), float(rows.whole))
+        if weighted:
+            wholes = np.array([m.examples if m.weighted else rows.count for m in measurements])
+            self._shards.sum([wholes])
+        for measurement, whole in zip(measurements, wholes.tolist(), strict=True):
+            number = measurement.examples if measurement.weighted else rows.count
+            measurement.weigh(number / whole if whole else 0.0)
+            measurement.examples = whole
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""

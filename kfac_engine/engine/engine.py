@@ -16,6 +16,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
+from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
@@ -362,11 +363,8 @@ class Engine(Summarized, PreconditioningModel):
         if not self._draws_placed:
             estimator.place_draws(draw_placements(self._assembly))
             self._draws_placed = True
-        statistics, bits, alike = (
-            estimator.statistics,
-            estimator.rng.bit_generator,
-            traced.are_alike,
-        )
+        statistics, bits = estimator.statistics, estimator.rng.bit_generator
+        alike = traced.are_alike
 
         def measured(bases: Sequence[FisherFactor] = ()) -> PartSums:
             sums, rows = PartSums(), iter(traced.rows)
@@ -374,13 +372,14 @@ class Engine(Summarized, PreconditioningModel):
 
             def add(trace: Trace) -> None:
                 part, observation = next(rows), meet(trace)
-                sums.begin(part.count, observation.whole.examples)
+                sums.begin(observation.whole.examples)
                 scales = self.objective.fisher_scales(observation.within(traced.size))
+                weights = self._example_weights(trace, observation, weighted=traced.weighted)
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
                     bits.state, estimator.rows = start, part
                 with self._history.explain(), trace.explain():
-                    statistics.measure_part(sums, trace, scales, bases)
+                    statistics.measure_part(sums, trace, scales, weights, bases)
 
             try:
                 traced.each(add)
@@ -497,10 +496,26 @@ class Engine(Summarized, PreconditioningModel):
         """Measure the statistics of a shard."""
         self._assembly.task.require_examples("statistics of curvature need")
         scales = self.objective.fisher_scales(observation)
+        weights = self._example_weights(trace, observation)
         with self._history.explain(), trace.explain():
             return self.estimator.statistics.measure(
-                trace, scales=scales, release=release, propagated=gradients
+                trace, scales=scales, release=release, propagated=gradients, weights=weights
             )
+
+    def _example_weights(
+        self, trace: Trace, observation: Observation, *, weighted: bool = False
+    ) -> ExampleWeights | None:
+        """Return the weights of the examples; None if no target of the batch has a weight.
+
+        The batch may have weights although a part of it has none.
+        """
+        rows = [observed.weights for observed in observation.towers]
+        places = self._assembly.task.batch.places
+        axes = {name: place.axis for name, place in places.items()} | {**self.objective.axes}
+        if all(weights is None for weights in rows):
+            return ExampleWeights(None, axes) if weighted else None
+        pairs = zip(self.objective.towers, rows, strict=True)
+        return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
 
     def _advance(self, seconds: float) -> None:
         """Record that a call has succeeded."""

@@ -68,15 +68,16 @@ class TokenIdView:
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
         return rows_as_images(self.rows(x, backend))
 
-    def counts(self, ids: Array, backend: Backend) -> Array:
+    def counts(self, ids: Array, backend: Backend, weights: Array | None = None) -> Array:
         """Count the rows with each id, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
 
         Args:
             ids: Checked token ids, ``(n,)`` or ``(n, ids)``.
             backend: Backend of the array.
+            weights: Weight of each row; None for ones.
 
         Returns:
-            Integers; with ``count_repeats`` the number of occurrences.
+            Integers, or sums of weights; with ``count_repeats`` the number of occurrences.
         """
         xp = backend.xp
         flat = xp.where(ids < 0, ids + self.vocabulary, ids)
@@ -86,7 +87,12 @@ class TokenIdView:
             first = xp.ones(ordered.shape, bool)
             first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
             flat = xp.where(first, ordered, -1)
-        return backend.count_ids(flat, self.vocabulary)
+        if weights is None:
+            return backend.count_ids(flat, self.vocabulary)
+        of_ids = xp.repeat(weights, flat.size // len(weights))
+        sums = xp.bincount(flat.reshape(-1) + 1, of_ids, minlength=self.vocabulary + 1)
+        counts: Array = sums[1:]
+        return counts
 
     def check(self, name: str, ids: Array) -> None:
         """Check that token ids are rows of the table; negative ids count from its end.

@@ -13,7 +13,7 @@ from kfac_engine.errors import KfacError, RankError
 from kfac_engine.ranks.protocol import Communicator
 
 # Numbers that a vote carries beside the mark of an error and the place of the vote.
-_NUMBERS = 8
+_NUMBERS = 6
 # Bytes of the message of an error that other ranks receive.
 _MESSAGE_BYTES = 2000
 # Attribute of errors that all ranks raise.
@@ -55,7 +55,7 @@ class Agreement:
         """Meet all ranks, and exchange numbers.
 
         Args:
-            numbers: At most eight numbers.
+            numbers: At most six numbers.
             place: Name of the place in the program, by which ranks recognize that they meet in the
                 same vote.
 
@@ -113,7 +113,7 @@ class Agreement:
         """Check that all ranks have equal values.
 
         Args:
-            values: Name to value, at most eight; the names are part of the message.
+            values: Name to value, at most six; the names are part of the message.
 
         Raises:
             RankError: Values differ between ranks.

@@ -46,7 +46,7 @@ def draw_alike(generator, size):
     return generator._rng.random(size)
 
 
-def weigh_equally(distribution, measurements):
+def weigh_equally(distribution, measurements, *, weighted):
     for measurement in measurements:
         measurement.weigh(1 / distribution._communicator.size)
 

@@ -16,8 +16,10 @@ from kfac_engine.curvature.config import (
 )
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
+from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
 from kfac_engine.ranks.sizes import Divisible
@@ -92,6 +94,10 @@ class FisherBlock(InverseProducts, ABC):
     @abstractmethod
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
         """Return the names of tensors whose gradients the block reads, for each tower."""
+
+    def layer_rows(self) -> tuple[LayerRows, ...]:
+        """Return the inputs and outputs of each tower, whose rows belong to each other."""
+        return ()
 
     def instantiate_factors(
         self, grads_list: GradsList, damping: float | Callable[[], float]
@@ -274,6 +280,11 @@ class Towers:
             )
         self.inputs.append(x)
         self.outputs.append(s)
+
+    def rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
+        """Return the tensors of each tower of a layer of a given form."""
+        towers = zip(self.inputs, self.outputs, strict=True)
+        return tuple(LayerRows(x, s, form.output_view, form.num_uses) for x, s in towers)
 
     def gradients(self, grads_list: GradsList) -> Tensors:
         """Return names of output gradients, ``[source][tower]``, each a tuple over uses.

@@ -29,6 +29,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.refresh import Level
+from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.sampled import SampledFactor
 from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment
 from kfac_engine.curvature.linalg.kronecker import (
@@ -121,6 +122,9 @@ class KroneckerProductFB(FisherBlock):
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
         return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
+
+    def layer_rows(self) -> tuple[LayerRows, ...]:
+        return self._towers.rows(self.form)
 
     def _make_factors(self, grads_list: GradsList) -> None:
         gradients = self._towers.gradients(grads_list)

@@ -18,6 +18,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.gradient_squares import GradientOuter, GradientSquare
+from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
 from kfac_engine.layers.layer_forms import LayerForm
@@ -231,6 +232,9 @@ class LayerDiagonalFB(SingleLayerFB):
     @property
     def packing(self) -> Packing:
         return self.form.packing
+
+    def layer_rows(self) -> tuple[LayerRows, ...]:
+        return self._towers.rows(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return (self.packing.matrix_shape(shapes[0]),)

@@ -36,10 +36,13 @@ class IdCounts(KroneckerDiagonal):
     ) -> None:
         for towers, uses in self._towers():
             arrays = self._arrays(uses, self._in_rows(values), backend)
+            weights = self._row_weights(uses, values)
+            shares = weights or [None] * len(arrays)
             rows = sum(self.view.count(ids.shape) for ids in arrays)
-            for ids in arrays:
-                counts = self._ids.counts(ids, backend)
-                backend.add_scaled(out, counts, alpha / (rows * towers), beta)
+            total = rows if weights is None else sum(float(w.sum()) for w in weights)
+            for ids, share in zip(arrays, shares, strict=True):
+                counts = self._ids.counts(ids, backend, share)
+                backend.add_scaled(out, counts, alpha / (max(total, 1e-30) * towers), beta)
                 beta = 1.0
 
     @property

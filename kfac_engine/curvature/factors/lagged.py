@@ -22,7 +22,7 @@ from kfac_engine.curvature.linalg.lags import (
     whiten,
     whiten_undamped,
 )
-from kfac_engine.errors import InputError, NotReadyError, UnknownNameError
+from kfac_engine.errors import InputError, NotReadyError, UnknownNameError, UnsupportedError
 
 _Side: TypeAlias = Symmetric | Infinite
 
@@ -49,6 +49,11 @@ class LagMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
+        if any(self._row_weights(uses, values) is not None for _, uses in self._towers()):
+            raise UnsupportedError(
+                "'kron_series_1' and 'kron_series_2' cannot leave out uses whose targets do not "
+                "count; choose 'kron_indep'."
+            )
         KroneckerMoment.add_to(self, out[0], values, backend, alpha, beta)
         scale(out[1], beta)
         for towers, uses in self._towers():

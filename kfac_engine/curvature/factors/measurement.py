@@ -15,7 +15,7 @@ import numpy as np
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.factors.statistics import Sizes, Statistic
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, Sizes, Statistic
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.losses.checks import Named
 
@@ -162,10 +162,10 @@ class Measurement:
 
     Attributes:
         factor: The factor that measures.
-        examples: Number of examples of the batch, the weight of the measurement in a mean over
-            processes.
-        repeats: Uses × positions for each example, or its mean over parts of a batch.
-        weighed: Whether the measurement is the share of this process in that of the batch.
+        examples: Number of examples of the batch, or sum of the weights of its rows for each
+            repeat: the weight of the measurement in a mean over processes.
+        repeats: Uses × positions for each example, or its mean over the parts of a batch.
+        weighted: Whether ``examples`` is a sum of weights.
     """
 
     def __init__(
@@ -175,9 +175,12 @@ class Measurement:
         # Integers are token ids or counts: they do not determine the precision of the statistic.
         types = [values[name].dtype for name in statistic.names()]
         self.factor = factor
-        self.examples = sizes.examples
+        counted = (
+            statistic.counted(values, sizes) if isinstance(statistic, KroneckerMoment) else None
+        )
+        self.examples: float = sizes.examples if counted is None else counted
+        self.weighted = counted is not None
         self.repeats: float = sizes.repeats
-        self.weighed = False
         self._sizes, self._shape = sizes, sizes.shape
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None

@@ -1,11 +1,12 @@
 """Second moments of rows that are reduced over positions: a factor of KFAC-reduce."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.factors.statistics import KroneckerMoment
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, Sizes, at_least, scale
 from kfac_engine.errors import UnsupportedError
 
 
@@ -37,13 +38,51 @@ class ReducedMoment(KroneckerMoment):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         for towers, uses in self._towers():
+            weights = self._row_weights(uses, values)
+            if weights is not None:
+                arrays = self._arrays(uses, values, backend)
+                self._add_weighted(out, arrays, weights, backend, alpha / towers, beta)
+                beta = 1.0
+                continue
             for x in self._arrays(uses, values, backend):
-                scale = alpha / (len(x) * towers)
+                share = alpha / (len(x) * towers)
                 rows = self._reduced(x, out.dtype, backend)
                 backend.second_moment(
-                    rows, out, homogeneous=self.homogeneous, alpha=scale, beta=beta
+                    rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta
                 )
                 beta = 1.0
+
+    def counted(self, values: Values, sizes: Sizes) -> float | None:
+        weights = [self._row_weights(uses, values) for _, uses in self._towers()]
+        if weights[0] is None:
+            return None
+        return sum(
+            float(w.reshape(sizes.examples, -1).max(axis=1).sum())
+            for ws in weights
+            for w in ws or ()
+        )
+
+    def _add_weighted(
+        self,
+        out: Array,
+        arrays: Sequence[Array],
+        weights: Sequence[Array],
+        backend: Backend,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """Add the weighted mean of ``x xᵀ``, with x the mean of the rows that count."""
+        scale(out, beta)
+        ((x, w),) = zip(arrays, weights, strict=True)
+        w = w.reshape(len(x), -1)
+        counting = (w > 0).astype(out.dtype)
+        of_examples = w.max(axis=1)
+        total = float(of_examples.sum())
+        positions = counting.sum(axis=1)[:, None]
+        rows = self.view.rows(at_least(out.dtype, x), backend)
+        means = (rows * counting[:, :, None]).sum(axis=1) / backend.xp.maximum(positions, 1)
+        if total > 0:
+            self._add_rows(out, means, of_examples, backend, alpha / total)
 
     def _reduced(self, x: Array, dtype: DType, backend: Backend) -> Array:
         """Return the sum of the rows of each example, ``(n, d)``."""

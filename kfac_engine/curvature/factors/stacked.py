@@ -41,6 +41,11 @@ class GroupedMoment(KroneckerMoment):
     ) -> None:
         for towers, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
+            weights = self._row_weights(uses, values)
+            if weights is not None:
+                self._add_weighted(out, arrays, weights, backend, alpha / towers, beta)
+                beta = 1.0
+                continue
             rows = sum(self.view.count(x.shape) for x in arrays)
             for x in arrays:
                 images, window = group_images(self.view, x, backend, self.groups, self.taps)
@@ -53,6 +58,17 @@ class GroupedMoment(KroneckerMoment):
                     beta=beta,
                 )
                 beta = 1.0
+
+    def _add_rows(
+        self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
+    ) -> None:
+        xp = backend.xp
+        grouped = rows.reshape(len(rows), self.taps, self.groups, -1).transpose(2, 0, 1, 3)
+        x = grouped.reshape(self.groups, len(rows), -1)
+        if self.homogeneous:
+            x = xp.concatenate([x, xp.ones((*x.shape[:2], 1), x.dtype)], axis=2)
+        x = x * xp.sqrt(weights).astype(x.dtype)[None, :, None]
+        out += alpha * (x.transpose(0, 2, 1) @ x)
 
 
 @dataclass(frozen=True, slots=True)

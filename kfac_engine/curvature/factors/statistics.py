@@ -29,6 +29,14 @@ Name = TypeVar("Name", str, Uses)
 Measure = TypeVar("Measure", int, tuple[int, ...])
 
 
+def rows_name(name: str) -> str:
+    """Return the name of the weights of the rows of a tensor among the values of a batch.
+
+    The weights are an array with a number ≥ 0 for each row; see ``factors.row_weights``.
+    """
+    return f"rows of {name}"
+
+
 class Statistic(Protocol):
     """A formula that is measured on a batch.
 
@@ -161,11 +169,31 @@ class KroneckerMoment:
         known = self.batch is not None and self.batch in values
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
+    def counted(self, values: Values, sizes: Sizes) -> float | None:
+        """Return the number of examples that a mean over processes weighs the measurement by.
+
+        Args:
+            values: The values of a batch, with weights of rows if they have any.
+            sizes: Sizes of the measurement.
+
+        Returns:
+            The sum of the weights of the rows for each repeat; None without weights.
+        """
+        weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
+        if not weights:
+            return None
+        return sum(float(w.sum()) for w in weights) / sizes.repeats
+
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         for tower, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
+            weights = self._row_weights(uses, values)
+            if weights is not None:
+                self._add_weighted(out, arrays, weights, backend, alpha / tower, beta)
+                beta = 1.0
+                continue
             # ÷ rows: the mean over examples and positions, in both factors of a block. The block
             # multiplies by the number of positions once. ÷ towers: the mean over towers.
             scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * tower)
@@ -179,6 +207,52 @@ class KroneckerMoment:
                     beta=beta,
                 )
                 beta = 1.0
+
+    def _row_weights(self, uses: Uses, values: Values) -> list[Array] | None:
+        """Return the weights of the rows of a tower, for each tensor; None without weights."""
+        names = [rows_name(name) for name in uses]
+        return [values[name] for name in names] if all(n in values for n in names) else None
+
+    def _add_weighted(
+        self,
+        out: Array,
+        arrays: Sequence[Array],
+        weights: Sequence[Array],
+        backend: Backend,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """Add the weighted mean over the rows of a tower, without those of the weight 0."""
+        scale(out, beta)
+        total = sum(float(w.sum()) for w in weights)
+        for x, w in zip(arrays, weights, strict=True):
+            # Examples in chunks: patches are larger than the images by the size of the kernel.
+            for part, share in self._row_chunks(at_least(out.dtype, x), w, backend):
+                if total > 0:
+                    self._add_rows(out, part, share, backend, alpha / total)
+
+    def _row_chunks(
+        self, x: Array, weights: Array, backend: Backend
+    ) -> Iterator[tuple[Array, Array]]:
+        """Yield rows of a tensor that count, ``(m, d)``, with their weights."""
+        positions = self.view.count(x.shape) // max(len(x), 1)
+        numbers = positions * self.view.width(x.shape)
+        step = max(1, backend.scratch_bytes // max(1, numbers * x.itemsize))
+        for start in range(0, len(x), step):
+            share = weights[start * positions : (start + step) * positions]
+            counting = share > 0
+            rows = self.view.rows(x[start : start + step], backend)
+            yield rows.reshape(len(share), -1)[counting], share[counting]
+
+    def _add_rows(
+        self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
+    ) -> None:
+        """Add ``alpha`` times the weighted sum of ``x xᵀ`` over rows ``(m, d)``."""
+        xp = backend.xp
+        if self.homogeneous:
+            rows = xp.concatenate([rows, xp.ones((len(rows), 1), rows.dtype)], axis=1)
+        rows = rows * xp.sqrt(weights).astype(rows.dtype)[:, None]
+        backend.second_moment(rows, out, alpha=alpha, beta=1.0)
 
     def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
         """Return the tensors of a tower, a single tensor with all uses along its first axis."""
@@ -207,6 +281,10 @@ class KroneckerDiagonal(KroneckerMoment):
         squares = out[: out.size - self.homogeneous]
         for towers, uses in self._towers():
             arrays = self._arrays(uses, values, backend)
+            weights = self._row_weights(uses, values)
+            if weights is not None:
+                self._add_weighted(out, arrays, weights, backend, alpha / towers, 1.0)
+                continue
             rows = sum(self.view.count(x.shape) for x in arrays)
             for array in arrays:
                 x, window = self.view.images(array, backend)
@@ -214,6 +292,14 @@ class KroneckerDiagonal(KroneckerMoment):
                 backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
             if self.homogeneous:
                 out[-1] += alpha / towers
+
+    def _add_rows(
+        self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
+    ) -> None:
+        squares = alpha * (weights.astype(rows.dtype)[:, None] * rows * rows).sum(axis=0)
+        out[: out.size - self.homogeneous] += squares
+        if self.homogeneous:
+            out[-1] += alpha * float(weights.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from kfac_engine.curvature.factors.measurement import (
     multiplications,
     tensor_stats,
 )
-from kfac_engine.curvature.factors.statistics import Sizes
+from kfac_engine.curvature.factors.statistics import Sizes, rows_name
 from kfac_engine.errors import InputError
 
 # Receives the names of values that no factor reads any more.
@@ -62,44 +62,44 @@ class PendingUpdate:
 
 
 class PartSums:
-    """The measurements of the parts of a batch, added up to those of the batch.
+    """The measurements of the parts of a batch, joined to that of the batch.
 
     The mean over a batch is that over its parts, each with the weight of its examples, or of its
-    rows for a mean over rows. Of several processes, each adds its examples of every part: the sum
-    over the processes is the measurement of the batch.
+    rows for a mean over rows. Of several processes, each joins its examples of every part.
     """
 
     def __init__(self) -> None:
         self._totals: dict[int, Measured] = {}
-        self._rows: dict[int, float] = {}
-        self._examples = 0  # before the present part
-        self._count = self._whole = 0
+        self._weights: dict[int, float] = {}
+        self._repeats: dict[int, float] = {}
+        self._examples = 0  # of all processes, before the present part
+        self._whole = 0
         self._lock = Lock()
 
-    def begin(self, count: int, whole: int) -> None:
-        """Begin the next part, of which this process has ``count`` of ``whole`` examples."""
+    def begin(self, whole: int) -> None:
+        """Begin the next part, of which all processes together have ``whole`` examples."""
         self._examples += self._whole
-        self._count, self._whole = count, whole
+        self._whole = whole
 
     def add(self, factor: FisherFactor, measurement: Measurement) -> None:
         """Add the measurement of a factor on the present part; it is empty afterwards."""
-        key, repeats = id(factor), measurement.repeats
-        before = self._rows.get(key, 0.0)
-        rows = before + self._whole * repeats
-        examples = self._examples + self._whole
-        if factor.statistic.over_rows:
-            shrunk, share = before / rows, self._count * repeats / rows
-        else:
-            shrunk, share = self._examples / examples, self._count / examples
+        key, before = id(factor), self._weights.get(id(factor), 0.0)
+        over_rows = factor.statistic.over_rows
+        weight = measurement.examples * (measurement.repeats if over_rows else 1)
+        total = before + weight
+        shrunk, share = (before / total, weight / total) if total else (1.0, 0.0)
+        repeats = self._repeats.get(key, 0.0) + self._whole * measurement.repeats
         if key in self._totals:
-            total = self._totals[key][1]
-            total.join(measurement, shrunk, share)
+            joined = self._totals[key][1]
+            joined.join(measurement, shrunk, share)
         else:
-            total = computed(measurement)
-            total.weigh(share)
-        total.examples, total.repeats, total.weighed = examples, rows / examples, True
+            joined = computed(measurement)
+        joined.repeats = repeats / (self._examples + self._whole)
+        # The share of this process in that of several is its share in the weights.
+        joined.examples, joined.weighted = total / (joined.repeats if over_rows else 1), True
         with self._lock:
-            self._totals[key], self._rows[key] = (factor, total), rows
+            self._totals[key] = factor, joined
+            self._weights[key], self._repeats[key] = total, repeats
 
     def update(self, factors: Sequence[FisherFactor]) -> PendingUpdate:
         """Return the update by the batch, with measurements in the order of the factors."""
@@ -202,6 +202,7 @@ class FactorUpdater:
         pairs = self._measured(values, checked, self.linear)
         deferred = [factor.statistic for factor, measurement in pairs if measurement.deferred]
         read = {name for s in deferred for name in (*s.names(), *s.lengths())}
+        read |= {rows_name(name) for name in read}
         # Lengths may be read after the update: without them, a trace computes them again.
         names = [name for name in values if name not in self._lengths]
         unread = [name for name in names if name not in read]
