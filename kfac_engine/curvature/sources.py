@@ -122,7 +122,9 @@ class Sources:
         wrt = tuple(dict.fromkeys((*reads.gradients.values(), *self.variables)))
         layers = self._layers_of(forward) if weights else ()
         read = {*reads.gradients.values()}
-        probed = not self.mode.one_source or any(not read.issuperset(x.outputs) for x in layers)
+        probed = any(not read.issuperset(layer.outputs) for layer in layers)
+        if weights and weights.by_gradient:
+            probed = probed or not self.mode.one_source
         if weights and probed:
             forward |= self._probed_rows(layers, trace, scales, weights)
         for cotangents in self._cotangents(trace, draws, scales):
@@ -149,7 +151,7 @@ class Sources:
         scales: Scales,
         weights: ExampleWeights,
     ) -> dict[str, Array]:
-        """Return the weights of the rows of layers, from gradients of a random combination."""
+        """Return the weights of the rows of layers, from gradients with random signs."""
         outputs = tuple(dict.fromkeys(name for layer in layers for name in layer.outputs))
         if not outputs:
             return {}

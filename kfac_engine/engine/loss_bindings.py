@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, number, texts, whole
@@ -155,6 +155,11 @@ class LossOptions:
         if len(weights) != count:
             raise InputError(f"{len(weights)} loss weights for {count} loss(es); give one each.")
         return weights
+
+
+def named_settings(**settings: object) -> dict[str, Any]:
+    """Return the options of losses that are given, without those that are None."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def bind_losses(

@@ -23,7 +23,7 @@ from kfac_engine.arguments import (
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.batch_shards import check_communicator
-from kfac_engine.engine.loss_bindings import LossChoice, LossOptions
+from kfac_engine.engine.loss_bindings import LossChoice, LossOptions, named_settings
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
@@ -205,7 +205,7 @@ class EngineOptions:
             self.find_logits,
             self.loss_weights,
             self.batch_axes,
-            {name: value for name, value in settings.items() if value is not None},
+            named_settings(**settings),
         )
 
 

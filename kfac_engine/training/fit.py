@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.forms import Data
 from kfac_engine.datasets.shards import Share
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.loss_bindings import LossChoice, named_settings
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.graph.load import ModelSource
@@ -52,7 +53,7 @@ OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry(
 )
 
 
-def fit(  # noqa: PLR0913 (the options of a run)
+def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     model_or_engine: ModelSource | Engine,
     data: Data,
     loss: LossChoice | Sequence[LossChoice] = "categorical",
@@ -74,6 +75,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
     checkpoint_every: int | None = None,
     rollbacks: int = 3,
     progress: bool = False,
+    ignore_index: int | None = None,
+    class_weights: Sequence[float] | Array | None = None,
+    positive_weights: float | Sequence[float] | Array | None = None,
+    label_smoothing: float | None = None,
 ) -> History:
     """Train a model on data.
 
@@ -85,10 +90,11 @@ def fit(  # noqa: PLR0913 (the options of a run)
 
     Args:
         model_or_engine: Path, bytes or ``ModelProto`` of a model, or an engine.
-        data: All examples, as a pair ``(inputs, targets)`` or as arrays by name with ``targets``;
-            the path of an ``.npz`` file with such arrays, or of a folder of such files; or an
-            iterable of batches that can be iterated again. Inputs are a dictionary of arrays by
-            input name; a model of one input takes the array alone.
+        data: All examples, as ``(inputs, targets)`` or ``(inputs, targets, weights)``, or as arrays
+            by name with ``targets`` and, optionally, ``weights``; the path of an ``.npz`` file with
+            such arrays, or of a folder of such files; or an iterable of batches that can be
+            iterated again. Inputs are a dictionary of arrays by input name; a model of one input
+            takes the array alone. ``weights`` are how much each target counts; see ``Weighted``.
         loss: Loss of a model; an engine has its own.
         optimizer: ``"kfac"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``, or an optimizer of
             the engine.
@@ -122,6 +128,10 @@ def fit(  # noqa: PLR0913 (the options of a run)
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.
         progress: Whether to show the progress on stderr: a bar on a terminal, lines elsewhere.
+        ignore_index: Option of the loss of a model; see ``EngineOptions``.
+        class_weights: Option of the loss of a model.
+        positive_weights: Option of the loss of a model.
+        label_smoothing: Option of the loss of a model.
 
     Returns:
         The trained engine, the optimizer and the records.
@@ -144,7 +154,13 @@ def fit(  # noqa: PLR0913 (the options of a run)
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
-        chosen = _optimizer(model_or_engine, loss, optimizer, seed)
+        settings = named_settings(
+            ignore_index=ignore_index,
+            class_weights=class_weights,
+            positive_weights=positive_weights,
+            label_smoothing=label_smoothing,
+        )
+        chosen = _optimizer(model_or_engine, loss, optimizer, seed, settings)
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
@@ -270,8 +286,13 @@ def _optimizer(
     loss: LossChoice | Sequence[LossChoice],
     optimizer: str | Optimizer,
     seed: int,
+    settings: Mapping[str, Any],
 ) -> Optimizer:
     """Return the optimizer of a run, with its engine."""
+    if settings and isinstance(source, Engine):
+        raise InputError(
+            f"an engine has a loss with its options; give {', '.join(settings)} to from_onnx."
+        )
     if isinstance(optimizer, Optimizer):
         if optimizer.engine is not source:
             raise InputError(
@@ -286,4 +307,6 @@ def _optimizer(
     make = OPTIMIZERS[optimizer]
     if isinstance(source, Engine):
         return make(source)
-    return make(Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32"))
+    return make(
+        Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32", **settings)
+    )

@@ -1,16 +1,19 @@
 """How much each row of a layer counts in a factor of its inputs.
 
-A batch whose targets have weights has rows that no target that counts depends on: the gradient of
-the loss with respect to the output of the layer is zero there. Such a row adds nothing to the
-Fisher matrix, ``Σ_rows a aᵀ ⊗ ds dsᵀ``, whatever ``a`` is, so that the mean of ``a aᵀ`` leaves it
-out. This holds behind an attention as well: the row of a token that another token reads has a
-gradient. The other rows have the weight of their example, the mean weight of its predictions that
-count. Factors of gradients need no weights of rows: sources are multiplied by the roots of the
-weights of their predictions.
+The rows of an example have the weight of the example: the mean weight of its predictions that
+count, and 0 if none counts. If some of its predictions do not count, such as those of padding, its
+rows without a gradient are left out, because the loss does not depend on them. Such a row adds
+nothing to the Fisher matrix, ``Σ_rows a aᵀ ⊗ ds dsᵀ``, whatever ``a`` is. This holds behind an
+attention as well: a token that is read by a token that counts has a gradient.
+
+Factors of gradients need no weights of rows: sources are multiplied by the roots of the weights of
+their predictions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module, as_array
@@ -45,12 +48,15 @@ class ExampleWeights:
     """The weights of the examples of a batch whose targets have weights.
 
     Attributes:
-        weights: A number for each example; None for ones.
+        weights: A number ≥ 0 for each example; None for ones.
+        partial: Whether an example has predictions that count and others that do not; None if it is
+            not known, because examples and positions share an axis.
         axes: Name of a value to its axis of examples; 0 where absent.
     """
 
-    weights: Array | None = None
-    axes: Mapping[str, int] = field(default_factory=dict)
+    weights: Array | None
+    partial: Array | None
+    axes: Mapping[str, int]
 
     @classmethod
     def of(
@@ -71,29 +77,32 @@ class ExampleWeights:
         Raises:
             UnsupportedError: Examples with different weights share an axis with positions.
         """
-        pairs = list(losses)
-        if all(weights is None for _, weights in pairs):
+        pairs = [(as_array(values[loss.inputs[0]]), loss, weights) for loss, weights in losses]
+        if all(weights is None for _, _, weights in pairs):
             return None
-        if all(weights is None or weights.dtype.kind == "b" for _, weights in pairs):
-            return cls(None, axes)
-        total = number = None
-        for loss, weights in pairs:
-            like = as_array(values[loss.inputs[0]])
-            axis = axes.get(loss.inputs[0], 0)
+        rows = []
+        for like, loss, weights in pairs:
+            xp, axis = array_module(like), axes.get(loss.inputs[0], 0)
             if like.shape[axis] != examples:
+                if weights is None or weights.dtype.kind == "b":
+                    return cls(None, None, axes)
                 raise UnsupportedError(
                     f"an axis of '{loss.inputs[0]}' holds examples and positions, so that weights "
                     f"other than 0 and 1 cannot be assigned to examples; give them an axis of "
                     f"their own, or use a mask."
                 )
-            xp = array_module(like)
-            ones = xp.ones((1,) * like.ndim) if weights is None else weights
-            rows = xp.moveaxis(xp.broadcast_to(ones, like.shape), axis, 0).reshape(examples, -1)
-            sums, counts = rows.sum(axis=1, dtype="float64"), (rows > 0).sum(axis=1)
-            total = sums if total is None else total + sums
-            number = counts if number is None else number + counts
-        assert total is not None, "there is a loss"
-        return cls(total / array_module(total).maximum(number, 1), axes)
+            own = xp.ones((1,) * like.ndim) if weights is None else weights
+            own = xp.moveaxis(xp.broadcast_to(own, like.shape), axis, 0)
+            rows.append(own.reshape(examples, -1).astype(np.float64))
+        joined = xp.concatenate(rows, axis=1)
+        counting = (joined > 0).sum(axis=1)
+        means = joined.sum(axis=1) / xp.maximum(counting, 1)
+        return cls(means, (counting > 0) & (counting < joined.shape[1]), axes)
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether gradients decide which rows are left out."""
+        return self.partial is None or bool(self.partial.any())
 
     def of_rows(
         self, layers: Sequence[LayerRows], gradients: Values, b: Backend
@@ -123,14 +132,21 @@ class ExampleWeights:
 
     def _of_output(self, layer: LayerRows, name: str, ds: Array, b: Backend) -> Array:
         """Return the weight of each row of an output of a layer."""
-        xp, folded = b.xp, layer.num_uses if len(layer.outputs) == 1 else 1
-        counts = (ds != 0).astype(ds.dtype)
-        if self.weights is not None:
-            axis, v = self.axes.get(name, 0), b.asarray(self.weights).astype(ds.dtype)
+        folded = layer.num_uses if len(layer.outputs) == 1 else 1
+
+        def of_rows(array: Array) -> Array:
+            shape = folded_shape(array.shape, layer.view, folded)
+            rows: Array = layer.view.rows(array.reshape(shape), b).max(axis=-1).reshape(-1)
+            return rows
+
+        def spread(numbers: Array) -> Array:
+            axis, v = self.axes.get(name, 0), b.asarray(numbers).astype(ds.dtype)
             copies = ds.shape[axis] // len(v)
             if copies > 1:  # all uses, one after the other, or the positions of each example
-                v = xp.tile(v, copies) if folded > 1 else xp.repeat(v, copies)
-            counts = counts * v.reshape([-1, *[1] * (ds.ndim - 1 - axis)])
-        counts = counts.reshape(folded_shape(counts.shape, layer.view, folded))
-        weights: Array = layer.view.rows(counts, b).max(axis=-1).reshape(-1)
-        return weights
+                v = b.xp.tile(v, copies) if folded > 1 else b.xp.repeat(v, copies)
+            return of_rows(b.xp.zeros_like(ds) + v.reshape([-1, *[1] * (ds.ndim - 1 - axis)]))
+
+        reached = of_rows((ds != 0).astype(ds.dtype))
+        if self.weights is None or self.partial is None:
+            return reached
+        return spread(self.weights) * b.xp.maximum(reached, spread(~self.partial))

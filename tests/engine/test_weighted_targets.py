@@ -1,0 +1,298 @@
+"""Targets with weights: losses, gradients, curvature and metrics of an engine.
+
+An example with the weight k counts as k examples: whatever a model or an approximation is, a batch
+with whole weights gives the results of the batch with repeated examples.
+"""
+
+import numpy as np
+import pytest
+from onnx import numpy_helper, parser
+
+import kfac_engine as ke
+from tests import models, oracle
+from tests.ranks.threads import run
+
+WEIGHTS = np.array([2, 1, 0, 3, 1])
+REPEATED = np.repeat(np.arange(5), WEIGHTS)
+MODES = ["gradients", "empirical", "exact", "curvature_prop"]
+
+
+def engine(model, **options):
+    return ke.Engine.from_onnx(
+        model, **{"loss": "categorical", "threads": 1, "damping": 0.1} | options
+    )
+
+
+def targets_of(model, inputs, **options):
+    z = engine(model, **options).trace(inputs)["output"]
+    return np.random.default_rng(1).integers(0, z.shape[-1], z.shape[:-1])
+
+
+def rows(inputs, chosen):
+    return {name: array[chosen] for name, array in inputs.items()}
+
+
+def assert_same(one, two, engines, atol=3e-5):
+    assert one.loss == pytest.approx(two.loss, rel=1e-5)
+    for results in ("gradients", "natural_gradients"):
+        for name, array in getattr(two, results).items():
+            found, scale = getattr(one, results)[name], abs(array).max()
+            np.testing.assert_allclose(found / scale, array / scale, rtol=0, atol=10 * atol)
+    for factor, other in zip(*(e.estimator.factors for e in engines), strict=True):
+        scale = abs(other.cov).max()
+        np.testing.assert_allclose(factor.cov / scale, other.cov / scale, rtol=0, atol=atol)
+
+
+CASES = {
+    **{name: (name, {}) for name in ("mlp", "token_mlp", "cnn", "layer_norm", "tied", "embedding")},
+    "conv diagonal": ("cnn", {"conv2d": "diagonal"}),
+    "conv reduce": ("cnn", {"conv2d": "kron_reduce"}),
+    "conv ekfac": ("cnn", {"conv2d": "ekfac"}),
+    "dense ekfac": ("mlp", {"fully_connected": "ekfac"}),
+    "dense diagonal": ("mlp", {"fully_connected": "diagonal"}),
+}
+
+
+@pytest.mark.parametrize("mode", ["empirical", "exact"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_whole_weights_repeat_examples(case, mode):
+    name, approximations = case
+    model = models.MODELS[name]()
+    inputs = models.random_inputs(model, batch=5)
+    targets = targets_of(model, inputs)
+    options = {"estimation_mode": mode, "approximations": approximations}
+    one, two = engine(model, **options), engine(model, **options)
+    weighted = one.step(inputs, ke.Weighted(targets, WEIGHTS))
+    repeated = two.step(rows(inputs, REPEATED), targets[REPEATED])
+    assert_same(weighted, repeated, (one, two))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "token_mlp", "embedding"])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_one_change_nothing(name, mode):
+    model = models.MODELS[name]()
+    inputs = models.random_inputs(model, batch=5)
+    targets = targets_of(model, inputs)
+    one, two = engine(model, estimation_mode=mode), engine(model, estimation_mode=mode)
+    weighted = one.step(inputs, ke.Weighted(targets, np.ones(5)))
+    assert_same(weighted, two.step(inputs, targets), (one, two))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
+def test_garbage_under_a_mask_changes_no_bit(mode, reduction):
+    model = models.token_mlp()
+    inputs = models.random_inputs(model, batch=5)
+    targets = targets_of(model, inputs)
+    mask = np.ones((5, 4), bool)
+    mask[1, 2:] = mask[3] = False
+    results, averages = [], []
+    for garbage, ignored in ((0, -100), (1e6, -100), (1e6, 2**40)):
+        x = np.where(mask[..., None], inputs["input"], np.float32(garbage))
+        y = np.where(mask, targets, ignored)
+        tested = engine(model, estimation_mode=mode, reduction=reduction)
+        results.append(tested.step({"input": x}, y if ignored == -100 else ke.Weighted(y, mask)))
+        averages.append([factor.cov for factor in tested.estimator.factors])
+    for result, average in zip(results[1:], averages[1:], strict=True):
+        assert result.loss == results[0].loss
+        for name, array in results[0].natural_gradients.items():
+            np.testing.assert_array_equal(result.natural_gradients[name], array)
+        for found, expected in zip(average, averages[0], strict=True):
+            np.testing.assert_array_equal(found, expected)
+    x = np.column_stack([inputs["input"][mask], np.ones(mask.sum())])
+    np.testing.assert_allclose(averages[0][0], x.T @ x / len(x), atol=1e-6)
+
+
+def attention(dtype="float64"):
+    """Two heads of nothing but a softmax over the tokens: each token reads the earlier ones."""
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (double[N,T,4] x, double[T,T] causal) => (double[N,T,3] y) {
+            q = MatMul(x, Q)  k = MatMul(x, K)  v = MatMul(x, V)
+            kt = Transpose<perm=[0,2,1]>(k)
+            s = MatMul(q, kt)  m = Add(s, causal)  p = Softmax<axis=-1>(m)
+            o = MatMul(p, v)  y = MatMul(o, W) }""")
+    rng = np.random.default_rng(3)
+    for name, shape in {"Q": (4, 4), "K": (4, 4), "V": (4, 4), "W": (4, 3)}.items():
+        array = rng.standard_normal(shape).astype(dtype) / 2
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
+
+
+def test_an_attention_leaves_out_the_tokens_that_no_prediction_reads():
+    model, rng = attention(), np.random.default_rng(0)
+    x, y = rng.standard_normal((3, 5, 4)), rng.integers(0, 3, (3, 5))
+    causal = np.triu(np.full((5, 5), -np.inf), 1).clip(-1e9)
+    mask = np.ones((3, 5), bool)
+    mask[0, 3:] = False  # padding behind the text: read by padding only
+    mask[1, :2] = False  # the question before an answer: read by the answer
+    tested = engine(
+        model, estimation_mode="exact", sample_inputs={"x": x, "causal": causal},
+        batch_axes={"x": 0},
+    )  # fmt: skip
+    tested.step({"x": x, "causal": causal}, ke.Weighted(y, mask))
+    read = mask.copy()
+    read[1, :2] = True
+    outputs = tested.trace({"x": x, "causal": causal})["o"]
+    expected = [x[read], outputs[mask]]
+    found = [factor.cov for factor in tested.estimator.factors if factor.cov.shape == (4, 4)]
+    for rows_read in expected:
+        moment = rows_read.T @ rows_read / len(rows_read)
+        assert any(np.allclose(A, moment, atol=1e-12) for A in found)
+
+
+@pytest.mark.parametrize("loss", ["categorical", "normal", "multi_bernoulli"])
+def test_the_fisher_matrix_is_the_weighted_sum_of_those_of_the_predictions(loss):
+    model = models.token_mlp(dtype="float64")
+    inputs, rng = models.random_inputs(model, batch=3), np.random.default_rng(0)
+    z = engine(model).trace(inputs)["output"]
+    w = rng.random(z.shape[:2]) * (rng.random(z.shape[:2]) > 0.3)
+    targets = rng.integers(0, 2, z.shape[:2] if loss == "categorical" else z.shape)
+    tested = engine(model, loss=loss)
+    names = list(tested.parameters)
+    jac = oracle.jacobian(model, inputs, "output", names)
+    F = sum(
+        w[at] * jac[at].T @ oracle.predictive_fisher(loss, z[at]) @ jac[at]
+        for at in np.ndindex(w.shape)
+    ) / w.sum()  # fmt: skip
+    trace = tested.trace(inputs, ke.Weighted(targets, w))
+    products = tested.curvature_products(trace)
+    vector = {name: rng.standard_normal(array.shape) for name, array in tested.parameters.items()}
+    flat = np.concatenate([array.ravel() for array in vector.values()])
+    found = products.multiply_fisher(vector)
+    np.testing.assert_allclose(
+        np.concatenate([found[name].ravel() for name in names]), F @ flat, atol=1e-9
+    )
+    assert products.quadratic_forms(vector)[0, 0] == pytest.approx(flat @ F @ flat)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "exact_GGN", "curvature_prop_GGN"])
+def test_a_weight_enters_the_block_once_in_every_mode(mode):
+    model = models.linear(dtype="float64")
+    inputs = models.random_inputs(model, batch=4)
+    targets = targets_of(model, inputs)
+    options = {"estimation_mode": mode, "reduction": "batch_mean", "seed": 1}
+    one, two = engine(model, **options), engine(model, **options)
+    one.observe(inputs, targets)
+    two.observe(inputs, ke.Weighted(targets, np.full(4, 0.3)))
+    (A, B), (G, H) = zip(*([f.cov for f in e.estimator.factors] for e in (one, two)), strict=True)
+    np.testing.assert_allclose(B, A, rtol=1e-12)
+    np.testing.assert_allclose(H, 0.3 * G, rtol=1e-12)
+
+
+@pytest.mark.parametrize("distribution", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", ["gradients", "exact"])
+@pytest.mark.parametrize("name", ["token_mlp", "cnn"])
+def test_ranks_with_different_counts_equal_one_process(name, mode, distribution):
+    model = models.MODELS[name]()
+    inputs, rng = models.random_inputs(model, batch=7), np.random.default_rng(0)
+    targets = targets_of(model, inputs)
+    weights = rng.random(targets.shape) * (rng.random(targets.shape) > 0.4)
+    weights[:2] = 0  # the first rank has nothing that counts
+    options = {"estimation_mode": mode, "schedule": ke.Schedule(refresh_every=1)}
+    alone = engine(model, **options)
+    expected = alone.step(inputs, ke.Weighted(targets, weights))
+    cuts = [0, 2, 4, 7]
+
+    def work(communicator):
+        part = slice(*cuts[communicator.rank :][:2])
+        ranks = engine(model, communicator=communicator, distribution=distribution, **options)
+        batch = rows(inputs, part), ke.Weighted(targets[part], weights[part])
+        result = ranks.step(*batch, gradients="all")
+        ranks.synchronize()
+        return result, [factor.cov for factor in ranks.estimator.factors]
+
+    for result, averages in run(3, work):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+        for key, array in expected.natural_gradients.items():
+            scale = abs(array).max()
+            np.testing.assert_allclose(
+                result.natural_gradients[key] / scale, array / scale, rtol=0, atol=1e-4
+            )
+        for average, factor in zip(averages, alone.estimator.factors, strict=True):
+            np.testing.assert_allclose(
+                average, factor.cov, rtol=0, atol=3e-5 * abs(factor.cov).max()
+            )
+
+
+def test_metrics_count_what_counts():
+    model = models.token_mlp()
+    inputs = models.random_inputs(model, batch=5)
+    targets = targets_of(model, inputs)
+    mask = np.random.default_rng(0).random((5, 4)) > 0.4
+    tested = engine(model)
+    z = tested.predict(inputs).astype(np.float64)
+    hits = (z.argmax(-1) == targets)[mask]
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    expected = {"loss": nats[mask].mean(), "accuracy": hits.mean()}
+    ignored = np.where(mask, targets, -100)
+    forms = {
+        "mask": (inputs, targets, mask),
+        "ignored": (inputs, ignored),
+        "batches": [
+            (rows(inputs, slice(0, 2)), targets[:2], mask[:2]),
+            (rows(inputs, slice(2, 5)), targets[2:], mask[2:]),
+        ],
+        "names": inputs | {"targets": targets, "weights": mask},
+    }
+    for data in forms.values():
+        assert tested.evaluate(data) == pytest.approx(expected, rel=1e-5)
+    assert tested.evaluate((inputs, targets)) != pytest.approx(expected, rel=1e-3)
+
+
+BAD = {
+    "another shape": (np.ones((5, 3)), ke.ShapeError, "weights of 'output' have shape"),
+    "negative": (np.full(5, -1.0), ke.InputError, "finite and not negative"),
+    "not finite": (np.full(5, np.nan), ke.InputError, "finite and not negative"),
+    "infinite": (np.full(5, np.inf), ke.InputError, "finite and not negative"),
+    "texts": (np.full(5, "a"), ke.InputError, "Booleans or numbers"),
+    "nothing": (np.zeros(5), ke.NonFiniteError, "no target of the loss on 'output' counts"),
+}
+
+
+@pytest.mark.parametrize("call", ["step", "gradients", "observe", "loss"])
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_bad_weights_are_one_clear_error(case, call):
+    weights, error, message = case
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=5)
+    tested = engine(model)
+    with pytest.raises(error, match=message):
+        getattr(tested, call)(inputs, ke.Weighted(targets_of(model, inputs), weights))
+    assert tested.counter == 0
+
+
+def test_an_optimizer_skips_a_batch_in_which_nothing_counts():
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=5)
+    nothing = np.full(5, -100)
+    for kind in (ke.Adam, ke.KfacOptimizer):
+        with pytest.raises(ke.NonFiniteError, match="counts"):
+            kind(engine(model)).step(inputs, nothing)
+        tested = kind(engine(model), non_finite="skip")
+        before = {name: array.copy() for name, array in tested.engine.parameters.items()}
+        assert tested.step(inputs, nothing).skipped
+        for name, array in tested.engine.parameters.items():
+            np.testing.assert_array_equal(array, before[name])
+
+
+def test_fit_takes_weights_in_files_and_shuffles_them_with_the_targets(tmp_path):
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=40)
+    targets, weights = targets_of(model, inputs), np.random.default_rng(0).random(40)
+    np.savez(tmp_path / "data.npz", **inputs, targets=targets, weights=weights)
+    results = []
+    for data in ((inputs, targets, weights), tmp_path / "data.npz", (inputs, targets)):
+        tested = engine(model)
+        ke.fit(tested, data, optimizer="adam", batch_size=8, epochs=2, progress=False)
+        results.append(tested.parameters["fc0.weight"])
+    np.testing.assert_array_equal(results[0], results[1])
+    assert abs(results[0] - results[2]).max() > 1e-4
+
+
+def test_an_approximation_of_pixels_refuses_weights():
+    model = models.cnn()
+    inputs = models.random_inputs(model, batch=5)
+    tested = engine(model, approximations={"conv2d": "kron_sua"})
+    with pytest.raises(ke.UnsupportedError, match="kron_sua"):
+        tested.step(inputs, ke.Weighted(targets_of(model, inputs), WEIGHTS))
