@@ -26,8 +26,8 @@ _ELSEWHERE = frozenset(
 )
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (
-    "class_axis", "find_logits", "loss_weights", "reduction", "freeze", "gradient_dtype",
-    "batch_axes",
+    "class_axis", "find_logits", "loss_weights", "ignore_index", "class_weights",
+    "positive_weights", "label_smoothing", "reduction", "freeze", "gradient_dtype", "batch_axes",
 )  # fmt: skip
 
 # Field to a value, for messages.

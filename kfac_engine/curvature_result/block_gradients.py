@@ -41,6 +41,7 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
     """
     require_gradient(layout.assembly, inputs)
     trace = TrainableModel(layout.assembly).trace(inputs, targets)
+    layout.assembly.task.objective.require_alike(trace, "an analysis of single examples")
     losses = layout.assembly.task.objective.losses
     return trace, list(MODES["empirical"](losses, trace, np.random.default_rng()))
 

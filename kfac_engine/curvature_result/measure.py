@@ -221,6 +221,7 @@ class _Measurement:
             trace = self.model.trace(inputs, targets)
             examples = objective.examples(trace)
             with trace.explain():
+                objective.require_alike(trace, "a curvature")
                 self._measure(trace, examples, factors)
             self.examples += examples
             self.predictions += sum(trace[name].size for name in objective.inputs)

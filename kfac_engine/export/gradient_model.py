@@ -25,7 +25,13 @@ from kfac_engine.autodiff.activity import (
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.second_order import joint_graph
-from kfac_engine.engine.loss_bindings import LossOptions, bind_losses, check_real, real_outputs
+from kfac_engine.engine.loss_bindings import (
+    LossOptions,
+    bind_losses,
+    check_real,
+    named_settings,
+    real_outputs,
+)
 from kfac_engine.errors import InputError, ModelError, UnknownNameError, UnsupportedError
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
@@ -35,6 +41,7 @@ from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import ModelProto, build_model
+from kfac_engine.losses import LossKind
 from kfac_engine.losses.kinds import OUTPUT
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.leading_examples import with_batch_axes
@@ -48,7 +55,7 @@ DeclaredShape: TypeAlias = tuple[int | str | None, ...]
 
 def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
-    loss: str | Sequence[str] | None = None,
+    loss: str | LossKind | Sequence[str | LossKind] | None = None,
     output: str | Sequence[str] | None = None,
     wrt: str | Sequence[str] | None = None,
     *,
@@ -61,13 +68,18 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     batch_axes: Mapping[str, int] | None = None,
     gradient_dtype: GradientDType = "file",
     path: str | Path | None = None,
+    ignore_index: int | None = None,
+    class_weights: Sequence[float] | Array | None = None,
+    positive_weights: float | Sequence[float] | Array | None = None,
+    label_smoothing: float | None = None,
 ) -> ModelProto:
     """Return the gradient of a model as an ONNX model of standard operators.
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, or a list with a
-            loss for each output. Without a loss, the function is ``⟨cotangent, output⟩``.
+        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, a loss with
+            options such as ``Categorical(…)``, or a list with a loss for each output. Without a
+            loss, the function is ``⟨cotangent, output⟩``.
         output: Name of the differentiated output, or a list; may be omitted for a single output.
         wrt: Pattern of parameter and input names, or several; the trainable parameters by default.
         freeze: Pattern of parameter names to exclude, or several.
@@ -83,6 +95,11 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             type in the file, or ``"float32"``, the type of the computation.
         path: Path of a file for the result. Required for more than 2 GB of weights: they are
             written to ``<name>.data`` in the same folder, and the returned model refers to them.
+        ignore_index: Target that does not count, as for ``Engine.from_onnx``. If none of a batch
+            counts, the mean is NaN.
+        class_weights: Weight of the targets of each class.
+        positive_weights: Weight of targets of 1 of a sigmoid loss.
+        label_smoothing: Part of each target that is divided among all classes.
 
     Returns:
         A model with the inputs of ``model`` and ``targets`` (``targets of <output>`` for several
@@ -119,7 +136,15 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
                 "the loss 'output' is in the file already; differentiate without a loss, and run "
                 "the result with the cotangent 1."
             )
-        options = LossOptions(loss, output, class_axis, find_logits, loss_weights, batch_axes)
+        settings = named_settings(
+            ignore_index=ignore_index,
+            class_weights=class_weights,
+            positive_weights=positive_weights,
+            label_smoothing=label_smoothing,
+        )
+        options = LossOptions(
+            loss, output, class_axis, find_logits, loss_weights, batch_axes, settings
+        )
         graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
         value = LOSS
     left = left_out(graph, facts, [value], names) if wrt is None else {}

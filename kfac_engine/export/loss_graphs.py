@@ -173,8 +173,49 @@ class _LossBuilder(NodeBuilder):
         self.facts[name] = Fact(stored, tuple(self.fact.shape[axis] for axis in axes))
         return name
 
-    def reduce(self, nll: str, axis: int) -> None:
-        """Add the sum of ``nll`` over the classes, reduced over positions and examples."""
+    def numbers(self, array: Sequence[float], axis: int) -> str:
+        """Add a constant with a number for each class or feature; return its name."""
+        shape = [-1, *[1] * (len(self.fact.shape) - 1 - axis)]
+        return self._recorded(self.constant(np.asarray(array, self.fact.dtype).reshape(shape)))
+
+    def counting(self, targets: str, ignored: int | None, dtype: str) -> tuple[str, str | None]:
+        """Leave out targets that do not count.
+
+        Args:
+            targets: Name of the targets.
+            ignored: The target that does not count; None for none.
+            dtype: Element type of the targets.
+
+        Returns:
+            The targets with zeros in place of those, and 1 for each that counts or else 0; None if
+            all count.
+        """
+        if ignored is None:
+            return targets, None
+        shape = self.facts[targets].shape
+        constants = [self._recorded(self.constant(np.array(n, dtype))) for n in (ignored, 0)]
+        hidden = self.value("Equal", targets, constants[0], shape=shape, dtype="bool")
+        safe = self.value("Where", hidden, constants[1], targets, shape=shape, dtype=dtype)
+        counts = self.value("Where", hidden, self.scalar(0), self.scalar(1), shape=shape)
+        return safe, counts
+
+    def reduce(self, nll: str, axis: int, weights: str | None = None) -> None:
+        """Add the sum of ``nll`` over the classes, reduced over positions and examples.
+
+        Args:
+            nll: The terms, already multiplied by their weights.
+            axis: Axis of the classes.
+            weights: Weights whose sum divides a mean, for each prediction or, with the axis of the
+                classes, for each entry; None for ones.
+        """
+        if weights is not None and self._reduction == "mean":
+            shape = self.facts[weights].shape
+            features = shape[axis] if len(shape) == len(self.fact.shape) and len(shape) > 1 else 1
+            total = self.value("ReduceSum", weights, shape=(), keepdims=0)
+            product = self.value("ReduceSum", nll, shape=(), keepdims=0)
+            mean = self.value("Div", product, total, shape=())
+            self.result = self.times(mean, float(features))
+            return
         shape, batch_axis = self.facts[nll].shape, self._term.batch_axis
         if len(shape) > 1 and self._reduction != "sum":
             every = [i for i in range(len(shape)) if i != batch_axis.axis]
@@ -204,7 +245,10 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
     logits, axis = term.value, term.axis
     shape = b.fact.shape
     column = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    assert isinstance(term.loss, CategoricalLogitsNegativeLogProbLoss)
     targets = b.declare_targets(axis, "int64")
+    w, smoothing = term.loss.class_weights, term.loss.label_smoothing
+    targets, counts = b.counting(targets, term.loss.ignore_index, "int64")
     index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
     # GatherElements would count negative targets from the last class. A number beyond every class
     # replaces them, so that ONNX Runtime refuses them.
@@ -220,29 +264,58 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
     )
     others = b.value("ScatterElements", apart, index, lowest, shape=shape, axis=axis)
     odds = b.value("ReduceLogSumExp", others, b.integers(axis), shape=column, keepdims=1)
-    b.reduce(b.value("Softplus", odds, shape=column), axis)
+    nll = b.value("Softplus", odds, shape=column)
+    if counts is not None:
+        counts = b.value("Unsqueeze", counts, b.integers(axis), shape=column)
+    divisor = counts
+    if w is not None:
+        own = b.value("Gather", b.numbers(w, len(shape) - 1), index, shape=column, axis=0)
+        divisor = own if counts is None else b.value("Mul", counts, own, shape=column)
+    if divisor is not None:
+        nll = b.value("Mul", nll, divisor, shape=column)
+    if smoothing:
+        share = b.value("LogSoftmax", logits, shape=shape, axis=axis)
+        if w is not None:
+            share = b.value("Mul", share, b.numbers(w, axis), shape=shape)
+        share = b.value("ReduceSum", share, b.integers(axis), shape=column, keepdims=1)
+        share = b.times(share, -smoothing / shape[axis])
+        if counts is not None:
+            share = b.value("Mul", share, counts, shape=column)
+        nll = b.value("Add", b.times(nll, 1 - smoothing), share, shape=column)
+    b.reduce(nll, axis, divisor)
 
 
 def _normal(b: _LossBuilder, term: Term) -> None:
     """Write ``(t − m)² / 2v + ½ log 2πv``."""
     assert isinstance(term.loss, NormalMeanNegativeLogProbLoss)
     shape, var = b.fact.shape, term.loss.var
-    error = b.value("Sub", term.value, b.declare_targets(), shape=shape)
+    targets, counts = b.counting(b.declare_targets(), term.loss.ignore_index, b.fact.dtype.name)
+    error = b.value("Sub", term.value, targets, shape=shape)
     square = b.times(b.value("Mul", error, error, shape=shape), 0.5 / var)
     nll = b.value("Add", square, b.scalar(0.5 * log(2 * pi * var)), shape=shape)
-    b.reduce(nll, term.axis)
+    nll = nll if counts is None else b.value("Mul", nll, counts, shape=shape)
+    b.reduce(nll, term.axis, counts)
 
 
 def _multi_bernoulli(b: _LossBuilder, term: Term) -> None:
     """Write ``t·softplus(−z) + (1 − t)·softplus(z)``, without cancellation between the terms."""
-    shape, targets = b.fact.shape, b.declare_targets()
+    assert isinstance(term.loss, MultiBernoulliNegativeLogProbLoss)
+    shape, positive, smoothing = b.fact.shape, term.loss.positive_weights, term.loss.label_smoothing
+    targets, counts = b.counting(b.declare_targets(), term.loss.ignore_index, b.fact.dtype.name)
+    if smoothing:
+        shrunk = b.times(targets, 1 - smoothing)
+        targets = b.value("Add", shrunk, b.scalar(smoothing / 2), shape=shape)
     miss = b.value("Sub", b.scalar(1), targets, shape=shape)
+    if positive is not None:
+        targets = b.value("Mul", targets, b.numbers(positive, term.axis), shape=shape)
     opposite = b.value("Neg", term.value, shape=shape)
     terms = [
         b.value("Mul", weight, b.value("Softplus", logits, shape=shape), shape=shape)
         for weight, logits in ((targets, opposite), (miss, term.value))
     ]
-    b.reduce(b.value("Add", *terms, shape=shape), term.axis)
+    nll = b.value("Add", *terms, shape=shape)
+    nll = nll if counts is None else b.value("Mul", nll, counts, shape=shape)
+    b.reduce(nll, term.axis, counts)
 
 
 # Class of a loss to the function that writes it. The lookup is exact: a subclass may differ.

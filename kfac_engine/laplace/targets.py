@@ -84,6 +84,7 @@ class Outputs:
         objective = self.curvature.layout.assembly.task.objective
         require_gradient(self.curvature.layout.assembly, inputs)
         trace = self.curvature.model.trace(inputs, targets)
+        objective.require_alike(trace, "a Laplace approximation")
         self.loss.read(trace, targets=True)
         (array,) = objective.named_targets(targets).values()
         return np.asarray(self.curvature.on_host({"targets": array})["targets"])

@@ -119,6 +119,7 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
                 )
             require_gradient(self._assembly, inputs)
             trace = self.model.trace(inputs, targets)
+            self.model.objective.require_alike(trace, "a curvature operator")
             entry = (
                 self.model.objective.examples(trace),
                 self._product(self.model.curvature_products(trace)),
