@@ -13,9 +13,10 @@ from kfac_engine.arguments import positive
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.parameter_matches import match_parameters
 from kfac_engine.engine.result import KL_CLIP, Result
-from kfac_engine.errors import BackendError, InputError, NonFiniteError
+from kfac_engine.errors import BackendError, InputError, NonFiniteError, UnsupportedError
 from kfac_engine.graph.load import ModelSource, load_model
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses import Categorical, LossKind, MultiBernoulli, Normal
+from kfac_engine.losses.observed import Targets
 
 try:
     import torch
@@ -57,8 +58,11 @@ class KFAC:
             trained parameters or normalizations in evaluation mode have changed since.
         sample: Inputs of the module for the export: a tensor, or a sequence of tensors. Their first
             axis holds the examples; later batches may have other numbers of examples.
-        loss: The loss of the engine, such as ``"categorical"`` for the cross entropy of logits.
-            It determines the curvature, and must be the loss of the module.
+        loss: The loss of the engine, such as ``"categorical"`` for the cross entropy of logits, or
+            the loss of the module itself: ``CrossEntropyLoss(…)``, ``NLLLoss(…)``,
+            ``BCEWithLogitsLoss(…)`` or ``MSELoss(…)`` of ``torch.nn``, with its options, its mean
+            or sum, and the classes on axis 1. It determines the curvature, and must be the loss of
+            the module. Pass targets to ``step`` if some of them are ignored, or have weights.
         kl_clip: Bound of ``⟨Δ, g⟩`` for the natural gradient ``Δ``, which is multiplied by at most
             one to satisfy it; see ``Result.clipped_rate``. The learning rate of the optimizer is
             then at most 1. None for natural gradients without a bound.
@@ -96,7 +100,12 @@ class KFAC:
             chosen["train_form"] = True
         examples = _tensors(sample)
         source = _exported(module, examples) if model is None else model
-        graph = load_model(source).graph
+        loaded = load_model(source)
+        graph = loaded.graph
+        if isinstance(loss, torch.nn.Module):
+            shape = loaded.output_shapes.get(options.get("output", graph.outputs[0]), ())
+            loss, own = loss_options(loss, shape)
+            chosen |= own
         self._inputs = [entry.name for entry in graph.inputs]
         trained = [n for n in _trained(module) if n in graph.constants]
         if model is None and trained:
@@ -125,7 +134,8 @@ class KFAC:
 
         Args:
             inputs: The inputs of the batch whose gradients the module has.
-            targets: The targets of the batch, for the estimation mode ``"empirical"``.
+            targets: The targets of the batch, or ``Weighted`` targets. They are needed if targets
+                are ignored or have weights, and for the estimation mode ``"empirical"``.
             scaler: The scaler that multiplied the loss. ``kl_clip`` then bounds the gradients
                 without its factor. They keep the factor, which ``scaler.step(optimizer)`` removes;
                 omit ``scaler`` after ``scaler.unscale_(optimizer)``.
@@ -211,6 +221,66 @@ class KFAC:
                 f"have or did not train; {remedy}"
             )
         return known
+
+
+def loss_options(
+    loss: torch.nn.Module, shape: Sequence[int | str | None]
+) -> tuple[LossKind, dict[str, Any]]:
+    """Return a loss of torch as the loss of an engine, with options of the engine.
+
+    Args:
+        loss: The loss.
+        shape: Declared shape of the output that it reads.
+
+    Returns:
+        The loss, and the options ``class_axis``, ``reduction`` and ``loss_weights``.
+
+    Raises:
+        UnsupportedError: An engine does not have the loss or one of its options.
+    """
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction == "none":
+        raise UnsupportedError(
+            "a loss with reduction='none' is no number; give the loss with the reduction whose "
+            "gradients the module has, 'mean' or 'sum'."
+        )
+    options: dict[str, Any] = {"reduction": reduction}
+    if isinstance(loss, torch.nn.CrossEntropyLoss | torch.nn.NLLLoss):
+        options["class_axis"] = 1
+        smoothing = getattr(loss, "label_smoothing", 0.0)
+        return Categorical(
+            ignore_index=loss.ignore_index,
+            class_weights=_numbers(loss.weight),
+            label_smoothing=smoothing,
+        ), options
+    # The mean of torch divides by the number of features as well.
+    width = shape[-1] if len(shape) > 1 else 1
+    if isinstance(loss, torch.nn.BCEWithLogitsLoss | torch.nn.MSELoss):
+        if reduction == "mean":
+            if not isinstance(width, int):
+                raise UnsupportedError(
+                    f"the mean of {type(loss).__name__} divides by the number of features, which "
+                    f"the file does not declare; pass loss='normal' or 'multi_bernoulli' with "
+                    f"loss_weights=[1 / features]."
+                )
+            options["loss_weights"] = [1 / width]
+        if isinstance(loss, torch.nn.MSELoss):
+            return Normal(), options
+        if loss.weight is not None:
+            raise UnsupportedError(
+                "BCEWithLogitsLoss(weight=…) divides by the number of targets, not by the sum of "
+                "their weights; leave weight out, and pass Weighted targets to step."
+            )
+        positive_weights = _numbers(loss.pos_weight)
+        return MultiBernoulli(ignore_index=None, positive_weights=positive_weights), options
+    raise UnsupportedError(
+        f"{type(loss).__name__} is no loss of an engine; pass a name such as 'categorical', a loss "
+        f"object, or one of CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss and MSELoss."
+    )
+
+
+def _numbers(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().cpu().reshape(-1).numpy()
 
 
 def _unwrapped(module: torch.nn.Module, options: Mapping[str, Any]) -> torch.nn.Module:

@@ -212,9 +212,8 @@ class Objective:
         Raises:
             UnsupportedError: A target is ignored or has a weight, of its own or of its class.
         """
-        for tower, seen in zip(
-            self.towers, self.observe(values, targets=False).towers, strict=True
-        ):
+        observed = self.observe(values, targets=False).towers
+        for tower, seen in zip(self.towers, observed, strict=True):
             if seen.weights is not None:
                 raise UnsupportedError(
                     f"{analysis} counts all targets alike, but targets of the loss on "

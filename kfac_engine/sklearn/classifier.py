@@ -1,17 +1,20 @@
 """A classifier in the interface of scikit-learn."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.graph.load import LoadedModel
-from kfac_engine.sklearn.estimator import OnnxEstimator
+from kfac_engine.sklearn.estimator import ModelChoice, OnnxEstimator
+from kfac_engine.training.schedules import ScheduleFunction
 
 _CATEGORICAL, _BERNOULLI = "categorical", "multi_bernoulli"
 
@@ -43,6 +46,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             targets. None for another seed in each call.
         warm_start: Whether ``fit`` continues with the weights of the previous call.
         verbose: Whether to show the progress on stderr.
+        class_weight: Dictionary from a label to the weight of its examples; ``"balanced"`` for
+            weights with equal sums of all classes; None for ones.
 
     Attributes:
         classes_: The labels, sorted.
@@ -52,13 +57,40 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         engine_: The engine with the trained parameters.
     """
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
+    def __init__(  # noqa: PLR0913 (scikit-learn reads the arguments from the signature)
+        self,
+        model: ModelChoice = None,
+        *,
+        hidden: Sequence[int] = (100,),
+        optimizer: str = "kfac",
+        optimizer_options: Mapping[str, Any] | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+        epochs: int = 10,
+        batch_size: int = 128,
+        schedule: str | ScheduleFunction | None = None,
+        early_stop: int | None = None,
+        validation_fraction: float = 0.1,
+        random_state: Any = 0,
+        warm_start: bool = False,
+        verbose: bool = False,
+        class_weight: Mapping[Any, float] | str | None = None,
+    ) -> None:
+        super().__init__(
+            model, hidden=hidden, optimizer=optimizer, optimizer_options=optimizer_options,
+            engine_options=engine_options, epochs=epochs, batch_size=batch_size,
+            schedule=schedule, early_stop=early_stop, validation_fraction=validation_fraction,
+            random_state=random_state, warm_start=warm_start, verbose=verbose,
+        )  # fmt: skip
+        self.class_weight = class_weight
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Train the model for one epoch; the first call begins with ``model``.
 
         Args:
             X: Examples, as for ``fit``.
             y: Labels.
             classes: All labels; the first call needs them.
+            sample_weight: As for ``fit``.
 
         Returns:
             The classifier itself.
@@ -74,7 +106,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             raise InputError("the first call of partial_fit needs classes, the labels of all data.")
         if continues and labels is not None and not np.array_equal(labels, self.classes_):
             raise InputError(f"classes is {labels}, but the first call had {self.classes_}.")
-        return self._fit_one_epoch(X, y, self.classes_ if continues else labels)
+        if self.class_weight == "balanced":
+            raise InputError(
+                "class_weight='balanced' needs the labels of all data, which partial_fit does not "
+                "have; give a dictionary of class weights, or sample_weight."
+            )
+        return self._fit_one_epoch(X, y, sample_weight, self.classes_ if continues else labels)
 
     def predict_proba(self, X: Any) -> Array:
         """Return the probabilities of the classes.
@@ -125,6 +162,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
                 f"y has one class, {self.classes_[0]!r:.80}; a classifier needs two at least."
             )
         return len(self.classes_)
+
+    def _class_weights(self, y: Any) -> Array | None:
+        if self.class_weight is None:
+            return None
+        weights: Array = compute_sample_weight(self.class_weight, y)
+        return weights
 
     def _known_labels(self) -> Array | None:
         return self.classes_

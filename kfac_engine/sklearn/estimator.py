@@ -7,15 +7,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 
+import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import listed, whole
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.sklearn.example_input import ExampleInput, as_rows
 from kfac_engine.sklearn.network import dense_network
@@ -75,12 +77,13 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         self.warm_start = warm_start
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train the model on examples.
 
         Args:
             X: Examples along axis 0: rows ``(n, features)``, or an array in the shape of the input.
             y: Targets of the examples.
+            sample_weight: A number ≥ 0 for each example, how much its target counts; None for ones.
 
         Returns:
             The estimator itself.
@@ -93,22 +96,24 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         with _restored_on_error(self):
             continues = self.warm_start and self.__sklearn_is_fitted__()
             labels = self._known_labels() if continues else None
-            model, values, targets = self._prepared(X, y, continues, labels)
+            model, *arrays = self._prepared(X, y, sample_weight, continues, labels)
             model.renew_optimizer(self.optimizer, self.optimizer_options)
-            self._train(model, values, targets)
+            self._train(model, arrays)
         return self
 
-    def _fit_one_epoch(self, X: Any, y: Any, labels: Array | None = None) -> Self:
+    def _fit_one_epoch(
+        self, X: Any, y: Any, sample_weight: Any, labels: Array | None = None
+    ) -> Self:
         with _restored_on_error(self):
             continues = self.__sklearn_is_fitted__()
-            model, values, targets = self._prepared(X, y, continues, labels)
+            model, *arrays = self._prepared(X, y, sample_weight, continues, labels)
             if not model.has_optimizer:
                 model.renew_optimizer(self.optimizer, self.optimizer_options)
             self.records_ = model.train(
-                (values, targets),
+                tuple(arrays),
                 (),
                 epochs=1,
-                **self._equal_batches(len(values)),
+                **self._equal_batches(len(arrays[0])),
                 schedule="constant",
                 seed=self._seed(),
             )
@@ -168,13 +173,18 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
 
     # -- private ----------------------------------------------------------------------------------
 
+    def _class_weights(self, y: Any) -> Array | None:
+        """Return the weight of the class of each target; None for ones."""
+        return None
+
     def _prepared(
-        self, X: Any, y: Any, continues: bool, labels: Array | None
-    ) -> tuple[TrainedModel, Array, Array]:
-        """Check examples; return the model, its inputs and its targets."""
+        self, X: Any, y: Any, sample_weight: Any, continues: bool, labels: Array | None
+    ) -> tuple[Any, ...]:
+        """Check examples; return the model, its inputs, its targets and their weights, if any."""
         rows, shape = as_rows(X)
         refuse_mask(y)
         rows, y = validate_data(self, rows, y, reset=not continues, **self._validation)
+        weights = self._weights(rows, y, sample_weight)
         outputs = self._read_targets(y, labels)
         model = self._trained if continues else None
         if model is None:
@@ -189,28 +199,41 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         size = self._equal_batches(len(values))["batch_size"]
         targets = self._shaped_targets(y, model.loss, model.outputs(values[:size], size))
         self._trained = model
-        return model, values, targets
+        if weights is None:
+            return model, values, targets
+        counting = weights > 0  # the others would fill batches in which nothing counts
+        return model, values[counting], targets[counting], weights[counting]
 
-    def _train(self, model: TrainedModel, values: Array, targets: Array) -> None:
+    def _weights(self, rows: Array, y: Array, sample_weight: Any) -> Array | None:
+        """Return the weights of the examples; None for ones."""
+        classes = self._class_weights(y)
+        if sample_weight is None and classes is None:
+            return None
+        weights = _check_sample_weight(sample_weight, rows, dtype=np.float64)
+        if (weights < 0).any():
+            raise InputError("sample_weight must not be negative.")
+        return np.asarray(weights if classes is None else weights * classes)
+
+    def _train(self, model: TrainedModel, arrays: Sequence[Array]) -> None:
+        targets = arrays[1]
         callbacks: list[Callback] = []
         validation, schedule = None, self.schedule
         if self.early_stop is not None:
             callbacks = [EarlyStop(patience=self.early_stop), BestWeights()]
-            values, held_out, targets, held_out_targets = train_test_split(
-                values,
-                targets,
+            parts = train_test_split(
+                *arrays,
                 test_size=self.validation_fraction,
                 random_state=self._seed(),
                 stratify=self._strata(targets),
             )
-            validation = held_out, held_out_targets
+            arrays, validation = parts[::2], tuple(parts[1::2])
         if schedule is None:  # a run that stops early does not reach the tail
             schedule = "tail" if self.early_stop is None else "constant"
         self.records_ = model.train(
-            (values, targets),
+            tuple(arrays),
             callbacks,
             epochs=self.epochs,
-            **self._equal_batches(len(values)),
+            **self._equal_batches(len(arrays[0])),
             validation=validation,
             metrics=None,
             schedule=schedule,

@@ -28,12 +28,13 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):  # type: ignore[misc] # with
     _validation: ClassVar[dict[str, bool]] = {"multi_output": True, "y_numeric": True}
     _target_shape: tuple[int, ...] = ()
 
-    def partial_fit(self, X: Any, y: Any) -> Self:
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train the model for one epoch; the first call begins with ``model``.
 
         Args:
             X: Examples, as for ``fit``.
             y: Targets.
+            sample_weight: As for ``fit``.
 
         Returns:
             The regressor itself.
@@ -41,7 +42,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):  # type: ignore[misc] # with
         Raises:
             ValueError: See ``fit``.
         """
-        return self._fit_one_epoch(X, y)
+        return self._fit_one_epoch(X, y, sample_weight)
 
     def predict(self, X: Any) -> Array:
         """Return the predicted targets.

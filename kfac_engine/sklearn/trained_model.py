@@ -84,12 +84,12 @@ class TrainedModel:
         return self._optimizer is not None
 
     def train(
-        self, data: tuple[Array, Array], callbacks: Sequence[Callback], **options: Any
+        self, data: tuple[Array, ...], callbacks: Sequence[Callback], **options: Any
     ) -> list[Record]:
         """Train on examples; return the records.
 
         Args:
-            data: Inputs and targets.
+            data: Inputs and targets, and weights of the targets if there are any.
             callbacks: Callbacks of the run.
             **options: Further arguments of ``fit``.
 

@@ -1,4 +1,4 @@
-"""The file of ``differentiate`` computes the loss and the gradients of an engine, for every option."""
+"""The file of ``differentiate`` computes the loss of an engine, for every option of the loss."""
 
 import numpy as np
 import onnxruntime

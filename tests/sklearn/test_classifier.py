@@ -224,10 +224,8 @@ def test_random_state_determines_the_run():
     assert np.abs(first - other).max() > 0.01
 
 
-def test_sample_weight_of_fit_is_refused_and_that_of_score_is_used():
+def test_score_uses_weights():
     classifier = OnnxClassifier(epochs=2)
-    with pytest.raises(TypeError, match="sample_weight"):
-        classifier.fit(X, Y, sample_weight=np.ones(len(Y)))
     right = classifier.fit(X, Y).predict(X) == Y
     weights = np.where(right, 1.0, 3.0)
     expected = weights[right].sum() / weights.sum()

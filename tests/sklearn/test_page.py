@@ -29,6 +29,8 @@ def test_the_table_of_options_has_the_arguments_with_their_defaults(estimator):
     for names, defaults in rows:
         values = re.findall(r"`[^`]*`|None|[\d.]+", defaults)
         table |= dict(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+    if estimator is OnnxRegressor:
+        del table["class_weight"]
     parameters = inspect.signature(estimator).parameters.values()
     assert {name: eval(text.strip("`")) for name, text in table.items()} == {
         parameter.name: parameter.default for parameter in parameters
