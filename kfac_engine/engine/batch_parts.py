@@ -95,7 +95,6 @@ class TracedParts:
         axes: The axes of the examples.
         size: Size of the batch of all processes, which ``count`` sets.
         measured: Number of examples of all parts and processes, which ``count`` sets.
-        weighted: Whether targets of any part and process have weights, which ``count`` sets.
         rows: For each part, the rows of this process in the batch, which ``count`` sets.
     """
 
@@ -104,7 +103,6 @@ class TracedParts:
     axes: ExampleAxes
     size: BatchSize = field(init=False)
     measured: int = field(init=False)
-    weighted: bool = field(init=False)
     rows: Sequence[Rows] = field(init=False)
     _only: Trace | None = None
 
@@ -138,20 +136,16 @@ class TracedParts:
                 of them. The size is then that of as many.
         """
         sizes: list[BatchSize] = []
-        weighted: list[bool] = []
         placed: list[Rows] = []
 
         def add(trace: Trace) -> None:
-            observation = meet(trace)
-            weighted.extend(seen.weights is not None for seen in observation.towers)
-            sizes.append(observation.whole)
+            sizes.append(meet(trace).whole)
             count = sizes[-1].examples
             placed.append(Rows(0, count, count) if shards.alone else shards.rows)
 
         self.each(add)
         self.size = sum(sizes[1:], sizes[0])
         self.measured = self.size.examples
-        self.weighted = shards.total(any(weighted), "weights of a batch") > 0
         starts = accumulate((rows.whole for rows in placed), initial=0)
         self.rows = [
             Rows(start + rows.start, rows.count, self.measured)

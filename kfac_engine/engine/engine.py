@@ -374,7 +374,7 @@ class Engine(Summarized, PreconditioningModel):
                 part, observation = next(rows), meet(trace)
                 sums.begin(observation.whole.examples)
                 scales = self.objective.fisher_scales(observation.within(traced.size))
-                weights = self._example_weights(trace, observation, weighted=traced.weighted)
+                weights = self._example_weights(trace, observation)
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
                     bits.state, estimator.rows = start, part
@@ -502,18 +502,13 @@ class Engine(Summarized, PreconditioningModel):
                 trace, scales=scales, release=release, propagated=gradients, weights=weights
             )
 
-    def _example_weights(
-        self, trace: Trace, observation: Observation, *, weighted: bool = False
-    ) -> ExampleWeights | None:
-        """Return the weights of the examples; None if no target of the batch has a weight.
-
-        The batch may have weights although a part of it has none.
-        """
+    def _example_weights(self, trace: Trace, observation: Observation) -> ExampleWeights | None:
+        """Return the weights of the examples; None if no target has a weight."""
         rows = [observed.weights for observed in observation.towers]
+        if all(weights is None for weights in rows):
+            return None
         places = self._assembly.task.batch.places
         axes = {name: place.axis for name, place in places.items()} | {**self.objective.axes}
-        if all(weights is None for weights in rows):
-            return ExampleWeights(None, axes) if weighted else None
         pairs = zip(self.objective.towers, rows, strict=True)
         return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
 

@@ -42,8 +42,8 @@ from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_type
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses import LossKind
-from kfac_engine.losses.kinds import OUTPUT
 from kfac_engine.losses.objective import Reduction, check_reduction
+from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.suggestions import suggestion
@@ -131,11 +131,6 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         value = _only_output(graph, facts, output)
         shape = declared_shape(loaded, value, facts[value])
     else:
-        if isinstance(loss, str) and loss == OUTPUT:
-            raise UnsupportedError(
-                "the loss 'output' is in the file already; differentiate without a loss, and run "
-                "the result with the cotangent 1."
-            )
         settings = named_settings(
             ignore_index=ignore_index,
             class_weights=class_weights,
@@ -234,6 +229,11 @@ def _append_losses(
     """Append the losses to the graph; return the graph and its facts."""
     graph, facts = known
     heads, batch = bind_losses(graph, facts, options, inputs)
+    if any(isinstance(head.loss, OutputLoss) for head in heads):
+        raise UnsupportedError(
+            "the loss 'output' is in the file already; differentiate without a loss, and run the "
+            "result with the cotangent 1."
+        )
     terms = []
     for head, weight in zip(heads, options.coefficients, strict=True):
         declared = declared_shape(loaded, head.output, facts[head.output])

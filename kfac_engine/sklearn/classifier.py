@@ -67,6 +67,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         engine_options: Mapping[str, Any] | None = None,
         epochs: int = 10,
         batch_size: int = 128,
+        accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
         validation_fraction: float = 0.1,
@@ -78,8 +79,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         super().__init__(
             model, hidden=hidden, optimizer=optimizer, optimizer_options=optimizer_options,
             engine_options=engine_options, epochs=epochs, batch_size=batch_size,
-            schedule=schedule, early_stop=early_stop, validation_fraction=validation_fraction,
-            random_state=random_state, warm_start=warm_start, verbose=verbose,
+            accumulate=accumulate, schedule=schedule, early_stop=early_stop,
+            validation_fraction=validation_fraction, random_state=random_state, warm_start=warm_start, verbose=verbose,
         )  # fmt: skip
         self.class_weight = class_weight
 

@@ -167,8 +167,10 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         _warn_of(chosen.engine.inference_notes if is_first else ())
         axes = chosen.engine.example_axes
         sources = run_data(data, validation, axes, batch_size, seed, share, accumulate)
-        options: Options = {"seed": seed, "batch_size": batch_size, "accumulate": accumulate}
-        options["examples"] = sources.examples
+        options: Options = {
+            "seed": seed, "batch_size": batch_size, "accumulate": accumulate,
+            "examples": sources.examples,
+        }  # fmt: skip
         rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
         description = describe(chosen, asdict(budget) | rest)
         arguments = without_addresses(f"{description['settings']} {sources.train.per_epoch}")

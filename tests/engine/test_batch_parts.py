@@ -223,6 +223,24 @@ def test_parts_are_divided_by_the_targets_that_count(reduction):
         engine.gradients([parts[0], parts[0]])
 
 
+@pytest.mark.parametrize("mode", ["gradients", "exact"])
+def test_statistics_of_padded_positions_are_those_of_the_whole_batch(mode):
+    """Rows of an example that no target depends on count in no part; the first part has none."""
+    model, whole = engine_of("token_mlp", estimation_mode=mode)
+    _, parts = engine_of("token_mlp", estimation_mode=mode)
+    inputs, targets = batch_of(model, whole)
+    targets[6, 1:], targets[8] = -100, -100
+    whole.update_statistics(whole.trace(inputs, targets))
+    parts.update_statistics(cut(inputs, targets))
+    assert_close(averages(parts), averages(whole), 1e-12)
+    other = engine_of("token_mlp", estimation_mode=mode)[1]
+    other.update_statistics(cut(inputs, abs(targets) % 2))
+    assert any(
+        abs(one - two).max() > 1e-3
+        for one, two in zip(averages(parts).values(), averages(other).values(), strict=True)
+    )
+
+
 def test_parts_take_weights_as_a_third_entry():
     model, engine = engine_of("mlp")
     inputs, targets = batch_of(model, engine)
