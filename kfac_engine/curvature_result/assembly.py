@@ -25,8 +25,10 @@ def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, 
     Raises:
         InputError: The file, the loss or an option is wrong.
         ModelError: There is no layer.
+        UnsupportedError: The loss is a single number for the whole batch.
     """
     assembly, estimator = build(model, options.engine)
+    assembly.task.require_examples("a curvature needs")
     if options.layers == "last":
         only = replace(options.engine, trainable=last_layers(assembly), freeze=None)
         assembly, estimator = build(model, only)

@@ -22,7 +22,7 @@ from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.backward import BackwardResult, reported_loss
-from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
+from kfac_engine.engine.batch_parts import Inputs, TracedParts
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.draw_placements import draw_placements
@@ -226,7 +226,7 @@ class Engine(Summarized, PreconditioningModel):
         start, record = perf_counter(), Recorder(flag("profile", profile))
         with single_threaded_blas(), self._together():
             one_of("gradients", gradients, GATHERINGS)
-            parts = parts_of(inputs, targets)
+            parts = self.parts(inputs, targets)
             self.require_memory(parts)
             self.prepare()
             compute = self._compute if len(parts) == 1 else self._compute_parts
@@ -291,7 +291,7 @@ class Engine(Summarized, PreconditioningModel):
         """
         start = perf_counter()
         with single_threaded_blas(), quiet(), self._together():
-            parts = parts_of(inputs, targets)
+            parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
             update = None
@@ -339,7 +339,7 @@ class Engine(Summarized, PreconditioningModel):
         """
         with single_threaded_blas(), quiet(), self._together():
             self.require_memory(trace)
-            parts = () if isinstance(trace, Trace) else parts_of(trace)
+            parts = () if isinstance(trace, Trace) else self.parts(trace)
             if len(parts) > 1:
                 update = self._measure_parts(self._traced(parts), examples)
             else:
@@ -353,7 +353,7 @@ class Engine(Summarized, PreconditioningModel):
     def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate:
         """Measure the statistics of a batch in parts; its random targets are those of the batch."""
         estimator, alone = self.estimator, self._shards.alone
-        self._assembly.task.require_examples("statistics of curvature need")
+        self.require_examples("statistics of curvature need")
 
         def meet(trace: Trace) -> Observation:
             return self._meet(trace, self._observe(trace, targets=False))
@@ -494,7 +494,7 @@ class Engine(Summarized, PreconditioningModel):
         gradients: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         """Measure the statistics of a shard."""
-        self._assembly.task.require_examples("statistics of curvature need")
+        self.require_examples("statistics of curvature need")
         scales = self.objective.fisher_scales(observation)
         weights = self._example_weights(trace, observation)
         with self._history.explain(), trace.explain():

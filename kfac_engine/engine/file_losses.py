@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.loss_bindings import LossOptions
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
@@ -19,6 +20,7 @@ from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact
 from kfac_engine.losses.kinds import OUTPUT, Categorical, LossKind, Normal
 from kfac_engine.losses.objective import Reduction
+from kfac_engine.losses.observed import Targets
 from kfac_engine.losses.table import LOSSES
 from kfac_engine.runtime.sample_run import open_run
 
@@ -48,6 +50,26 @@ class TakenLoss:
             f"the output '{loss.output}' of the file is a loss; it is computed from "
             f"'{loss.value}', with '{loss.labels}' as targets",
         )
+
+    def separated(self, inputs: Mapping[str, Array], targets: Targets) -> Batch:
+        """Return inputs without the labels, and the labels as targets.
+
+        Args:
+            inputs: Input name to array, with or without the labels.
+            targets: The targets; None for labels among the inputs.
+
+        Raises:
+            InputError: The labels are among the inputs, and there are targets as well.
+        """
+        name = self.loss.labels
+        if not isinstance(inputs, Mapping) or name not in inputs:
+            return inputs, targets
+        if targets is not None:
+            raise InputError(
+                f"'{name}' is among the inputs, and there are targets as well; the file computes "
+                f"its loss from '{name}': give the labels once."
+            )
+        return {key: array for key, array in inputs.items() if key != name}, inputs[name]
 
     def options(self, chosen: LossOptions) -> LossOptions:
         """Return the options of the loss on the logits.

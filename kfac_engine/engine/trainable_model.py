@@ -178,6 +178,7 @@ class TrainableModel(Sealed):
                 number of examples only.
             NonFiniteError: NaN or infinity in an input reaches a value that a loss reads.
         """
+        ((inputs, targets),) = self.parts(inputs, targets)
         check_batch_size(self._task.batch, inputs)
         if isinstance(inputs, Mapping):
             inputs = self._arrays.for_model(inputs)
@@ -207,7 +208,7 @@ class TrainableModel(Sealed):
                 return BackwardResult(reported_loss(trace, self.objective, observation), {})
 
         with single_threaded_blas(), quiet(), self._shards.together():
-            result = self._joined(self._traced(parts_of(inputs, targets)), differentiate)
+            result = self._joined(self._traced(self.parts(inputs, targets)), differentiate)
             return self._shards.total(result.loss, "loss")
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
@@ -349,7 +350,7 @@ class TrainableModel(Sealed):
             traced = (
                 TracedParts.of(trace, self.example_axes)
                 if isinstance(trace, Trace)
-                else self._traced(parts_of(trace))
+                else self._traced(self.parts(trace))
             )
         return CurvatureProducts(self._assembly, self._arrays, traced, self._shards, examples)
 
@@ -380,7 +381,7 @@ class TrainableModel(Sealed):
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
         with single_threaded_blas(), self._shards.together():
-            parts = parts_of(inputs, targets)
+            parts = self.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             backward, buffers, notes = self._gradients_of(parts, update_buffers)
@@ -409,6 +410,28 @@ class TrainableModel(Sealed):
 
         backward = self._joined(self._traced(parts), differentiate)
         return backward, self._model.joined_buffers(buffers[-len(parts) :]), tuple(notes)
+
+    def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
+        """Return the parts of a batch: one, unless a list of parts is given.
+
+        Labels of a loss that the file computes are targets, also where they are among the inputs.
+
+        Args:
+            inputs: Input name to array, or a list of parts, each a pair of inputs and targets.
+            targets: The targets; None for a list of parts.
+
+        Returns:
+            Pairs of inputs and targets.
+
+        Raises:
+            InputError: The list is empty, an entry is no part, or targets are given twice.
+        """
+        loss, parts = self._task.file_loss, parts_of(inputs, targets)
+        return parts if loss is None else [loss.separated(*part) for part in parts]
+
+    def require_examples(self, what: str) -> None:
+        """Refuse a loss that is a single number for the whole batch; see ``Task``."""
+        self._task.require_examples(what)
 
     def _traced(self, parts: Sequence[Batch]) -> TracedParts:
         return TracedParts(parts, self.trace, self.example_axes)

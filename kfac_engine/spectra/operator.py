@@ -156,6 +156,7 @@ def curvature_operator(
     Raises:
         InputError: The file, an option or the data are wrong.
         UnknownNameError: There is no such matrix, or an option is unknown.
+        UnsupportedError: The loss is a single number for the whole batch.
     """
     MATRICES[matrix]
     known = {field.name: field for field in fields(EngineOptions) if field.name != "reduction"}
@@ -163,6 +164,7 @@ def curvature_operator(
     if "loss" not in options:
         raise InputError("curvature_operator needs loss=, the loss of the model.")
     assembly, _ = build(model, EngineOptions(**options, reduction="batch_mean"))
+    assembly.task.require_examples("a curvature needs")
     shapes = {name: array.shape for name, array in assembly.model.parameters.items()}
     vector = ParameterVector(shapes, assembly.discovery.parts)
     pairs = batches_of(batches, assembly.task.example_axes, passes=2, labeled=False)

@@ -19,7 +19,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.arguments import number, one_of
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
-from kfac_engine.engine.batch_parts import Inputs, parts_of
+from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
@@ -165,7 +165,7 @@ class Optimizer(Summarized, Sealed, ABC):
         """
         with HeldInterrupts(), self.engine.agreement.together():
             at_least_zero("scale", scale)
-            return self._step(parts_of(inputs, targets), scale * self._restraint)
+            return self._step(self.engine.parts(inputs, targets), scale * self._restraint)
 
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()

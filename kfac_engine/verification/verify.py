@@ -60,7 +60,8 @@ def verify(
     Raises:
         InputError: Options are given for an engine, or the model, the data or an option is wrong.
         NonFiniteError: The loss of the batch is NaN or infinite.
-        UnsupportedError: The engine has a communicator of several processes.
+        UnsupportedError: The engine has a communicator of several processes, or its loss is a
+            single number for the whole batch.
     """
     for name, value in (("examples", examples), ("parameters", parameters)):
         whole(name, value, least=1)
@@ -78,6 +79,7 @@ def verify(
     with stages(progress, 1 + len(_NAMES)) as begin:
         begin("preparing the model")
         engine = model if isinstance(model, Engine) else Engine.from_onnx(model, **options)
+        engine.require_examples("the checks need")
         batch = _batch(engine, inputs if targets is None else (inputs, targets))
         specimen = Specimen.of_batch(engine, *batch, examples)
         with Rebuild.exported(engine, batch[0]) as rebuild:

@@ -173,6 +173,9 @@ def test_recognized_losses_are_those_of_the_file(name):
     np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-6, atol=1e-8)
     # Every part of the engine takes the labels as targets, also under their name.
     assert engine.loss({"x": x}, {"label": labels}) == result.loss
+    assert engine.loss(sample) == result.loss
+    with pytest.raises(ke.InputError, match="give the labels once"):
+        engine.loss(sample, labels)
     result = engine.step({"x": x}, labels)
     assert np.isfinite(result.natural_gradients["W"]).all()
     rows = (slice(0, 2), slice(2, 3), slice(3, N))
@@ -289,8 +292,14 @@ def test_other_scalars_are_trained_as_they_are(name):
         engine.gradients([(inputs, None), (inputs, None)])
     mode = {"estimation_mode": "empirical", "sample_inputs": inputs, "threads": 1}
     empirical = ke.Engine.from_onnx(file, loss="output", **mode)
-    with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
-        empirical.observe(inputs)
+    for refused in (
+        lambda: empirical.observe(inputs),
+        lambda: ke.verify(file, (inputs, None), loss="output"),
+        lambda: ke.curvature(file, (inputs, None), loss="output"),
+        lambda: ke.fit(file, inputs, loss="output", steps=1, batch_size=N),
+    ):
+        with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
+            refused()
 
 
 def test_numbers_of_examples_have_an_empirical_fisher_matrix():
