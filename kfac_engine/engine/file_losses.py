@@ -18,7 +18,7 @@ from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact
-from kfac_engine.losses.kinds import OUTPUT, Categorical, LossKind, Normal
+from kfac_engine.losses.kinds import OUTPUT, LossKind, Normal
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.losses.observed import Targets
 from kfac_engine.losses.table import LOSSES
@@ -112,10 +112,11 @@ class TakenLoss:
                 f"'{self.loss.value}' (shape {shape} in a sample run) as classes in one node and "
                 f"axis {self.loss.rank - 1} in another; correct the file."
             )
-        if self.loss.distribution != "normal":
+        if self.loss.distribution == "categorical":
             return options
+        # The mean of the file is one over features as well.
         features = shape[-1] if len(shape) > 1 and self.loss.reduction == "mean" else 1
-        factor = 1 / (pi * features)
+        factor = 1 / (features * (pi if self.loss.distribution == "normal" else 1))
         return replace(options, weights=[factor * weight for weight in options.coefficients])
 
     def reduction(self, chosen: Reduction) -> Reduction:
@@ -126,7 +127,7 @@ class TakenLoss:
     def _kind(self) -> LossKind:
         if self.loss.distribution == "normal":
             return Normal(var=_VARIANCE)
-        return Categorical(**self.loss.options)  # type: ignore[arg-type] # its own options
+        return LossKind(self.loss.distribution, **self.loss.options)
 
 
 def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:

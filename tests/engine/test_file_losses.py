@@ -107,6 +107,19 @@ RECOGNIZED = {
         "loss = Squeeze(m)",
         {"last": np.array([-1])},
     ),
+    "sigmoid": (
+        REAL,
+        "y = MatMul(x, W) c = Sub(one, label) m = Mul(c, y) s = Sigmoid(y) g = Log(s) "
+        "q = Sub(m, g) loss = ReduceMean<keepdims=0>(q)",
+        {"one": np.array(1.0)},
+    ),
+    "sigmoid, sum of two terms": (
+        REAL,
+        "y = MatMul(x, W) s = Sigmoid(y) g = Log(s) r = Sub(one, s) h = Log(r) "
+        "c = Sub(one, label) m = Mul(label, g) k = Mul(c, h) a = Add(m, k) q = Neg(a) "
+        "loss = ReduceSum<keepdims=0>(q)",
+        {"one": np.array(1.0)},
+    ),
     "square": (
         REAL,
         "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q)",
@@ -132,7 +145,7 @@ def batch(entry, seed=0, n=N):
     shape = {"double[n,5]": (n, D), "double[n,3,5]": (n, T, D), "double[n,5,3]": (n, D, T)}[x]
     labels = rng.integers(0, C, (n, T) if "3" in label else n)
     if "double" in label:
-        labels = rng.standard_normal((n, C))
+        labels = rng.random((n, C))  # probabilities, too
     return rng.standard_normal(shape), labels
 
 
@@ -225,6 +238,19 @@ def test_data_by_name_train_a_file_with_its_loss(tmp_path):
 # -- losses that are not recognized ----------------------------------------------------------------
 
 UNKNOWN = {
+    "sigmoid of another value": (
+        REAL,
+        "y = MatMul(x, W) c = Sub(one, label) m = Mul(c, y) n = Mul(y, two) s = Sigmoid(n) "
+        "g = Log(s) q = Sub(m, g) loss = ReduceMean<keepdims=0>(q)",
+        {"one": np.array(1.0), "two": np.array(2.0)},
+    ),
+    "sigmoid of other labels": (
+        REAL,
+        "y = MatMul(x, W) s = Sigmoid(y) g = Log(s) r = Sub(one, s) h = Log(r) "
+        "c = Sub(one, label) m = Mul(c, g) k = Mul(c, h) a = Add(m, k) q = Neg(a) "
+        "loss = ReduceSum<keepdims=0>(q)",
+        {"one": np.array(1.0)},
+    ),
     # The mean of weighted terms divides by their number, not by their weights.
     "weights, none and mean": (
         FLAT,

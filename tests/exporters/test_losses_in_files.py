@@ -38,6 +38,11 @@ LOSSES = {
     "shifted": ("positions", shifted),
     "mse": ("numbers", F.mse_loss),
     "mse, sum": ("numbers", lambda z, t: F.mse_loss(z, t, reduction="sum")),
+    "sigmoid": ("numbers", F.binary_cross_entropy_with_logits),
+    "sigmoid, sum": (
+        "numbers",
+        lambda z, t: F.binary_cross_entropy_with_logits(z, t, reduction="sum"),
+    ),
     "by hand": ("numbers", lambda z, t: ((z - t) ** 2).mean()),
 }
 
@@ -56,7 +61,7 @@ class Model(torch.nn.Module):
 def data(kind, n, seed=0):
     torch.manual_seed(seed)
     shape = (n, POSITIONS) if kind == "positions" else (n,)
-    labels = torch.randn(n, CLASSES) if kind == "numbers" else torch.randint(0, CLASSES, shape)
+    labels = torch.rand(n, CLASSES) if kind == "numbers" else torch.randint(0, CLASSES, shape)
     return torch.randn(*shape, 5), labels
 
 

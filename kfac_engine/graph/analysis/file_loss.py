@@ -4,6 +4,7 @@ Two operators of ONNX are losses, and exporters write others in a few nodes:
 
 - ``SoftmaxCrossEntropyLoss``, and ``NegativeLogLikelihoodLoss`` of a ``LogSoftmax``;
 - the entries of a ``LogSoftmax`` that ``GatherElements`` takes at the labels;
+- the sigmoid cross-entropy, in two forms;
 - the square of a difference.
 
 A mean or a sum over all entries follows, or no reduction. Logits and labels that are flattened
@@ -17,7 +18,7 @@ from typing import Literal
 from kfac_engine._types import Array
 from kfac_engine.graph.structure import Graph, Node
 
-Distribution = Literal["categorical", "normal"]
+Distribution = Literal["categorical", "multi_bernoulli", "normal"]
 _SAME = {"Identity", "Squeeze"}
 _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
 
@@ -80,6 +81,8 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
         loss = _operator(graph, maker, reduction, output)
     elif maker.op == "GatherElements" and sign < 0:
         loss = _gathered(graph, maker, reduction, output)
+    elif maker.op == ("Sub" if sign > 0 else "Add") and reduction != "none":
+        loss = _sigmoid(graph, maker, reduction, output)
     elif maker.op in {"Mul", "Pow"} and sign > 0 and reduction != "none":
         loss = _square(graph, maker, reduction, output)
     if loss is None:
@@ -160,6 +163,56 @@ def _gathered(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss
     )  # fmt: skip
     # The added axis is the last one of values with one axis more.
     return loss if loss is None or added == axis else replace(loss, rank=added + 1)
+
+
+def _sigmoid(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
+    """Return the sigmoid cross-entropy of logits z, with s = sigmoid(z).
+
+    Exporters write ``(1 − t)·z − log s``, or the negative of ``t·log s + (1 − t)·log(1 − s)``.
+    """
+    terms = [graph.producers.get(name) for name in node.inputs]
+    products = [term for term in terms if term is not None and term.op == "Mul"]
+    operands = [product.inputs for product in products]
+    for pair in [*operands, *(names[::-1] for names in operands)]:
+        labels, logits = _complement(graph, pair[0]), pair[1]
+        if labels is None:
+            continue
+        if node.op == "Sub" and terms[0] in products:
+            value = _argument(graph, node.inputs[1], "Log", "Sigmoid")
+            matches = value == logits
+        else:
+            inner = _argument(graph, logits, "Log")
+            value = _argument(graph, _complement(graph, inner or "") or "", "Sigmoid")
+            others = [names for names in operands if set(names) != set(pair)]
+            matches = len(others) == 1 and any(
+                name == labels and _argument(graph, other, "Log", "Sigmoid") == value
+                for name, other in (others[0], others[0][::-1])
+            )
+        if value is not None and matches:
+            options: dict[str, int | Array | None] = {"ignore_index": None}
+            return _with_labels(
+                graph, "multi_bernoulli", output, value, labels, -1, reduction, options
+            )
+    return None
+
+
+def _argument(graph: Graph, name: str, *ops: str) -> str | None:
+    """Return the operand of functions that are applied one after the other, the last one first."""
+    for op in ops:
+        node = graph.producers.get(name)
+        if node is None or node.op != op:
+            return None
+        name = node.inputs[0]
+    return name
+
+
+def _complement(graph: Graph, name: str) -> str | None:
+    """Return x for the value ``1 − x``."""
+    node = graph.producers.get(name)
+    if node is None or node.op != "Sub":
+        return None
+    one = graph.constants.get(node.inputs[0])
+    return node.inputs[1] if one is not None and one.size == 1 and (one == 1).all() else None
 
 
 def _square(graph: Graph, node: Node, reduction: str, output: str) -> FileLoss | None:
