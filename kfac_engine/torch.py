@@ -123,7 +123,7 @@ class KFAC:
 
     def step(
         self,
-        inputs: torch.Tensor | Sequence[torch.Tensor],
+        inputs: torch.Tensor | Sequence[torch.Tensor] | Sequence[tuple[Any, Targets]],
         targets: Targets = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
@@ -133,7 +133,9 @@ class KFAC:
         Parameters whose ``grad`` is None are left out.
 
         Args:
-            inputs: The inputs of the batch whose gradients the module has.
+            inputs: The inputs of the batch whose gradients the module has. For gradients that
+                several calls of ``backward`` have added up, a list of the parts, each a pair of
+                inputs and targets (or None).
             targets: The targets of the batch, or ``Weighted`` targets. They are needed if targets
                 are ignored or have weights, and for the estimation mode ``"empirical"``.
             scaler: The scaler that multiplied the loss. ``kl_clip`` then bounds the gradients
@@ -149,7 +151,7 @@ class KFAC:
                 or a factor of the loss makes ``kl_clip`` meaningless. No gradient changed.
             NonFiniteError: A gradient or a parameter holds NaN or infinity. No gradient changed.
         """
-        named, factor = self._named(_tensors(inputs)), _factor(scaler)
+        parts, factor = self._batches(inputs, targets), _factor(scaler)
         parameters = self._parameters()
         present = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not present:
@@ -162,7 +164,7 @@ class KFAC:
         self.engine.set_parameters(self.matches.to_engine(parameters))
         plain = present if factor == 1 else {n: g / factor for n, g in present.items()}
         gradients = self.matches.to_engine(plain)
-        self.engine.observe(named, targets)
+        self.engine.observe(parts)
         natural = self.engine.precondition(gradients)
         trained = {name: natural[name] for name in gradients}  # no copies of tied weights
         scale = self._scale(Result(0.0, gradients, trained))
@@ -185,6 +187,16 @@ class KFAC:
                 f"numbers by a constant, or pass kl_clip=None, which sets no bound."
             )
         return scale
+
+    def _batches(self, inputs: Any, targets: Targets) -> list[tuple[Mapping[str, Any], Targets]]:
+        """Return the parts of a batch, with inputs by name."""
+        parts = isinstance(inputs, list) and inputs and all(type(p) is tuple for p in inputs)
+        if parts and targets is not None:
+            raise InputError("the parts of a batch have their own targets; leave targets out.")
+        pairs = inputs if parts else [(inputs, targets)]
+        if any(len(pair) != 2 for pair in pairs):
+            raise InputError("each part of a batch must be a pair (inputs, targets).")
+        return [(self._named(_tensors(tensors)), labels) for tensors, labels in pairs]
 
     def _named(self, inputs: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         if len(inputs) != len(self._inputs):

@@ -66,6 +66,32 @@ def test_step_replaces_gradients_by_those_of_the_engine(case):
         np.testing.assert_array_equal(parameter.grad.numpy(), natural[names[name]])
 
 
+def test_step_of_parts_is_that_of_the_whole_batch(case):
+    """Several calls of ``backward`` add up gradients, and ``step`` takes all their inputs."""
+    _, module, batch, targets, path = case
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in module.modules()):
+        pytest.skip("a part is normalized by its own statistics")
+    module, options = copy.deepcopy(module), {"loss": "categorical", "model": path, "seed": 5}
+    parts = [(batch[:3], targets[:3]), (batch[3:], targets[3:])]
+    whole = KFAC(module, batch[:3], **options)
+    backward(module, batch, targets)
+    whole.step(batch, targets)
+    expected = {name: p.grad.clone() for name, p in module.named_parameters()}
+    kfac = KFAC(module, batch[:3], **options)
+    module.zero_grad()
+    for inputs, labels in parts:
+        share = len(labels) / len(targets)
+        (share * nn.functional.cross_entropy(module(inputs), labels)).backward()
+    kfac.step(parts)
+    for name, parameter in module.named_parameters():
+        atol = 1e-3 * float(abs(expected[name]).max())
+        np.testing.assert_allclose(parameter.grad, expected[name], rtol=1e-3, atol=atol)
+    with pytest.raises(ke.InputError, match="leave targets out"):
+        kfac.step(parts, targets)
+    with pytest.raises(ke.InputError, match="a pair"):
+        kfac.step([(batch, targets, 1)])
+
+
 @pytest.mark.quick
 def test_module_is_exported_without_a_file_and_keeps_its_modes():
     module, batch, targets = create("cnn")
