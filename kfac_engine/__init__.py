@@ -116,10 +116,13 @@ if TYPE_CHECKING:
     from kfac_engine.influence.influence import Influence as Influence
     from kfac_engine.laplace.posterior import Laplace as Laplace
     from kfac_engine.laplace.predictive import Predictive as Predictive
+    from kfac_engine.losses import L1 as L1
     from kfac_engine.losses import Categorical as Categorical
     from kfac_engine.losses import (
         CategoricalLogitsNegativeLogProbLoss as CategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.losses import ElementwiseLoss as ElementwiseLoss
+    from kfac_engine.losses import Huber as Huber
     from kfac_engine.losses import LossFunction as LossFunction
     from kfac_engine.losses import MultiBernoulli as MultiBernoulli
     from kfac_engine.losses import (
@@ -133,6 +136,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses import (
         OnehotCategoricalLogitsNegativeLogProbLoss as OnehotCategoricalLogitsNegativeLogProbLoss,
     )
+    from kfac_engine.losses import Poisson as Poisson
     from kfac_engine.losses import Weighted as Weighted
     from kfac_engine.pruning.merging import merge as merge
     from kfac_engine.pruning.pruning import prune as prune
@@ -274,6 +278,10 @@ _HOMES = {
     "MultiBernoulli": "losses",
     "Normal": "losses",
     "Weighted": "losses",
+    "ElementwiseLoss": "losses",
+    "L1": "losses",
+    "Huber": "losses",
+    "Poisson": "losses",
     "CategoricalLogitsNegativeLogProbLoss": "losses",
     "OnehotCategoricalLogitsNegativeLogProbLoss": "losses",
     "NormalMeanNegativeLogProbLoss": "losses",

@@ -34,7 +34,7 @@ from kfac_engine.printable import printable
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
-    from kfac_engine.losses.objective import Targets
+    from kfac_engine.losses.observed import Targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
 
 # A batch, and for each gradient of an example, loss input to cotangent.

@@ -21,7 +21,7 @@ from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 
 Damping = float | Mapping[str, float]
 

@@ -120,7 +120,7 @@ class Distribution(ABC):
         losses, norms, flags = self._agree(
             measurements, loss, norm, weighted, place="measured statistics"
         )
-        self._weigh(measurements, weighted=flags.any())
+        self._weigh(measurements, weighted=bool(flags.any()))
         return float(losses.sum()), float(norms.sum())
 
     def combine(
@@ -201,7 +201,7 @@ class Distribution(ABC):
         weighted = any(m.weighted for m in measurements)
         (flags,) = self._agree(measurements, weighted, place="bases of EKFAC")
         with self._shards.agreement.exchanging():
-            self._weigh(measurements, weighted=flags.any())
+            self._weigh(measurements, weighted=bool(flags.any()))
             self._shards.sum([measurement.array for measurement in measurements])
 
     def _combine(

@@ -43,7 +43,8 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet, undone_on_overflow
 from kfac_engine.engine.validation import check_load, checked_extras
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Observation, Targets
+from kfac_engine.losses.objective import Observation
+from kfac_engine.losses.observed import Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace

@@ -13,7 +13,7 @@ from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_batch_size
 from kfac_engine.errors import InputError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inference import InferenceModel
 
 

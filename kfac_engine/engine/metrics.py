@@ -18,8 +18,8 @@ from kfac_engine.arguments import listed
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
-from kfac_engine.losses.objective import Objective, Observation, Targets
-from kfac_engine.losses.observed import times
+from kfac_engine.losses.objective import Objective, Observation
+from kfac_engine.losses.observed import Targets, times
 from kfac_engine.registry import Registry
 
 # Takes the outputs of the model, as ``Engine.predict`` returns them, and the targets of a batch.

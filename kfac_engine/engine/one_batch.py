@@ -9,7 +9,7 @@ from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.options import EngineOptions, check_names
 from kfac_engine.engine.result import Result
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 
 
 def precondition(

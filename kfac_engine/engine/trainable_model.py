@@ -31,7 +31,8 @@ from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.losses.objective import BatchSize, Observation, Targets
+from kfac_engine.losses.objective import BatchSize, Observation
+from kfac_engine.losses.observed import Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples

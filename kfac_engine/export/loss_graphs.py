@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
@@ -173,7 +174,7 @@ class _LossBuilder(NodeBuilder):
         self.facts[name] = Fact(stored, tuple(self.fact.shape[axis] for axis in axes))
         return name
 
-    def numbers(self, array: Sequence[float], axis: int) -> str:
+    def numbers(self, array: Array, axis: int) -> str:
         """Add a constant with a number for each class or feature; return its name."""
         shape = [-1, *[1] * (len(self.fact.shape) - 1 - axis)]
         return self._recorded(self.constant(np.asarray(array, self.fact.dtype).reshape(shape)))

@@ -22,7 +22,7 @@ from kfac_engine.laplace.likelihood import Likelihood
 from kfac_engine.laplace.links import LINKS
 from kfac_engine.laplace.predictive import Linearization, Predictive
 from kfac_engine.laplace.targets import Outputs
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 
 # Prior precisions among which a validation chooses, and the number of values of the second round.
 _PRECISIONS, _REFINED = np.logspace(-4, 6, 21), 9

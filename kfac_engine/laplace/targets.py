@@ -14,7 +14,7 @@ from kfac_engine.laplace.links import LINKS, Link, Logits
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 
 
 @dataclass(frozen=True, slots=True)

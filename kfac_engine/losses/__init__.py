@@ -9,18 +9,37 @@ from kfac_engine.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
     OnehotCategoricalLogitsNegativeLogProbLoss,
 )
-from kfac_engine.losses.kinds import Categorical, LossKind, MultiBernoulli, Normal
+from kfac_engine.losses.elementwise import ElementwiseLoss
+from kfac_engine.losses.kinds import (
+    L1,
+    Categorical,
+    Huber,
+    LossKind,
+    MultiBernoulli,
+    Normal,
+    Poisson,
+)
 from kfac_engine.losses.normal import (
     NormalMeanNegativeLogProbLoss,
     NormalMeanVarianceNegativeLogProbLoss,
 )
 from kfac_engine.losses.observed import Weighted
+from kfac_engine.losses.outliers import (
+    HuberNegativeLogProbLoss,
+    LaplaceNegativeLogProbLoss,
+    PoissonNegativeLogProbLoss,
+)
 from kfac_engine.losses.table import LOSSES, LossFactory
 
 __all__ = [
+    "L1",
     "LOSSES",
     "Categorical",
     "CategoricalLogitsNegativeLogProbLoss",
+    "ElementwiseLoss",
+    "Huber",
+    "HuberNegativeLogProbLoss",
+    "LaplaceNegativeLogProbLoss",
     "LossFactory",
     "LossFunction",
     "LossKind",
@@ -30,6 +49,8 @@ __all__ = [
     "NormalMeanNegativeLogProbLoss",
     "NormalMeanVarianceNegativeLogProbLoss",
     "OnehotCategoricalLogitsNegativeLogProbLoss",
+    "Poisson",
+    "PoissonNegativeLogProbLoss",
     "RegisteredLoss",
     "Weighted",
 ]

@@ -117,7 +117,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return self.class_weights is not None
 
     def may_observe(self, values: Values, target: int) -> bool:
-        return 0 <= target < values[self.logits].shape[self._axis(values)]
+        return target in range(values[self.logits].shape[self._axis(values)])
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         return self.terms_and_gradient(values, targets)[0]
@@ -248,7 +248,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def _classes(self, values: Values, targets: Array) -> Array:
         """Return the class ids of targets; the most probable ones of probabilities."""
         rows = targets.ndim == values[self.logits].ndim
-        return targets.argmax(axis=self._axis(values)) if rows else targets  # type: ignore[no-any-return] # an array
+        return targets.argmax(axis=self._axis(values)) if rows else targets
 
     def _softmax(self, values: Values) -> "_Softmax":
         return _Softmax.of(values[self.logits], self._axis(values))
@@ -334,8 +334,11 @@ def _entries(ids: Array, like: Array, axis: int) -> Array:
     ids = ids.astype(np.int64, copy=False)  # uint64 would become float64
     rows = xp.arange(ids.size).reshape(ids.shape)
     if inner > 1:
-        return rows // inner * (inner * like.shape[axis]) + rows % inner + ids * inner
-    result: Array = rows * like.shape[axis] + ids
+        rows = rows // inner * (inner * like.shape[axis]) + rows % inner
+        ids = ids * inner
+    else:
+        rows = rows * like.shape[axis]
+    result: Array = rows + ids
     return result
 
 

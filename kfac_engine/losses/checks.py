@@ -1,6 +1,5 @@
 """Checks of the values that losses read from a batch."""
 
-from numbers import Real
 from typing import Protocol
 
 import numpy as np
@@ -204,7 +203,7 @@ def class_numbers(
 def smoothing(value: object) -> float:
     """Return a label smoothing, a number in [0, 1); raise an InputError for another value."""
     number("label_smoothing", value)
-    assert isinstance(value, Real)  # checked
+    assert isinstance(value, int | float | np.number)  # checked
     if not 0 <= value < 1:
         raise InputError(f"label_smoothing must lie in [0, 1), got {value}.")
     return float(value)

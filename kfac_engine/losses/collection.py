@@ -3,6 +3,8 @@
 from itertools import count
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
 
@@ -148,12 +150,11 @@ def check_reuse(reuse: object) -> None:
         raise InputError(f"reuse is True, False or 'VARIABLE_SCOPE', got {reuse!r}.")
 
 
-def _distribution(loss: LossFunction) -> tuple[object, ...]:
-    """Return the properties that the towers of a loss must share."""
-    options = (getattr(loss, name, None) for name in ("class_weights", "positive_weights"))
-    weights = (None if numbers is None else tuple(numbers) for numbers in options)
-    smoothing = getattr(loss, "label_smoothing", None)
-    return (
-        type(loss), loss.class_axis, getattr(loss, "var", None), loss.ignore_index, smoothing,
-        *weights,
-    )  # fmt: skip
+def _distribution(loss: LossFunction) -> tuple[type, dict[str, object]]:
+    """Return the properties that the towers of a loss must share: all but names and the seed."""
+    options = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in vars(loss).items()
+        if name not in {"inputs", "targets", "seed"}
+    }
+    return type(loss), {n: v for n, v in options.items() if v not in list(loss.inputs)}

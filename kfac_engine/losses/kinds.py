@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 from kfac_engine._types import Array
 from kfac_engine.errors import UnknownNameError
@@ -31,7 +32,7 @@ class LossKind:
         InputError: An option has a wrong value.
     """
 
-    def __init__(self, name: str, **options: object) -> None:
+    def __init__(self, name: str, **options: Any) -> None:
         self.name, self.options = name, options
         known = list(signature(LOSSES[name]).parameters)[1:]
         for option in options:
@@ -59,8 +60,8 @@ class LossKind:
             targets: Name of the targets.
             class_axis: Axis of the classes or features.
         """
-        # The options have been compared with the signature.
-        return LOSSES[self.name](output, targets=targets, class_axis=class_axis, **self.options)  # type: ignore[call-arg]
+        place: dict[str, Any] = {"targets": targets, "class_axis": class_axis}
+        return LOSSES[self.name](output, **place, **self.options)
 
 
 class FileOutput(LossKind):
@@ -134,3 +135,38 @@ class Normal(LossKind):
 
     def __init__(self, *, var: float = 0.5, ignore_index: int | None = None) -> None:
         super().__init__("normal", var=var, ignore_index=ignore_index)
+
+
+class L1(LossKind):
+    """Targets of a Laplace distribution; for ``scale=1`` the absolute error plus a constant.
+
+    Args:
+        scale: The scale > 0.
+        ignore_index: Target that does not count; None for none.
+    """
+
+    def __init__(self, *, scale: float = 1.0, ignore_index: int | None = None) -> None:
+        super().__init__("l1", scale=scale, ignore_index=ignore_index)
+
+
+class Huber(LossKind):
+    """Huber loss: half the squared error up to ``delta``, linear beyond it, plus a constant.
+
+    Args:
+        delta: The error > 0 from which the loss is linear.
+        ignore_index: Target that does not count; None for none.
+    """
+
+    def __init__(self, *, delta: float = 1.0, ignore_index: int | None = None) -> None:
+        super().__init__("huber", delta=delta, ignore_index=ignore_index)
+
+
+class Poisson(LossKind):
+    """Counts, of which the model predicts the logarithm of the rate.
+
+    Args:
+        ignore_index: Target that does not count; None for none.
+    """
+
+    def __init__(self, *, ignore_index: int | None = -100) -> None:
+        super().__init__("poisson", ignore_index=ignore_index)

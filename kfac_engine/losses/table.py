@@ -6,6 +6,11 @@ from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
+from kfac_engine.losses.outliers import (
+    HuberNegativeLogProbLoss,
+    LaplaceNegativeLogProbLoss,
+    PoissonNegativeLogProbLoss,
+)
 from kfac_engine.registry import Registry
 
 
@@ -33,6 +38,11 @@ LOSSES: Registry[LossFactory] = Registry(
         "normal": NormalMeanNegativeLogProbLoss,
         "squared_error": NormalMeanNegativeLogProbLoss,
         "mse": NormalMeanNegativeLogProbLoss,
+        "laplace": LaplaceNegativeLogProbLoss,
+        "absolute_error": LaplaceNegativeLogProbLoss,
+        "l1": LaplaceNegativeLogProbLoss,
+        "huber": HuberNegativeLogProbLoss,
+        "poisson": PoissonNegativeLogProbLoss,
         "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
         "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
         "bce": MultiBernoulliNegativeLogProbLoss,

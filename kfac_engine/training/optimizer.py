@@ -23,7 +23,7 @@ from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 from kfac_engine.sealed import Sealed
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.text.summary import Summarized, Summary

@@ -15,7 +15,7 @@ from kfac_engine.errors import ModelError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.graph.reference import ReferenceModel
 from kfac_engine.graph.structure import Graph
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.trace import Trace
 

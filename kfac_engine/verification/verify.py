@@ -11,7 +11,7 @@ from kfac_engine.datasets.forms import Data, Path, batches_of
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Targets
+from kfac_engine.losses.observed import Targets
 from kfac_engine.training.bars import stages
 from kfac_engine.verification import blocks, exports, gradients, inverses, products
 from kfac_engine.verification.checks import Check, Verification

@@ -8,11 +8,14 @@ from numpy.typing import NDArray
 
 from kfac_engine.losses import (
     CategoricalLogitsNegativeLogProbLoss,
+    HuberNegativeLogProbLoss,
+    LaplaceNegativeLogProbLoss,
     LossFunction,
     MultiBernoulliNegativeLogProbLoss,
     NormalMeanNegativeLogProbLoss,
     NormalMeanVarianceNegativeLogProbLoss,
     OnehotCategoricalLogitsNegativeLogProbLoss,
+    PoissonNegativeLogProbLoss,
 )
 
 
@@ -55,6 +58,10 @@ def bits(*shape: int) -> Callable[[np.random.Generator], NDArray]:
     return lambda rng: rng.integers(0, 2, shape).astype(np.float64)
 
 
+def counts(*shape: int) -> Callable[[np.random.Generator], NDArray]:
+    return lambda rng: rng.integers(0, 4, shape).astype(np.float64)
+
+
 def rows(n: int, classes: int) -> Callable[[np.random.Generator], NDArray]:
     return lambda rng: np.eye(classes)[rng.integers(0, classes, n)]
 
@@ -62,6 +69,9 @@ def rows(n: int, classes: int) -> Callable[[np.random.Generator], NDArray]:
 CATEGORICAL = CategoricalLogitsNegativeLogProbLoss
 NORMAL = NormalMeanNegativeLogProbLoss
 BOTH = NormalMeanVarianceNegativeLogProbLoss
+LAPLACE = LaplaceNegativeLogProbLoss
+HUBER = HuberNegativeLogProbLoss
+POISSON = PoissonNegativeLogProbLoss
 BERNOULLI = MultiBernoulliNegativeLogProbLoss
 
 CASES = (
@@ -85,6 +95,9 @@ CASES = (
         "mean and variance image", BOTH("z", "s", "t", class_axis=1), (2, 3, 2), reals(2, 3, 2), 2
     ),
     Case("Bernoulli", BERNOULLI("z", "t"), (3, 4), bits(3, 4)),
+    Case("Laplace", LAPLACE("z", 0.7, "t"), (3, 4), reals(3, 4)),
+    Case("Huber", HUBER("z", 0.7, "t"), (3, 4), reals(3, 4)),
+    Case("Poisson", POISSON("z", "t"), (3, 4), counts(3, 4)),
     Case("Bernoulli tokens", BERNOULLI("z", "t"), (2, 3, 2), bits(2, 3, 2), 3),
 )
 NATURAL = tuple(case for case in CASES if case.loss.ggn_equals_fisher)

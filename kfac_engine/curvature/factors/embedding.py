@@ -1,6 +1,7 @@
 """The input factor of embeddings: a diagonal of the frequencies of token ids."""
 
 from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -37,7 +38,7 @@ class IdCounts(KroneckerDiagonal):
         for towers, uses in self._towers():
             arrays = self._arrays(uses, self._in_rows(values), backend)
             weights = self._row_weights(uses, values)
-            shares = weights or [None] * len(arrays)
+            shares: Sequence[Array | None] = weights or [None] * len(arrays)
             rows = sum(self.view.count(ids.shape) for ids in arrays)
             total = rows if weights is None else sum(float(w.sum()) for w in weights)
             for ids, share in zip(arrays, shares, strict=True):

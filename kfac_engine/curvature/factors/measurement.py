@@ -239,7 +239,7 @@ class Measurement:
             return
         if self._square is not None:
             backend, sums = self.factor.backend, self._array
-            self._square.add_sums(average, sums, self.examples, backend, alpha, beta)
+            self._square.add_sums(average, sums, int(self.examples), backend, alpha, beta)
         else:
             average *= beta
             self._array *= alpha

@@ -149,4 +149,5 @@ class ExampleWeights:
         reached = of_rows((ds != 0).astype(ds.dtype))
         if self.weights is None or self.partial is None:
             return reached
-        return spread(self.weights) * b.xp.maximum(reached, spread(~self.partial))
+        counts: Array = spread(self.weights) * b.xp.maximum(reached, spread(~self.partial))
+        return counts

@@ -1,0 +1,235 @@
+"""Losses of targets with outliers, and of counts: Laplace, Huber and Poisson distributions.
+
+The Laplace and the Huber distribution are those of the absolute and of the Huber error. Their
+Fisher information with respect to the mean is a constant, while the second derivative of the loss
+is zero for large errors: curvature matrices are Fisher matrices.
+"""
+
+from collections.abc import Mapping
+from math import erf, exp, log, pi, sqrt
+from typing import ClassVar
+
+import numpy as np
+from scipy import special
+
+from kfac_engine._types import Array, Values
+from kfac_engine.arguments import positive
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.errors import InputError
+from kfac_engine.losses.checks import check_matching_targets, first_index
+from kfac_engine.losses.elementwise import ElementwiseLoss
+
+
+class _LocationLoss(ElementwiseLoss):
+    """A distribution of the error of a mean, whose Fisher information is a constant."""
+
+    ggn_equals_fisher: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        mean: str,
+        targets: str | None,
+        seed: int | None,
+        class_axis: int,
+        ignore_index: int | None,
+    ) -> None:
+        super().__init__((mean,), targets, seed, class_axis, ignore_index)
+        self.mean = mean
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.mean, values[self.mean], targets)
+
+    def errors(self, values: Values, targets: Array) -> Array:
+        mean = values[self.mean]
+        result: Array = mean - targets.astype(mean.dtype, copy=False)
+        return result
+
+    def _constant(self, values: Values, information: float) -> dict[str, Array]:
+        mean = values[self.mean]
+        return {self.mean: array_module(mean).full_like(mean, information)}
+
+    def _drawn(self, values: Values, errors: Array) -> Array:
+        mean = values[self.mean]
+        result: Array = (mean + array_module(mean).asarray(errors)).astype(mean.dtype)
+        return result
+
+
+class LaplaceNegativeLogProbLoss(_LocationLoss):
+    """Laplace distribution with mean m and scale b: ``|t − m|/b + log 2b`` for a target t.
+
+    For b = 1, the loss is the absolute error plus a constant. The Fisher information is ``1/b²``.
+
+    Args:
+        mean: Name of the predicted means, of any shape with the batch on the first axis.
+        scale: The scale b > 0.
+        targets: Name of the targets, in the shape of the means.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
+
+    Raises:
+        InputError: The scale is not a positive number.
+    """
+
+    def __init__(
+        self,
+        mean: str,
+        scale: float = 1.0,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__(mean, targets, seed, class_axis, ignore_index)
+        positive(f"the scale of the loss on '{mean}'", scale)
+        self.scale = float(scale)
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        result: Array = abs(self.errors(values, targets)) / self.scale + log(2 * self.scale)
+        return result
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        error = self.errors(values, targets)
+        return {self.mean: array_module(error).sign(error) / self.scale}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        u = rng.random(values[self.mean].shape) - 0.5
+        return self._drawn(values, -self.scale * np.sign(u) * np.log1p(-2 * np.abs(u)))
+
+    def information(self, values: Values) -> dict[str, Array]:
+        return self._constant(values, self.scale**-2)
+
+    def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        return {self.mean: 0 * v[self.mean]}
+
+
+class HuberNegativeLogProbLoss(_LocationLoss):
+    """Huber distribution: ``e²/2`` for errors ``|e| ≤ δ``, ``δ(|e| − δ/2)`` for others, plus log Z.
+
+    The Fisher information is the probability of an error within δ.
+
+    Args:
+        mean: Name of the predicted means, of any shape with the batch on the first axis.
+        delta: The error δ > 0 from which the loss is linear.
+        targets: Name of the targets, in the shape of the means.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
+
+    Raises:
+        InputError: ``delta`` is not a positive number.
+
+    Source: Huber 1964, Robust estimation of a location parameter, section 4.
+    """
+
+    def __init__(
+        self,
+        mean: str,
+        delta: float = 1.0,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__(mean, targets, seed, class_axis, ignore_index)
+        positive(f"delta of the loss on '{mean}'", delta)
+        self.delta = float(delta)
+        centre = sqrt(2 * pi) * erf(self.delta / sqrt(2))  # ∫ exp(−e²/2) within δ
+        tails = 2 / self.delta * exp(-(self.delta**2) / 2)
+        self._normalizer, self._within = centre + tails, centre / (centre + tails)
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        error = abs(self.errors(values, targets))
+        small = array_module(error).minimum(error, self.delta)
+        result: Array = small * (error - small / 2) + log(self._normalizer)
+        return result
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        error = self.errors(values, targets)
+        return {self.mean: error.clip(-self.delta, self.delta)}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        u = rng.random(values[self.mean].shape)
+        # The distribution function has an inverse in each of its parts.
+        tail = (1 - self._within) / 2
+        part = np.minimum(u, 1 - u)
+        far = self.delta + np.log(tail / np.maximum(part, 1e-300)) / self.delta
+        low = special.ndtr(-self.delta)
+        share = (u - tail).clip(0, self._within) / self._within
+        middle = special.ndtri(low + share * (1 - 2 * low))
+        return self._drawn(values, np.where(part < tail, np.sign(u - 0.5) * far, middle))
+
+    def information(self, values: Values) -> dict[str, Array]:
+        return self._constant(values, self._within)
+
+    def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
+        error = self.errors(values, values[self.require_target_name()])
+        return {self.mean: (abs(error) <= self.delta) * v[self.mean]}
+
+
+class PoissonNegativeLogProbLoss(ElementwiseLoss):
+    """Counts with the logarithm z of their rate: ``exp z − t z + log t!`` for a target t.
+
+    Args:
+        log_rate: Name of the logarithms of the rates, of any shape with the batch first.
+        targets: Name of the counts, in the shape of the rates; any numbers ≥ 0.
+        seed: Seed of ``evaluate_on_sample``; None counts as 0.
+        class_axis: Axis of the features.
+        ignore_index: Target that does not count; None for none.
+    """
+
+    def __init__(
+        self,
+        log_rate: str,
+        targets: str | None = None,
+        seed: int | None = None,
+        *,
+        class_axis: int = -1,
+        ignore_index: int | None = -100,
+    ) -> None:
+        super().__init__((log_rate,), targets, seed, class_axis, ignore_index)
+        self.log_rate = log_rate
+
+    def negative_log_probs(self, values: Values, targets: Array) -> Array:
+        z = values[self.log_rate]
+        xp, t = array_module(z), targets.astype(z.dtype, copy=False)
+        host = targets.get() if hasattr(targets, "get") else targets
+        result: Array = xp.exp(z) - t * z + xp.asarray(special.gammaln(host + 1.0), z.dtype)
+        return result
+
+    def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:
+        z = values[self.log_rate]
+        return {self.log_rate: array_module(z).exp(z) - targets.astype(z.dtype, copy=False)}
+
+    def sample(self, values: Values, rng: np.random.Generator) -> Array:
+        z = values[self.log_rate]
+        host = z.get() if hasattr(z, "get") else z
+        rate, u = np.exp(host.astype(np.float64)), rng.random(z.shape)
+        counts = np.ceil(special.pdtrik(u, rate)).clip(0)
+        fewer = (counts - 1).clip(0)
+        counts = np.where(special.pdtr(fewer, rate) >= u, fewer, counts)  # against rounding
+        result: Array = array_module(z).asarray(counts, z.dtype)
+        return result
+
+    def information(self, values: Values) -> dict[str, Array]:
+        z = values[self.log_rate]
+        return {self.log_rate: array_module(z).exp(z)}
+
+    def may_observe(self, values: Values, target: int) -> bool:
+        return target >= 0
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.log_rate, values[self.log_rate], targets)
+        if (targets < 0).any():
+            where = first_index(targets < 0)
+            raise InputError(
+                f"target {targets[where]} at {where} of '{self.log_rate}' is no count: it is "
+                f"negative."
+            ).at("targets", where)
+
+    def errors(self, values: Values, targets: Array) -> Array:
+        z = values[self.log_rate]
+        result: Array = array_module(z).exp(z) - targets.astype(z.dtype, copy=False)
+        return result
