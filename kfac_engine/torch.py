@@ -104,8 +104,8 @@ class KFAC:
         graph = loaded.graph
         if isinstance(loss, torch.nn.Module):
             shape = loaded.output_shapes.get(options.get("output", graph.outputs[0]), ())
-            loss, own = loss_options(loss, shape)
-            chosen |= own
+            loss, of_loss = loss_options(loss, shape)
+            chosen |= of_loss
         self._inputs = [entry.name for entry in graph.inputs]
         trained = [n for n in _trained(module) if n in graph.constants]
         if model is None and trained:

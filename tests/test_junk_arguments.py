@@ -165,6 +165,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "MultiBernoulliNegativeLogProbLoss",
         )
     },
+    **{
+        name: (getattr(ke, name), dict)
+        for name in ("Categorical", "MultiBernoulli", "Normal", "L1", "Huber", "Poisson")
+    },
+    "Weighted": (ke.Weighted, lambda: {"targets": None, "weights": 1}),
     "NormalMeanNegativeLogProbLoss": (
         ke.NormalMeanNegativeLogProbLoss, lambda: {"mean": "a"},
     ),
@@ -224,6 +229,7 @@ MADE = {
     "ParameterMatches", "Result", "LayerReport", "FactorSpectrum", "Factors", "ParameterFactors",
     "FactorView", "MemoryReport", "Curvature", "CurvatureOperator", "SpectrumEstimate",
     "Predictive", "Communicator", "over_mpi", "over_nccl", "OnnxModel", "Trace", "LossFunction",
+    "ElementwiseLoss",
     "StepReport", "History", "Callback", "RateSearch", "SavedState", "Verification", "Check",
     "Measurement", "RelativeDamping", "CurvatureMatrixVectorProductComputer", "Engine",
     "get_default_layer_collection",

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.datasets.examples import TARGETS
+from kfac_engine.datasets.examples import TARGETS, WEIGHTS
 from kfac_engine.datasets.files import first_shard
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
@@ -98,7 +98,7 @@ def read_data(
     """
     graph = load_graph(model)
     names = [entry.name for entry in graph.inputs]
-    labels = {TARGETS, *graph.outputs} - {*names}
+    labels = {TARGETS, WEIGHTS, *graph.outputs} - {*names}
     data: Any = inputs
     if names_folder(inputs):
         arrays = first_shard(inputs, (*names, *labels))

@@ -270,20 +270,29 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
         counts = b.value("Unsqueeze", counts, b.integers(axis), shape=column)
     divisor = counts
     if w is not None:
-        own = b.value("Gather", b.numbers(w, len(shape) - 1), index, shape=column, axis=0)
-        divisor = own if counts is None else b.value("Mul", counts, own, shape=column)
+        of_classes = b.value("Gather", b.numbers(w, len(shape) - 1), index, shape=column, axis=0)
+        divisor = of_classes
+        if counts is not None:
+            divisor = b.value("Mul", counts, of_classes, shape=column)
     if divisor is not None:
         nll = b.value("Mul", nll, divisor, shape=column)
     if smoothing:
-        share = b.value("LogSoftmax", logits, shape=shape, axis=axis)
-        if w is not None:
-            share = b.value("Mul", share, b.numbers(w, axis), shape=shape)
-        share = b.value("ReduceSum", share, b.integers(axis), shape=column, keepdims=1)
-        share = b.times(share, -smoothing / shape[axis])
-        if counts is not None:
-            share = b.value("Mul", share, counts, shape=column)
+        share = _of_all_classes(b, term, counts)
         nll = b.value("Add", b.times(nll, 1 - smoothing), share, shape=column)
     b.reduce(nll, axis, divisor)
+
+
+def _of_all_classes(b: _LossBuilder, term: Term, counts: str | None) -> str:
+    """Write the part of the loss that label smoothing divides among all classes."""
+    assert isinstance(term.loss, CategoricalLogitsNegativeLogProbLoss)
+    shape, axis, w = b.fact.shape, term.axis, term.loss.class_weights
+    column = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    log_p = b.value("LogSoftmax", term.value, shape=shape, axis=axis)
+    if w is not None:
+        log_p = b.value("Mul", log_p, b.numbers(w, axis), shape=shape)
+    total = b.value("ReduceSum", log_p, b.integers(axis), shape=column, keepdims=1)
+    share = b.times(total, -term.loss.label_smoothing / shape[axis])
+    return share if counts is None else b.value("Mul", share, counts, shape=column)
 
 
 def _normal(b: _LossBuilder, term: Term) -> None:

@@ -60,7 +60,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         super().__init__((logits,), targets, seed, class_axis, ignore_index)
         self.logits = logits
         if isinstance(positive_weights, Real):
-            positive_weights = [float(positive_weights)]
+            positive_weights = [positive_weights]
         self.positive_weights = class_numbers("positive_weights", positive_weights)
         self.label_smoothing = smoothing(label_smoothing)
 

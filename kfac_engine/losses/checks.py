@@ -191,7 +191,7 @@ def class_numbers(
         return None
     try:
         array = np.array(numbers, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         array = np.empty((0, 0))
     if array.ndim != 1 or not array.size or not np.isfinite(array).all() or (array < 0).any():
         raise InputError(

@@ -91,9 +91,9 @@ class ExampleWeights:
                     f"other than 0 and 1 cannot be assigned to examples; give them an axis of "
                     f"their own, or use a mask."
                 )
-            own = xp.ones((1,) * like.ndim) if weights is None else weights
-            own = xp.moveaxis(xp.broadcast_to(own, like.shape), axis, 0)
-            rows.append(own.reshape(examples, -1).astype(np.float64))
+            counts = xp.ones((1,) * like.ndim) if weights is None else weights
+            counts = xp.moveaxis(xp.broadcast_to(counts, like.shape), axis, 0)
+            rows.append(counts.reshape(examples, -1).astype(np.float64))
         joined = xp.concatenate(rows, axis=1)
         counting = (joined > 0).sum(axis=1)
         means = joined.sum(axis=1) / xp.maximum(counting, 1)
@@ -118,7 +118,7 @@ class ExampleWeights:
             Name, as factors read it, to a weight for each row. A row that several layers read has
             a weight if one of them has a gradient there.
         """
-        found: dict[str, Array] = {}
+        weights_of_rows: dict[str, Array] = {}
         for layer in layers:
             rows = [self._of_output(layer, name, gradients[name], b) for name in layer.outputs]
             if len(layer.inputs) < len(rows):
@@ -127,8 +127,9 @@ class ExampleWeights:
                 rows = b.xp.split(rows[0], len(layer.inputs))
             for name, weights in zip(layer.inputs, rows, strict=True):
                 key = rows_name(name)
-                found[key] = b.xp.maximum(found[key], weights) if key in found else weights
-        return found
+                known = weights_of_rows.get(key)
+                weights_of_rows[key] = weights if known is None else b.xp.maximum(known, weights)
+        return weights_of_rows
 
     def _of_output(self, layer: LayerRows, name: str, ds: Array, b: Backend) -> Array:
         """Return the weight of each row of an output of a layer."""

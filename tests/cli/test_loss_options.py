@@ -1,0 +1,80 @@
+"""Options of losses, and weights of targets in data files, on the command line."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import kfac_engine as ke
+from kfac_engine.__main__ import main
+from tests import models
+from tests.training import softmax_net as net
+
+WEIGHTS = [0.5, 2.0, 1.0]
+
+
+@pytest.fixture
+def batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = models.mlp()
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    inputs = models.random_inputs(model, batch=6)
+    targets, weights = np.array([0, 1, 2, 7, 1, 2]), np.array([1, 0, 2, 1, 0.5, 1])
+    np.savez("x.npz", **inputs, targets=targets)
+    np.savez("w.npz", **inputs, targets=targets, weights=weights)
+    np.save("c.npy", WEIGHTS)
+    (tmp_path / "c.txt").write_text("0.5, 2.0\n1.0\n")
+    return inputs, targets, weights
+
+
+def gradients(data, *options):
+    assert main(["precondition", "m.onnx", "--inputs", data, "-o", "g.safetensors", *options]) == 0
+    return load_file("g.safetensors")
+
+
+def test_options_and_weights_are_those_of_python(batch, capsys):
+    inputs, targets, weights = batch
+    model = models.mlp()
+    kind = ke.Categorical(ignore_index=7, class_weights=WEIGHTS, label_smoothing=0.1)
+    options = ["--ignore-index=7", "--label-smoothing=0.1"]
+    for data, wanted in (("x.npz", targets), ("w.npz", ke.Weighted(targets, weights))):
+        expected = ke.precondition(model, inputs, wanted, loss=kind)
+        for file in ("c.npy", "c.txt"):
+            found = gradients(data, *options, f"--class-weights={file}")
+            for name, array in expected.natural_gradients.items():
+                np.testing.assert_array_equal(found[f"natural_gradient/{name}"], array)
+    capsys.readouterr()
+
+
+def test_a_file_without_numbers_is_one_clear_error(batch, capsys, tmp_path):
+    (tmp_path / "no.txt").write_text("many")
+    arguments = [
+        "precondition",
+        "m.onnx",
+        "--inputs",
+        "x.npz",
+        "-o",
+        "g.safetensors",
+        "--ignore-index=7",
+    ]
+    for file, message in (("no.txt", "text with numbers"), ("absent.txt", "no such file")):
+        assert main([*arguments, f"--class-weights={file}"]) != 0
+        assert message in capsys.readouterr().err
+    assert main([*arguments, "--label-smoothing=1"]) != 0
+    assert "label_smoothing must lie in [0, 1)" in capsys.readouterr().err
+
+
+def test_train_takes_weights_of_a_data_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.onnx").write_bytes(net.model().SerializeToString())
+    x, y = net.batch(0, n=64)
+    (name,) = ke.Engine.from_onnx(net.model(), loss="categorical").example_axes.inputs
+    np.savez("d.npz", **{name: x}, targets=y, weights=np.arange(64.0))
+    files = []
+    for weights in (True, False):
+        if not weights:
+            np.savez("d.npz", **{name: x}, targets=y)
+        options = ["--data=d.npz", "--epochs=2", "--batch-size=16", "--optimizer=adam"]
+        assert main(["train", "m.onnx", *options, "-o", "t.onnx"]) == 0
+        files.append((tmp_path / "t.onnx").read_bytes())
+    assert files[0] != files[1]
+    capsys.readouterr()
