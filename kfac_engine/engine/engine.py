@@ -332,7 +332,7 @@ class Engine(Summarized, PreconditioningModel):
                 the first pass counts their examples and predictions.
             examples: Number of examples of the batch, if the trace is that of a part of the batch.
                 Under the reduction ``"sum"``, the statistics are multiplied by the ratio of the
-                numbers.
+                numbers. A part in which no target counts changes nothing.
 
         Raises:
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
@@ -347,12 +347,19 @@ class Engine(Summarized, PreconditioningModel):
                 only = trace if isinstance(trace, Trace) else self.trace(*parts[0])
                 observation = self._meet(only, self._observe(only, targets=False), examples)
                 self.estimator.refreshes.wait()
-                update = self._measure(only, observation)
+                counts = examples is None or all(observation.whole.totals)
+                update = self._measure(only, observation) if counts else None
+            if update is None:
+                return  # no target of the examples counts
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
 
-    def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate:
-        """Measure the statistics of a batch in parts; its random targets are those of the batch."""
+    def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate | None:
+        """Measure the statistics of a batch in parts; its random targets are those of the batch.
+
+        Returns:
+            The update; None if no target of some examples of a batch counts.
+        """
         estimator, alone = self.estimator, self._shards.alone
         self.require_examples("statistics of curvature need")
 
@@ -360,6 +367,8 @@ class Engine(Summarized, PreconditioningModel):
             return self._meet(trace, self._observe(trace, targets=False))
 
         traced.count(self._shards, meet, examples)
+        if examples is not None and not all(traced.size.totals):
+            return None
         estimator.refreshes.wait()
         if not self._draws_placed:
             estimator.place_draws(draw_placements(self._assembly))

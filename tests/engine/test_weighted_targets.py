@@ -296,3 +296,74 @@ def test_an_approximation_of_pixels_refuses_weights():
     tested = engine(model, approximations={"conv2d": "kron_sua"})
     with pytest.raises(ke.UnsupportedError, match="kron_sua"):
         tested.step(inputs, ke.Weighted(targets_of(model, inputs), WEIGHTS))
+
+
+def test_statistics_of_a_part_in_which_nothing_counts_stay():
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=6)
+    targets = targets_of(model, inputs)
+    tested = engine(model)
+    tested.step(inputs, targets)
+    before = [factor.cov for factor in tested.estimator.factors]
+    trace = tested.trace(rows(inputs, slice(0, 2)), np.full(2, -100))
+    tested.update_statistics(trace, 6)
+    for factor, average in zip(tested.estimator.factors, before, strict=True):
+        np.testing.assert_array_equal(factor.cov, average)
+    with pytest.raises(ke.NonFiniteError, match="counts"):
+        tested.update_statistics(trace)
+
+
+@pytest.mark.parametrize("make", [ke.Adam, ke.Muon])
+def test_optimizers_take_the_steps_of_a_batch_without_what_does_not_count(make):
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=12)
+    targets = targets_of(model, inputs)
+    ignored = np.where(np.arange(12) % 3 == 0, -100, targets)
+    one, two = make(engine(model)), make(engine(model))
+    chosen = ignored >= 0
+    for _ in range(3):
+        padded = one.step(inputs, ignored)
+        alone = two.step(rows(inputs, chosen), targets[chosen])
+        assert padded.loss == pytest.approx(alone.loss, rel=1e-5)
+    for name, array in two.engine.parameters.items():
+        np.testing.assert_allclose(one.engine.parameters[name], array, atol=1e-5)
+
+
+def test_a_model_learns_from_half_of_its_targets():
+    model = models.mlp((6, 16, 3))
+    x = np.random.default_rng(0).standard_normal((256, 6)).astype(np.float32)
+    y = x[:, :3].argmax(1)
+    wrong = np.arange(256) % 2 == 0
+    data = {"input": np.where(wrong[:, None], 1e3, x).astype(np.float32)}, np.where(wrong, -100, y)
+    history = ke.fit(model, data, epochs=20, batch_size=64)
+    assert history.engine.evaluate(({"input": x}, y), ["accuracy"])["accuracy"] > 0.8
+
+
+def test_analyses_that_count_all_targets_alike_refuse_weights():
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=6)
+    targets = targets_of(model, inputs)
+    data = inputs, targets, np.arange(6.0)
+    calls = {
+        "curvature": lambda: ke.curvature(model, data, loss="categorical"),
+        "operator": lambda: ke.curvature_operator(model, data, loss="categorical").matvec(
+            np.ones(sum(array.size for array in engine(model).parameters.values()))
+        ),
+        "influence": lambda: ke.Influence(
+            ke.curvature(model, (inputs, targets), loss="categorical")
+        ).self_scores(data),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ke.UnsupportedError, match="counts all targets alike"):
+            pytest.fail(f"{name} took {call()}")
+
+
+def test_verify_checks_weighted_targets():
+    model = models.token_mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=4)
+    targets = targets_of(model, inputs)
+    targets[1, 2:] = -100
+    assert ke.verify(model, inputs, targets, loss="categorical").passed
+    weights = np.array([1.0, 0.5, 2.0, 0.0])
+    report = ke.verify(model, inputs, ke.Weighted(targets, weights), loss="categorical")
+    assert report.passed, report
