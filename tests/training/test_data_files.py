@@ -227,7 +227,7 @@ def test_data_in_another_form_are_refused(axes, tmp_path):
         tmp_path / "unnamed.npz": "input 'x' is missing; the arrays are: 'y', 'targets'",
         empty: "has no .npz and no .npy file",
         both: "has shards of both kinds",
-        unknown: r"must end with one of x.npy, targets.npy, z.npy",
+        unknown: r"must end with one of x.npy, targets.npy, weights.npy, z.npy",
         none: "the data have no examples",
     }
     for path, message in cases.items():
