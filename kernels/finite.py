@@ -1,4 +1,4 @@
-"""Launches checks of many arrays for NaN and infinity (``finite.cu``)."""
+"""Launches checks of many arrays for NaN and infinity, and sums of squares (``finite.cu``)."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,32 @@ def find_infinite(device: Device, arrays: Sequence[Array], flags: Array) -> None
         arrays: Contiguous arrays of one type, float32 or float64.
         flags: An int32 one for each array.
     """
+    _launch(device, "find_infinite", arrays, flags, _blocks(device, arrays))
+
+
+def sum_squares(device: Device, arrays: Sequence[Array]) -> Array:
+    """Return sums of squares in float64, ``(arrays, parts)``: a row adds up to that of an array.
+
+    Args:
+        device: Device of the arrays.
+        arrays: Contiguous arrays of one type, float32 or float64.
+    """
+    blocks = _blocks(device, arrays)
+    parts = device.empty((len(arrays), blocks), np.float64)
+    _launch(device, "sum_squares", arrays, parts, blocks)
+    return parts
+
+
+def _blocks(device: Device, arrays: Sequence[Array]) -> int:
+    """Return the number of blocks of the longest array; those of shorter ones return at once."""
+    longest = max(array.size for array in arrays)
+    return min(blocks_for(longest, device), 2 * device.processors)
+
+
+def _launch(device: Device, name: str, arrays: Sequence[Array], out: Array, blocks: int) -> None:
+    find = kernel(device, "finite", name, INPUT=INPUTS[arrays[0].dtype.name])
     for start in range(0, len(arrays), _MOST):
         batch = arrays[start : start + _MOST]
         spans = np.array([(device.address(array), array.size) for array in batch], np.int64)
-        find = kernel(device, "finite", "find_infinite", INPUT=INPUTS[batch[0].dtype.name])
-        # The number of blocks is that of the longest array. Surplus blocks of shorter arrays return
-        # immediately.
-        blocks = blocks_for(max(array.size for array in batch), device)
-        grid = min(blocks, 2 * device.processors), len(batch)
-        find(grid, (BLOCK,), (device.upload(spans), flags[start : start + len(batch)]))
+        rows = out[start : start + len(batch)]
+        find((blocks, len(batch)), (BLOCK,), (device.upload(spans), rows))

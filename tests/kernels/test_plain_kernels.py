@@ -7,7 +7,7 @@ import pytest
 from kfac_engine.backend.cuda.patch_gram import PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.finite import find_infinite
+from kfac_engine.kernels.finite import find_infinite, sum_squares
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from tests.backend import truths
@@ -50,6 +50,17 @@ def test_find_infinite_flags_nonfinite_arrays(dtype: type, bad: float, order: st
     flags = np.ones(4, np.int32)
     find_infinite(ShimDevice(order), arrays, flags)
     assert flags.tolist() == [1, 1, 1, 0]
+
+
+@each_order
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sum_squares_equals_definition(dtype: type, order: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=size).astype(dtype) for size in (1, 600, 0, 200_003)]
+    arrays.append(np.array([np.inf, 1], dtype))
+    found = sum_squares(ShimDevice(order), arrays).sum(axis=1)
+    wanted = [np.sum(array.astype(np.float64) ** 2) for array in arrays]
+    np.testing.assert_allclose(found, wanted, rtol=1e-13)
 
 
 @each_order

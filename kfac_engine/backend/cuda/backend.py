@@ -24,7 +24,7 @@ from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average
-from kfac_engine.kernels.finite import find_infinite
+from kfac_engine.kernels.finite import find_infinite, sum_squares
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
@@ -102,8 +102,8 @@ class CupyBackend:
         return array if isinstance(array, np.ndarray) else self.device.download(array)
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
-        if not arrays:
-            return []
+        if len(arrays) < 2:
+            return [self.device.download(array).astype(np.float64) for array in arrays]
         # One conversion to float64 for each type, because each conversion is a launch of a kernel.
         kinds: dict[str, list[int]] = {}
         for i, array in enumerate(arrays):
@@ -260,20 +260,29 @@ class CupyBackend:
         channel_groups.add_scaled(out, measured, alpha, beta)
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
-        sums = [self._squared_norm(array) for array in arrays]
-        return [float(total) for total in self.download(sums)]
+        launched, others = _by_type(arrays)
+        sums = [self._squared_norm(arrays[i]) for i in others]
+        for dtype, which in launched.items():
+            parts = sum_squares(self.device, [arrays[i] for i in which])
+            # Sums overflow where those of a CPU do.
+            sums.append(parts.sum(axis=1).astype(dtype))
+        order = [*others, *(i for which in launched.values() for i in which)]
+        numbers = (number for total in self.download(sums) for number in total.reshape(-1))
+        found = dict(zip(order, map(float, numbers), strict=True))
+        return [found[i] for i in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
+        launched, others = _by_type(arrays)
         flags: Array = self.xp.ones(len(arrays), np.int32)
-        launched: dict[str, list[int]] = {"float32": [], "float64": []}
-        for i, array in enumerate(arrays):
-            if array.dtype.name in launched and array.flags.c_contiguous:
-                launched[array.dtype.name].append(i)
-            else:
-                flags[i] = self.xp.isfinite(array).all()
-        for which in filter(None, launched.values()):
+        for i in others:
+            flags[i] = self.xp.isfinite(arrays[i]).all()
+        for which in launched.values():
+            chosen = [arrays[i] for i in which]
+            if len(chosen) == len(arrays):
+                find_infinite(self.device, chosen, flags)
+                return flags
             finite = self.xp.ones(len(which), np.int32)
-            find_infinite(self.device, [arrays[i] for i in which], finite)
+            find_infinite(self.device, chosen, finite)
             flags[self.device.upload(np.array(which))] = finite
         return flags
 
@@ -325,6 +334,19 @@ class CupyBackend:
                 f"a second moment needs a C-contiguous float32 or float64 result of shape "
                 f"{(size, size)}, got {out.dtype} of shape {out.shape}."
             )
+
+
+def _by_type(arrays: Sequence[Array]) -> tuple[dict[str, list[int]], list[int]]:
+    """Return the indices of arrays that ``finite.cu`` reads, by type, and of the others."""
+    launched: dict[str, list[int]] = {}
+    others = []
+    for i, array in enumerate(arrays):
+        name = array.dtype.name
+        if name in ("float32", "float64") and array.flags.c_contiguous:
+            launched.setdefault(name, []).append(i)
+        else:
+            others.append(i)
+    return launched, others
 
 
 def _is_foreign(value: object, xp: ModuleType) -> bool:
