@@ -5,6 +5,7 @@
 //
 // One thread writes each entry of `out`; beta = 0 overwrites, NaN included.
 #define TILE 64  // of patch_products.cu
+#define AHEAD 8  // loads in flight
 
 struct Sum {
   int row, column;  // a tile of the lower triangle, in units of TILE
@@ -15,38 +16,49 @@ __device__ __forceinline__ void blend(float* place, float value, float alpha, fl
   *place = alpha * value + (beta == 0.0f ? 0.0f : beta * *place);
 }
 
-// out <- beta out + alpha (sum of parts), and its mirror image. Block (32, 8); grid (sums,
-// (TILE/32)^2): a block writes 32 x 32 entries, both triangles along rows. A source is the index of
-// a partial product; ~index subtracts it.
+// The sum of one entry of all parts of a tile, in order. Many loads are in flight, because a small
+// matrix has few tiles with hundreds of parts.
+__device__ __forceinline__ float summed(const float* __restrict__ parts,
+                                        const int* __restrict__ sources, Sum sum, int entry) {
+  float total = 0.0f;
+  for (int s = sum.begin; s < sum.end; s += AHEAD) {
+    float found[AHEAD];
+    #pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int source = s + i < sum.end ? sources[s + i] : 0, part = source < 0 ? ~source : source;
+      const float value = s + i < sum.end ? parts[(long long)part * TILE * TILE + entry] : 0.0f;
+      found[i] = source < 0 ? -value : value;
+    }
+    #pragma unroll
+    for (int i = 0; i < AHEAD; ++i) total += found[i];
+  }
+  return total;
+}
+
+// out <- beta out + alpha (sum of parts), and its mirror image. Block (32, 8), a thread for each
+// entry; grid (sums, TILE/8 * TILE/32). Both triangles are written in runs of at least 32 bytes. A
+// source is the index of a partial product; ~index subtracts it.
 extern "C" __global__ void __launch_bounds__(256)
 assemble_moment(float* __restrict__ out, const float* __restrict__ parts,
                 const Sum* __restrict__ sums, const int* __restrict__ sources, int side,
                 int features, float alpha, float beta) {
-  __shared__ float turned[32][33];
+  __shared__ float turned[32][9];
   const Sum sum = sums[blockIdx.x];
-  const int r0 = blockIdx.y / (TILE / 32) * 32, c0 = blockIdx.y % (TILE / 32) * 32;
-  const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0, x = threadIdx.x;
-  if (row0 + 31 < column0) return;  // above the diagonal
-  for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = row0 + y, column = column0 + x;
-    float total = 0.0f;
-    for (int s = sum.begin; s < sum.end; ++s) {
-      const int source = sources[s], part = source < 0 ? ~source : source;
-      const float found = parts[((long long)part * TILE + r0 + y) * TILE + c0 + x];
-      total += source < 0 ? -found : found;
-    }
+  const int x = threadIdx.x, y = threadIdx.y;
+  const int r0 = blockIdx.y / (TILE / 32) * 8, c0 = blockIdx.y % (TILE / 32) * 32;
+  const int row0 = sum.row * TILE + r0, column0 = sum.column * TILE + c0;
+  if (row0 + 7 < column0) return;  // above the diagonal
+  const int row = row0 + y, column = column0 + x;
+  if (row < features && column <= row) {
     float* place = out + (long long)row * side + column;
-    if (row < features && column <= row) {
-      blend(place, total, alpha, beta);
-      total = *place;
-    }
-    turned[x][y] = total;
+    blend(place, summed(parts, sources, sum, (r0 + y) * TILE + c0 + x), alpha, beta);
+    turned[x][y] = *place;
   }
   __syncthreads();
-  for (int y = threadIdx.y; y < 32; y += 8) {
-    const int row = column0 + y, column = row0 + x;
-    if (column < features && row < column) out[(long long)row * side + column] = turned[y][x];
-  }
+  // The thread that writes an entry of the other triangle: eight neighbours write along a row.
+  const int thread = y * 32 + x, other_x = thread / 8, other_y = thread % 8;
+  const int above = column0 + other_x, right = row0 + other_y;
+  if (right < features && above < right) out[(long long)above * side + right] = turned[other_x][other_y];
 }
 
 // Copies the lower triangle to the upper one. Block (32, 8), one for each 32 x 32 tile of the lower triangle:

@@ -97,7 +97,7 @@ def add_products(
         multiply((len(part.jobs),), (threads,), (x, part.jobs, part.grids, parts, *structs))
         assemble = kernel(device, "moment", "assemble_moment")
         scalars = int32(len(out)), int32(scales.features), *scales.arguments
-        blocks = len(part.sums), (TILE // _SUBTILE) ** 2
+        blocks = len(part.sums), TILE // _THIN_BLOCK[0] * TILE // _THIN_BLOCK[1]
         assemble(blocks, _THIN_BLOCK, (out, parts, part.sums, part.sources, *scalars))
 
 
