@@ -118,6 +118,7 @@ def kernels(sizes: Sizes) -> Mapping[str, Counted]:
         "ids": Counted(f"{sizes.ids} identifiers of {sizes.words}", 0.0,
                        _DOUBLE * sizes.ids + _FLOAT * sizes.words),
         "average": Counted(f"average of {matrix}²", 0.0, 3 * _FLOAT * square),
+        "norms": Counted(f"sum of squares of {matrix}²", 0.0, _FLOAT * square),
         "finite": Counted(f"whether {matrix}² is finite", 0.0, _FLOAT * square),
         "mirror": Counted(f"mirror, {matrix}²", 0.0, 2 * half),
         "widen": Counted(f"widened, damped and described, {matrix}²", 0.0,

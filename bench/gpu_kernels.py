@@ -112,6 +112,8 @@ def _of_rows(sizes: Sizes) -> Iterator[_Case]:
 
     yield _Case("classes", lambda b, z, u: b.draw_classes(z, u, 1), (logits, uniforms))
     yield _Case("ids", lambda b, ids: b.count_ids(ids, words), (ids,))
+    norms = lambda b, x: b.asarray(np.array(b.squared_norms([x])))  # noqa: E731 (a case)
+    yield _Case("norms", norms, (normal(side, side),))
     yield _Case("finite", lambda b, x: b.are_finite([x]), (normal(side, side),))
     yield _Case("average", average, (normal(side, side), _zeros(side, side)))
 

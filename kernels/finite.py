@@ -43,8 +43,9 @@ def sum_squares(device: Device, arrays: Sequence[Array]) -> Array:
 
 def _blocks(device: Device, arrays: Sequence[Array]) -> int:
     """Return the number of blocks of the longest array; those of shorter ones return at once."""
-    longest = max(array.size for array in arrays)
-    return min(blocks_for(longest, device), 2 * device.processors)
+    longest: int = max(array.size for array in arrays)
+    blocks: int = min(blocks_for(longest, device), 2 * device.processors)
+    return blocks
 
 
 def _launch(device: Device, name: str, arrays: Sequence[Array], out: Array, blocks: int) -> None:

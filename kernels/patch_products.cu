@@ -24,9 +24,7 @@
 #define ALIGNED 0
 #endif
 #define TILE 64         // size of a tile
-#define DEPTH 16        // positions of a stage in shared memory
-// Stages of tensor cores: float32 is copied while earlier positions are multiplied.
-#define STAGES (INPUT == 0 ? 3 : 2)
+#define DEPTH 16        // positions in shared memory at a time
 #define LD (TILE + 8)   // the rows that a warp reads are in different banks
 
 #if SPLIT == 0
@@ -109,33 +107,6 @@ struct Loader {
   }
 };
 
-// The positions of a thread, DEPTH apart. Features of different taps leave no registers for a counter.
-struct Walk {
-#if ALIGNED
-  Counter counter;
-#endif
-  int next;
-
-  __device__ __forceinline__ void begin(int p, const Grid& grid) {
-    next = p;
-#if ALIGNED
-    counter = counter_at(p, grid);
-#endif
-  }
-  __device__ __forceinline__ Position step(int end, const Images& g, const Taps& t,
-                                           const Grid& grid) {
-    const int p = next;
-    next += DEPTH;
-#if ALIGNED
-    const Position found = position_of(counter, p < end, g, t);
-    advance(counter, DEPTH, grid);
-    return found;
-#else
-    return position_at(p, end, g, t, grid);
-#endif
-  }
-};
-
 #if SPLIT == 0
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -149,10 +120,8 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
   left.aim(job.row, g, t, grid);
   right.aim(job.column, g, t, grid);
   float sums[MICRO][MICRO] = {};
-  Walk walk;
-  walk.begin(job.begin + lane, grid);
   for (int p = job.begin; p < job.end; p += DEPTH) {
-    const Position position = walk.step(job.end, g, t, grid);
+    const Position position = position_at(p + lane, job.end, g, t, grid);
     left.load(x, rows, position, g);
     right.load(x, columns, position, g);
     __syncthreads();
@@ -185,10 +154,10 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
 #define BLOCKS_M (WARP_ROWS / 16)
 #define BLOCKS_N (WARP_COLUMNS / 8)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS)
 patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
                const Grid* __restrict__ grids, float* __restrict__ parts, Images g, Taps t) {
-  __shared__ float rows[STAGES][DEPTH][LD], columns[STAGES][DEPTH][LD];
+  __shared__ float rows[2][DEPTH][LD], columns[2][DEPTH][LD];
   const Job job = jobs[blockIdx.x];
   const Grid grid = grids[job.grid];
   const int slot = threadIdx.x % DEPTH, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -197,29 +166,22 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
   left.aim(job.row, g, t, grid);
   right.aim(job.column, g, t, grid);
   float sums[BLOCKS_M][BLOCKS_N][4] = {};
-  // One stage is multiplied while the next ones are loaded.
-  int next = job.begin;
-  Walk walk;
-  walk.begin(job.begin + slot, grid);
-  #pragma unroll
-  for (int ahead = 0; ahead < STAGES - 1; ++ahead, next += DEPTH) {
-    if (next < job.end) {
-      const Position position = walk.step(job.end, g, t, grid);
-      left.load(x, rows[ahead], position, g);
-      right.load(x, columns[ahead], position, g);
+  // Two buffers: one is multiplied while the next positions are loaded into the other.
+  Position position = position_at(job.begin + slot, job.end, g, t, grid);
+  left.load(x, rows[0], position, g);
+  right.load(x, columns[0], position, g);
+  commit_copies();
+  for (int p = job.begin, stage = 0; p < job.end; p += DEPTH, stage ^= 1) {
+    if (p + DEPTH < job.end) {
+      position = position_at(p + DEPTH + slot, job.end, g, t, grid);
+      left.load(x, rows[stage ^ 1], position, g);
+      right.load(x, columns[stage ^ 1], position, g);
+      commit_copies();
+      wait_for_copies<1>();
+    } else {
+      wait_for_copies<0>();
     }
-    commit_copies();
-  }
-  for (int p = job.begin, stage = 0; p < job.end; p += DEPTH, next += DEPTH) {
-    wait_for_copies<STAGES - 2>();
     __syncthreads();
-    if (next < job.end) {
-      const int free = stage ? stage - 1 : STAGES - 1;  // every thread has multiplied it
-      const Position position = walk.step(job.end, g, t, grid);
-      left.load(x, rows[free], position, g);
-      right.load(x, columns[free], position, g);
-    }
-    commit_copies();
     #pragma unroll
     for (int k = lane % 4; k < DEPTH; k += 8) {
       unsigned high_b[BLOCKS_N][2], low_b[BLOCKS_N][2];
@@ -250,7 +212,7 @@ patch_products(const scalar* __restrict__ x, const Job* __restrict__ jobs,
         }
       }
     }
-    stage = stage + 1 < STAGES ? stage + 1 : 0;
+    __syncthreads();
   }
   // Of the result, a lane has rows l/4 and l/4 + 8, columns 2 (l%4) and the next.
   float* part = parts + (long long)blockIdx.x * TILE * TILE;

@@ -113,47 +113,18 @@ struct Position {
   bool counts;
 };
 
-// An output position as coordinates and an image, which advances without divisions.
-struct Counter {
-  int at[3], image;
-};
-
-__device__ __forceinline__ Counter counter_at(int p, const Grid& grid) {
-  Counter found;
-  #pragma unroll
-  for (int axis = 2; axis >= 0; --axis) {
-    found.at[axis] = p % grid.outputs[axis];
-    p /= grid.outputs[axis];
-  }
-  found.image = p;
-  return found;
-}
-
-__device__ __forceinline__ void advance(Counter& counter, int positions, const Grid& grid) {
-  counter.at[2] += positions;
-  while (counter.at[2] >= grid.outputs[2]) {
-    counter.at[2] -= grid.outputs[2];
-    if (++counter.at[1] < grid.outputs[1]) continue;
-    counter.at[1] = 0;
-    if (++counter.at[0] < grid.outputs[0]) continue;
-    counter.at[0] = 0;
-    ++counter.image;
-  }
-}
-
-__device__ __forceinline__ Position position_of(const Counter& counter, bool counts,
-                                                const Images& g, const Taps& t) {
-  Position found;
-  found.counts = counts;
-  #pragma unroll
-  for (int axis = 0; axis < 3; ++axis) found.pixels[axis] = counter.at[axis] * t.strides[axis];
-  found.offset = counter.image * g.image_stride;
-  return found;
-}
-
 __device__ __forceinline__ Position position_at(int p, int end, const Images& g, const Taps& t,
                                                 const Grid& grid) {
-  return position_of(counter_at(p < end ? p : 0, grid), p < end, g, t);
+  Position found;
+  found.counts = p < end;
+  int rest = found.counts ? p : 0;
+  #pragma unroll
+  for (int axis = 2; axis >= 0; --axis) {
+    found.pixels[axis] = rest % grid.outputs[axis] * t.strides[axis];
+    rest /= grid.outputs[axis];
+  }
+  found.offset = rest * g.image_stride;
+  return found;
 }
 
 // Returns the offset of the pixel that a feature sees at a position; -1 if it is outside the image.

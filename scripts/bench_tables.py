@@ -25,13 +25,14 @@ from scripts import bench_goals, training_tables, uses_tables
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
-PERFORMANCE = ROOT / "docs" / "performance.md"
+PERFORMANCE, GPU_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "gpu.md"
 GOALS = RESULTS / "goals.md"
 NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
-# Sections of ``docs/performance.md`` by the name of their marks: file, and lines from its suites.
+# Sections of pages by the name of their marks: file, and lines from its suites.
 SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
     "training": (TRAINING, lambda suites: training_tables.comparisons(suites["train"])),
     "uses": ("*-uses.json", uses_tables.section),
+    "gpu": ("*-gpu.json", lambda suites: _gpu_section(suites["gpu"])),
 }
 
 # Rows of the README about training, as label, task and rival of ``*-train.json``.
@@ -58,7 +59,8 @@ def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         path.with_suffix(".md").write_text(page(load(path)), encoding="utf-8")
     GOALS.write_text(goals(), encoding="utf-8")
-    for page_with_table, renewed in ((README, readme), (PERFORMANCE, performance)):
+    pages = ((README, readme), (PERFORMANCE, performance), (GPU_PAGE, with_sections))
+    for page_with_table, renewed in pages:
         text = page_with_table.read_text(encoding="utf-8")
         page_with_table.write_text(renewed(text), encoding="utf-8")
 
@@ -143,7 +145,7 @@ def performance(text: str) -> str:
 
 
 def with_sections(text: str) -> str:
-    """Return ``docs/performance.md`` with the newest measurements of ``SECTIONS``."""
+    """Return a page with the newest measurements of its ``SECTIONS``."""
     for name, (pattern, section) in SECTIONS.items():
         newest = _newest(pattern)
         if newest is not None:
@@ -152,6 +154,19 @@ def with_sections(text: str) -> str:
             lines = [*section(report["suites"]), "", f"{source}{_hardware(report)}."]
             text = _between_marks(text, lines, name)
     return text
+
+
+def _gpu_section(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of the work of a GPU, without single layers."""
+    yield "| work | backend | ms | of floor | torch, ms |"
+    yield "|---|---|---|---|---|"
+    for case, alike in groupby(rows, key=lambda row: row["case"]):
+        ours, *others = alike
+        if case.startswith("A: "):
+            continue
+        beside = ", ".join(f"{1e3 * row['seconds']['median']:.2f}" for row in others)
+        milli = f"{1e3 * ours['seconds']['median']:.3g}"
+        yield f"| {case} | {ours['contender']} | {milli} | {ours['fraction']:.0%} | {beside} |"
 
 
 def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -393,7 +408,8 @@ def _hardware(report: Mapping[str, Any]) -> str:
     machine = report["machine"]
     kernels = ", ".join(sorted({library["kernel"] or "?" for library in machine["blas"]}))
     versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
-    return f"{machine['processor']}, {machine['cores']} cores, BLAS kernel {kernels}, {versions}"
+    blas = f"BLAS kernel {kernels}, " if kernels else ""
+    return f"{machine['processor']}, {machine['cores']} cores, {blas}{versions}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.symmetric import Floor, widen
 from kfac_engine.kernels.variants import MACROS
 from scripts.compile_kernels import Compiled, compiled
-from scripts.kernel_predictions import predictions
 from tests.backend.truths import patches
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.device import ShimDevice
@@ -60,7 +59,7 @@ bits.
 
 def main() -> None:
     """Compute the errors and write the page."""
-    lines = [_HEAD, *resources(), "", *_exactness(), "", *predictions()]
+    lines = [_HEAD, *resources(), "", *_exactness()]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

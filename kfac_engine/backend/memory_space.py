@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.cpu.reductions import all_finite
+from kfac_engine.backend.cpu.reductions import each_finite
 from kfac_engine.backend.namespace import as_array
 
 
@@ -104,7 +104,7 @@ class HostMemory:
         return array
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return [all_finite(array) for array in arrays]
+        return each_finite(arrays)
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -51,6 +51,6 @@ def _normalization_by_batch(b: DecompositionBuilder, data: Fact) -> None:
     momentum = b.number("momentum", 0.9)
     for old, new, name in zip(running, (mean, variance), b.node.outputs[1:], strict=False):
         if name:
-            kept = b.op("Mul", old, number(momentum))
+            decayed = b.op("Mul", old, number(momentum))
             share = b.op("Mul", b.op("Reshape", new, b.constant([-1])), number(1 - momentum))
-            b.op("Add", kept, share, result=name)
+            b.op("Add", decayed, share, result=name)

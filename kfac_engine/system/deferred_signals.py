@@ -13,8 +13,9 @@ SIGNALS: tuple[int, ...] = tuple(
 )
 _ALL = tuple(int(number) for number in signal.Signals)
 # Without the conversion to enumerations, which takes most of the time of a context.
-_handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_calls = getattr(signal, "_signal", signal)
+_handler_of: Callable[[int], Any] = _calls.getsignal
+_set_handler: Callable[[int, Any], Any] = _calls.signal
 
 
 class _Handling(ABC):
@@ -125,7 +126,7 @@ class HeldInterrupts(_Handling):
     """
 
     def __init__(self) -> None:
-        around = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        around = getattr(_handler_of(signal.SIGINT), "__self__", None)
         nested = isinstance(around, HeldInterrupts) and not around._over
         super().__init__(() if nested else _ALL)
         self._held: BaseException | None = None

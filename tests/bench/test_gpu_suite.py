@@ -70,11 +70,11 @@ def test_each_case_is_measured_and_checked(meter: gpu_meter.Meter) -> None:
     assert [row.contender for row in rows[:9]] == [
         name for name in ("cupy", "cupy-fp32", "cupy-tf32") for _ in range(3)
     ]
-    # Inverses, gradients, eigenvectors, roots; eleven primitives, three ways of a matrix.
-    assert len(rows) == 9 + 4 + 11 + 3
+    # Inverses, gradients, eigenvectors, roots; twelve primitives, three ways of a matrix.
+    assert len(rows) == 9 + 4 + 12 + 3
     assert all(row.error is not None and row.error < 1e-2 for row in rows)
     assert all(row.floor > 0 and row.ratio == 1 for row in rows)
-    assert len({row.case for row in rows[9:]}) == 18
+    assert len({row.case for row in rows[9:]}) == 19
     told = json.loads(json.dumps([asdict(row) for row in rows], allow_nan=False))
     page = bench_tables.page({"machine": {}, "suites": {"gpu": told}})
     assert page.count("| stand-in, compute capability 9.0") == len(rows)

@@ -8,7 +8,6 @@ import pytest
 from kfac_engine.kernels.launch import source
 from kfac_engine.kernels.variants import MACROS
 from scripts import kernel_report
-from scripts.kernel_predictions import predictions
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.module import ORDERS, compiler
 
@@ -57,7 +56,3 @@ def test_page_errors_equal_computed_errors() -> None:
     for kernel, case, error in kernel_report.cases():
         if kernel.startswith("`example_sums`"):
             assert listed[kernel, case] == [f"{error(order):.1e}" for order in ORDERS]
-
-
-def test_page_predictions_follow_from_sizes() -> None:
-    assert "\n".join(predictions()) in PAGE

@@ -192,6 +192,8 @@ class NumpyBackend:
         return [norms[index] for index in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
+        if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
+            return np.array(reductions.each_finite(arrays), bool)
         flags: dict[int, bool] = {}
 
         def judge(index: int, array: Array) -> None:

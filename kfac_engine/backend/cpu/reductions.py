@@ -1,8 +1,13 @@
 """Reductions of NumPy arrays in one pass without copies."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kfac_engine._types import Array, DType
+
+# Number of entries below which a call takes longer than a copy.
+_SMALL = 4096
 
 
 def squared_norm(x: Array) -> float:
@@ -32,6 +37,23 @@ def all_finite(x: Array) -> bool:
     """Return whether all entries of an array are finite."""
     # Squares of large numbers overflow, so an infinite sum needs a second check.
     return bool(np.isfinite(squared_norm(x))) or between_infinities(x)
+
+
+def each_finite(arrays: Sequence[Array]) -> list[bool]:
+    """Return whether each array is finite; small arrays of one type are first checked together."""
+    small: dict[str, list[Array]] = {}
+    for array in arrays:
+        if array.size <= _SMALL:
+            small.setdefault(array.dtype.char, []).append(array)
+    proven = {
+        char
+        for char, few in small.items()
+        if len(few) > 2 and all_finite(np.concatenate([array.reshape(-1) for array in few]))
+    }
+    return [
+        (array.size <= _SMALL and array.dtype.char in proven) or all_finite(array)
+        for array in arrays
+    ]
 
 
 def between_infinities(x: Array) -> bool:

@@ -268,8 +268,8 @@ class CupyBackend:
             sums.append(parts.sum(axis=1).astype(dtype))
         order = [*others, *(i for which in launched.values() for i in which)]
         numbers = (number for total in self.download(sums) for number in total.reshape(-1))
-        found = dict(zip(order, map(float, numbers), strict=True))
-        return [found[i] for i in range(len(arrays))]
+        norms = dict(zip(order, map(float, numbers), strict=True))
+        return [norms[i] for i in range(len(arrays))]
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
         launched, others = _by_type(arrays)
