@@ -1,6 +1,6 @@
-"""Writes the tables of docs/distributed.md from the cost model and from the measured CPU times.
+"""Writes the tables of docs/distributed.md from the cost model and the measured CPU times.
 
-Run from the repository root after a change of the model or its constants, and after a measurement
+Run from the repository root after a change of the model, and after a measurement
 by ``scripts.measure_ranks``: ``python -m scripts.list_distributions``. A test compares the tables.
 """
 
@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kfac_engine.ranks.cost import DISTRIBUTIONS, rank_cost
-from kfac_engine.ranks.machines import MACHINES, Machine, predict_step
 from kfac_engine.ranks.sizes import Periods
-from tests.ranks.known_models import BATCHES, MODELS, model_size
+from tests.ranks.known_models import MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distributed.md"
 MEASURED = ROOT / "bench" / "results" / "2026-11-25-ranks.jsonl"
-RANKS = (1, 8, 64, 512, 4096)
 PERIODS = (Periods(10, 1), Periods(100, 10))
 SIZES = {name: model_size(name) for name in MODELS}
 _MANY = 1_000_000
@@ -45,10 +43,6 @@ def _tables() -> Iterator[tuple[str, Iterable[str]]]:
     """Yield the name and the lines of each table."""
     yield "traffic", _table(("model", "refresh, statistics every", *DISTRIBUTIONS), _traffic())
     yield "memory", _table(("model", "replicate", "shard"), _memory())
-    for machine in MACHINES:
-        heads = ("model", "distribution", *(f"{ranks}" for ranks in RANKS))
-        yield machine.name, _table(heads, _steps(machine))
-    yield "constants", _table(("constant", *(m.name for m in MACHINES)), _constants())
     heads = (
         "distribution", "ranks", "layer owners", "slowest rank, ms", "mean, ms", "plain ÷ slowest",
     )  # fmt: skip
@@ -71,35 +65,6 @@ def _memory() -> Iterator[tuple[str, ...]]:
         yield name, *(f"{cost.memory / 1e9:.2f}" for cost in costs)
 
 
-def _steps(machine: Machine) -> Iterator[tuple[str, ...]]:
-    """Yield the predicted milliseconds of a step, and the efficiency of weak scaling."""
-    for name, size in SIZES.items():
-        for kind in DISTRIBUTIONS:
-            seconds = [
-                predict_step(size, rank_cost(size, kind, ranks), machine).total for ranks in RANKS
-            ]
-            cells = (f"{_digits(1e3 * s)} ({seconds[0] / s:.2f})" for s in seconds[1:])
-            title = f"{name}, {BATCHES[name][0]} examples" if kind == "sgd" else ""
-            yield title, kind, _digits(1e3 * seconds[0]), *cells
-
-
-def _constants() -> Iterator[tuple[str, ...]]:
-    """Yield the constants of the machines."""
-    rates = {
-        "passes, Tflop/s": lambda m: m.passes / 1e12,
-        "statistics and products, Tflop/s": lambda m: m.products / 1e12,
-        "large inverses, 10¹² d³/s": lambda m: m.inverses / 1e12,
-        "size at half of this rate": lambda m: m.half,
-        "latency, µs": lambda m: m.latency * 1e6,
-        "between nodes, GB/s a rank": lambda m: m.network / 1e9,
-        "in a node, GB/s a rank": lambda m: m.local / 1e9,
-        "ranks in a node": lambda m: m.node,
-    }
-    for name, rate in rates.items():
-        yield name, *(f"{float(rate(machine)):.4g}" for machine in MACHINES)
-    yield "source", *(machine.source for machine in MACHINES)
-
-
 def _measured() -> Iterator[tuple[str, ...]]:
     """Yield the CPU time of a step of one rank, outside of collectives."""
     lines = MEASURED.read_text(encoding="utf-8").splitlines()
@@ -109,10 +74,6 @@ def _measured() -> Iterator[tuple[str, ...]]:
         ratio = plain["slowest"] / row["slowest"]
         name = row["distribution"] or "no communicator"
         yield name, f"{row['ranks']}", f"{row['layer_owners']}", *times, f"{ratio:.2f}"
-
-
-def _digits(number: float) -> str:
-    return f"{float(f'{number:.3g}'):,g}"
 
 
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

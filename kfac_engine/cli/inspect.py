@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.engine.step_time import StepTime
     from kfac_engine.graph.analysis.ties import Tie
-    from kfac_engine.ranks.report import RanksReport
+    from kfac_engine.ranks.cost import Distribution, RankCost
     from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.
@@ -83,8 +83,7 @@ _SIZES = (
     Group.MODEL.option(
         "--ranks",
         type=click.IntRange(min=1),
-        help="Number of processes. Show traffic, memory and work of one of them, with --batch "
-        "examples for each process.",
+        help="Number of processes. Show traffic, memory and work of one of them.",
     ),
 )
 
@@ -139,10 +138,12 @@ def inspect(
             estimate_refresh(engine),
             _untrained(engine),
         )
-        divided = None if size.ranks is None else engine.ranks_report(size.ranks, batch)
+        divided = None if size.ranks is None else engine.ranks_report(size.ranks)
         # The step is the last measurement: it changes the statistics and the schedule.
         step = measure_step(engine, batch, refresh)
-        report = _Report(engine, batch, memory, refresh, step, untrained, spectra, divided)
+        report = _Report(
+            engine, batch, schedule, memory, refresh, step, untrained, spectra, divided
+        )
     if as_json:
         print_json(_as_json(report))
     else:
@@ -156,6 +157,7 @@ class _Report:
     Attributes:
         engine: The engine.
         batch: Number of examples in a batch.
+        schedule: Periods of a step, which the measurements of the engine change.
         memory: Peak memory for this batch.
         refresh: Cost of a refresh of all factors.
         step: Time of a step without a refresh.
@@ -166,12 +168,13 @@ class _Report:
 
     engine: "ke.Engine"
     batch: int
+    schedule: Schedule
     memory: "MemoryReport"
     refresh: "RefreshEstimate"
     step: "StepTime"
     untrained: "Sequence[Untrained]"
     spectra: "Sequence[FactorSpectrum]"
-    ranks: "RanksReport | None"
+    ranks: "Mapping[Distribution, RankCost] | None"
 
     def warnings(self) -> list[str]:
         """Return a clause for each layer whose factors are too large."""
@@ -211,7 +214,7 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
         print_spectra(report.spectra)
     print_memory(report.memory, report.batch)
     if report.ranks is not None:
-        print_ranks(report.ranks, report.batch)
+        print_ranks(report.ranks, report.schedule.refresh_every)
 
 
 def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:

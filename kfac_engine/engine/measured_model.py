@@ -14,7 +14,7 @@ from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.layers.pieces import Piece
-from kfac_engine.ranks.report import RanksReport, ranks_report
+from kfac_engine.ranks.cost import Distribution, RankCost, rank_costs
 from kfac_engine.ranks.sizes import Periods
 
 
@@ -103,23 +103,21 @@ class MeasuredModel(TrainableModel):
         if largest := max(sizes):
             footprint.require(largest, more())
 
-    def ranks_report(self, ranks: int, batch_size: int = 1) -> RanksReport:
+    def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
         """Return traffic, memory and work of one of several processes, without running the model.
 
         Args:
             ranks: Number of processes.
-            batch_size: Number of examples in the part of the batch that a process has.
 
         Returns:
-            The cost for each distribution, predicted times of a step, and advice.
+            The cost by distribution; ``"sgd"`` averages gradients, and nothing else.
 
         Raises:
-            InputError: A number is not a positive whole number.
+            InputError: The number is not a positive whole number.
         """
-        whole("batch_size", batch_size, least=1)
         schedule = self.estimator.refreshes.schedule
-        size = model_size(self._assembly, self.layers, batch_size)
-        return ranks_report(size, ranks, Periods(schedule.refresh_every, schedule.covariance_every))
+        periods = Periods(schedule.refresh_every, schedule.covariance_every)
+        return rank_costs(model_size(self._assembly, self.layers), ranks, periods)
 
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)

@@ -1,12 +1,10 @@
 """The sizes of a model from which ``ranks.cost`` computes the cost of a rank."""
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
@@ -17,17 +15,15 @@ from kfac_engine.engine.report import LayerReport
 from kfac_engine.ranks.sizes import BlockSize, Divisible, FactorSize, ModelSize
 
 
-def model_size(assembly: Assembly, layers: Sequence[LayerReport], examples: int = 1) -> ModelSize:
+def model_size(assembly: Assembly, layers: Sequence[LayerReport]) -> ModelSize:
     """Return the sizes of a model.
 
     Args:
         assembly: The model with its blocks.
         layers: Reports of all blocks.
-        examples: Number of examples in the batch of one rank.
 
     Returns:
-        The sizes; the blocks have the order of the layers. Operations of nodes between layers, such
-        as products of queries and keys, are not counted.
+        The sizes; the blocks have the order of the layers.
     """
     collection = assembly.collection
     names, blocks = dict[int, str](), dict[str, BlockSize]()
@@ -40,14 +36,10 @@ def model_size(assembly: Assembly, layers: Sequence[LayerReport], examples: int 
         factors, divisible = block.factors, _divisible(assembly, layer, block)
         for symbol, factor in zip(layer.symbols, factors, strict=True):
             names.setdefault(id(factor), f"{label}: {symbol}")
-        rows = _rows(assembly, layer) * examples
         blocks[label] = BlockSize(
             numbers=layer.numbers,
             parameters=layer.parameters,
             factors=tuple(dict.fromkeys(names[id(factor)] for factor in factors)),
-            rows=rows,
-            # An embedding copies rows of its table.
-            forward=0.0 if layer.kind.startswith("embedding") else 2 * rows * layer.numbers,
             products=2 * layer.numbers * _multiplications(layer, factors),
             divisible=divisible,
             extent=layer.factor_shapes[0 if divisible == "rows" else -1][-1] if divisible else 1,
@@ -56,7 +48,7 @@ def model_size(assembly: Assembly, layers: Sequence[LayerReport], examples: int 
     # Half precision is sent as float32.
     itemsize = max(4, *(array.dtype.itemsize for array in assembly.model.parameters.values()))
     sizes = dict(_factor_sizes(collection, names, itemsize))
-    return ModelSize(blocks, sizes, itemsize, _sources(assembly))
+    return ModelSize(blocks, sizes, itemsize)
 
 
 def _factor_sizes(
@@ -102,17 +94,6 @@ def _is_symmetric(factor: FisherFactor) -> bool:
     return isinstance(factor, DenseSquareMatrixFactor) and not isinstance(factor, LaggedFactor)
 
 
-def _rows(assembly: Assembly, layer: LayerReport) -> float:
-    """Return the number of rows of each example: positions times uses."""
-    facts, batch = assembly.model.facts, assembly.task.batch
-    if not layer.outputs:
-        return 0.0
-    entries = sum(prod(facts[name].shape) for name in uses(layer.outputs))
-    shapes = dict(zip(layer.symbols, layer.factor_shapes, strict=True))
-    outputs = prod(shapes["G"][:-1]) if "G" in shapes else layer.factor_shapes[-1][-1]
-    return entries / outputs / batch.size
-
-
 def _multiplications(layer: LayerReport, factors: Sequence[FisherFactor]) -> float:
     """Return the number of multiplications for each entry of a gradient."""
     sides = (
@@ -122,14 +103,3 @@ def _multiplications(layer: LayerReport, factors: Sequence[FisherFactor]) -> flo
     )
     # Into the basis of eigenvectors and back.
     return sum(sides) * (1 + row(layer.kind, layer.approximation).eigenvectors)
-
-
-def _sources(assembly: Assembly) -> float:
-    """Return the number of backward passes that statistics need in addition to the gradient's."""
-    mode, facts = MODES[assembly.options.estimation_mode], assembly.model.facts
-    if mode.needs_targets:
-        return 0.0
-    if mode.one_source:
-        return 1.0
-    entries = sum(prod(facts[name].shape) for name in assembly.task.objective.inputs)
-    return entries / assembly.task.batch.size

@@ -1,7 +1,5 @@
 """Traffic, memory and work of one rank, computed from the sizes of layers and factors.
 
-The bytes and operations follow from the sizes. ``machines`` predicts times from them.
-
 With ``P`` bytes of parameters, ``S`` bytes of packed triangles of all factors, results of a refresh
 of the same size, ``T`` calls from one refresh to the next and ``R`` ranks:
 
@@ -87,6 +85,13 @@ class RankCost:
         """Bytes that a rank sends in a step, the mean over a period and over ranks."""
         passes = (PASSES[m.collective] * m.bytes / m.every for m in self.messages)
         return sum(passes) * (self.ranks - 1) / self.ranks
+
+
+def rank_costs(
+    model: ModelSize, ranks: int, periods: Periods | None = None
+) -> dict[Distribution, RankCost]:
+    """Return the cost of one rank by distribution; the arguments are those of ``rank_cost``."""
+    return {name: rank_cost(model, name, ranks, periods) for name in DISTRIBUTIONS}
 
 
 def rank_cost(

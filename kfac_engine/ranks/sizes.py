@@ -70,8 +70,6 @@ class BlockSize:
         numbers: Number of entries of its parameters.
         factors: Names of its factors.
         parameters: Names of its parameters. Blocks of slices of one parameter share it.
-        rows: Number of rows of its statistics in the batch of one rank.
-        forward: Number of operations of its forward pass for this batch.
         products: Number of operations to precondition its gradient.
         divisible: The parts of a product that several ranks can compute; None if one rank computes
             the whole product.
@@ -82,8 +80,6 @@ class BlockSize:
     numbers: int
     factors: tuple[str, ...]
     parameters: tuple[str, ...] = ()
-    rows: float = 0.0
-    forward: float = 0.0
     products: float = 0.0
     divisible: Divisible | None = None
     extent: int = 1
@@ -98,13 +94,11 @@ class ModelSize:
         blocks: Name of a block to its sizes.
         factors: Name of a factor to its sizes. Blocks may share a factor.
         itemsize: Bytes of an entry.
-        sources: Backward passes of a batch for statistics alone.
     """
 
     blocks: Mapping[str, BlockSize]
     factors: Mapping[str, FactorSize]
     itemsize: int = 4
-    sources: float = 1.0
 
     @property
     def parameter_bytes(self) -> int:

@@ -7,7 +7,6 @@ import pytest
 from kfac_engine.errors import InputError
 from kfac_engine.ranks.cost import DISTRIBUTIONS, Message, rank_cost
 from kfac_engine.ranks.layer_owners import layer_owners
-from kfac_engine.ranks.machines import CPUS, H200, MACHINES, SLOW, predict_step
 from kfac_engine.ranks.sizes import BlockSize, FactorSize, ModelSize, Periods
 from tests.ranks.known_models import MODELS, model_size
 
@@ -182,49 +181,6 @@ def test_periods_are_positive(name):
         Periods(**{name: 0})
 
 
-# -- predictions ----------------------------------------------------------------------------------
-
-
-def test_prediction_of_two_layers_is_the_sum_of_a_hand():
-    machine = replace(
-        H200, passes=1e3, products=1e2, inverses=1e1, half=4, latency=1e-3, network=1e2, local=1e3,
-        node=2,
-    )  # fmt: skip
-    blocks = two_layers().blocks
-    model = replace(
-        two_layers(),
-        blocks={key: replace(b, rows=5, forward=10) for key, b in blocks.items()},
-        sources=2,
-    )
-    step = predict_step(model, rank_cost(model, "replicate", 4), machine)
-    assert step.passes == pytest.approx(2 * 10 * (3 + 2) / 1e3, rel=1e-12)
-    assert step.statistics == pytest.approx(5 * (9 + 4 + 4 + 16) / 1e2, rel=1e-12)
-    assert step.products == pytest.approx((60 + 96) / 1e2, rel=1e-12)
-    # D on a rank of its own: 64 multiplications at half of the rate
-    assert step.inverses == pytest.approx(64 / 1e1 * (4 + 4) / 4 / 10, rel=1e-12)
-    assert step.votes == pytest.approx(3 * 2 * 2 * 1e-3, rel=1e-12)
-
-    def one_pass(count):  # half within the node, then half of a rank's half to the other node
-        return count / 2 / 1e3 + 1e-3 + count / 2 / 2 / 1e2 + 1e-3
-
-    # The link of the owner of D, 40 bytes, is slower than equal parts of 88 bytes.
-    assert one_pass(88) < 40 / 1e2
-    messages = 2 * one_pass(56) + 2 * 40 / 1e2 / 10
-    assert step.messages == pytest.approx(messages, rel=1e-12)
-    parts = step.passes, step.statistics, step.products, step.inverses, step.votes, step.messages
-    assert step.total == pytest.approx(sum(parts), rel=1e-12)
-
-
-def test_statistics_of_rare_updates_take_their_share_of_a_step():
-    model = MODELS_BY_SIZE["ViT-B/16"]
-    often, seldom = (
-        predict_step(model, rank_cost(model, "shard", 8, periods), H200, periods)
-        for periods in (Periods(10, 1), Periods(10, 10))
-    )
-    assert seldom.statistics == pytest.approx(often.statistics / 10, rel=1e-12)
-    assert seldom.passes == pytest.approx(often.passes * 3.1 / 4, rel=1e-12)
-
-
 # The independent figures below have one owner for a table.
 MODELS_BY_SIZE = {name: model_size(name, divisible=False) for name in MODELS}
 # Megabytes that a rank sends in a step, with many ranks, of an independent model of the same cost.
@@ -244,37 +200,6 @@ def test_traffic_of_known_models_has_the_known_figures(model, every):
     costs = [rank_cost(MODELS_BY_SIZE[model], name, 10**9, periods) for name in DISTRIBUTIONS]
     # Half a megabyte of rounding; 0.4 MB of the diagonal of GPT-2's table are not in the figures.
     assert [c.traffic / 1e6 for c in costs] == pytest.approx(TRAFFIC[model, every], abs=0.91)
-
-
-# Milliseconds of a step at 1, 8, 64, 512 and 4096 ranks, of the same independent model.
-STEPS = {
-    ("ResNet-50", H200, "replicate"): (30.7, 27.2, 28.2, 28.6, 29.0),
-    ("ResNet-50", H200, "shard"): (30.7, 25.1, 26.0, 26.5, 26.8),
-    ("ResNet-50", H200, "sgd"): (7.872, 8.458, 9.044, 9.196, 9.294),
-    ("ResNet-50", SLOW, "replicate"): (30.7, 27.6, 38.7, 40.7, 41.6),
-    ("ResNet-50", SLOW, "shard"): (30.7, 25.4, 35.6, 37.3, 38.1),
-    ("GPT-2 small", H200, "replicate"): (155, 149, 151, 152, 152),
-    ("GPT-2 small", H200, "shard"): (155, 140, 143, 144, 144),
-    ("GPT-2 small", SLOW, "replicate"): (155, 149, 193, 199, 200),
-    ("GPT-2 small", SLOW, "shard"): (155, 141, 250, 251, 251),
-    ("ViT-B/16", H200, "replicate"): (97.3, 90, 91.3, 91.9, 92.3),
-    ("ViT-B/16", H200, "shard"): (97.3, 81.9, 82.1, 82.7, 83.1),
-    ("ViT-B/16", SLOW, "replicate"): (97.3, 90.3, 122, 127, 128),
-    ("ViT-B/16", SLOW, "shard"): (97.3, 82.3, 111, 115, 116),
-    ("ResNet-50", CPUS, "replicate"): (1550, 1520, 1520, 1520, 1520),
-    ("ResNet-50", CPUS, "shard"): (1550, 1460, 1460, 1460, 1460),
-}
-
-
-@pytest.mark.parametrize(("model", "machine", "distribution"), STEPS)
-def test_predicted_steps_of_known_models_have_the_known_figures(model, machine, distribution):
-    size = MODELS_BY_SIZE[model]
-    predicted = [
-        1e3 * predict_step(size, rank_cost(size, distribution, ranks), machine).total
-        for ranks in (1, 8, 64, 512, 4096)
-    ]
-    # Figures have three digits, and their owners have the largest block instead of real owners.
-    assert predicted == pytest.approx(STEPS[model, machine, distribution], rel=0.012)
 
 
 @pytest.mark.parametrize(
@@ -305,16 +230,3 @@ def test_rows_of_the_table_of_gpt2_are_divided_evenly_for_few_more_bytes():
         assert message.largest < message.bytes / 50
     assert whole.messages[0].largest > whole.messages[0].bytes / 4
     assert 3 * divided.products < whole.products
-    # The message is as fast as that of equal parts: an all-reduce of replicate.
-    steps = [
-        predict_step(
-            model_size("GPT-2 small"), rank_cost(model_size("GPT-2 small"), name, ranks), SLOW
-        )
-        for name in ("replicate", "shard")
-    ]
-    assert steps[1].total < steps[0].total
-
-
-def test_machines_name_the_source_of_their_constants():
-    for machine in MACHINES:
-        assert machine.source.startswith(("assumed", "rates measured"))

@@ -108,7 +108,7 @@ def counted(model, distribution, options):
     steps = logs(model, distribution, 1 + 2 * PERIOD, schedule=schedule, **options)[1:]
     total = sum(count for step in steps for _, count in step)
     report = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule, **options)
-    return total / (2 * PERIOD), report.ranks_report(RANKS).costs[distribution]
+    return total / (2 * PERIOD), report.ranks_report(RANKS)[distribution]
 
 
 @pytest.mark.parametrize("case", CASES)

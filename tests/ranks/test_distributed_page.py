@@ -20,11 +20,10 @@ def test_tables_are_those_of_the_cost_model():
     assert list_distributions.page(TEXT) == TEXT, "run python -m scripts.list_distributions"
 
 
-def test_example_of_the_section_on_distributions_runs(capsys):
+def test_example_of_the_section_on_distributions_runs():
     examples = [code for _, code in blocks(PAGE, "python") if "ranks_report" in code]
     assert len(examples) == 1
     exec(compile(examples[0], PAGE.name, "exec"), {})
-    assert "choose" in capsys.readouterr().out
 
 
 def program_with(text):
