@@ -8,7 +8,7 @@ releases the interpreter lock, and threads without work sleep. See ADR 8.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
@@ -84,7 +84,8 @@ def default_count(ranks_on_node: int = 1) -> int:
         ranks_on_node: Number of processes of one program on this node, which share its cores.
     """
     with _BLAS_LIMIT.lock:
-        count = _BLAS_LIMIT.blas_threads if _BLAS_LIMIT.count else _blas_threads()
+        numbers = _BLAS_LIMIT.before if _BLAS_LIMIT.count else _numbers_of_threads()
+        count = max(1, min(max(numbers, default=1), usable_cores()))
     return min(count, threads_of_a_rank(usable_cores(), ranks_on_node, os.cpu_count()))
 
 
@@ -119,8 +120,7 @@ class _BlasLimit:
     def __init__(self) -> None:
         self.lock = Lock()
         self.count = 0
-        self.blas_threads = 1
-        self.limit: Any = None
+        self.before: list[int] = []
 
 
 _BLAS_LIMIT = _BlasLimit()
@@ -131,8 +131,8 @@ def single_threaded_blas() -> Iterator[None]:
     """Limit BLAS to one thread for the whole process, until the last such context ends."""
     with _BLAS_LIMIT.lock:
         if _BLAS_LIMIT.count == 0:
-            _BLAS_LIMIT.blas_threads = _blas_threads()
-            _BLAS_LIMIT.limit = _blas().limit(limits=1)
+            _BLAS_LIMIT.before = _numbers_of_threads()
+            _set_threads([1] * len(_BLAS_LIMIT.before))
         _BLAS_LIMIT.count += 1
     try:
         yield
@@ -140,7 +140,7 @@ def single_threaded_blas() -> Iterator[None]:
         with _BLAS_LIMIT.lock:
             _BLAS_LIMIT.count -= 1
             if _BLAS_LIMIT.count == 0:
-                _BLAS_LIMIT.limit.restore_original_limits()
+                _set_threads(_BLAS_LIMIT.before)
 
 
 def _run_with_helpers(queue: _Tasks, count: int) -> None:
@@ -227,14 +227,20 @@ def _run_queue(queue: _Tasks) -> None:
         _INSIDE.reset(token)
 
 
-def _blas_threads() -> int:
-    counts = [library["num_threads"] for library in _blas().info()]
-    return max(1, min(max(counts, default=1), usable_cores()))
+def _numbers_of_threads() -> list[int]:
+    """Return the number of threads of each BLAS library of the process."""
+    return [library.num_threads for library in _blas()]
+
+
+def _set_threads(numbers: Sequence[int]) -> None:
+    for library, number in zip(_blas(), numbers, strict=True):
+        if library.num_threads != number:
+            library.set_num_threads(number)
 
 
 @cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="blas")
+def _blas() -> tuple[Any, ...]:
+    return tuple(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
 def _reset_after_fork() -> None:

@@ -15,7 +15,7 @@ from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products, checked_vectors
 from kfac_engine.errors import NotReadyError
-from kfac_engine.layers.parameter_slices import join, split
+from kfac_engine.layers.parameter_slices import is_whole, join, split
 
 DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
 
@@ -157,7 +157,10 @@ class PreconditioningModel(MeasuredModel):
         """
         if exp == 1:
             self._distribution.complete()
-        slices, rest = self._discovery.parts, self.estimator.identity_damping**exp
+        slices = self._discovery.parts
+        # The damping of entries without a layer may be that of the mean block, which takes time.
+        whole = all(is_whole(slices[name]) for name in vectors)
+        rest = 1.0 if whole else self.estimator.identity_damping**exp
 
         def multiply() -> dict[str, Array | Rows]:
             owned = self._distribution.owned(vectors)

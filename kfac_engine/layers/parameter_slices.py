@@ -185,6 +185,11 @@ def split(
     return {part.name: part.read(array) for name, array in arrays.items() for part in parts[name]}
 
 
+def is_whole(parts: Sequence[ParameterSlice]) -> bool:
+    """Return whether a parameter has a single slice, of all its entries."""
+    return len(parts) == 1 and parts[0].index is None
+
+
 def join(
     parts: Sequence[ParameterSlice], arrays: Mapping[str, Entries], like: Entries, rest: float
 ) -> Entries:
@@ -199,7 +204,7 @@ def join(
     Returns:
         An array in the shape of the parameter.
     """
-    if (len(parts) == 1 and parts[0].index is None) or isinstance(like, Rows):
+    if is_whole(parts) or isinstance(like, Rows):
         return arrays[parts[0].name]
     joined: Array = (like * rest).astype(like.dtype).reshape(-1)
     for part in parts:
