@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from scipy.integrate import quad
 
 Float = NDArray[np.float64]
 
@@ -107,6 +108,10 @@ def dense_empirical_fisher(
     return g.T @ g / len(z)
 
 
+# Of the errors over which the score is integrated.
+_PARTS = (0, 1), (1, 50)
+
+
 def predictive_fisher(loss: str, z: Float, var: float = 0.5) -> Float:
     """Fisher matrix of one prediction: the expectation of ``score scoreᵀ`` over outcomes."""
     classes = len(z)
@@ -117,6 +122,16 @@ def predictive_fisher(loss: str, z: Float, var: float = 0.5) -> Float:
     if loss == "multi_bernoulli":
         p = 1 / (1 + np.exp(-z))
         return np.diag(p * (1 - p) ** 2 + (1 - p) * p**2)
+    if loss == "poisson":
+        return np.diag(np.exp(z))
+    if loss in ("laplace", "huber"):  # of scale 1 and delta 1: E[score²] / E[1] over errors e > 0
+        rho = {"laplace": lambda e: e, "huber": lambda e: e * e / 2 if e <= 1 else e - 0.5}[loss]
+        slope = {"laplace": lambda e: 1.0, "huber": lambda e: min(e, 1.0)}[loss]
+        total, squares = (
+            sum(quad(lambda e, k=k: slope(e) ** k * np.exp(-rho(e)), *ends)[0] for ends in _PARTS)
+            for k in (0, 2)
+        )
+        return np.eye(classes) * squares / total
     assert loss == "normal", loss
     return np.eye(classes) / var  # E[(t − m)²] / v² = 1 / v
 

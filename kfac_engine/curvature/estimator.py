@@ -209,6 +209,15 @@ class FisherEstimator(Sealed):
         """
         self._sources.placements = placements
 
+    def place_examples(self, axes: Mapping[str, int], batch: str) -> None:
+        """Set where the examples lie, for weights of targets; by default the first axis.
+
+        Args:
+            axes: Name of a value to its axis of examples.
+            batch: Name of a value whose first axis has the examples only; empty for none.
+        """
+        self._sources.axes, self._sources.batch = axes, batch
+
     @property
     def params_stats(self) -> list[Array]:
         """``Σ_sources gradient / batch_size`` of the last update, for each variable."""

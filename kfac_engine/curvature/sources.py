@@ -65,6 +65,9 @@ class Sources:
         placements: Name of a loss to the place of the examples in its draws; the first axis where
             absent.
         layers: The layers, whose inputs have rows that count or not.
+        axes: Name of a value to its axis of examples; 0 where absent.
+        batch: Name of a value whose first axis has the examples only; empty if that of the first
+            loss input has.
     """
 
     mode: EstimationMode
@@ -78,6 +81,8 @@ class Sources:
     rows: Rows | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     layers: tuple[LayerRows, ...] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
+    batch: str = ""
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict)
 
     def gradient_name(self, value: str) -> str:
@@ -157,16 +162,15 @@ class Sources:
             return {}
         signs = MODES["curvature_prop"](self.losses, trace, np.random.default_rng(0))
         (source,) = signs
-        cotangents = {name: _scaled(array, scales.get(name, 1.0)) for name, array in source.items()}
-        gradients = take(trace.vjp(cotangents, outputs), outputs, self.backend)
+        gradients = take(trace.vjp(scaled(source, scales), outputs), outputs, self.backend)
         return weights.of_rows(layers, gradients, self.backend)
 
     def weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""
         towers = [tower for loss in self.losses for tower in loss.towers]
-        seen = [(tower, tower.row_weights(trace)) for tower in towers]
-        examples = len(trace[towers[0].inputs[0]])
-        return ExampleWeights.of(seen, trace, examples, {})
+        rows = [(tower, tower.row_weights(trace)) for tower in towers]
+        examples = len(trace[self.batch or towers[0].inputs[0]])
+        return ExampleWeights.of(rows, trace, examples, self.axes)
 
     def scales_of(self, trace: Trace) -> dict[str, Array]:
         """Return the roots of the weights of the predictions that the losses read."""
@@ -181,7 +185,7 @@ class Sources:
         if self.rows is not None:
             rng = RowGenerator(self.rng, self.rows, self.placements)
         for source in self.mode(self.losses, trace, rng, draws):
-            yield {name: _scaled(array, scales.get(name, 1.0)) for name, array in source.items()}
+            yield scaled(source, scales)
 
     def measure_examples(
         self,
@@ -252,9 +256,15 @@ class Sources:
         return self._reads[factors]
 
 
-def _scaled(array: Array, scale: float | Array) -> Array:
-    result: Array = scale * array if isinstance(scale, float) else times(array, scale)
-    return result
+def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
+    """Return cotangents times the scales of their loss inputs.
+
+    Args:
+        source: Loss input to cotangent.
+        scales: Loss input to its scale; 1 where absent.
+    """
+    pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
+    return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}
 
 
 @dataclass(slots=True)

@@ -19,6 +19,8 @@ from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.curvature_result.spectrum import Spectrum
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.checkpoint import checksum
+from kfac_engine.engine.loss_bindings import named_settings
+from kfac_engine.engine.options import LOSS_SETTINGS
 from kfac_engine.errors import InputError
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.writing import checked_path, write_file
@@ -233,7 +235,9 @@ def _stored(options: CurvatureOptions) -> dict[str, object]:
     fields: dict[str, object] = {name: getattr(options, name) for name in _STORED}
     losses = [options.loss] if isinstance(options.loss, str) else options.loss
     is_named = isinstance(losses, list | tuple) and all(isinstance(loss, str) for loss in losses)
-    return fields | {"loss": options.loss if is_named else None}
+    settings = {name: getattr(options, name) for name in LOSS_SETTINGS}
+    lists = {n: v if v is None else np.asarray(v).tolist() for n, v in settings.items()}
+    return fields | named_settings(**lists) | {"loss": options.loss if is_named else None}
 
 
 def _is_header(header: Any) -> bool:

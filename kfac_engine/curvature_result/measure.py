@@ -13,6 +13,7 @@ from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
+from kfac_engine.curvature.sources import scaled
 from kfac_engine.curvature_result.assembly import assembled
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.curvature import Curvature
@@ -221,7 +222,6 @@ class _Measurement:
             trace = self.model.trace(inputs, targets)
             examples = objective.examples(trace)
             with trace.explain():
-                objective.require_alike(trace, "a curvature")
                 self._measure(trace, examples, factors)
             self.examples += examples
             self.predictions += sum(trace[name].size for name in objective.inputs)
@@ -243,7 +243,9 @@ class _Measurement:
         draws, generator = self._draws(losses, trace), rng.bit_generator.state
         if self.moments.active:
             mode = MODES[self.layout.options.engine.estimation_mode]
-            self.moments.add(trace, mode(losses, trace, rng, draws))
+            scales = self.estimator.statistics.sources.scales_of(trace)
+            sources = mode(losses, trace, rng, draws)
+            self.moments.add(trace, (scaled(source, scales) for source in sources))
         if factors:
             rng.bit_generator.state = generator
             self.estimator.accumulate(trace, examples, draws=draws, factors=factors)

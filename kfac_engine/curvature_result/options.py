@@ -38,6 +38,10 @@ class CurvatureOptions:
         class_axis: Axis of the classes or features in that output.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
+        ignore_index: Target that does not count, for losses given by name.
+        class_weights: Weight of the targets of each class.
+        positive_weights: Weight of targets of 1 of a sigmoid loss.
+        label_smoothing: Part of each target that is divided among all classes.
         trainable: Pattern of the names of parameters to include; by default every constant that the
             graph uses like a parameter. A list may have several patterns.
         freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
@@ -61,6 +65,10 @@ class CurvatureOptions:
     class_axis: int = -1
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
+    ignore_index: int | None = None
+    class_weights: Sequence[float] | Array | None = None
+    positive_weights: float | Sequence[float] | Array | None = None
+    label_smoothing: float | None = None
     trainable: str | Sequence[str] | None = None
     freeze: str | Sequence[str] | None = None
     approximations: Mapping[str, str] | None = None
@@ -110,6 +118,10 @@ class CurvatureOptions:
             class_axis=self.class_axis,
             find_logits=self.find_logits,
             loss_weights=self.loss_weights,
+            ignore_index=self.ignore_index,
+            class_weights=self.class_weights,
+            positive_weights=self.positive_weights,
+            label_smoothing=self.label_smoothing,
             reduction="batch_mean",  # the mean over examples of the sum over positions
             trainable=self.trainable,
             freeze=self.freeze,

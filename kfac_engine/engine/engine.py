@@ -517,9 +517,8 @@ class Engine(Summarized, PreconditioningModel):
         rows = [observed.weights for observed in observation.towers]
         if all(weights is None for weights in rows):
             return None
-        places = self._assembly.task.batch.places
-        axes = {name: place.axis for name, place in places.items()} | {**self.objective.axes}
         pairs = zip(self.objective.towers, rows, strict=True)
+        axes = self.estimator.statistics.sources.axes
         return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
 
     def _advance(self, seconds: float) -> None:

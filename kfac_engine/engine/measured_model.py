@@ -1,6 +1,6 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kfac_engine.arguments import whole

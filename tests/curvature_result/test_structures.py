@@ -88,6 +88,8 @@ def test_diagonal_curvature_equals_the_diagonal_of_the_fisher(make, fisher):
 ORACLES = dict.fromkeys(("categorical", "softmax_cross_entropy", "cross_entropy"), "categorical")
 ORACLES |= dict.fromkeys(("multi_bernoulli", "sigmoid_cross_entropy", "bce"), "multi_bernoulli")
 ORACLES |= dict.fromkeys(("normal", "squared_error", "mse"), "normal")
+ORACLES |= dict.fromkeys(("laplace", "absolute_error", "l1"), "laplace")
+ORACLES |= {"huber": "huber", "poisson": "poisson"}
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal"])

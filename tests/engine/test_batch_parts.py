@@ -364,19 +364,26 @@ def test_memory_is_that_of_a_part_and_its_sums():
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
 @pytest.mark.parametrize("mode", ["gradients", "exact"])
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
-def test_parts_of_several_processes_are_those_of_one(approximation, mode, distribution):
-    """Each rank has its rows of every part; parts have other lengths."""
+@pytest.mark.parametrize("ignored", [(), [0], [1, 2]], ids=["all count", "first", "others"])
+def test_parts_of_several_processes_are_those_of_one(ignored, approximation, mode, distribution):
+    """Each rank has its rows of every part; parts have other lengths.
+
+    Targets that do not count are those of some examples of the second part, and single ones of the
+    third part: of one rank, of the other, or of none.
+    """
     options = {"approximations": {"fully_connected": approximation}, "estimation_mode": mode}
+    options["loss"] = ke.Categorical(ignore_index=-1)
     model, parts = sequences()
-    parts = [parts[0], ({"x": parts[0][0]["x"][:2]}, parts[0][1][:2]), parts[2]]
-    alone = ke.Engine.from_onnx(model, loss="categorical", threads=1, **options)
+    parts = [parts[0], ({"x": parts[0][0]["x"][1:]}, parts[0][1][1:].copy()), parts[2]]
+    for example in ignored:
+        parts[1][1][example - 1] = parts[2][1][example, 3:] = -1
+    alone = ke.Engine.from_onnx(model, threads=1, **options)
     expected = alone.gradients(parts)
     alone.update_statistics(parts)
 
     def work(communicator):
         engine = ke.Engine.from_onnx(
-            model, loss="categorical", threads=1, communicator=communicator,
-            distribution=distribution, **options,
+            model, threads=1, communicator=communicator, distribution=distribution, **options,
         )  # fmt: skip
         rows = [slice(0, 1), slice(1, None)][communicator.rank]
         own = [({"x": inputs["x"][rows]}, targets[rows]) for inputs, targets in parts]

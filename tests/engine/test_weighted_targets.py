@@ -345,7 +345,6 @@ def test_analyses_that_count_all_targets_alike_refuse_weights():
     targets = targets_of(model, inputs)
     data = inputs, targets, np.arange(6.0)
     calls = {
-        "curvature": lambda: ke.curvature(model, data, loss="categorical"),
         "operator": lambda: ke.curvature_operator(model, data, loss="categorical").matvec(
             np.ones(sum(array.size for array in engine(model).parameters.values()))
         ),
@@ -367,3 +366,62 @@ def test_verify_checks_weighted_targets():
     weights = np.array([1.0, 0.5, 2.0, 0.0])
     report = ke.verify(model, inputs, ke.Weighted(targets, weights), loss="categorical")
     assert report.passed, report
+
+
+def test_the_mean_of_batches_with_different_padding_is_that_of_all_rows():
+    model = models.token_mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=6)
+    targets = targets_of(model, inputs)
+    targets[0, 1:] = targets[3, 2:] = targets[4] = -100
+    options = {"estimation_mode": "exact", "reduction": "batch_mean"}
+    whole, parts = engine(model, **options), engine(model, **options)
+    whole.estimator.accumulate(whole.trace(inputs, targets), 6)
+    for chosen in (slice(0, 2), slice(2, 6)):
+        trace = parts.trace(rows(inputs, chosen), targets[chosen])
+        parts.estimator.accumulate(trace, len(targets[chosen]))
+    for one, two in zip(whole.estimator.factors, parts.estimator.factors, strict=True):
+        np.testing.assert_allclose(two.cov, one.cov, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kron", "ekfac"])
+def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
+    model = models.token_mlp("tokens", (2, 3), dtype="float64")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((6, 4, 2)), rng.integers(0, 3, (6, 4))
+    w = rng.random((6, 4)) * (rng.random((6, 4)) > 0.3)
+    w[4] = 0
+    batches = [({"input": x[s]}, y[s], w[s]) for s in (slice(0, 2), slice(2, 6))]
+    measured = ke.curvature(model, batches, loss="categorical", structure=structure)
+    names = list(measured.model.parameters)
+    z = engine(model).trace({"input": x})["output"]
+    jac = oracle.jacobian(model, {"input": x}, "output", names)
+    F = sum(
+        w[at] * jac[at].T @ oracle.predictive_fisher("categorical", z[at]) @ jac[at]
+        for at in np.ndindex(w.shape)
+    ) / 6  # fmt: skip
+    assert measured.trace() == pytest.approx(np.trace(F), rel=0.3 if structure == "kron" else 1e-9)
+    if structure == "full":
+        flat = rng.standard_normal(len(F))
+        sizes = [measured.model.parameters[name].shape for name in names]
+        parts = np.split(flat, np.cumsum([np.prod(shape) for shape in sizes])[:-1])
+        vector = {n: p.reshape(s) for n, p, s in zip(names, parts, sizes, strict=True)}
+        found = measured.multiply(vector)
+        np.testing.assert_allclose(
+            np.concatenate([found[name].ravel() for name in names]), F @ flat, atol=1e-9
+        )
+    if structure == "kron":  # of one layer with the gradients of a softmax, not exact
+        whole = ke.curvature(model, ({"input": x}, y, w), loss="categorical", structure="kron")
+        assert measured.trace() == pytest.approx(whole.trace(), rel=1e-9)
+        measured.save(tmp_path / "c.safetensors")
+
+
+def test_a_curvature_stores_the_options_of_its_loss(tmp_path):
+    model = models.mlp(dtype="float64")
+    inputs = models.random_inputs(model, batch=6)
+    targets = targets_of(model, inputs)
+    options = {"ignore_index": 1, "class_weights": [1.0, 2.0, 0.5]}
+    measured = ke.curvature(model, (inputs, targets), loss="categorical", **options)
+    measured.save(tmp_path / "c.safetensors")
+    loaded = ke.Curvature.load(tmp_path / "c.safetensors", model)
+    assert loaded.trace() == measured.trace()
+    assert loaded.trace() != ke.curvature(model, (inputs, targets), loss="categorical").trace()
