@@ -179,8 +179,8 @@ class GivenBatches:
             batch = _whole(entry, self._axes, self._labeled, pair=pair)
             if batch is None:
                 raise InputError(
-                    f"each batch must be a pair (inputs, targets), also with weights after them, or "
-                    f"arrays by name"
+                    f"each batch must be a pair (inputs, targets), also with weights after them, "
+                    f"or arrays by name"
                     f"{' with targets' if self._labeled else ''}; batch {index} is "
                     f"{type(entry).__name__}."
                 )

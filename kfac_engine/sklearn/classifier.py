@@ -80,7 +80,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             model, hidden=hidden, optimizer=optimizer, optimizer_options=optimizer_options,
             engine_options=engine_options, epochs=epochs, batch_size=batch_size,
             accumulate=accumulate, schedule=schedule, early_stop=early_stop,
-            validation_fraction=validation_fraction, random_state=random_state, warm_start=warm_start, verbose=verbose,
+            validation_fraction=validation_fraction, random_state=random_state,
+            warm_start=warm_start, verbose=verbose,
         )  # fmt: skip
         self.class_weight = class_weight
 

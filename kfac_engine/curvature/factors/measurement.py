@@ -183,7 +183,7 @@ class Measurement:
         self.examples: float = sizes.examples if counted is None else counted
         self.weighted = counted is not None
         self.positions: float = sizes.repeats
-        self.repeats = self.positions
+        self.repeats: float = self.positions
         self.whole: int | None = None
         self._sizes, self._shape = sizes, sizes.shape
         if self.weighted:
