@@ -217,9 +217,11 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
             self._check_probabilities(values, targets)
             return
         expected = shape[:axis] + shape[axis + 1 :]
-        require_shape(
-            "targets", targets.shape, expected, f"one class id per row of '{self.logits}'"
-        )
+        meaning = f"one class id per row of '{self.logits}'"
+        fitting = [k for k in range(1, len(shape)) if targets.shape == shape[:k] + shape[k + 1 :]]
+        if fitting:
+            meaning += f"; give class_axis={fitting[0]}, if that axis of {shape} holds the classes"
+        require_shape("targets", targets.shape, expected, meaning)
         if targets.dtype.kind not in "iu":
             raise InputError(
                 f"targets of '{self.logits}' must be integer class ids, got {targets.dtype}; "

@@ -397,3 +397,14 @@ def test_value_and_gradient_check_once_and_have_the_bits_of_both(case, monkeypat
     for name, array in gradient.items():
         np.testing.assert_array_equal(together[1][name], array)
     assert len(checked) == 1
+
+
+@pytest.mark.parametrize(("shape", "hint"), [((4, 8, 8), "give class_axis=1"), ((4, 8, 7), "")])
+def test_targets_that_fit_another_axis_of_the_classes_name_it(shape, hint):
+    """Images of classes lie on the axis of channels."""
+    loss = CATEGORICAL("z", "t")
+    values = {"z": np.zeros((4, 5, 8, 8)), "t": np.zeros(shape, np.int64)}
+    with pytest.raises(ShapeError) as failure:
+        loss.observe(values)
+    assert ("class_axis" in str(failure.value)) == bool(hint)
+    assert hint in str(failure.value)
