@@ -48,12 +48,10 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         raise InputError("the list of the parts of a batch is empty; give one part at least.")
     parts: list[Batch] = []
     for index, part in enumerate(inputs, 1):
-        if not (isinstance(part, list | tuple) and len(part) in (2, 3)) or not isinstance(
-            part[0], Mapping
-        ):
+        if not (isinstance(part, list | tuple) and len(part) in (2, 3)):
             raise InputError(
                 f"the parts of a batch must be pairs (inputs, targets), also with weights after "
-                f"them, the inputs by name; part {index} is {type(part).__name__}."
+                f"them; part {index} is {type(part).__name__}."
             )
         weighted = len(part) == 3
         parts.append((part[0], Weighted(*part[1:])) if weighted else part)  # type: ignore[arg-type] # three entries

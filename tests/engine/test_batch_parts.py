@@ -324,7 +324,7 @@ def test_errors_name_the_part():
     ("parts", "targets", "said"),
     [
         ([], None, "list of the parts of a batch is empty"),
-        ([(np.zeros((4, 4)), np.zeros(4))], None, "part 1 is tuple"),
+        ([(np.zeros((4, 4)), np.zeros(4))], None, "must be a mapping"),
         ([{"input": np.zeros((4, 4))}], None, "part 1 is dict"),
         ([({"input": np.zeros((4, 4))}, np.zeros(4, np.int64))], np.zeros(4), "their own targets"),
     ],
