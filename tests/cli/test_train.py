@@ -79,6 +79,36 @@ def test_the_result_runs_in_onnx_runtime_with_the_loss_that_is_reported(folder, 
     assert (report["step"], report["epoch"], report["out"]) == (40, 19, "out.onnx")
 
 
+def test_parts_of_a_step_give_the_losses_of_the_larger_batch(folder):
+    assert run("--batch-size=64", "--steps=4", "--optimizer=sgd", "--log=whole.jsonl") == 0
+    assert run(
+        "--batch-size=16", "--accumulate=4", "--steps=4", "--optimizer=sgd", "--log=parts.jsonl"
+    ) == 0  # fmt: skip
+    losses = [[entry["loss"] for entry in logged(Path(f"{n}.jsonl"))] for n in ("whole", "parts")]
+    assert len(losses[0]) == 4
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_file_that_computes_its_loss_is_trained(folder, capsys):
+    entry = "float[n,4] x, int64[n] label"
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]> file ({entry}) => (float loss)
+        {{ y = MatMul(x, W) loss = SoftmaxCrossEntropyLoss(y, label) }}"""
+    )
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((4, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "W"))
+    onnx.save(model, "loss.onnx")
+    x = rng.standard_normal((64, 4)).astype(np.float32)
+    np.savez("l.npz", x=x, label=rng.integers(0, 3, 64))
+    assert run("--loss=output", *FAST, "--json", model="loss.onnx", data="l.npz") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["out"]) == (2, "out.onnx")
+    assert not np.array_equal(
+        onnx.numpy_helper.to_array(onnx.load("out.onnx").graph.initializer[0]), weight
+    )
+
+
 def without_weights(model):
     """A message without the contents of its initializers."""
     copy = onnx.ModelProto()
