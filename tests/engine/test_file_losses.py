@@ -207,6 +207,24 @@ def test_the_distribution_may_be_named():
         ke.Engine.from_onnx(model(entry, nodes), loss="output", ignore_index=1)
 
 
+def test_log_probabilities_beside_a_loss_are_no_loss():
+    nodes = "y = MatMul(x, W) loss, p = SoftmaxCrossEntropyLoss(y, label)"
+    file, (x, labels) = model(FLAT, nodes), batch(FLAT)
+    output = file.graph.output.add()
+    output.CopyFrom(file.graph.output[0])
+    output.name = "p"
+    engine = ke.Engine.from_onnx(file, loss="output", threads=1)
+    inputs = {"x": x, "label": labels}
+    expected, _ = truth(file, inputs)
+    assert engine.loss(inputs) == pytest.approx(float(expected), rel=1e-9)
+    engine = ke.Engine.from_onnx(
+        file, loss="categorical", output="p", sample_inputs=inputs, threads=1
+    )
+    result = engine.gradients(inputs, labels)
+    assert not any("is a loss" in note for note in result.notes)
+    assert result.loss == pytest.approx(float(expected), rel=1e-9)
+
+
 def test_terms_without_a_reduction_have_that_of_the_engine():
     file = model(FLAT, cross_entropy('<reduction="none", ignore_index=2>'))
     x, labels = batch(FLAT)

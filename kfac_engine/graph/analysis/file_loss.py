@@ -74,7 +74,7 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
     """
     inner, reduction, sign = _reduced(graph, output)
     maker = graph.producers.get(inner)
-    if maker is None or maker.domain:
+    if maker is None or maker.domain or maker.outputs[0] != inner:
         return None
     loss = None
     if maker.op in {"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"} and sign > 0:
