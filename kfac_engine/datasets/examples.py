@@ -32,6 +32,7 @@ class ExampleAxes:
         batch: Where the examples are in the inputs and values of the model.
         outputs: Outputs with a loss; none if the file computes its loss from the inputs alone.
         names: Name of the targets of an output, where it is not that of the output.
+        weights: Name of the weights of the targets among arrays by name.
 
     Attributes:
         inputs: Input name to axis.
@@ -45,7 +46,9 @@ class ExampleAxes:
         batch: batch_axis.Batch,
         outputs: Sequence[str],
         names: Mapping[str, str] = MappingProxyType({}),
+        weights: str = WEIGHTS,
     ) -> None:
+        self._weights = weights
         self.inputs = dict(batch.inputs)
         self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
         folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
@@ -171,10 +174,11 @@ class ExampleAxes:
         present = present or "none"
         if missing:
             raise InputError(f"input '{missing[0]}' is missing; the arrays are: {present}.")
-        if WEIGHTS in arrays and WEIGHTS not in {*self.inputs, *self._targets}:
-            rest = {name: array for name, array in arrays.items() if name != WEIGHTS}
+        name = self._weights
+        if name in arrays and name not in {*self.inputs, *self._targets}:
+            rest = {key: array for key, array in arrays.items() if key != name}
             inputs, alone = self.separated(rest, labeled=labeled)
-            return inputs, None if alone is None else Weighted(alone, arrays[WEIGHTS])  # type: ignore[arg-type] # weights once
+            return inputs, None if alone is None else Weighted(alone, arrays[name])  # type: ignore[arg-type] # weights once
         if TARGETS in arrays and TARGETS not in self.inputs:
             inputs = {name: array for name, array in arrays.items() if name != TARGETS}
             return inputs, arrays[TARGETS]
@@ -200,7 +204,7 @@ class ExampleAxes:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the arrays of a data set."""
-        return (*self.inputs, TARGETS, WEIGHTS, *self._targets)
+        return (*self.inputs, TARGETS, self._weights, *self._targets)
 
     def axis(self, name: str) -> int | None:
         """Return the axis of the examples of an array of a data set; None for an array without."""

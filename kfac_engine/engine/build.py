@@ -21,7 +21,7 @@ from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.datasets.examples import ExampleAxes
+from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
@@ -76,7 +76,8 @@ class Task:
         """The axes of the examples in inputs and targets."""
         outputs = [head.output for head in self.heads if head.output in self.batch.places]
         names = dict.fromkeys(outputs, self.file_loss.loss.labels) if self.file_loss else {}
-        return ExampleAxes(self.batch, outputs, names)
+        weights = self.file_loss.loss.weights if self.file_loss else ""
+        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS)
 
     def require_examples(self, what: str) -> None:
         """Refuse a loss that is a single number for the whole batch, which the file computes.
@@ -183,8 +184,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         loaded, losses = file_loss.loaded, file_loss.options(losses)
         reduction = file_loss.reduction(reduction)
     if isinstance(inputs, Mapping):
-        labels = file_loss.loss.labels if file_loss else None
-        inputs = on_host({n: a for n, a in inputs.items() if n != labels}, backend)
+        inputs = on_host(file_loss.without(inputs) if file_loss else inputs, backend)
     model = OnnxModel(
         _with_named_axes(loaded, losses),
         trainable=options.trainable,

@@ -7,7 +7,7 @@ not recognized remains in the graph: ``loss="output"`` trains it as it is.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import pi
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact
 from kfac_engine.losses.kinds import OUTPUT, LossKind, Normal
 from kfac_engine.losses.objective import Reduction
-from kfac_engine.losses.observed import Targets
+from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.losses.table import LOSSES
 from kfac_engine.runtime.sample_run import open_run
+
+Value = TypeVar("Value")
 
 # The variance for which −log p of a Gaussian distribution is π (z − t)², without a constant.
 _VARIANCE = 1 / (2 * pi)
@@ -51,6 +53,11 @@ class TakenLoss:
             f"'{loss.value}', with '{loss.labels}' as targets",
         )
 
+    def without(self, entries: Mapping[str, Value]) -> dict[str, Value]:
+        """Return entries by input name without those of the labels and their weights."""
+        left_out = {self.loss.labels, self.loss.weights}
+        return {name: entry for name, entry in entries.items() if name not in left_out}
+
     def separated(self, inputs: Mapping[str, Array], targets: Targets) -> Batch:
         """Return inputs without the labels, and the labels as targets.
 
@@ -59,17 +66,26 @@ class TakenLoss:
             targets: The targets; None for labels among the inputs.
 
         Raises:
-            InputError: The labels are among the inputs, and there are targets as well.
+            InputError: The labels are given twice, or their weights are missing.
         """
-        name = self.loss.labels
-        if not isinstance(inputs, Mapping) or name not in inputs:
+        labels, mask = self.loss.labels, self.loss.weights
+        if not isinstance(inputs, Mapping):
             return inputs, targets
-        if targets is not None:
+        if labels in inputs:
+            if targets is not None:
+                raise InputError(
+                    f"'{labels}' is among the inputs, and there are targets as well; the file "
+                    f"computes its loss from '{labels}': give the labels once."
+                )
+            targets = inputs[labels]
+        if mask and mask in inputs and targets is not None:
+            targets = Weighted(targets, inputs[mask])  # type: ignore[arg-type] # weights once
+        if mask and targets is not None and not isinstance(targets, Weighted):
             raise InputError(
-                f"'{name}' is among the inputs, and there are targets as well; the file computes "
-                f"its loss from '{name}': give the labels once."
+                f"the file weighs its loss by '{mask}'; give '{mask}' among the inputs or the "
+                f"data, or weights after the targets."
             )
-        return {key: array for key, array in inputs.items() if key != name}, inputs[name]
+        return self.without(inputs), targets
 
     def options(self, chosen: LossOptions) -> LossOptions:
         """Return the options of the loss on the logits.
@@ -92,7 +108,7 @@ class TakenLoss:
             self.loss.class_axis,
             find_logits=False,
             weights=chosen.weights,
-            batch_axes=None if axes is None else _without(axes, self.loss.labels),
+            batch_axes=None if axes is None else self.without(axes),
         )
 
     def weighted(self, options: LossOptions, facts: Mapping[str, Fact]) -> LossOptions:
@@ -157,7 +173,3 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
 
     cut = loss.logits_graph(graph)
     return TakenLoss(loss, replace(loaded, graph=cut), prepare)
-
-
-def _without(axes: Mapping[str, int], name: str) -> dict[str, int]:
-    return {key: axis for key, axis in axes.items() if key != name}

@@ -141,7 +141,7 @@ RECOGNIZED = {
 
 def batch(entry, seed=0, n=N):
     rng = np.random.default_rng(seed)
-    x, label = (part.strip().split()[0] for part in entry.split(", "))
+    x, label = (part.strip().split()[0] for part in entry.split(", ")[:2])
     shape = {"double[n,5]": (n, D), "double[n,3,5]": (n, T, D), "double[n,5,3]": (n, D, T)}[x]
     labels = rng.integers(0, C, (n, T) if "3" in label else n)
     if "double" in label:
@@ -255,7 +255,49 @@ def test_data_by_name_train_a_file_with_its_loss(tmp_path):
 
 # -- losses that are not recognized ----------------------------------------------------------------
 
+MASKED = {
+    "gathered": (
+        "p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) s = Squeeze(g, last) terms = Neg(s) "
+        "m = Cast<to=11>(mask) q = Mul(terms, m) a = ReduceSum<keepdims=0>(q) "
+        "b = ReduceSum<keepdims=0>(m) loss = Div(a, b)"
+    ),
+    "minus behind": (
+        "p = LogSoftmax<axis=-1>(y) i = Unsqueeze(label, last) "
+        "g = GatherElements<axis=-1>(p, i) s = Squeeze(g, last) "
+        "m = Cast<to=11>(mask) q = Mul(m, s) a = ReduceSum<keepdims=0>(q) "
+        "b = ReduceSum<keepdims=0>(m) d = Div(a, b) loss = Neg(d)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_in_the_file_has_the_weights_of_the_labels(name):
+    entry = f"{SEQUENCES}, int64[n,3] mask"
+    file = model(entry, f"y = MatMul(x, W) {MASKED[name]}", last=np.array([-1]))
+    x, labels = batch(SEQUENCES)
+    mask = np.random.default_rng(3).integers(0, 2, labels.shape)
+    data = {"x": x, "label": labels, "mask": mask}
+    expected, gradient = truth(file, data)
+    engine = ke.Engine.from_onnx(file, loss="output", sample_inputs=data, threads=1)
+    for batch_ in [(data,), ({"x": x}, ke.Weighted(labels, mask)), ([({"x": x}, labels, mask)],)]:
+        result = engine.gradients(*batch_)
+        assert result.loss == pytest.approx(float(expected), rel=1e-9)
+        np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-6, atol=1e-8)
+    assert engine.evaluate(data)["loss"] == pytest.approx(float(expected), rel=1e-9)
+    ke.fit(engine, data, batch_size=3, steps=2)
+    with pytest.raises(ke.InputError, match="the file weighs its loss by 'mask'"):
+        engine.gradients({"x": x}, labels)
+
+
 UNKNOWN = {
+    "mask of another mean": (
+        FLAT.replace("label", "label, double[n] mask, double[n] other"),
+        'y = MatMul(x, W) terms = SoftmaxCrossEntropyLoss<reduction="none">(y, label) '
+        "q = Mul(terms, mask) a = ReduceSum<keepdims=0>(q) b = ReduceSum<keepdims=0>(other) "
+        "loss = Div(a, b)",
+        {},
+    ),
     "sigmoid of another value": (
         REAL,
         "y = MatMul(x, W) c = Sub(one, label) m = Mul(c, y) n = Mul(y, two) s = Sigmoid(n) "
@@ -320,6 +362,8 @@ def test_other_scalars_are_trained_as_they_are(name):
     entry, nodes, constants = UNKNOWN[name]
     file, (x, labels) = model(entry, nodes, **constants), batch(entry)
     inputs = {"x": x, "label": labels}
+    others = [entry.name for entry in file.graph.input if entry.name not in inputs]
+    inputs |= {other: np.linspace(1.0, 2.0, N) for other in others}
     expected, gradient = truth(file, inputs)
     for reduction in ("mean", "sum"):
         engine = ke.Engine.from_onnx(
@@ -328,7 +372,7 @@ def test_other_scalars_are_trained_as_they_are(name):
         result = engine.gradients(inputs)
         assert result.loss == pytest.approx(float(expected), rel=1e-9)
         np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-5, atol=1e-7)
-    history = ke.fit(engine, {"x": x, "label": labels}, optimizer="adamw", steps=2, batch_size=N)
+    history = ke.fit(engine, inputs, optimizer="adamw", steps=2, batch_size=N)
     assert len(history.records) == 2
     with pytest.raises(ke.UnsupportedError, match="single number for the whole batch"):
         ke.KfacOptimizer(engine).step(inputs)

@@ -7,8 +7,8 @@ Two operators of ONNX are losses, and exporters write others in a few nodes:
 - the sigmoid cross-entropy, in two forms;
 - the square of a difference.
 
-A mean or a sum over all entries follows, or no reduction. Logits and labels that are flattened
-together, position by position, are recognized in the form before.
+A mean or a sum over all entries follows, a mean weighted by an input, or no reduction. Logits and
+labels that are flattened together, position by position, are recognized in the form before.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,6 +36,7 @@ class FileLoss:
         class_axis: Axis of the classes or features in ``value``.
         reduction: Over all entries; ``"none"`` for none.
         options: Options of the distribution: ``ignore_index`` and ``class_weights``.
+        weights: Name of an input with the weights of the labels, of their shape; empty for none.
         rank: The only rank of ``value`` for which the axis is that of the classes; 0 for any.
     """
 
@@ -48,11 +49,12 @@ class FileLoss:
     reduction: str
     options: Mapping[str, int | Array | None] = field(default_factory=dict)
     rank: int = 0
+    weights: str = ""
 
     def logits_graph(self, graph: Graph) -> Graph:
-        """Return the graph whose only output is ``value``, without the input of the labels."""
+        """Return the graph whose only output is ``value``, without labels and their weights."""
         nodes, _ = _ancestors(graph, self.value)
-        inputs = tuple(entry for entry in graph.inputs if entry.name != self.labels)
+        inputs = tuple(e for e in graph.inputs if e.name not in {self.labels, self.weights})
         return _part(graph, nodes, inputs={entry.name for entry in inputs}, output=self.value)
 
     def labels_graph(self, graph: Graph) -> Graph:
@@ -73,6 +75,12 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
         from other inputs or read by the network as well.
     """
     inner, reduction, sign = _reduced(graph, output)
+    mask = ""
+    if reduction == "none" and (masked := _masked(graph, inner)) is not None:
+        (inner, none, inner_sign), mask = _reduced(graph, masked[0]), masked[1]
+        if none != "none":
+            return None
+        reduction, sign = "mean", sign * inner_sign * masked[2]
     maker = graph.producers.get(inner)
     if maker is None or maker.domain or maker.outputs[0] != inner:
         return None
@@ -81,14 +89,33 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
         loss = _operator(graph, maker, reduction, output)
     elif maker.op == "GatherElements" and sign < 0:
         loss = _gathered(graph, maker, reduction, output)
+    elif mask:
+        return None
     elif maker.op == ("Sub" if sign > 0 else "Add") and reduction != "none":
         loss = _sigmoid(graph, maker, reduction, output)
     elif maker.op in {"Mul", "Pow"} and sign > 0 and reduction != "none":
         loss = _square(graph, maker, reduction, output)
-    if loss is None:
+    if loss is None or (mask and (loss.targets != loss.labels or loss.labels == mask)):
         return None
     _, of_value = _ancestors(graph, loss.value)
-    return None if loss.labels in of_value else loss
+    return None if {loss.labels, mask} & of_value else replace(loss, weights=mask)
+
+
+def _masked(graph: Graph, name: str) -> tuple[str, str, int] | None:
+    """Return the terms, the input of the weights and the sign of a weighted mean of terms."""
+    node = graph.producers.get(name)
+    if node is None or node.op != "Div":
+        return None
+    (product, first, sign), (total, second, positive) = (_reduced(graph, n) for n in node.inputs)
+    maker = graph.producers.get(product)
+    if maker is None or maker.op != "Mul" or (first, second, positive) != ("sum", "sum", 1):
+        return None
+    if total not in maker.inputs:
+        return None
+    terms = maker.inputs[1 - maker.inputs.index(total)]
+    weights = _argument(graph, total, "Cast") or total
+    names = {entry.name for entry in graph.inputs}
+    return (terms, weights, sign) if weights in names else None
 
 
 def _reduced(graph: Graph, name: str) -> tuple[str, str, int]:
