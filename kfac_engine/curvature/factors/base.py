@@ -181,7 +181,7 @@ class FisherFactor(FactorOperations, ABC):
         """
         self.wait()
         beta, alpha = self.average.coefficients(
-            decay, weight, self.config, measurement.repeats, over_rows=self.statistic.over_rows
+            decay, weight, self.config, measurement.rows, over_rows=self.statistic.over_rows
         )
         measurement.add_to(self._room(measurement), alpha, beta)
         self._advance(measurement)

@@ -164,10 +164,9 @@ class Measurement:
         factor: The factor that measures.
         examples: Number of examples of the batch, or sum of the weights of its rows for each
             repeat: the weight of the measurement in a mean over processes.
-        positions: Uses × positions for each example, or its mean over the parts of a batch.
-        repeats: The same; of weighted rows, their mean weight times it.
+        repeats: Uses × positions for each example, or its mean over the parts of a batch.
         weighted: Whether ``examples`` is a sum of weights.
-        whole: Examples of a batch in parts, of all processes; None if the batch has one part.
+        batch: Number of examples of the batch, those that do not count too.
     """
 
     def __init__(
@@ -182,21 +181,19 @@ class Measurement:
         )
         self.examples: float = sizes.examples if counted is None else counted
         self.weighted = counted is not None
-        self.positions: float = sizes.repeats
-        self.repeats: float = self.positions
-        self.whole: int | None = None
+        self.repeats: float = sizes.repeats
         self._sizes, self._shape = sizes, sizes.shape
-        if self.weighted:
-            self.count_rows(sizes.examples)
+        self.batch = sizes.examples
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None
         self._values: Values | None = values
         self._array: Array | None = None
         self._share = 1.0
 
-    def count_rows(self, examples: int) -> None:
-        """Set ``repeats`` to the weighted number of rows for each of a number of examples."""
-        self.repeats = self.positions * self.examples / examples
+    @property
+    def rows(self) -> float:
+        """Rows for each example of the batch that count, with their weights."""
+        return self.repeats * self.examples / self.batch if self.weighted else self.repeats
 
     @property
     def deferred(self) -> bool:

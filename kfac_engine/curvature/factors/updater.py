@@ -71,7 +71,7 @@ class PartSums:
     def __init__(self) -> None:
         self._totals: dict[int, Measured] = {}
         self._weights: dict[int, float] = {}
-        self._positions: dict[int, float] = {}
+        self._repeats: dict[int, float] = {}
         self._examples = self._whole = 0  # of all processes, with the present part and in it
         self._lock = Lock()
 
@@ -84,22 +84,21 @@ class PartSums:
         """Add the measurement of a factor on the present part; it is empty afterwards."""
         key, before = id(factor), self._weights.get(id(factor), 0.0)
         over_rows = factor.statistic.over_rows
-        weight = measurement.examples * (measurement.positions if over_rows else 1)
+        weight = measurement.examples * (measurement.repeats if over_rows else 1)
         total = before + weight
         shrunk, share = (before / total, weight / total) if total else (1.0, 0.0)
-        positions = self._positions.get(key, 0.0) + self._whole * measurement.positions
+        repeats = self._repeats.get(key, 0.0) + self._whole * measurement.repeats
         if key in self._totals:
             joined = self._totals[key][1]
             joined.join(measurement, shrunk, share)
         else:
             joined = computed(measurement)
-        joined.positions, joined.whole = positions / self._examples, self._examples
+        joined.repeats, joined.batch = repeats / self._examples, self._examples
         # The share of this process in that of several is its share in the weights.
-        joined.examples, joined.weighted = total / (joined.positions if over_rows else 1), True
-        joined.count_rows(self._examples)
+        joined.examples, joined.weighted = total / (joined.repeats if over_rows else 1), True
         with self._lock:
             self._totals[key] = factor, joined
-            self._weights[key], self._positions[key] = total, positions
+            self._weights[key], self._repeats[key] = total, repeats
 
     def update(self, factors: Sequence[FisherFactor]) -> PendingUpdate:
         """Return the update by the batch, with measurements in the order of the factors."""
