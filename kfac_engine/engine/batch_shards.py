@@ -109,8 +109,10 @@ class BatchShards:
         self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
         self.counts = tuple(int(n) for n in shards)
         totals = list(table[:, 3 : len(sizes)].sum(axis=0))
-        rest = (self.agreement.vote(t, place="weights of a loss") for t in size.totals[_TOTALS:])
-        totals += [of_ranks.sum() for of_ranks in rest]
+        totals.extend(
+            self.agreement.vote(total, place="weights of a loss").sum()
+            for total in size.totals[_TOTALS:]
+        )
         measured = BatchSize(self.rows.whole, tuple(map(float, totals)))
         return observation.within(measured.of_examples(sum(self.counts)))
 
