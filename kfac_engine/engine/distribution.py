@@ -246,7 +246,8 @@ class Distribution(ABC):
             number = measurement.examples if measurement.weighted else rows.count
             measurement.weigh(number / whole if whole else 0.0)
             measurement.examples = whole
-            measurement.batch = rows.whole
+            if measurement.batch is None:
+                measurement.batch = rows.whole
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""

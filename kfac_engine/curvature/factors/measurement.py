@@ -166,7 +166,8 @@ class Measurement:
             repeat: the weight of the measurement in a mean over processes.
         repeats: Uses × positions for each example, or its mean over the parts of a batch.
         weighted: Whether ``examples`` is a sum of weights.
-        batch: Number of examples of the batch, those that do not count too.
+        batch: Number of examples of the whole batch, those that do not count too; None if the
+            measurement is not combined.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Measurement:
         self.weighted = counted is not None
         self.repeats: float = sizes.repeats
         self._sizes, self._shape = sizes, sizes.shape
-        self.batch = sizes.examples
+        self.batch: int | None = None
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and isinstance(statistic, SquareOfSums) else None
         self._values: Values | None = values
@@ -193,7 +194,8 @@ class Measurement:
     @property
     def rows(self) -> float:
         """Rows for each example of the batch that count, with their weights."""
-        return self.repeats * self.examples / self.batch if self.weighted else self.repeats
+        batch = self._sizes.examples if self.batch is None else self.batch
+        return self.repeats * self.examples / batch if self.weighted else self.repeats
 
     @property
     def deferred(self) -> bool:
