@@ -12,7 +12,7 @@ from math import isfinite
 
 from kfac_engine._types import Array
 from kfac_engine.errors import KfacError, NonFiniteError
-from kfac_engine.losses.objective import Objective, Observation
+from kfac_engine.losses.objective import Objective, Observation, Residuals
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.nonfinite import first_nonfinite
 from kfac_engine.runtime.trace import Trace
@@ -75,6 +75,7 @@ def run_backward(
     observation: Observation,
     parameters: Sequence[str],
     outputs: Sequence[str] | None = None,
+    residuals: Residuals | None = None,
 ) -> BackwardResult:
     """Compute the loss of a batch and its gradients.
 
@@ -85,6 +86,7 @@ def run_backward(
         parameters: Names.
         outputs: Values whose gradients statistics of the mode ``empirical`` read; None in other
             modes, and if no statistics are due.
+        residuals: Receives the squares of the gradients of the predictions.
 
     Returns:
         Gradients of the parameters. Gradients of the outputs are included if the ratio between
@@ -94,7 +96,8 @@ def run_backward(
         NonFiniteError: The loss is NaN or infinite.
     """
     ratio = None if outputs is None else objective.fisher_ratio(observation)
-    loss, cotangents = objective.value_and_cotangents(trace, ratio or 1.0, observation)
+    times = ratio or 1.0
+    loss, cotangents = objective.value_and_cotangents(trace, times, observation, residuals)
     _finite(loss)
     if outputs is None or ratio is None:
         return BackwardResult(loss, trace.writable_vjp(cotangents, parameters))

@@ -269,7 +269,7 @@ class Engine(Summarized, PreconditioningModel):
     ) -> Computed:
         """Differentiate a batch of several parts, and then measure its statistics if due."""
         with record("backward"):
-            backward, moved, notes = self._gradients_of(parts, update_buffers)
+            backward, moved, notes = self._gradients_of(parts, update_buffers, None)
         update = None
         if self._is_due:
             with record("statistics"), quiet():

@@ -51,7 +51,7 @@ class ParameterEntries:
         for layer in self.layers:
             weight, *vectors = layer.parameters
             name, part = self._owners[weight]
-            piece = Piece(part, layer.kind, blocks[block_key(layer)].packing)
+            piece = Piece(part, layer.kind, blocks[block_key(layer)].packing, weight)
             pieces[weight] = piece.divided(self.shapes[name], layer.output_parts)
             pieces |= {vector: (Piece(self._owners[vector][1], layer.kind),) for vector in vectors}
         return {

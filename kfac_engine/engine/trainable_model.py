@@ -31,7 +31,7 @@ from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.losses.objective import BatchSize, Observation
+from kfac_engine.losses.objective import BatchSize, Observation, Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
@@ -381,11 +381,25 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
+        return self._with_residuals(inputs, targets, update_buffers, None)
+
+    def gradients_and_residuals(self, inputs: Inputs) -> tuple[Result, Residuals]:
+        """Return ``gradients``, with running statistics, and the residuals of all processes."""
+        residuals = Residuals()
+        result = self._with_residuals(inputs, None, True, residuals)
+        sums = residuals.observed, residuals.expected
+        table = self._shards.agreement.vote(*sums, place="residuals")
+        return result, Residuals(*map(float, table.sum(axis=0)))
+
+    def _with_residuals(
+        self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
+    ) -> Result:
+        """See ``gradients``; ``residuals`` receive those of this process."""
         with single_threaded_blas(), self._shards.together():
             parts = self.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
-            backward, buffers, notes = self._gradients_of(parts, update_buffers)
+            backward, buffers, notes = self._gradients_of(parts, update_buffers, residuals)
             loss = self._shards.total(backward.loss, "gradients")
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
@@ -395,7 +409,7 @@ class TrainableModel(Sealed):
             return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
     def _gradients_of(
-        self, parts: Sequence[Batch], update_buffers: bool
+        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None
     ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
         """Return loss and gradients of the shard of a batch, new running statistics and notes."""
         moves = flag("update_buffers", update_buffers)
@@ -403,7 +417,7 @@ class TrainableModel(Sealed):
         buffers: list[tuple[int, dict[str, Array]]] = []
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
-            backward = self._differentiate(trace, observation)
+            backward = self._differentiate(trace, observation, residuals=residuals)
             if moves:
                 buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
             notes.update(dict.fromkeys(self._notes(trace)))
@@ -493,13 +507,18 @@ class TrainableModel(Sealed):
             return self.objective.observe(trace, targets=targets)
 
     def _differentiate(
-        self, trace: Trace, observation: Observation, outputs: Sequence[str] | None = None
+        self,
+        trace: Trace,
+        observation: Observation,
+        outputs: Sequence[str] | None = None,
+        residuals: Residuals | None = None,
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters = tuple(self._model.parameters)
         origin = origin_named(self._model, trace, self.objective)
         with quiet(), self._history.explain(), trace.explain(), origin:
-            backward = run_backward(trace, self.objective, observation, parameters, outputs)
+            objective = self.objective
+            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
             check_finite(backward.gradients, self._model.memory_space)
         return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
 

@@ -24,11 +24,13 @@ class Piece:
         kind: Kind of the layer; ``"generic"`` without a layer.
         packing: Packing of the layer, for its weight; None for biases, scales and parameters
             without a layer, which are vectors.
+        weight: Name of the weight of the layer; empty for vectors.
     """
 
     part: ParameterSlice
     kind: str
     packing: Packing | None = None
+    weight: str = ""
 
     def matrices(self, array: Array) -> Array:
         """Return the matrices of the weight, as a new array.
@@ -60,7 +62,10 @@ class Piece:
         packing = StackedDensePacking("IO", has_bias=False)
         return tuple(
             Piece(
-                ParameterSlice(f"{self.part.name} part {i}", matrices[..., c]), self.kind, packing
+                ParameterSlice(f"{self.part.name} part {i}", matrices[..., c]),
+                self.kind,
+                packing,
+                self.weight,
             )
             for i, c in enumerate(columns)
         )

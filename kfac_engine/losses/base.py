@@ -207,6 +207,19 @@ class LossFunction(LossOperations, ABC):
             f"predicts no means; use the metric 'loss' or 'accuracy'."
         )
 
+    def expected_squares(self, values: Values) -> float:
+        """Return the squared norm of the gradients that the least certain predictions expect.
+
+        It is the trace of the Fisher matrix of all predictions, at its largest where it has a
+        bound, and else at the present predictions.
+
+        Args:
+            values: The inputs by name.
+        """
+        inner = self.inner_shape(values)[1:]
+        columns = (c for i in np.ndindex(*inner) for c in self.one_hot(values, i).values())
+        return sum(float((column * column).sum(dtype=np.float64)) for column in columns)
+
     # -- derived ---------------------------------------------------------------------------------
 
     def value(self, values: Values, observed: Observed | None = None) -> float:

@@ -7,6 +7,7 @@ Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative l
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from numbers import Real
 from typing import ClassVar
 
@@ -121,6 +122,9 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
     def information(self, values: Values) -> dict[str, Array]:
         p, q = self._probs(values)
         return {self.logits: p * q}
+
+    def expected_squares(self, values: Values) -> float:
+        return prod(values[self.logits].shape) / 4
 
     def hits(self, values: Values, targets: Array) -> Array:
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)

@@ -158,6 +158,11 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
         return owner(z).draw_classes(z, uniforms, axis)
 
+    def expected_squares(self, values: Values) -> float:
+        shape = values[self.logits].shape
+        classes = shape[self._axis(values)]
+        return float(prod(shape) // classes * (1 - 1 / classes))
+
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         p = self._probs(values)
         x = v[self.logits]

@@ -4,6 +4,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
+
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.losses.base import LossFunction
@@ -20,6 +22,10 @@ class ElementwiseLoss(LossFunction):
     @abstractmethod
     def information(self, values: Values) -> dict[str, Array]:
         """Return the diagonal of the Fisher matrix by input, in the shapes of the inputs."""
+
+    def expected_squares(self, values: Values) -> float:
+        diagonals = self.information(values).values()
+        return sum(float(diagonal.sum(dtype=np.float64)) for diagonal in diagonals)
 
     def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         shape = shapes[self.inputs[0]]

@@ -94,6 +94,32 @@ class Observation:
         return replace(self, whole=whole)
 
 
+@dataclass(slots=True)
+class Residuals:
+    """How far the predictions of a batch are from their targets.
+
+    Neither sum has the weights of the losses or of the reduction, so that the ratio of the two does
+    not depend on the scale of the loss.
+
+    Attributes:
+        observed: Sum of the squared gradients of the losses at all predictions.
+        expected: Sum of ``LossFunction.expected_squares``; 0 if no loss expects any.
+    """
+
+    observed: float = 0.0
+    expected: float = 0.0
+
+    def add(self, loss: LossFunction, values: Values, seen: Observed, gradients: Values) -> None:
+        """Add the predictions of a loss, with the weights that their gradients have."""
+        for gradient in gradients.values():
+            self.observed += float((gradient * gradient).sum(dtype=np.float64))
+        share = 1.0
+        if seen.weights is not None:
+            weights = seen.weights.astype(np.float64)
+            share = float((weights * weights).mean())
+        self.expected += share * loss.expected_squares(values)
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The function that training minimises: a sum of losses under one reduction.
@@ -243,7 +269,11 @@ class Objective:
         return self.value_and_cotangents(values, times, observation)[1]
 
     def value_and_cotangents(
-        self, values: Values, times: float = 1.0, observation: Observation | None = None
+        self,
+        values: Values,
+        times: float = 1.0,
+        observation: Observation | None = None,
+        residuals: "Residuals | None" = None,
     ) -> tuple[float, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
@@ -251,6 +281,7 @@ class Objective:
             values: Loss inputs and targets by name.
             times: Factor of the gradient.
             observation: As for ``value``.
+            residuals: Receives the squares of the gradients of the predictions.
 
         Returns:
             The value in nats, and a map from a loss input to a gradient of its shape.
@@ -261,6 +292,8 @@ class Objective:
         for weight, tower, seen in zip(weights, self.towers, observation.towers, strict=True):
             value, gradients = tower.value_and_gradient(values, seen)
             total += weight * value
+            if residuals is not None:
+                residuals.add(tower, values, seen, gradients)
             for name, gradient in gradients.items():
                 part = times * weight * gradient
                 cotangents[name] = cotangents[name] + part if name in cotangents else part

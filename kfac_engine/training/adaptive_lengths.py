@@ -1,7 +1,8 @@
 """The updates of the K-FAC optimizer whose lengths need no learning rate.
 
-A layer is updated in the direction of its natural gradient. The length of the update follows from
-the agreement of the next gradient with the last update: an update that still descends was short.
+A matrix moves along its natural gradient with equal singular values. The length of the update
+follows from the agreement of the next gradient with the last update: an update that still descends
+was short.
 """
 
 from collections.abc import Mapping
@@ -12,11 +13,12 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
-from kfac_engine.training.rules import AdaptiveMoments
+from kfac_engine.training.rules import AdaptiveMoments, orthogonalize
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector, combine, zeros
 
@@ -24,26 +26,36 @@ from kfac_engine.training.vectors import Vector, combine, zeros
 # zero, or scale single features.
 _BY_ADAM = {"embedding", "embedding_multi", "scale_and_shift", "shift", "generic"}
 _BETA2, _EPSILON = 0.999, 1e-8
-_TINY = 1e-12
 
 # log k decays by this part in a step and grows by the agreement times the gain. An agreement of 1
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
 _DECAY, _GAIN = 0.1, 0.4
 _LEAST, _LARGEST = 0.1, 20.0
 
+# Largest number of Newton–Schulz iterations of a matrix.
+_ITERATIONS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveLengthUpdate:
-    """Natural gradients of the averaged gradient, each matrix scaled to a length of its own.
+    """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
+
+    The direction p of a matrix is its natural gradient with singular values close to one. Averages
+    of few rows have eigenvalues that are too small. The natural gradient is too long along these
+    eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
+    iterations is that of the rows of the batch divided by twice the smaller side of the matrix, up
+    to five, so that they take at most a third of the products of its gradient; a matrix of few rows
+    keeps its natural gradient. Where p is no direction of descent for the
+    averaged gradient, the natural gradient takes its place, which is one: biases do not enter it.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The multiple ``k`` of a matrix
-    follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last natural
-    gradient p, where g' is the gradient from which p was computed::
+    follows from the agreement ``c = ⟨g, p⟩ / ⟨g', p⟩`` of the gradient g with the last direction
+    p, where g' is the gradient of the step of p::
 
         log k ← 0.9 log k + 0.4 s min(max(c, −1), 1)        0.1 ≤ k ≤ 20
 
-    with the value s of the schedule. While the loss falls along one direction, c is near 1 and the
+    with the scale s of the step. While the loss falls along one direction, c is near 1 and the
     updates become longer. In the noise of the batches c is near 0 and k returns to 1. An update
     beyond the minimum along its direction has c < 0. g' contains the noise of its batch, as p does,
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
@@ -57,6 +69,8 @@ class AdaptiveLengthUpdate:
         engine: The engine that preconditions.
         units: The division of the parameters; its weights are the matrices.
         roots: √outputs of the matrices of each weight: see ``root_outputs``.
+        sides: Smaller side of the matrices of each weight.
+        blocks: The block of the layer of each weight.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
         weight_decay: Parameters shrink by this number times the rate of their update.
@@ -65,6 +79,8 @@ class AdaptiveLengthUpdate:
     engine: Engine
     units: Units
     roots: Mapping[str, float]
+    sides: Mapping[str, int]
+    blocks: Mapping[str, FisherBlock]
     momentum: float
     adam_rate: Rate
     weight_decay: float
@@ -74,8 +90,7 @@ class AdaptiveLengthUpdate:
 
         Returns:
             Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
-            weight the last natural gradient p, and of each of its matrices ``⟨g', p⟩`` and
-            ``log k``.
+            weight the last direction p, and of each of its matrices ``⟨g', p⟩`` and ``log k``.
         """
         units, weights = self.units.split(parameters), self.units.weights
         counts = {name: len(weight.matrices(units[name])) for name, weight in weights.items()}
@@ -95,10 +110,10 @@ class AdaptiveLengthUpdate:
         for name, gradient in step.gradients.items():
             moments = means[name], self.momentum, step.slots["momentum"][name]
             combine(*moments, 1 - self.momentum, gradient)
+        vectors = (step.gradients, step.parameters, means)
+        gradients, parameters, means = map(self.units.split, vectors)
         with step.clock("precondition"):
-            natural = natural_gradients(self.engine, means)
-        vectors = (step.gradients, step.parameters, means, natural)
-        gradients, parameters, means, natural = map(self.units.split, vectors)
+            natural = self._natural_gradients(means, step)
         units: dict[str, Array] = {}
         for name, gradient in gradients.items():
             # The memory of a gradient that is not needed any more receives the new value.
@@ -110,6 +125,40 @@ class AdaptiveLengthUpdate:
         values = self.units.join(units, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
+
+    def _natural_gradients(self, means: Vector, step: StepInputs) -> dict[str, Array]:
+        """Return the orthogonalized natural gradients of the weights."""
+        if self.engine.agreement.alone:
+            axes = self.engine.example_axes
+            examples = sum(axes.count(inputs) for inputs, *_ in step.batch)
+        else:
+            examples = sum(map(sum, self.engine.part_sizes))
+        # With the gradients of biases, the part of the weights could point uphill: they move alone.
+        alone = {n: m if n in self.roots else np.zeros_like(m) for n, m in means.items()}
+        vectors = self.units.join(alone, step.gradients)
+        natural = self.units.split(natural_gradients(self.engine, vectors))
+        return {name: self._direction(name, means[name], natural[name], examples)
+                for name in self.roots}  # fmt: skip
+
+    def _direction(self, name: str, mean: Array, natural: Array, examples: int) -> Array:
+        """Return the direction of a weight; the norm of its matrices means nothing.
+
+        Args:
+            name: The weight.
+            mean: The averaged gradient.
+            natural: Its natural gradient.
+            examples: Number of examples of the batch.
+        """
+        weight, matmul = self.units.weights[name], self.engine.collection.backend.matmul
+        rows = examples * max(factor.repeats or 1.0 for factor in self.blocks[name].factors)
+        iterations = int(min(rows / (2 * self.sides[name]), _ITERATIONS))
+        if not iterations:
+            return natural
+        xp, matrices = array_module(natural), weight.matrices(natural)
+        operand = matrices[0] if len(matrices) == 1 else matrices  # as for Muon
+        equal = orthogonalize(operand, matmul, iterations, bound=True).reshape(matrices.shape)
+        descends = (weight.matrices(mean) * equal).sum(axis=(1, 2), keepdims=True) > 0
+        return weight.array(xp.where(descends, equal, matrices), natural)
 
     def _by_adam(
         self, name: str, value: Array, mean: Array, parameter: Array, step: StepInputs
@@ -134,10 +183,9 @@ class AdaptiveLengthUpdate:
         new["natural_gradient"][name] = natural
         np.ravel(new["slope"][name])[:] = _products(weight, value, natural, single)
         np.ravel(new["log_length"][name])[:] = logs
-        debiased = 1 / (1 - self.momentum ** (step.step + 1))
         norms = _norms(weight, natural, single)
         factors = [
-            step.rate * self.roots[name] * exp(log_length) * debiased / (debiased * norm + _TINY)
+            step.rate * self.roots[name] * exp(log_length) / (norm or 1.0)
             for log_length, norm in zip(logs, norms, strict=True)
         ]
         shrunk = 1 - step.rate * self.weight_decay
@@ -184,8 +232,14 @@ def adaptive_lengths(
         weight_decay: As in ``AdaptiveLengthUpdate``.
     """
     units = Units(engine, tuple(parameters), lambda piece: piece.kind not in _BY_ADAM)
-    roots = root_outputs(units, units.split(parameters))
-    return AdaptiveLengthUpdate(engine, units, roots, momentum, adam_rate, weight_decay)
+    values = units.split(parameters)
+    roots = root_outputs(units, values)
+    sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
+    of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
+    blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
+    return AdaptiveLengthUpdate(
+        engine, units, roots, sides, blocks, momentum, adam_rate, weight_decay
+    )
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:

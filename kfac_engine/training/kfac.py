@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 from typing import Literal, TypeAlias, cast
 
+from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
@@ -14,6 +15,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.rollback import require_finite, undone_on_overflow
 from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
@@ -59,6 +61,8 @@ _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
 _LARGE_RATE = 1e6
 # Weight decay of "auto".
 _WEIGHT_DECAY = 0.05
+# Part of the residuals to expect, below which the updates of "auto" become shorter.
+_SMALL_RESIDUALS = 0.1
 
 
 class KfacOptimizer(Optimizer):
@@ -68,11 +72,14 @@ class KfacOptimizer(Optimizer):
     ``θ ← θ − η (u + w θ)``. The type ``"regular"`` averages natural gradients:
     ``v ← μ v + (F + λ)⁻¹ g``, ``u = v``.
 
-    With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the natural gradient of each
-    matrix is scaled to the Frobenius norm ``k · update_length · √outputs``. The multiple k of a
-    matrix grows while its gradients agree with its last update, and returns to 1 in noise
-    (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
-    Adam with ``adam_rate``. The damping is relative (``RelativeDamping``).
+    With ``"auto"``, gradients are averaged with weight ``1 − μ``. The natural gradient of each
+    matrix receives singular values close to one and is scaled to the Frobenius norm
+    ``k · update_length · √outputs``. The multiple k of a matrix grows while its gradients agree
+    with its last update, and returns to 1 in noise (``AdaptiveLengthUpdate``). Vectors, embeddings
+    and parameters without a layer are updated by Adam with ``adam_rate``. All lengths fall with the
+    residuals: where the root of the mean square of the loss's gradients is less than a tenth of
+    what the least certain predictions expect (``Residuals``), they are
+    multiplied by ten times this part. The damping is relative (``RelativeDamping``).
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -233,8 +240,9 @@ class KfacOptimizer(Optimizer):
 
     def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
         engine, values = self.engine, self._parameters()
+        loss, gradients, signal = self._differentiated(batch, clock)
+        scale *= signal
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        loss, gradients = self._gradients(batch, clock)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty()
@@ -272,6 +280,17 @@ class KfacOptimizer(Optimizer):
             penalty=penalty,
         )
         return Proposal(move.values, step.new_slots, report)
+
+    def _differentiated(
+        self, batch: Sequence[Batch], clock: StageClock
+    ) -> tuple[float, dict[str, Array], float]:
+        """Return the loss, the gradients and the factor of the lengths by the residuals."""
+        if not isinstance(self._update, AdaptiveLengthUpdate):
+            return *self._gradients(batch, clock), 1.0
+        with clock("gradients"):
+            result, residuals = self.engine.gradients_and_residuals(batch)
+        gradients = {name: result.gradients[name] for name in self._names}
+        return result.loss, gradients, _signal(residuals)
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
@@ -348,6 +367,14 @@ class KfacOptimizer(Optimizer):
         self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "start")))
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
+
+
+def _signal(residuals: Residuals) -> float:
+    """Return the factor of the lengths for the residuals of a batch."""
+    observed, expected = residuals.observed, residuals.expected
+    if observed >= _SMALL_RESIDUALS**2 * expected:
+        return 1.0
+    return sqrt(observed / expected) / _SMALL_RESIDUALS
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

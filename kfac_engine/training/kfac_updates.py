@@ -24,7 +24,7 @@ class StepInputs:
         new_slots: Arrays that receive the new state.
         step: Number of steps so far.
         rate: Learning rate of the step, times the value of the schedule.
-        scale: Value of the schedule.
+        scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.

@@ -157,22 +157,37 @@ class Orthogonalized:
         return self.weight.array(scaled.reshape(matrices.shape), direction)
 
 
-def orthogonalize(matrices: Array, matmul: MatMul = np.matmul) -> Array:
+def orthogonalize(
+    matrices: Array,
+    matmul: MatMul = np.matmul,
+    iterations: int = _ITERATIONS,
+    *,
+    bound: bool = False,
+) -> Array:
     """Return matrices with the singular vectors of others and singular values close to one.
 
     Args:
         matrices: ``(rows, columns)``, or a stack of them; a zero matrix stays zero.
         matmul: The product of two matrices, or of two stacks.
+        iterations: Number of Newton–Schulz iterations; fewer raise small singular values less.
+        bound: Whether the iterations start at singular values divided by ``‖X Xᵀ‖^½``, the root of
+            a Frobenius norm, in place of ``‖X‖``. Both norms bound the largest singular value, the
+            first one more closely, so that one iteration less is needed.
 
     Returns:
-        Five Newton–Schulz iterations of each matrix divided by its Frobenius norm.
+        The Newton–Schulz iterations of each matrix divided by the norm.
     """
     a, b, c = _POLYNOMIAL
-    X: Array = matrices / (np.linalg.norm(matrices, axis=(-2, -1), keepdims=True) + _TINY)
+    norm = np.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
+    X: Array = matrices / (norm + (_TINY if not bound else norm == 0))
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.swapaxes(-2, -1)
-    for _ in range(_ITERATIONS):
+    for i in range(iterations):
         gram = matmul(X, X.swapaxes(-2, -1))
+        if bound and i == 0:
+            norm = np.linalg.norm(gram, axis=(-2, -1), keepdims=True)
+            norm += norm == 0
+            gram, X = gram / norm, X / norm**0.5
         X = a * X + matmul(b * gram + c * matmul(gram, gram), X)
     return X.swapaxes(-2, -1) if tall else X

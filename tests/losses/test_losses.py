@@ -408,3 +408,20 @@ def test_targets_that_fit_another_axis_of_the_classes_name_it(shape, hint):
         loss.observe(values)
     assert ("class_axis" in str(failure.value)) == bool(hint)
     assert hint in str(failure.value)
+
+
+@every_loss
+def test_the_largest_squares_that_predictions_expect(case):
+    """The trace of the Fisher matrix at equal probabilities, or of a constant one anywhere."""
+    values = case.values()
+    even = {**values, "z": np.zeros_like(values["z"])}
+    total = sum(
+        float((column**2).sum())
+        for index, _ in inner_basis(case, values)
+        for column in case.loss.one_hot(even, index).values()
+    )
+    # A Poisson rate has no bound: the present rates count.
+    at = even if by_name(case) == "Poisson" else values
+    assert case.loss.expected_squares(at) == pytest.approx(total, rel=1e-12)
+    plain = losses.LossFunction.expected_squares(case.loss, even)
+    assert plain == pytest.approx(total, rel=1e-12)

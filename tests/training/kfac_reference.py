@@ -154,6 +154,10 @@ class Reference:
             self.burn_in -= 1
             return
         g = net.gradients(self.theta, x, y)
+        residuals = net.probabilities(net.forward(self.theta, x)[1]) - np.eye(net.K)[y]
+        least_certain = len(x) * (1 - 1 / net.K)
+        self.rows = len(x)
+        self.signal = min(1, 10 * np.sqrt((residuals**2).sum() / least_certain))
         g = {name: array + self.l2 * self.theta[name] for name, array in g.items()}
         damping, before = self.damping, self.theta
         if self.due(0):
@@ -253,12 +257,23 @@ class Reference:
         k = self.multiples[n] ** 0.9 * np.exp(0.4 * min(scale, 1) * np.clip(c, -1, 1))
         return float(np.clip(k, 0.1, 20))
 
+    def equalized(self, p, mean):
+        """Polynomials of singular values, one for twice the smaller side in the rows."""
+        u, s, v = np.linalg.svd(p, full_matrices=False)
+        s = s / np.sum(s**4) ** 0.25
+        for _ in range(min(5, self.rows // (2 * min(p.shape)))):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        equal = (u * s) @ v
+        return equal if (equal * mean).sum() > 0 else p
+
     def adaptive(self, g, scale):
         b = self.momentum
         self.v = {n: b * self.v[n] + (1 - b) * g[n] for n in g}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
         mean = {n: v / (1 - b ** (self.t + 1)) for n, v in self.v.items()}
-        p, update = self.precondition(mean), {}
+        p, update = self.precondition({n: m * (m.ndim == 2) for n, m in mean.items()}), {}
+        p = {n: self.equalized(p[n], mean[n]) for n in g if g[n].ndim == 2}
+        scale = scale * self.signal
         for n in g:
             if g[n].ndim == 2:  # weights are (out, in)
                 self.multiples[n] = self.multiple(n, g, scale)

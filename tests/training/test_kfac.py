@@ -356,3 +356,62 @@ def test_statistics_of_a_part_have_the_scale_of_the_batch():
             factors.append([f.get_cov_var() for f in optimizer.engine.estimator.factors])
         for quarter, whole in zip(*factors, strict=True):
             np.testing.assert_allclose(quarter, whole, rtol=1e-12)
+
+
+def weight_norm(engine):
+    return np.sqrt(sum((value**2).sum() for value in engine.parameters.values()))
+
+
+SOLVED = {
+    "normal": lambda outputs: outputs + 1e-8,
+    "categorical": lambda outputs: outputs.argmax(1),
+}
+
+
+@pytest.mark.parametrize("loss", SOLVED)
+def test_a_run_that_starts_at_a_solution_stays_there(loss):
+    x, _ = net.batch(n=64)
+    engine = ke.Engine.from_onnx(net.model(), loss=loss, threads=1)
+    wide = {"w2": 1e3 * engine.parameters["w2"], "b2": np.zeros(net.K)}
+    engine.set_parameters(wide if loss == "categorical" else {})
+    clear = np.sort(engine.predict({"x": x}))[:, -2:] @ [-1, 1] > 30
+    batch = {"x": x if loss == "normal" else x[clear]}
+    assert len(batch["x"]) > 30
+    y, before = SOLVED[loss](engine.predict(batch)), weight_norm(engine)
+    first, optimizer = engine.loss(batch, y), ke.KfacOptimizer(engine)
+    for _ in range(100):
+        optimizer.step(batch, y)
+    assert weight_norm(engine) == pytest.approx(before, rel=0.01)
+    assert engine.loss(batch, y) == pytest.approx(first, rel=0.01)
+
+
+def test_lengths_follow_residuals_in_closed_form():
+    """The rate of a report is update_length up to residuals of a tenth, then falls with them."""
+    x, _ = net.batch(n=64)
+    engine = ke.Engine.from_onnx(net.model(), loss="normal", threads=1)
+    outputs, rates = engine.predict({"x": x}), []
+    for root in (1.0, 0.1, 0.05, 1e-4):  # the variance of the predictions is ½
+        optimizer = ke.KfacOptimizer(engine)
+        engine.set_parameters(net.weights())
+        rates.append(optimizer.step({"x": x}, outputs + root * 0.5**0.5).learning_rate)
+    np.testing.assert_allclose(rates, [0.025, 0.025, 0.0125, 2.5e-5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_update_of_a_weight_points_downhill(seed):
+    """Rows of the natural gradient of weights and biases together need not."""
+    engine = net.engine(seed=seed)
+    x, y = net.batch(seed)
+    before, gradients = engine.parameters, engine.gradients({"x": x}, y).gradients
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
+    for name in ("w1", "w2"):
+        assert (gradients[name] * (engine.parameters[name] - before[name])).sum() < 0
+
+
+def test_the_scale_of_the_loss_does_not_change_a_run():
+    def trained(reduction):
+        engine = net.engine(estimation_mode="exact", reduction=reduction)
+        run(ke.KfacOptimizer(engine), range(20))
+        return engine.parameters
+
+    assert distance(trained("mean"), trained("sum")) < 1e-6
