@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import ModelError as ModelError
     from kfac_engine.errors import NonFiniteError as NonFiniteError
     from kfac_engine.errors import NotReadyError as NotReadyError
+    from kfac_engine.errors import OverfittingWarning as OverfittingWarning
     from kfac_engine.errors import RankError as RankError
     from kfac_engine.errors import RegistrationError as RegistrationError
     from kfac_engine.errors import ShapeError as ShapeError
@@ -229,6 +230,7 @@ _HOMES = {
     "over_nccl": "ranks.nccl",
     "Communicator": "ranks.protocol",
     "OnnxModel": "runtime.model",
+    "OverfittingWarning": "errors",
     "Trace": "runtime.trace",
     "load_model": "runtime.load",
     "Rows": "_types",

@@ -119,3 +119,7 @@ class ExportWarning(UserWarning):
 
 class InferenceFormWarning(UserWarning):
     """A model that is trained has normalizations or dropouts in the form of inference."""
+
+
+class OverfittingWarning(UserWarning):
+    """The validation loss of a run has risen for long, so that earlier weights are better."""

@@ -67,6 +67,7 @@ PUBLIC = (
     "prune",
     "merge",
     "OnnxModel",
+    "OverfittingWarning",
     "Trace",
     "load_model",
     "Rows",

@@ -41,6 +41,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             ``"constant"`` with ``early_stop``.
         early_stop: Number of epochs in a row without a lower validation loss after which the
             training ends, with the weights of the lowest one; None to train all epochs.
+        early_stopping: As in scikit-learn's ``MLPClassifier``; True is ``early_stop=10`` where
+            ``early_stop`` is None.
         validation_fraction: Part of the examples that is split off for ``early_stop``.
         random_state: Seed or generator of the weights, the order of the examples and the sampled
             targets. None for another seed in each call.

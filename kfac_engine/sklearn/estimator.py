@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import listed, whole
+from kfac_engine.arguments import flag, listed, whole
 from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -30,6 +30,7 @@ from kfac_engine.training.schedules import ScheduleFunction
 ModelChoice: TypeAlias = ModelSource | Callable[[int, int], ModelSource] | None
 
 _LARGEST_SEED = 2**31 - 1
+_PATIENCE = 10  # epochs of ``early_stopping``, as in scikit-learn's networks
 
 
 class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published without types
@@ -57,6 +58,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
+        early_stopping: bool = False,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
         warm_start: bool = False,
@@ -72,6 +74,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         self.accumulate = accumulate
         self.schedule = schedule
         self.early_stop = early_stop
+        self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.random_state = random_state
         self.warm_start = warm_start
@@ -217,9 +220,11 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
     def _train(self, model: TrainedModel, arrays: Sequence[Array]) -> None:
         targets = arrays[1]
         callbacks: list[Callback] = []
-        validation, schedule = None, self.schedule
-        if self.early_stop is not None:
-            callbacks = [EarlyStop(patience=self.early_stop), BestWeights()]
+        validation, schedule, patience = None, self.schedule, self.early_stop
+        if flag("early_stopping", self.early_stopping) and patience is None:
+            patience = _PATIENCE
+        if patience is not None:
+            callbacks = [EarlyStop(patience=patience), BestWeights()]
             parts = train_test_split(
                 *arrays,
                 test_size=self.validation_fraction,
@@ -228,7 +233,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
             )
             arrays, validation = parts[::2], tuple(parts[1::2])
         if schedule is None:  # a run that stops early does not reach the tail
-            schedule = "tail" if self.early_stop is None else "constant"
+            schedule = "tail" if patience is None else "constant"
         self.records_ = model.train(
             tuple(arrays),
             callbacks,

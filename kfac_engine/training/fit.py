@@ -18,7 +18,7 @@ from kfac_engine.datasets.shards import Share
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice, named_settings
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.errors import InferenceFormWarning, InputError
+from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.ranks.protocol import Alone
@@ -27,6 +27,7 @@ from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import run_data
 from kfac_engine.training.budget import Position, budget_of
+from kfac_engine.training.callbacks.best import VALIDATION_LOSS, BestWeights, EarlyStop
 from kfac_engine.training.description import contents, describe, without_addresses
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
@@ -40,6 +41,8 @@ from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
 from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
 _SGD_RATE = 0.01
+# Validations since the lowest loss, and the rise from it, that a run ends with a warning for.
+_LONG, _RISEN = 5, 0.5
 
 
 def _sgd(engine: Engine, learning_rate: Rate = _SGD_RATE, **options: Any) -> SGD:
@@ -146,6 +149,8 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     Warns:
         DivergenceWarning: The loss exploded, and the run returned to earlier parameters.
         InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
+        OverfittingWarning: The last validation loss lies more than 50 % above the lowest one, five
+            validations or more after it, and no callback stops early or returns the best weights.
     """
     alone = Agreement(Alone())
     agreement = model_or_engine.agreement if isinstance(model_or_engine, Engine) else alone
@@ -191,6 +196,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
                 reporters = _Reporters(hooks, Log(log, description, records), display)
                 _train(run, position, records, reporters, store)
         agreement.vote(place="end of fit")
+    _warn_of_rise(records if is_first else (), callbacks)
     return History(chosen.engine, chosen, records, description)
 
 
@@ -237,6 +243,25 @@ def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> 
 def _warn_of(notes: Iterable[str]) -> None:
     for note in notes:
         warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=3)
+
+
+def _warn_of_rise(records: Sequence[Record], callbacks: Sequence[object]) -> None:
+    """Warn if the validation loss has risen for long, and no callback cares for it."""
+    if any(isinstance(callback, BestWeights | EarlyStop) for callback in callbacks):
+        return
+    validations = [record for record in records if VALIDATION_LOSS in record]
+    losses = [float(record[VALIDATION_LOSS]) for record in validations]
+    best = min(range(len(losses)), key=losses.__getitem__, default=0)
+    if len(losses) - best <= _LONG or losses[-1] <= losses[best] + _RISEN * abs(losses[best]):
+        return
+    warnings.warn(
+        f"the validation loss has risen from {losses[best]:.3g} in step "
+        f"{validations[best]['step']} to {losses[-1]:.3g} in step {validations[-1]['step']}; "
+        f"callbacks=[kfac_engine.BestWeights()] returns the best weights, and "
+        f"kfac_engine.EarlyStop() ends such a run.",
+        OverfittingWarning,
+        stacklevel=3,
+    )
 
 
 def _check_files(

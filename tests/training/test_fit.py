@@ -1,6 +1,7 @@
 """``fit``: the loop against the same loop written out, bit-exact resumption, refusals."""
 
 import json
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -130,6 +131,31 @@ def test_a_validation_is_recorded_at_the_end_of_epochs_and_of_the_run(data):
     theta = engine.parameters
     assert last["validation_loss"] == pytest.approx(net.loss(theta, x, y), rel=1e-12)
     assert last["accuracy"] == np.mean(net.forward(theta, x)[1].argmax(1) == y)
+
+
+@pytest.mark.parametrize(
+    ("losses", "callbacks", "warns"),
+    [
+        ([2, 1, 1.1, 1.2, 1.2, 1.3, 1.6], [], True),
+        ([2, 1, 1.1, 1.6, 1.2, 1.3, 1.4], [], False),  # too little
+        ([2, 3, 1, 1.2, 1.2, 1.3, 1.6], [], False),  # too short
+        ([-3, -4, -3, -3, -3, -3, -1], [], True),
+        ([2, 1, 1.1, 1.2, 1.2, 1.3, 1.6], [ke.BestWeights()], False),
+    ],
+)
+def test_a_validation_loss_that_has_risen_for_long_is_said(
+    data, losses, callbacks, warns, monkeypatch
+):
+    values = iter(losses)
+    monkeypatch.setattr(
+        ke.Engine, "evaluate", lambda *_, **__: {"loss": float(next(values)), "accuracy": 0.5}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ke.fit(net.engine(), data, validation=data, callbacks=callbacks, **options(epochs=7))
+    said = [str(w.message) for w in caught if w.category is ke.OverfittingWarning]
+    assert len(said) == warns
+    assert not said or ("in step 6" in said[0] and "in step 21" in said[0])
 
 
 def test_callbacks_see_each_step_and_may_end_the_run(data):
