@@ -159,7 +159,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return owner(z).draw_classes(z, uniforms, axis)
 
     def expected_squares(self, values: Values) -> float:
-        shape = values[self.logits].shape
+        shape: tuple[int, ...] = values[self.logits].shape
         classes = shape[self._axis(values)]
         return float(prod(shape) // classes * (1 - 1 / classes))
 

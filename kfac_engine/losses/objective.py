@@ -112,7 +112,8 @@ class Residuals:
     def add(self, loss: LossFunction, values: Values, seen: Observed, gradients: Values) -> None:
         """Add the predictions of a loss, with the weights that their gradients have."""
         for gradient in gradients.values():
-            self.observed += float((gradient * gradient).sum(dtype=np.float64))
+            wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
+            self.observed += float((wide * wide).sum(dtype=np.float64))
         share = 1.0
         if seen.weights is not None:
             weights = seen.weights.astype(np.float64)

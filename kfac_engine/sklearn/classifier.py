@@ -72,6 +72,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         accumulate: int = 1,
         schedule: str | ScheduleFunction | None = None,
         early_stop: int | None = None,
+        early_stopping: bool = False,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
         warm_start: bool = False,
@@ -82,8 +83,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             model, hidden=hidden, optimizer=optimizer, optimizer_options=optimizer_options,
             engine_options=engine_options, epochs=epochs, batch_size=batch_size,
             accumulate=accumulate, schedule=schedule, early_stop=early_stop,
-            validation_fraction=validation_fraction, random_state=random_state,
-            warm_start=warm_start, verbose=verbose,
+            early_stopping=early_stopping, validation_fraction=validation_fraction,
+            random_state=random_state, warm_start=warm_start, verbose=verbose,
         )  # fmt: skip
         self.class_weight = class_weight
 
