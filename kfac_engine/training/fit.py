@@ -170,8 +170,9 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
         _warn_of(chosen.engine.inference_notes if is_first else ())
-        axes = chosen.engine.example_axes
-        sources = run_data(data, validation, axes, batch_size, seed, share, accumulate)
+        sources = run_data(
+            data, validation, chosen.engine.example_axes, batch_size, seed, share, accumulate
+        )
         options: Options = {
             "seed": seed, "batch_size": batch_size, "accumulate": accumulate,
             "examples": sources.examples,
