@@ -70,9 +70,9 @@ class Recovery:
             NonFiniteError: The batch yields NaN or infinity at the snapshot as well.
         """
         if not self._most:
-            return self._optimizer.step(batch, None, scale)
+            return self._step(batch, scale)
         try:
-            report = self._optimizer.step(batch, None, scale)
+            report = self._step(batch, scale)
         except NonFiniteError:
             if not self._exceeds_snapshot(batch, self._loss(batch)):
                 raise
@@ -122,6 +122,13 @@ class Recovery:
         self._latest = deque(numbers["latest"], maxlen=_WINDOW)
         self._weights = Weights.stored(state.arrays)
         self._saved = SavedState(_of_optimizer(numbers), _of_optimizer(state.arrays))
+
+    def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
+        """Call ``step`` of the optimizer, with a list of parts only if there are several."""
+        if len(batch) > 1:
+            return self._optimizer.step(batch, None, scale)
+        ((inputs, targets),) = batch
+        return self._optimizer.step(inputs, targets, scale)
 
     def _take_snapshot(self) -> None:
         """Store copies of the weights and of the state of the optimizer."""

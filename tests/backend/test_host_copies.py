@@ -23,6 +23,7 @@ COPIES = {
         "kfac_engine/backend/threads.py",
         "kfac_engine/compat/mixins/collection.py",
         "kfac_engine/datasets/shards.py",  # data of the user, which a checksum reads
+        "kfac_engine/losses/outliers.py",  # counts, for special functions of SciPy
     ),
     "item()": (
         "kfac_engine/autodiff/lowering/",
@@ -51,9 +52,12 @@ COPIES = {
         "kfac_engine/curvature/blocks/grouped.py",
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
+        "kfac_engine/engine/distribution.py",
         "kfac_engine/engine/rollback.py",
         "kfac_engine/training/adaptive_lengths.py",
         "kfac_engine/training/curvature_updates.py",
+        "kfac_engine/losses/collection.py",  # options of losses
+        "kfac_engine/losses/observed.py",  # the bounds of weights, together
     ),
 }
 

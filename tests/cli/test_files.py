@@ -65,7 +65,7 @@ def test_a_lone_array_is_the_input_of_a_model_with_one(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arrays", [{"targets": X, "weights": X}, {"y": X}], ids=["by name", "the only one"]
+    "arrays", [{"targets": X, "other": X}, {"y": X}], ids=["by name", "the only one"]
 )
 def test_targets_are_found(arrays, tmp_path):
     np.savez(tmp_path / "y.npz", **arrays)
