@@ -207,14 +207,16 @@ class LossFunction(LossOperations, ABC):
             f"predicts no means; use the metric 'loss' or 'accuracy'."
         )
 
-    def expected_squares(self, values: Values) -> float:
+    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         """Return the squared norm of the gradients that the least certain predictions expect.
 
         It is the trace of the Fisher matrix of all predictions, at its largest where it has a
-        bound, and else at the present predictions.
+        bound, and else at the present predictions; for a fixed variance, the squared norm of the
+        gradients at the mean of the targets.
 
         Args:
             values: The inputs by name.
+            targets: The targets; None if they are not known.
         """
         inner = self.inner_shape(values)[1:]
         columns = (c for i in np.ndindex(*inner) for c in self.one_hot(values, i).values())

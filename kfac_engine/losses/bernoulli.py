@@ -123,7 +123,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         p, q = self._probs(values)
         return {self.logits: p * q}
 
-    def expected_squares(self, values: Values) -> float:
+    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         return prod(values[self.logits].shape) / 4
 
     def hits(self, values: Values, targets: Array) -> Array:

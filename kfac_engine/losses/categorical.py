@@ -158,7 +158,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
         return owner(z).draw_classes(z, uniforms, axis)
 
-    def expected_squares(self, values: Values) -> float:
+    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         shape: tuple[int, ...] = values[self.logits].shape
         classes = shape[self._axis(values)]
         return float(prod(shape) // classes * (1 - 1 / classes))

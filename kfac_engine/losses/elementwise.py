@@ -23,7 +23,7 @@ class ElementwiseLoss(LossFunction):
     def information(self, values: Values) -> dict[str, Array]:
         """Return the diagonal of the Fisher matrix by input, in the shapes of the inputs."""
 
-    def expected_squares(self, values: Values) -> float:
+    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         diagonals = self.information(values).values()
         return sum(float(diagonal.sum(dtype=np.float64)) for diagonal in diagonals)
 

@@ -65,6 +65,16 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         mean = values[self.mean]
         return {self.mean: array_module(mean).full_like(mean, 1 / self.var)}
 
+    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
+        if targets is None:
+            return super().expected_squares(values)
+        # Residuals are small or large next to the spread of the targets, in any unit.
+        t = targets.astype(np.float64)
+        axis = self.class_axis % t.ndim
+        spread = t - t.mean(axis=tuple(k for k in range(t.ndim) if k != axis), keepdims=True)
+        squares = float((spread * spread).sum()) / self.var**2
+        return squares if squares > 0 else super().expected_squares(values)
+
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.mean, values[self.mean], targets)
 

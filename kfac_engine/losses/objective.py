@@ -118,7 +118,7 @@ class Residuals:
         if seen.weights is not None:
             weights = seen.weights.astype(np.float64)
             share = float((weights * weights).mean())
-        self.expected += share * loss.expected_squares(values)
+        self.expected += share * loss.expected_squares(values, seen.targets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ _LEAST, _LARGEST = 0.1, 20.0
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
+# Statistics of a few features have rows enough: a smaller matrix keeps its natural gradient.
+_SMALLEST_SIDE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,10 @@ class AdaptiveLengthUpdate:
     of few rows have eigenvalues that are too small. The natural gradient is too long along these
     eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
     iterations is that of the rows of the batch divided by twice the smaller side of the matrix, up
-    to five, so that they take at most a third of the products of its gradient; a matrix of few rows
-    keeps its natural gradient. Where p is no direction of descent for the
-    averaged gradient, the natural gradient takes its place, which is one: biases do not enter it.
+    to five, so that they take at most a third of the products of its gradient. A matrix of few
+    rows, or with a side below 64, keeps its natural gradient. Where p is no direction of descent
+    for the averaged gradient, the natural gradient takes its place, which is one: biases do not
+    enter it.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The multiple ``k`` of a matrix
@@ -151,7 +154,8 @@ class AdaptiveLengthUpdate:
         """
         weight, matmul = self.units.weights[name], self.engine.collection.backend.matmul
         rows = examples * max(factor.repeats or 1.0 for factor in self.blocks[name].factors)
-        iterations = int(min(rows / (2 * self.sides[name]), _ITERATIONS))
+        side = self.sides[name]
+        iterations = int(min(rows / (2 * side), _ITERATIONS)) if side >= _SMALLEST_SIDE else 0
         if not iterations:
             return natural
         xp, matrices = array_module(natural), weight.matrices(natural)

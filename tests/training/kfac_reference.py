@@ -83,6 +83,7 @@ class Reference:
     damping_multiple: float = 1.0
     min_damping: float = 1e-8
     burn_in: int = 0
+    smallest: int = 64  # side of matrices whose singular values become equal
     theta: dict = field(default_factory=net.weights)
     t: int = 0
     log: list = field(default_factory=list)
@@ -259,6 +260,8 @@ class Reference:
 
     def equalized(self, p, mean):
         """Polynomials of singular values, one for twice the smaller side in the rows."""
+        if min(p.shape) < self.smallest:
+            return p
         u, s, v = np.linalg.svd(p, full_matrices=False)
         s = s / np.sum(s**4) ** 0.25
         for _ in range(min(5, self.rows // (2 * min(p.shape)))):
