@@ -12,6 +12,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError
 
 _LIBRARIES = ("numpy", "cupy")
+_RECORDED = "kfac_engine"  # arrays of training files, which bring their functions
 
 
 def array_module(array: Array) -> ModuleType:
@@ -29,12 +30,20 @@ def array_module(array: Array) -> ModuleType:
     if isinstance(array, np.ndarray | np.generic):
         return np
     library = _library(array)
+    if library == _RECORDED and hasattr(array, "__array_namespace__"):
+        module: ModuleType = array.__array_namespace__()
+        return module
     if library not in _LIBRARIES:
         raise InputError(
             f"expected an array of NumPy or CuPy, got {type(array).__module__}."
             f"{type(array).__qualname__}; convert it with numpy.asarray first."
         )
     return sys.modules[library]
+
+
+def on_device(array: Array) -> bool:
+    """Return whether an array is in the memory of a GPU."""
+    return _library(array) == "cupy"
 
 
 def as_array(value: Any) -> Array:
@@ -52,7 +61,7 @@ def as_array(value: Any) -> Array:
         InputError: The array has a mask, or NumPy cannot convert the object.
     """
     refuse_mask(value)
-    if isinstance(value, np.ndarray) or _library(value) == "cupy":
+    if isinstance(value, np.ndarray) or _library(value) in ("cupy", _RECORDED):
         array: Array = value
         return array
     try:

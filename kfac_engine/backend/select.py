@@ -105,7 +105,9 @@ def owner(array: Array) -> Backend:
     Raises:
         InputError: The object belongs to neither library.
     """
-    return owner_named(array_module(array).__name__)
+    module = array_module(array)
+    recorded: Backend | None = getattr(module, "backend", None)
+    return recorded or owner_named(module.__name__)
 
 
 @cache

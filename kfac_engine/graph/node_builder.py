@@ -13,7 +13,8 @@ from kfac_engine.graph.structure import AttributeValue, Node
 
 # TensorProto.DataType codes of the types that carry gradients, for the attribute ``to`` of Cast.
 FLOAT_CODES: Mapping[str, int] = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
-_CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 9}
+# TensorProto.DataType codes of all types that rewrites cast to.
+TYPE_CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 9}
 
 
 class NodeBuilder:
@@ -94,7 +95,7 @@ class NodeBuilder:
 
     def cast(self, value: str, dtype: str, result: str = "") -> str:
         """Add a Cast of ``value`` to the NumPy type ``dtype``; return the name of the result."""
-        return self.write("Cast", (value,), (result,), {"to": _CODES[dtype]})[0]
+        return self.write("Cast", (value,), (result,), {"to": TYPE_CODES[dtype]})[0]
 
     def constant(
         self, value: Array | Sequence[int] | int, dtype: str | None = None, label: str = ""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 import onnx
-from google.protobuf.message import EncodeError  # type: ignore[import-untyped]  # has no stubs
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]  # has no stubs
 from onnx import AttributeProto, defs, helper, numpy_helper
 
 from kfac_engine._types import Array
@@ -76,6 +76,21 @@ def build_model(
         ir_version=max(_MIN_IR_VERSION, helper.find_min_ir_version_for([standard])),
         producer_name="kfac_engine",
     )
+
+
+def with_properties(model: onnx.ModelProto, properties: Mapping[str, str]) -> onnx.ModelProto:
+    """Set the metadata of a model, in place, and return it."""
+    helper.set_model_props(model, dict(properties))
+    return model
+
+
+def properties_of(data: bytes) -> dict[str, str]:
+    """Return the metadata of a serialized model; empty if the bytes are no model."""
+    try:
+        entries = onnx.ModelProto.FromString(data).metadata_props
+    except DecodeError:
+        return {}
+    return {entry.key: entry.value for entry in entries}
 
 
 def serialize(model: onnx.ModelProto) -> bytes:

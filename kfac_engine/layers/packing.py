@@ -202,8 +202,7 @@ class Packing:
         matrix, *bias = self.parts(vector, where)
         if not bias:
             return matrix.copy()
-        packed: Array = xp.empty((len(matrix) + 1, len(bias[0])), xp.result_type(matrix, bias[0]))
-        packed[:-1], packed[-1] = matrix, bias[0]
+        packed: Array = xp.concatenate([matrix, bias[0][None]])
         return packed
 
     def matrices(self, weight: Array, xp: ModuleType) -> Array:

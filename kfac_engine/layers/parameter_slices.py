@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar, cast
 import numpy as np
 
 from kfac_engine._types import Array, Rows, entries
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, on_device
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Graph, Node
@@ -95,7 +95,7 @@ class ParameterSlice:
     def _index_for(self, array: Array) -> Array:
         """Return ``index`` in the memory space of an array."""
         assert self.index is not None, "callers read all entries without an index"
-        if isinstance(array, np.ndarray):
+        if not on_device(array):
             return self.index
         if self._device_index is None:
             self._device_index = array_module(array).asarray(self.index)

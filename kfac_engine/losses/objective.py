@@ -384,7 +384,8 @@ class Objective:
 
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""
-        return len(values[self.batch or self.inputs[0]])
+        count: int = values[self.batch or self.inputs[0]].shape[0]
+        return count
 
     def positions(self, values: Values) -> int:
         """Return the number of predictions of all losses for each example of a batch."""

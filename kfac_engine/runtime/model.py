@@ -107,15 +107,15 @@ class OnnxModel:
             del self.parameters[tie.copy]
         self.result_types = result_types(loaded.stored, gradient_dtype)
         graph = tied(loaded.graph, self.ties) if self.ties else loaded.graph
-        graph, self._statistics = with_running_statistics(graph)
-        self.buffers = {name: graph.constants[name] for name in self._statistics}
+        graph, self.new_buffers = with_running_statistics(graph)
+        self.buffers = {name: graph.constants[name] for name in self.new_buffers}
         self._stored = ChainMap(self.parameters, self.buffers)
         graph, facts = lowered(graph, self.parameters, sample_inputs)
         names = self.parameters.keys()
         self.graph = plain_products(fold_weight_operands(graph, names), facts, names)
         self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
-        self._wanted: dict[str, None] = dict.fromkeys((*self.draws, *self._statistics.values()))
+        self._wanted: dict[str, None] = dict.fromkeys((*self.draws, *self.new_buffers.values()))
         self._forward: Session | DeviceSession | None = None
         self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
@@ -191,7 +191,7 @@ class OnnxModel:
 
     def buffers_after(self, trace: Trace) -> dict[str, Array]:
         """Return copies of the running statistics after a batch, by name."""
-        return {old: trace[new].copy() for old, new in self._statistics.items()}
+        return {old: trace[new].copy() for old, new in self.new_buffers.items()}
 
     def joined_buffers(self, parts: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
         """Return the running statistics after a batch; see ``joined_statistics``."""

@@ -80,7 +80,7 @@ class DeviceSession(session.Uncopied):
                 f"ONNX Runtime {ort.__version__} cannot load its {provider}; its own message above "
                 f"names the reason"
             )
-        self.output_dtypes: dict[str, DType] = session.array_types(self._session)
+        self.output_dtypes: dict[str, DType] = session.array_types(self._session.get_outputs())
         self._hosted = frozenset(self._host_outputs())
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:

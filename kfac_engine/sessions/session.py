@@ -114,7 +114,8 @@ class Session(Uncopied):
         if not once:
             weakref.finalize(self, _close, self._open).atexit = False
 
-        self.output_dtypes = array_types(session)
+        self.output_dtypes = array_types(session.get_outputs())
+        self.input_dtypes = array_types(session.get_inputs())
         self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -331,13 +332,9 @@ def _identity() -> ort.InferenceSession:
     return ort.InferenceSession(model.proto, options, providers=["CPUExecutionProvider"])
 
 
-def array_types(session: ort.InferenceSession) -> dict[str, DType]:
-    """Return the element type of every numeric graph output."""
-    return {
-        output.name: np.dtype(_DTYPES[output.type])
-        for output in session.get_outputs()
-        if output.type in _DTYPES
-    }
+def array_types(entries: Sequence[ort.NodeArg]) -> dict[str, DType]:
+    """Return the element type of every numeric input or output."""
+    return {e.name: np.dtype(_DTYPES[e.type]) for e in entries if e.type in _DTYPES}
 
 
 def host_values(arrays: Mapping[str, Array]) -> dict[str, ort.OrtValue]:

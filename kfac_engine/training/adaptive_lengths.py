@@ -7,7 +7,8 @@ was short.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import inf, log, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -180,47 +181,39 @@ class AdaptiveLengthUpdate:
         """Write the new value of a weight in place of its gradient."""
         weight, old, new = self.units.weights[name], step.slots, step.new_slots
         single = old["slope"][name].ndim == 0
-        logs, slopes = (np.ravel(old[slot][name]).tolist() for slot in ("log_length", "slope"))
-        next_slopes = _products(weight, value, old["natural_gradient"][name], single)
-        numbers = zip(logs, slopes, next_slopes, strict=True)
-        logs = [_next_log(*of_matrix, step.scale) for of_matrix in numbers]
+        last = _products(weight, value, old["natural_gradient"][name], single)
+        logs = _next_logs(old["log_length"][name], old["slope"][name], last, step.scale)
         new["natural_gradient"][name] = natural
-        np.ravel(new["slope"][name])[:] = _products(weight, value, natural, single)
-        np.ravel(new["log_length"][name])[:] = logs
-        norms = _norms(weight, natural, single)
-        factors = [
-            step.rate * self.roots[name] * exp(log_length) / (norm or 1.0)
-            for log_length, norm in zip(logs, norms, strict=True)
-        ]
+        new["slope"][name][...] = _products(weight, value, natural, single)
+        new["log_length"][name][...] = logs
+        norms = _products(weight, natural, natural, single) ** 0.5
+        factors = step.rate * self.roots[name] * np.exp(logs) / (norms + (norms == 0))
         shrunk = 1 - step.rate * self.weight_decay
         if single:
-            combine(value, -factors[0], natural, shrunk, parameter)
+            combine(value, -factors.item(), natural, shrunk, parameter)
         else:
             scales = array_module(natural).asarray(factors, natural.dtype)[:, None, None]
             scaled = weight.array(scales * weight.matrices(natural), natural)
             combine(value, -1.0, scaled, shrunk, parameter)
 
 
-def _products(weight: Piece, left: Array, right: Array, single: bool) -> list[float]:
-    """Return the inner product of each matrix of one array with that of another."""
+def _products(weight: Piece, left: Array, right: Array, single: bool) -> Array:
+    """Return the inner product of each matrix of one array with that of another, on the host."""
     if single:
-        return [float(np.vdot(left, right))]
-    products: Array = (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
-    return [float(product) for product in products.tolist()]
+        products: Any = np.vdot(left, right)
+    else:
+        products = (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
+    on_host: Array = products.get() if hasattr(products, "get") else products
+    return on_host
 
 
-def _norms(weight: Piece, array: Array, single: bool) -> list[float]:
-    """Return the Frobenius norm of each matrix."""
-    if single:
-        return [float(np.linalg.norm(array))]
-    return [sqrt(square) for square in _products(weight, array, array, single)]
-
-
-def _next_log(log_length: float, slope: float, next_slope: float, scale: float) -> float:
-    """Return the new ``log k`` of a matrix."""
-    agreement = min(max(next_slope / slope, -1.0), 1.0) if slope > 0 else 0.0
-    grown = (1 - _DECAY) * log_length + _GAIN * min(scale, 1.0) * agreement
-    return min(max(grown, log(_LEAST)), log(_LARGEST))
+def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float) -> Array:
+    """Return the new ``log k`` of matrices; the agreement is 0 without a slope."""
+    ratios = next_slopes / np.where(slopes > 0, slopes, inf)
+    agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
+    grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
+    result: Array = np.minimum(np.maximum(grown, log(_LEAST)), log(_LARGEST))
+    return result
 
 
 def adaptive_lengths(

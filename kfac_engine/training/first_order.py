@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
@@ -13,6 +14,7 @@ from kfac_engine.training.optimizer import (
     Optimizer,
     Proposal,
     Rate,
+    SlotArrays,
     check_rate,
     evaluated_rate,
     fraction,
@@ -20,7 +22,7 @@ from kfac_engine.training.optimizer import (
 from kfac_engine.training.report import StageClock, StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
-from kfac_engine.training.vectors import add_multiple, combine, zeros
+from kfac_engine.training.vectors import Vector, add_multiple, combine, zeros
 
 # Rate of Adam for the parameters that an optimizer of matrices does not update itself.
 ADAM_RATE = 0.004
@@ -60,28 +62,48 @@ class _FirstOrder(Optimizer):
                 self._slots.setdefault(slot, {}).update(zeros({name: parameters[name]}))
         self._sealed = True
 
-    def _rates(self, rate: float) -> dict[str, float]:
-        """Return the learning rates of this step, by unit."""
+    def _rates(self, rate: float, steps: int) -> dict[str, float]:
+        """Return the learning rates of a step, by unit."""
+        del steps
         return dict.fromkeys(self._setting.rules, rate)
 
     def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
         rate = evaluated_rate(self._learning_rate, self.steps)
-        rates = self._rates(rate)
         loss, gradients = self._gradients(batch, clock)
+        slots = self._new_slots()
+        values = self.moved(gradients, self._parameters(), (self._slots, slots), self.steps, scale)
+        return Proposal(values, slots, StepReport(loss, scale * rate, self._setting.momentum))
+
+    def moved(
+        self,
+        gradients: Vector,
+        parameters: Vector,
+        slots: tuple[SlotArrays, SlotArrays],
+        steps: int,
+        scale: float,
+    ) -> dict[str, Array]:
+        """Return the new parameters of a step, and write the new state.
+
+        Args:
+            gradients: Parameter to gradient; may be overwritten.
+            parameters: Parameter to value.
+            slots: The old state, and the arrays that receive the new one.
+            steps: Number of steps so far.
+            scale: Value of the schedule.
+        """
+        rates = self._rates(evaluated_rate(self._learning_rate, steps), steps)
         decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units
-        parameters, slots = self._parameters(), self._new_slots()
         values, gradients = units.split(parameters), units.split(gradients)
         for name, gradient in gradients.items():
             if decay and not decoupled:
                 add_multiple(gradient, decay, values[name])
             rule, step = self._setting.rules[name], scale * rates[name]
-            old, new = ({s: arrays[s][name] for s in rule.slots} for arrays in (self._slots, slots))
-            direction = rule(gradient, old, new, self.steps + 1)
+            old, new = ({s: arrays[s][name] for s in rule.slots} for arrays in slots)
+            direction = rule(gradient, old, new, steps + 1)
             # The gradient is not needed any more: its memory receives the new value.
             shrunk = 1 - step * decay if decoupled else 1.0
             combine(gradient, -step, direction, shrunk, values[name])
-        report = StepReport(loss, scale * rate, self._setting.momentum)
-        return Proposal(units.join(gradients, parameters), slots, report)
+        return units.join(gradients, parameters)
 
 
 class SGD(_FirstOrder):
@@ -216,8 +238,8 @@ class Muon(_FirstOrder):
         self._adam_rate = adam_rate
         self._set_up(_Setting(units, rules, True, momentum))
 
-    def _rates(self, rate: float) -> dict[str, float]:
-        adam_rate = evaluated_rate(self._adam_rate, self.steps)
+    def _rates(self, rate: float, steps: int) -> dict[str, float]:
+        adam_rate = evaluated_rate(self._adam_rate, steps)
         rules = self._setting.rules
         return {n: rate if isinstance(rules[n], Orthogonalized) else adam_rate for n in rules}
 

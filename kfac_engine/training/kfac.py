@@ -35,6 +35,7 @@ from kfac_engine.training.optimizer import (
     Optimizer,
     Proposal,
     Rate,
+    SlotArrays,
     at_least_zero,
     check_rate,
     evaluated_rate,
@@ -42,7 +43,7 @@ from kfac_engine.training.optimizer import (
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.report import StageClock, StepReport
-from kfac_engine.training.vectors import add_multiple, dot
+from kfac_engine.training.vectors import Vector, add_multiple, dot
 
 MomentumType: TypeAlias = Literal["adam", "regular"]
 
@@ -291,6 +292,44 @@ class KfacOptimizer(Optimizer):
             result, residuals = self.engine.gradients_and_residuals(batch)
         gradients = {name: result.gradients[name] for name in self._names}
         return result.loss, gradients, _signal(residuals)
+
+    def moved(
+        self,
+        gradients: Vector,
+        parameters: Vector,
+        slots: tuple[SlotArrays, SlotArrays],
+        steps: int,
+        scale: float,
+        engine: Engine,
+    ) -> dict[str, Array]:
+        """Return the new parameters of a step with ``"auto"``, and write the new state.
+
+        Args:
+            gradients: Parameter to gradient; may be overwritten.
+            parameters: Parameter to value.
+            slots: The old state, and the arrays that receive the new one.
+            steps: Number of steps so far.
+            scale: Value of the schedule.
+            engine: Preconditions in place of the optimizer's engine.
+        """
+        update = self._update
+        assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
+        step = StepInputs(
+            gradients=gradients,
+            parameters=parameters,
+            slots=slots[0],
+            new_slots=slots[1],
+            step=steps,
+            rate=scale * evaluated_rate(self._learning_rate, steps),
+            scale=scale,
+            momentum=evaluated_momentum(self._momentum, steps),
+            damping=self._damping,
+            l2=self._l2,
+            batch=({}, None),
+            predicts=False,
+            clock=StageClock(),
+        )
+        return replace(update, engine=engine)(step).values
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""

@@ -6,7 +6,6 @@ The array functions are NumPy's, which CuPy arrays support.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import sqrt
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -116,7 +115,7 @@ class AdaptiveMoments:
         np.multiply(gradient, gradient, out=out)
         combine(square, self.beta2, old_square, 1 - self.beta2, out)
         # m̂ / (√v̂ + ε) = (m / (1 − β₁ᵗ)) r / (√v + ε r) with r = √(1 − β₂ᵗ).
-        root = sqrt(1 - self.beta2**step)
+        root = (1 - self.beta2**step) ** 0.5
         np.sqrt(square, out=out)
         out += self.epsilon * root
         np.divide(mean, out, out=out)

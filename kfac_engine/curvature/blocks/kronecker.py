@@ -337,11 +337,16 @@ class KroneckerProductFB(FisherBlock):
         return self.packing.pack(vector, self.params, self._collection.backend.xp)
 
 
+def relative_level(traces: Array, rows: float, root: float) -> Array:
+    """Return ``root`` times the mean eigenvalue of matrices with these traces and sizes."""
+    level: Array = root * np.maximum(traces / rows, LEAST_EIGENVALUE)
+    return level
+
+
 def _relative_level(factor: FisherFactor, root: float) -> Level:
-    """Return ``root`` times the mean eigenvalue of a factor, or of each matrix of a stack."""
+    """Return the relative damping of a factor, or of each matrix of a stack."""
     traces = factor.traces()
-    rows = factor.side / max(traces.size, 1)
-    levels = root * np.maximum(traces / rows, LEAST_EIGENVALUE)
+    levels = relative_level(traces, factor.side / max(traces.size, 1), root)
     return levels if levels.ndim else float(levels)
 
 
