@@ -170,6 +170,9 @@ if TYPE_CHECKING:
     from kfac_engine.training.rate_finder import RateSearch as RateSearch
     from kfac_engine.training.rate_finder import find_rate as find_rate
     from kfac_engine.training.report import StepReport as StepReport
+    from kfac_engine.training_files.export import export_training as export_training
+    from kfac_engine.training_files.files import TrainingFiles as TrainingFiles
+    from kfac_engine.training_files.files import TrainingRun as TrainingRun
     from kfac_engine.verification.checks import Check as Check
     from kfac_engine.verification.checks import Measurement as Measurement
     from kfac_engine.verification.checks import Verification as Verification
@@ -203,6 +206,9 @@ _HOMES = {
     "EngineOptions": "engine.options",
     "precondition": "engine.one_batch",
     "differentiate": "export.gradient_model",
+    "export_training": "training_files.export",
+    "TrainingFiles": "training_files.files",
+    "TrainingRun": "training_files.files",
     "match_parameters": "engine.parameter_matches",
     "ParameterMatches": "engine.parameter_matches",
     "Result": "engine.result",

@@ -11,6 +11,7 @@ from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.doctor import doctor
+from kfac_engine.cli.export_training import export_training
 from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
@@ -82,6 +83,7 @@ COMMANDS: Mapping[click.Command, str] = {
     precondition: "Write the gradients of a batch and the preconditioned gradients.",
     inspect: "Show the layer, block, factors and costs of each parameter.",
     differentiate: "Write the gradient of a model as a plain ONNX model.",
+    export_training: "Write the training step of a model as plain ONNX files.",
     report: "Write a page with the charts and tables of a training run.",
     verify: "Check gradients, curvature, inverses and export against definitions.",
     curvature: "Measure the Fisher matrix of a model on a data set, and store it.",

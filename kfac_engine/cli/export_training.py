@@ -1,0 +1,82 @@
+"""``export-training``: the training step of a model as plain ONNX files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kfac_engine.cli.command import Choice, Group
+from kfac_engine.cli.display import report_beside, say, shown_warnings, working
+from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.options import debug_option, file_path, keywords, sample_option
+from kfac_engine.cli.train import OPTIMIZERS
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+# Fields of the options of an engine that the files depend on.
+_NAMES = (
+    "loss", "output", "class_axis", "find_logits", "loss_weights", "reduction", "trainable",
+    "freeze", "tie_weights", "batch_axes", "train_form",
+)  # fmt: skip
+_OPTIONS = (
+    Group.OPTIMIZER.option(
+        "--optimizer",
+        type=Choice(OPTIMIZERS),
+        default="kfac",
+        show_default=True,
+        help="The optimizer.",
+    ),
+    Group.OPTIMIZER.option(
+        "--learning-rate",
+        type=float,
+        help="Learning rate; kfac has none. Default: that of the optimizer's class.",
+    ),
+    Group.OPTIMIZER.option(
+        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer's class."
+    ),
+    Group.OUTPUT.option(
+        "--noise",
+        type=Choice(("internal", "input")),
+        default="internal",
+        show_default=True,
+        help="Whether the file draws the random numbers of kfac, or has an input for them.",
+    ),
+)
+
+
+@click.command(
+    "export-training",
+    cls=EngineCommand,
+    example="kfac-engine export-training mlp.onnx --optimizer kfac -o train",
+    names=_NAMES,
+)
+@click.argument("model", type=file_path)
+@keywords(*_OPTIONS)
+@sample_option
+@Group.OUTPUT.option(
+    "-o", "target", type=file_path, required=True, help="Folder of the files; created if needed."
+)
+@debug_option
+def export_training(
+    model: Path, options: dict[str, Any], inputs: Path | None, target: Path
+) -> None:
+    """Write the training step of a model as plain ONNX files."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import read_inputs
+
+    chosen = {name: value for name, value in options.items() if value is not None}
+    with working("writing the training step"), shown_warnings():
+        sample = None if inputs is None else read_inputs(inputs, model)
+        files = ke.export_training(model, **chosen, sample_inputs=sample, path=target)
+    with report_beside(target):
+        _report(files)
+
+
+def _report(files: "ke.TrainingFiles") -> None:
+    about = files.description
+    say(f"a step of {about.optimizer}: {', '.join((*about.inputs, *about.targets, 'rate'))}")
+    say(f"out: {', '.join(about.metrics)}, and the new state")
+    numbers = sum(array.nbytes for array in files.initial().values())
+    say(f"state: {len(about.state)} arrays, {numbers / 1e6:.2f} MB")
+    say(f"written to {files.folder}; README.md there has the loop")

@@ -1,0 +1,1 @@
+"""The training step of a model as plain ONNX files, which any ONNX Runtime executes."""

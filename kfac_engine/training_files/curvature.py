@@ -1,0 +1,352 @@
+"""The curvature of a training step: statistics, inverses and natural gradients, as nodes.
+
+Statistics, estimation modes and packings are the library's own, recorded. Written here are the
+order of the work in a step, the relative damping and the product ``A⁻¹ V G⁻¹`` of a block.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array, Params
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, relative_level
+from kfac_engine.curvature.factors.average import MovingAverage
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.stacked import GroupedMoment
+from kfac_engine.curvature.factors.statistics import KroneckerMoment
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.structure import Node
+from kfac_engine.layers.parameter_slices import join, split
+from kfac_engine.training.kfac import KfacOptimizer
+from kfac_engine.training_files.inverse import damped_inverses
+from kfac_engine.training_files.operations import Draws, NoiseInput, Operations
+from kfac_engine.training_files.parts import Evaluation, dependent, forward_nodes, with_prefix
+from kfac_engine.training_files.recorded import Recorded, Size, Symbol
+from kfac_engine.training_files.tape import Tape
+
+Values = Mapping[str, Symbol]
+_NEVER = -1
+# Statistics whose averages are matrices, or stacks of them.
+_MOMENTS = (KroneckerMoment, GroupedMoment)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The curvature after the updates of a step.
+
+    Attributes:
+        state: New state by name; entries that did not change are empty.
+        natural: Natural gradients by parameter, or ``Missing`` where the file has none.
+    """
+
+    state: dict[str, Symbol]
+    natural: dict[str, Any]
+
+
+class Missing:
+    """The natural gradient of a parameter that the file does not precondition."""
+
+    def __init__(self, name: str, like: Symbol) -> None:
+        self.__dict__.update(missing=name, shape=like.shape, ndim=like.ndim, dtype=like.dtype)
+
+    def reshape(self, *_: object) -> "Missing":
+        return self
+
+    def __getitem__(self, key: object) -> "Missing":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            f"the rule of this optimizer reads the natural gradient of '{self.missing}', whose "
+            f"layer has no matrices in a training file; export another optimizer, such as 'muon'."
+        )
+
+
+class CurvatureSteps:
+    """Writes the updates of the curvature of a ``KfacOptimizer``.
+
+    Args:
+        engine: The engine of the optimizer.
+        assembly: Its model, losses and layers.
+        optimizer: The optimizer.
+        noise: Receives the inputs of random numbers; None if the file draws them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        assembly: Assembly,
+        optimizer: KfacOptimizer,
+        noise: list[NoiseInput] | None,
+    ) -> None:
+        self._engine, self._assembly, self._noise = engine, assembly, noise
+        self._options = optimizer.options
+        self._root = sqrt(float(engine.damping))
+        self._sources = engine.estimator.statistics.sources
+        blocks = engine.collection.fisher_blocks.items()
+        self._blocks = {
+            key: block
+            for key, block in blocks
+            if isinstance(block, KroneckerProductFB) and _has_matrices(block)
+        }
+        self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
+
+    @cached_property
+    def _reads(self) -> Any:
+        """The backward graph to the values whose gradients the statistics read."""
+        names = (name for factor in self._factors for name in factor.statistic.names())
+        gradients = self._sources.gradients
+        wanted = dict.fromkeys(gradients[name] for name in names if name in gradients)
+        return self._assembly.model.backward(self._engine.objective.inputs, tuple(wanted))
+
+    @property
+    def constants(self) -> Mapping[str, Array]:
+        """The constants that the nodes read."""
+        return self._reads.constants if self._factors else {}
+
+    def initial_state(self) -> dict[str, Array]:
+        """Return the state before the first step, by name."""
+        state: dict[str, Array] = {
+            name: np.array(_NEVER, np.int64) for name in ("last statistics", "last refresh")
+        }
+        state["statistics weight"] = np.zeros((), np.float32)
+        for index, factor in enumerate(self._factors):
+            shape = factor.statistic.shape(self._samples(factor))
+            for kind in ("average", "inverse"):
+                state[f"{kind}/{index}"] = np.zeros(shape, np.float32)
+        return state
+
+    def describe(self) -> dict[str, str]:
+        """Return what each factor belongs to, by the end of its name in the state."""
+        return {str(index): factor.name for index, factor in enumerate(self._factors)}
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def write(
+        self, batch: Evaluation, state: Values, vectors: Mapping[str, Symbol], step: Symbol
+    ) -> Update:
+        """Write the updates that a step makes, and the natural gradients of vectors.
+
+        Args:
+            batch: The evaluation of the whole batch.
+            state: The old state.
+            vectors: The vectors by parameter.
+            step: Number of steps so far.
+
+        Returns:
+            The new state, and the natural gradients.
+        """
+        tape, count = batch.tape, len(self._factors)
+        if not count:
+            unchanged_state = {name: state[name] for name in self.initial_state()}
+            return Update(unchanged_state, {n: Missing(n, v) for n, v in vectors.items()})
+        averages = [state[f"average/{i}"] for i in range(count)]
+        stored = [state[f"inverse/{i}"] for i in range(count)]
+        weight = state["statistics weight"]
+        every = (int(self._options[k]) for k in ("statistics_every", "refresh_every"))  # type: ignore[call-overload] # whole numbers
+        last = (state["last statistics"], state["last refresh"])
+        observes, refreshes = (_is_due(step, n, k) for n, k in zip(last, every, strict=True))
+
+        def unchanged() -> list[Symbol]:
+            return [_empty(tape, average) for average in averages]
+
+        *measured, new_weight = tape.branch(
+            observes,
+            lambda: self._observed(batch, averages, weight, step),
+            lambda: [*unchanged(), weight],
+        )
+
+        def fresh() -> list[Symbol]:
+            current = tape.branch(observes, lambda: measured, lambda: averages)
+            inverses = self._inverses(current)
+            return [*inverses, *self._natural(vectors, inverses).values()]
+
+        def old() -> list[Symbol]:
+            return [*unchanged(), *self._natural(vectors, stored).values()]
+
+        results = tape.branch(refreshes, fresh, old)
+        names = self._natural_names(vectors)
+        natural: dict[str, Any] = {n: Missing(n, v) for n, v in vectors.items()}
+        natural |= dict(zip(names, results[count:], strict=True))
+        new = {f"average/{i}": a for i, a in enumerate(measured)}
+        new |= {f"inverse/{i}": a for i, a in enumerate(results[:count])}
+        new["statistics weight"] = new_weight
+        for name, is_due in (("last statistics", observes), ("last refresh", refreshes)):
+            new[name] = np.where(is_due, step, state[name])
+        return Update(new, natural)
+
+    # -- statistics --------------------------------------------------------------------------------
+
+    def _observed(
+        self, batch: Evaluation, averages: list[Symbol], weight: Symbol, step: Symbol
+    ) -> list[Symbol]:
+        """Return the averages after the statistics of a part of the batch, and their weight."""
+        part, index = self._part(batch, step)
+        total = MovingAverage(weight=weight)
+        decay, config = self._engine.estimator.cov_ema_decay, self._engine.collection.config
+        beta, alpha = total.coefficients(decay, 1.0, config)
+        new = [average.copy() for average in averages]
+        for number, values in enumerate(self._sources_of(batch, part, index, step)):
+            for average, factor in zip(new, self._factors, strict=True):
+                operations: Any = Operations(batch.tape)
+                factor.statistic.add_to(average, values, operations, alpha, 1.0 if number else beta)
+        return [*new, total.weight]
+
+    def _part(self, batch: Evaluation, step: Symbol) -> tuple[Evaluation, Symbol | None]:
+        """Return an evaluation of another part of the batch in each step, and its examples.
+
+        The examples are those of ``rotating_part``: the ones at which ``(i + step) · size ÷ n``
+        grows, for a part of ``size`` of n examples.
+        """
+        part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
+        if batch.examples is None or part == 1 or axes.obstacle:
+            return batch, None
+        tape, n = batch.tape, batch.examples.examples
+        share = n.astype(np.float32) * part
+        rounded = share.new("Round", shape=())
+        size = np.maximum(rounded, 1.0).astype(np.int64)
+        bounds = [tape.constant(0, np.int64), size.name, tape.constant(1, np.int64)]
+        examples = Size(size)
+        j = Recorded(tape, tape.record("Range", bounds), (examples,), np.int64)
+        index = ((j + (step * size) // n + 1) * n + (size - 1)) // size - 1 - step
+        prefix = tape.level.prefix
+        names = {**batch.names, **{name: f"{prefix}{name}" for name in axes.inputs}}
+        graph = batch.model.extended_graph()
+        nodes = (*graph.nodes, *self._reads.nodes)
+        moving = dependent(nodes, (*axes.inputs, *self._reads.cotangents.values()))
+        moving |= {name for node in self._reads.nodes for name in node.outputs if name}
+        names |= {name: f"{prefix}{name}" for name in moving}
+        return Evaluation(batch.assembly, tape, examples, names), index
+
+    def _sources_of(
+        self, batch: Evaluation, part: Evaluation, index: Symbol | None, step: Symbol
+    ) -> Iterator[dict[str, Symbol]]:
+        """Write the passes of the statistics; yield the values that they read, of each source."""
+        tape, model = batch.tape, batch.model
+        objective, mode = self._engine.objective, self._sources.mode
+        level, names = tape.level, dict(part.names)
+        if mode.needs_targets or not mode.one_source:
+            raise UnsupportedError("training files estimate the curvature by sampled targets only.")
+        statistics = [factor.statistic for factor in self._factors]
+        gradients = self._sources.gradients
+        reads = dict.fromkeys(name for s in statistics for name in s.names())
+        forward = [name for name in reads if name not in gradients]
+        counted = [name for name in (objective.batch,) if name]
+        if index is None:
+            # Only the backward pass is another one; its values need names of their own.
+            prefix = level.prefix
+            results = {n for node in self._reads.nodes for n in node.outputs if n}
+            names |= {n: f"{prefix}{n}" for n in (*results, *self._reads.cotangents.values())}
+            part = Evaluation(batch.assembly, tape, batch.examples, names)
+        else:
+            for name, axis in self._engine.example_axes.inputs.items():
+                level.op("Gather", name, index.name, axis=axis, result=names[name])
+        wanted = (*forward, *objective.inputs, *self._reads.saved)
+        written = self._copies(forward_nodes(model, wanted), part, level.prefix)
+        level.nodes += written
+        values: dict[str, Symbol] = {}
+        values |= {name: part[name] for name in (*objective.inputs, *forward, *counted)}
+        examples: Any = batch.examples
+        scales = objective.fisher_scales(values, examples=examples)
+        rng: Any = Draws(tape, step, self._noise)
+        for source in mode.sources(objective.losses, values, rng, {}):
+            for name, cotangent in source.items():
+                scaled: Symbol = cotangent * scales.get(name, 1.0)
+                level.op("Identity", scaled.name, result=names[self._reads.cotangents[name]])
+            done = {n for node in level.nodes for n in node.outputs}
+            rest = self._copies(self._reads.nodes, part, level.prefix)
+            level.nodes += [node for node in rest if done.isdisjoint(node.outputs)]
+            for name in reads:
+                if name in gradients:
+                    value = gradients[name]
+                    values[name] = part.value(self._reads.gradients[value], value)
+            yield values
+
+    def _copies(self, nodes: Any, part: Evaluation, prefix: str) -> list[Node]:
+        """Return the nodes whose results depend on the part of the batch, under its names."""
+        copies = [n for n in part.copied(nodes) if any(o.startswith(prefix) for o in n.outputs)]
+        return with_prefix(copies, prefix)
+
+    # -- inverses ----------------------------------------------------------------------------------
+
+    def _inverses(self, averages: list[Symbol]) -> list[Symbol]:
+        """Return the damped inverses; those of equal size are one stack."""
+        results: list[Symbol] = [*averages]
+        for d in dict.fromkeys(average.shape[-1] for average in averages):
+            places = [i for i, a in enumerate(averages) if a.shape[-1] == d]
+            stacks: Any = [averages[i].reshape(-1, d, d) for i in places]
+            stack: Any = np.concatenate(stacks, axis=0)
+            traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
+            levels = relative_level(traces, d, self._root)
+            smallest = self._root / (d + self._root)
+            inverses: Any = damped_inverses(stack, levels, traces + levels, smallest)
+            start = 0
+            for i, part in zip(places, stacks, strict=True):
+                chosen = inverses[start : start + len(part)]
+                results[i], start = chosen.reshape(averages[i].shape), start + len(part)
+        return results
+
+    # -- natural gradients -------------------------------------------------------------------------
+
+    def _natural_names(self, vectors: Mapping[str, Symbol]) -> list[str]:
+        """Return the parameters all of whose entries belong to layers with matrices."""
+        slices = self._assembly.discovery.parts
+        known = {name for key in self._blocks for name in _names(key)}
+        return [n for n in vectors if known.issuperset(part.name for part in slices[n])]
+
+    def _natural(self, vectors: Mapping[str, Symbol], inverses: list[Symbol]) -> dict[str, Symbol]:
+        """Return ``A⁻¹ V G⁻¹ / c`` of the blocks, by parameter."""
+        slices, number = self._assembly.discovery.parts, {f: i for i, f in enumerate(self._factors)}
+        parts, products = split(slices, vectors), dict[str, Symbol]()
+        for key, block in self._blocks.items():
+            names = _names(key)
+            vector: Any = tuple(parts[name] for name in names)
+            A, G = (inverses[number[factor]] for factor in block.factors)
+            V: Any = block.packing.pack(vector, key, array_module(vector[0]))
+            statistic = block.output_factor.statistic
+            repeats = statistic.repeats(self._samples(block.output_factor))
+            product: Any = block.packing.unpack(A @ V @ G * (1 / repeats), vector)
+            products |= dict(zip(names, product, strict=True))
+        chosen = self._natural_names(vectors)
+        return {n: join(slices[n], products, vectors[n], 1.0) for n in chosen}
+
+    def _samples(self, factor: FisherFactor) -> dict[str, Array]:
+        """Return arrays of the shapes that a statistic reads, without memory."""
+        facts, gradients = self._assembly.model.facts, self._sources.gradients
+        statistic = factor.statistic
+        names = (*statistic.names(), *statistic.lengths())
+        shapes = {name: facts[gradients.get(name, name)].shape for name in names}
+        return {n: np.broadcast_to(np.zeros((), np.float32), s) for n, s in shapes.items()}
+
+
+def _has_matrices(block: KroneckerProductFB) -> bool:
+    """Return whether a block multiplies by two stored matrices, or stacks of them."""
+    return all(
+        isinstance(factor, DenseSquareMatrixFactor) and type(factor.statistic) in _MOMENTS
+        for factor in block.factors
+    )
+
+
+def _names(key: Params) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _is_due(step: Symbol, last: Symbol, period: int) -> Symbol:
+    """Record ``curvature_updates.is_due``; before the first update, ``last`` is −1."""
+    grown = np.minimum(np.maximum(step // 2, 1), period)
+    return step - last >= grown
+
+
+def _empty(tape: Tape, like: Symbol) -> Symbol:
+    """Return an array without entries: the old state stays."""
+    return Recorded(
+        tape, tape.constant(np.zeros((0,) * like.ndim, like.dtype)), like.shape, like.dtype
+    )

@@ -1,0 +1,81 @@
+"""The description of training files: their metadata, which any program can read as JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kfac_engine.errors import InputError
+
+# Key of the metadata of the three files.
+PROPERTY = "kfac_engine.training"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the inputs and outputs of training files are.
+
+    Attributes:
+        identity: Equal in the files of one export.
+        model: Name of the model.
+        optimizer: Name of the optimizer.
+        options: Its options that are not the defaults.
+        losses: Name of the class of each loss.
+        inputs: Input of the model to the axis of its examples; −1 without.
+        targets: Input with targets to the axis of its examples.
+        outputs: Output of the model to the input with its targets.
+        state: Name of each state to its shape.
+        parameters: The states that are weights or running statistics of the model.
+        metrics: Outputs that are no state.
+        noise: Input with random numbers to its shape; −1 for the size of the part of the batch
+            whose statistics a step measures.
+        factors: Number of each factor of the curvature to what it measures.
+        ties: Weight, copy in the file, and whether the copy is its transpose.
+        batch_size: The only number of examples; None for any.
+    """
+
+    identity: str
+    model: str
+    optimizer: str
+    options: Mapping[str, Any]
+    losses: tuple[str, ...]
+    inputs: Mapping[str, int]
+    targets: Mapping[str, int]
+    outputs: Mapping[str, str]
+    state: Mapping[str, tuple[int, ...]]
+    parameters: tuple[str, ...]
+    metrics: tuple[str, ...]
+    noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    factors: Mapping[str, str] = field(default_factory=dict)
+    ties: tuple[tuple[str, str, bool], ...] = ()
+    batch_size: int | None = None
+
+    def properties(self) -> dict[str, str]:
+        """Return the metadata of a file."""
+        return {PROPERTY: json.dumps(asdict(self))}
+
+    @classmethod
+    def read(cls, properties: Mapping[str, str], what: str) -> "Description":
+        """Return the description in the metadata of a file.
+
+        Args:
+            properties: The metadata.
+            what: The file, for messages.
+
+        Raises:
+            InputError: The file is no training file of this version.
+        """
+        if PROPERTY not in properties:
+            raise InputError(
+                f"{what} is no training file; write one with kfac_engine.export_training."
+            )
+        try:
+            entries = json.loads(properties[PROPERTY])
+            entries["state"] = {name: tuple(shape) for name, shape in entries["state"].items()}
+            entries["ties"] = [tuple(tie) for tie in entries["ties"]]
+            tuples = ("losses", "parameters", "metrics", "ties")
+            return cls(**{**entries, **{name: tuple(entries[name]) for name in tuples}})
+        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            raise InputError(
+                f"another version of this library wrote {what}; export the model again."
+            ) from failure

@@ -1,0 +1,336 @@
+"""``export_training``: the training step of a model as plain ONNX files."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import one_of
+from kfac_engine.autodiff.differentiate import needed
+from kfac_engine.autodiff.inference_form import inference_form
+from kfac_engine.curvature.config import RelativeDamping
+from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.engine.build import Assembly, build
+from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.options import EngineOptions
+from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
+from kfac_engine.graph.load import ModelSource
+from kfac_engine.graph.passes.cast_boundary import with_borders
+from kfac_engine.graph.structure import Graph, Input, Node
+from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
+from kfac_engine.losses.objective import Reduction
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.suggestions import suggestion
+from kfac_engine.system.writing import check_outputs, checked_path, write_file
+from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
+from kfac_engine.training.kfac import KfacOptimizer
+from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training_files.description import Description
+from kfac_engine.training_files.files import INITIAL, PREDICT, README, TRAINING, TrainingFiles
+from kfac_engine.training_files.readme import readme
+from kfac_engine.training_files.step import NEW, Step, StepRecorder
+from kfac_engine.training_files.tape import OPSET
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+    "kfac": KfacOptimizer,
+    "adamw": AdamW,
+    "adam": Adam,
+    "muon": Muon,
+    "sgd": SGD,
+}
+NOISE = ("internal", "input")
+
+# Options of K-FAC with the only value that a file can have, and what to do in its place.
+_KFAC_ONLY: Mapping[str, tuple[object, str]] = {
+    "learning_rate": ("auto", "leave learning_rate out, or export 'adamw' or 'muon'"),
+    "policy": ("all_at_once", "leave policy out: the inverses are refreshed together"),
+    "periods": (None, "leave periods out, and set refresh_every"),
+    "l2": (0.0, "set weight_decay"),
+    "adapt_damping": (False, "leave adapt_damping out: the damping is relative"),
+    "burn_in": (0, "leave burn_in out"),
+    "norm_constraint": (None, "leave norm_constraint out"),
+}
+
+
+def export_training(  # noqa: PLR0913 (every choice a user has, each with a default)
+    model: ModelSource,
+    loss: LossChoice | Sequence[LossChoice] = "categorical",
+    optimizer: str = "kfac",
+    *,
+    path: str | Path,
+    output: str | Sequence[str] | None = None,
+    class_axis: int = -1,
+    find_logits: bool = True,
+    loss_weights: Sequence[float] | None = None,
+    reduction: Reduction = "mean",
+    trainable: str | Sequence[str] | None = None,
+    freeze: str | Sequence[str] | None = None,
+    train_form: bool = False,
+    tie_weights: bool = False,
+    batch_axes: Mapping[str, int] | None = None,
+    sample_inputs: Mapping[str, Array] | None = None,
+    noise: str = "internal",
+    **options: Any,
+) -> TrainingFiles:
+    """Write the training step of a model as plain ONNX files, which any ONNX Runtime executes.
+
+    ``training.onnx`` computes one step of the optimizer: its inputs are a batch, the value ``rate``
+    of the schedule and the state, and its outputs the loss and the new state. ``initial.onnx`` has
+    no inputs and returns the first state. ``predict.onnx`` is the model in inference form, with its
+    trained weights as inputs. ``README.md`` describes them, and has the loop in four languages.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        loss: As in ``Engine.from_onnx``.
+        optimizer: ``"kfac"``, ``"adamw"``, ``"adam"``, ``"muon"`` or ``"sgd"``.
+        path: Folder of the files; it is created if it does not exist.
+        output: As in ``Engine.from_onnx``, as the following ones.
+        class_axis: Axis of the classes in the output.
+        find_logits: Whether a loss on an output of probabilities reads the logits.
+        loss_weights: Factor of each loss; ones by default.
+        reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.
+        trainable: Pattern of parameter names that are trained, or several.
+        freeze: Pattern of parameter names that are not trained, or several. They are constants of
+            the files, and no gradient is computed below the first layer that is trained.
+        train_form: Whether normalizations and dropouts in the form of inference are trained.
+        tie_weights: Whether equal weights are trained as one.
+        batch_axes: Axis of the examples of each input, by name.
+        sample_inputs: A batch that determines shapes, if none can be generated.
+        noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
+            ``"input"`` for an input with them.
+        **options: Options of the optimizer's class, such as ``learning_rate`` and
+            ``weight_decay``.
+
+    Returns:
+        The files.
+
+    Raises:
+        UnknownNameError: There is no optimizer, option, loss or parameter of a name.
+        UnsupportedError: A file cannot have an option, or an operation of the model. Nothing was
+            written.
+        InputError: The model, an option or the folder is wrong. Nothing was written.
+    """
+    folder = _checked_folder(path)
+    one_of("noise", noise, NOISE)
+    chosen = EngineOptions(
+        loss=loss, output=output, class_axis=class_axis, find_logits=find_logits,
+        loss_weights=loss_weights, reduction=reduction, trainable=trainable, freeze=freeze,
+        train_form=train_form, tie_weights=tie_weights, batch_axes=batch_axes,
+        sample_inputs=sample_inputs, backend="numpy", threads=1, gradient_dtype="float32",
+    )  # fmt: skip
+    _check_options(optimizer, options)
+    assembly, estimator = build(model, chosen)
+    _check_types(assembly.model)
+    _check_folder(folder, assembly.model)
+    engine = Engine(assembly, estimator, Schedule(), chosen.exps)
+    trainer = OPTIMIZERS[optimizer](engine, **options)
+    _check_damping(trainer)
+    step = StepRecorder(engine, assembly, trainer, noise_is_input=noise == "input").record()
+    description = _described(assembly, optimizer, options, step)
+    contents = {
+        TRAINING: _training(assembly.model, step, description),
+        INITIAL: _initial(step.state, description),
+        PREDICT: _predict(assembly.model, step, description),
+    }
+    serialized = {name: serialize(content) for name, content in contents.items()}
+    text = readme(description, step.data, assembly.model.graph)
+    serialized[README] = text.encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    check_outputs({name: folder / name for name in serialized})
+    for name, data in serialized.items():
+        write_file(folder / name, [data])
+    return TrainingFiles(folder, model)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def _checked_folder(path: str | Path) -> Path:
+    folder = checked_path(path)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"'{folder}' is a file; name a folder for the training files.")
+    return folder
+
+
+def _check_folder(folder: Path, model: OnnxModel) -> None:
+    """Refuse to write over the model."""
+    names = {folder.resolve() / name for name in (TRAINING, INITIAL, PREDICT, README)}
+    for path in model.loaded.files:
+        if path.resolve() in names:
+            raise InputError(
+                f"the training files would overwrite the file of the model, '{path}'; name "
+                f"another folder."
+            )
+
+
+def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
+    """Refuse an optimizer, and options that a file cannot have."""
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise UnknownNameError(
+            f"unknown optimizer {optimizer!r:.80}{suggestion(str(optimizer), OPTIMIZERS)}; "
+            f"choose one of: {', '.join(OPTIMIZERS)}."
+        )
+    known = [*signature(OPTIMIZERS[optimizer]).parameters]
+    known = [name for name in known if name not in ("engine", "non_finite")]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(
+                f"'{optimizer}' has no option '{name}' in a training file"
+                f"{suggestion(name, known)}; its options are: {', '.join(known)}."
+            )
+    if optimizer == "sgd" and "learning_rate" not in options:
+        raise InputError("'sgd' needs a learning_rate.")
+    for name, (value, instead) in _KFAC_ONLY.items() if optimizer == "kfac" else ():
+        if name in options and options[name] != value:
+            raise UnsupportedError(
+                f"a training file cannot have {name}={options[name]!r:.40} of K-FAC; {instead}."
+            )
+    for name in ("learning_rate", "momentum", "adam_rate"):
+        if callable(options.get(name)):
+            raise UnsupportedError(
+                f"{name} is a function, which a training file cannot call; give a number, and "
+                f"the value of the schedule as the input 'rate' of each step."
+            )
+
+
+def _check_damping(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, KfacOptimizer) and not isinstance(optimizer.damping, RelativeDamping):
+        raise UnsupportedError(
+            "a training file inverts matrices with a relative damping only; leave damping out, or "
+            "give a RelativeDamping."
+        )
+
+
+def _check_types(model: OnnxModel) -> None:
+    for name, array in model.parameters.items():
+        if array.dtype != np.float32:
+            raise UnsupportedError(
+                f"parameter '{name}' has the type {array.dtype}, and training files compute in "
+                f"single precision; convert the model to float32, or freeze the parameter."
+            )
+
+
+# -- contents --------------------------------------------------------------------------------------
+
+
+def _described(
+    assembly: Assembly, optimizer: str, options: Mapping[str, Any], step: Step
+) -> Description:
+    batch = assembly.task.batch
+    digest = hashlib.sha256()
+    for name, array in step.state.items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    for level_node in step.tape.graph.nodes:
+        digest.update(repr((level_node.op, level_node.inputs, level_node.outputs)).encode())
+    data = {entry.name for entry in assembly.model.graph.inputs}
+    heads = {head.loss.require_target_name(): head for head in assembly.task.heads}
+    return Description(
+        identity=digest.hexdigest()[:16],
+        model=assembly.model.loaded.graph.name,
+        optimizer=optimizer,
+        options={name: _plain(value) for name, value in options.items()},
+        losses=tuple(type(head.loss).__name__ for head in assembly.task.heads),
+        inputs={name: batch.inputs.get(name, -1) for name in data},
+        targets={
+            entry.name: batch.places[heads[entry.name].output].axis
+            for entry in step.data
+            if entry.name in heads
+        },
+        outputs={head.output: name for name, head in heads.items()},
+        state={name: array.shape for name, array in step.state.items()},
+        parameters=step.parameters,
+        metrics=step.metrics,
+        noise=step.noise,
+        factors=step.factors,
+        ties=tuple((t.first, t.copy, t.transposed) for t in assembly.model.ties),
+        batch_size=batch.size if batch.fixed else None,
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | None) else repr(value)
+
+
+def _training(model: OnnxModel, step: Step, description: Description) -> ModelProto:
+    """Return ``training.onnx``."""
+    level = step.tape.graph
+    outputs = []
+    for name, value in step.outputs.items():
+        level.op("Identity", value.name, result=name)
+        is_state = name.startswith(NEW) and value.ndim
+        outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else ()))
+    read = _read(level.nodes)
+    state = [Input(name, array.dtype, array.shape) for name, array in step.state.items()]
+    inputs = [entry for entry in (*step.data, *state) if entry.name in read]
+    constants = {name: array for name, array in level.constants.items() if name in read}
+    return _model(model, level.nodes, inputs, outputs, constants, "training step", description)
+
+
+def _initial(state: Mapping[str, Array], description: Description) -> ModelProto:
+    """Return ``initial.onnx``, whose outputs are the first state."""
+    nodes = [Node("Identity", (f"first {n}",), (n,), name=f"node {n}") for n in state]
+    outputs = [Input(name, array.dtype, array.shape) for name, array in state.items()]
+    constants = {f"first {name}": array for name, array in state.items()}
+    model = build_model(nodes, [], outputs, constants, OPSET, name="initial state")
+    return with_properties(model, description.properties())
+
+
+def _predict(model: OnnxModel, step: Step, description: Description) -> ModelProto:
+    """Return ``predict.onnx``, the model in inference form with its trained weights as inputs."""
+    graph: Graph = inference_form(model.extended_graph(), model.buffers)
+    outputs = [name for name in model.loaded.graph.outputs if name in model.facts]
+    nodes = needed(graph.nodes, outputs)
+    read = _read(nodes)
+    batch = dict.fromkeys(entry.name for entry in step.data)
+    inputs = [e for e in step.data if e.name in batch and e.name in read]
+    weights = {n: a for n, a in step.state.items() if n in step.parameters and n in read}
+    inputs += [Input(name, array.dtype, array.shape) for name, array in weights.items()]
+    constants = {n: a for n, a in graph.constants.items() if n in read and n not in weights}
+    declared = [
+        Input(n, model.facts[n].dtype, (None,) * len(model.facts[n].shape)) for n in outputs
+    ]
+    return _model(model, nodes, inputs, declared, constants, "prediction", description)
+
+
+def _model(
+    model: OnnxModel,
+    nodes: Sequence[Node],
+    inputs: Sequence[Input],
+    outputs: Sequence[Input],
+    constants: Mapping[str, Array],
+    name: str,
+    description: Description,
+) -> ModelProto:
+    """Return a model whose inputs and outputs have the types of the file."""
+    stored = model.loaded.stored
+    narrow = {
+        entry.name: stored[entry.name] for entry in model.graph.inputs if entry.name in stored
+    }
+    narrow = {name: dtype for name, dtype in narrow.items() if any(e.name == name for e in inputs)}
+    results = {e.name: stored[e.name] for e in outputs if e.name in stored}
+    if narrow or results:
+        nodes = with_borders(nodes, narrow, results)
+    types = {**narrow, **results}
+
+    def in_type(entries: Sequence[Input]) -> list[Input]:
+        return [Input(e.name, types.get(e.name, e.dtype), e.shape) for e in entries]
+
+    result = build_model(
+        nodes,
+        in_type(inputs),
+        in_type(outputs),
+        {n: np.asarray(a) for n, a in constants.items()},
+        max(OPSET, model.graph.opset),
+        name=name,
+        domains=model.graph.domains,
+    )
+    return with_properties(result, description.properties())
+
+
+def _read(nodes: Sequence[Node]) -> set[str]:
+    return {name for node in nodes for name in (*node.inputs, *node.captures)}

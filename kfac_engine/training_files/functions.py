@@ -1,0 +1,314 @@
+"""NumPy's functions on recorded arrays, as operators of ONNX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import log
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import DType
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.training_files.recorded import Recorded, Size, Symbol, broadcast_shape, lifted
+from kfac_engine.training_files.tape import Tape
+
+_FLOAT, _INTEGER, _TRUTH = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+
+
+class Namespace:
+    """NumPy with the functions that create arrays, for recorded ones.
+
+    Args:
+        tape: Receives the nodes.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    @property
+    def backend(self) -> Any:
+        """The operations of the library on recorded arrays."""
+        return self.tape.functions.backend(self.tape)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def asarray(self, value: Any, dtype: Any = None) -> Symbol:
+        array = lifted(self.tape, value, None if isinstance(value, Recorded) else dtype)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    ascontiguousarray = array = asarray
+
+    def zeros(self, shape: Any, dtype: Any = _FLOAT) -> Symbol:
+        sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+        return lifted(self.tape, np.zeros((), dtype), dtype).broadcast(sizes)
+
+    empty = zeros
+
+    def result_type(self, *values: Any) -> DType:
+        return _common([lifted(self.tape, value) for value in values])
+
+
+# -- universal functions ---------------------------------------------------------------------------
+
+_ARITHMETIC = {
+    "add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div", "true_divide": "Div",
+    "floor_divide": "Div", "remainder": "Mod", "power": "Pow", "maximum": "Max", "minimum": "Min",
+    "negative": "Neg", "absolute": "Abs", "sqrt": "Sqrt", "exp": "Exp", "log": "Log",
+    "tanh": "Tanh", "sign": "Sign",
+}  # fmt: skip
+_COMPARISONS = {
+    "equal": "Equal", "less": "Less", "less_equal": "LessOrEqual", "greater": "Greater",
+    "greater_equal": "GreaterOrEqual",
+}  # fmt: skip
+_LOGIC = {
+    "logical_and": "And", "logical_or": "Or", "logical_not": "Not",
+    "bitwise_and": "And", "bitwise_or": "Or", "invert": "Not",
+}  # fmt: skip
+_REAL = {"divide", "true_divide", "sqrt", "exp", "log", "tanh"}
+
+
+def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:
+    """Record a universal function of NumPy.
+
+    Args:
+        tape: Receives the nodes.
+        name: Name of the function.
+        inputs: Its operands, one of them recorded.
+
+    Returns:
+        The result.
+
+    Raises:
+        UnsupportedError: Files do not have the function.
+    """
+    if name in _SPECIAL:
+        return _SPECIAL[name](tape, *inputs)
+    operators = {**_ARITHMETIC, **_COMPARISONS, **_LOGIC}
+    if name not in operators:
+        raise UnsupportedError(f"a training file cannot compute numpy.{name}.")
+    return _record(tape, operators[name], name, inputs)
+
+
+def _record(tape: Tape, op: str, name: str, inputs: Sequence[Any]) -> Symbol:
+    known = [lifted(tape, x) for x in inputs if _is_array(x)]
+    common = _TRUTH if name in _LOGIC else _common(known, [x for x in inputs if not _is_array(x)])
+    if name in _REAL and common.kind != "f":
+        common = _FLOAT
+    if common == _TRUTH and name in _ARITHMETIC:
+        common = _INTEGER
+    operands = [lifted(tape, x, common).astype(common, copy=False) for x in inputs]
+    shape = broadcast_shape([x.shape for x in operands])
+    dtype = _TRUTH if name in _COMPARISONS else common
+    result = tape.record(op, [x.name for x in operands])
+    return Recorded(tape, result, shape, dtype)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Recorded | Size) or np.ndim(value) > 0
+
+
+def _common(known: Sequence[Symbol], numbers: Sequence[Any] = ()) -> DType:
+    """Return the type of an operation; a number does not widen the type of an array."""
+    real: DType | None = next((x.dtype for x in known if x.dtype.kind == "f"), None)
+    if real is not None:
+        return real
+    if any(np.asarray(number).dtype.kind == "f" for number in numbers):
+        return _FLOAT
+    whole: list[DType] = [x.dtype for x in known if x.dtype.kind in "iu"]
+    if whole:
+        return max(whole, key=lambda dtype: dtype.itemsize)
+    return _INTEGER if any(not isinstance(n, bool | np.bool_) for n in numbers) else _TRUTH
+
+
+def _power(tape: Tape, base: Any, exponent: Any) -> Symbol:
+    if isinstance(base, Recorded) and np.ndim(exponent) == 0 and not isinstance(exponent, Recorded):
+        if exponent == 0.5:
+            return _record(tape, "Sqrt", "sqrt", [base])
+        if exponent == 2:
+            return base * base
+    result = _record(tape, "Pow", "power", [base, exponent])
+    if isinstance(base, float) and isinstance(exponent, Recorded) and not exponent.ndim:
+        result.logarithm = exponent * log(base) if base > 0 else None
+    return result
+
+
+def _subtract(tape: Tape, left: Any, right: Any) -> Symbol:
+    """Record a difference; ``1 − βᵗ`` without the cancellation that single precision has."""
+    result = _record(tape, "Sub", "subtract", [left, right])
+    exponent = right.logarithm if isinstance(right, Recorded) else None
+    if exponent is None or np.ndim(left) or left != 1:
+        return result
+    return np.where(np.absolute(exponent) < 0.3, -_series(exponent), result)
+
+
+def _series(x: Symbol) -> Symbol:
+    """Return ``exp(x) − 1`` for small numbers."""
+    total: Any = 1.0
+    for k in (7, 6, 5, 4, 3, 2):
+        total = 1.0 + x * total * (1 / k)
+    return x * total
+
+
+def _expm1(tape: Tape, x: Symbol) -> Symbol:
+    return np.where(np.absolute(x) < 0.3, _series(x), _subtract(tape, np.exp(x), 1.0))
+
+
+def _log1p(tape: Tape, x: Symbol) -> Symbol:
+    """Record ``log(1 + x)``, which a sum loses for small numbers."""
+    small = x * (1.0 - x * (0.5 - x * (1 / 3)))
+    return np.where(np.absolute(x) < 1e-2, small, _record(tape, "Log", "log", [1.0 + x]))
+
+
+def _matmul(tape: Tape, left: Symbol, right: Symbol) -> Symbol:
+    left, right = lifted(tape, left), lifted(tape, right)
+    shape = (*broadcast_shape([left.shape[:-2], right.shape[:-2]]), left.shape[-2])
+    name = tape.record("MatMul", [left.name, right.name])
+    return Recorded(tape, name, (*shape, right.shape[-1]), left.dtype)
+
+
+def _not_equal(tape: Tape, left: Any, right: Any) -> Symbol:
+    return _record(tape, "Not", "logical_not", [_record(tape, "Equal", "equal", [left, right])])
+
+
+def _isfinite(tape: Tape, x: Symbol) -> Symbol:
+    return _record(tape, "Equal", "equal", [x - x, 0.0])
+
+
+_SPECIAL: Mapping[str, Callable[..., Symbol]] = {
+    "power": _power,
+    "float_power": _power,
+    "subtract": _subtract,
+    "expm1": _expm1,
+    "log1p": _log1p,
+    "matmul": _matmul,
+    "not_equal": _not_equal,
+    "isfinite": _isfinite,
+    "square": lambda tape, x: x * x,
+    "reciprocal": lambda tape, x: 1.0 / x,
+    "positive": lambda tape, x: x,
+}
+
+
+# -- other functions -------------------------------------------------------------------------------
+
+
+def called(function: Any, args: Any, options: dict[str, Any]) -> Any:
+    """Record another function of NumPy."""
+    name = f"{function.__module__}.{function.__name__}".removeprefix("numpy.")
+    if name not in _FUNCTIONS:
+        raise UnsupportedError(f"a training file cannot compute numpy.{name}.")
+    return _FUNCTIONS[name](*args, **options)
+
+
+def _tape_of(values: Sequence[Any]) -> Tape:
+    return next(value.tape for value in values if isinstance(value, Recorded))
+
+
+def _norm(x: Symbol, axis: Any = None, keepdims: bool = False) -> Symbol:
+    return np.sqrt((x * x).sum(axis=axis, keepdims=keepdims))
+
+
+def _where(condition: Any, first: Any, second: Any) -> Symbol:
+    tape = _tape_of((condition, first, second))
+    arrays = [lifted(tape, x) for x in (first, second) if _is_array(x)]
+    numbers = [x for x in (first, second) if not _is_array(x)]
+    dtype = _common(arrays, numbers) if arrays else _FLOAT
+    chosen = [lifted(tape, x, dtype).astype(dtype, copy=False) for x in (first, second)]
+    operands = [lifted(tape, condition, _TRUTH), *chosen]
+    shape = broadcast_shape([x.shape for x in operands])
+    return Recorded(tape, tape.record("Where", [x.name for x in operands]), shape, dtype)
+
+
+def _concatenate(parts: Sequence[Any], axis: int = 0) -> Symbol:
+    tape = _tape_of(parts)
+    arrays = [lifted(tape, part) for part in parts]
+    if len(arrays) == 1:
+        return arrays[0].copy()
+    place = axis % arrays[0].ndim
+    length = sum(a.shape[place] for a in arrays[1:]) + arrays[0].shape[place]
+    shape = (*arrays[0].shape[:place], length, *arrays[0].shape[place + 1 :])
+    name = tape.record("Concat", [a.name for a in arrays], {"axis": place})
+    return Recorded(tape, name, shape, arrays[0].dtype)
+
+
+def _stack(parts: Sequence[Any], axis: int = 0) -> Symbol:
+    return _concatenate([_expand_dims(part, axis) for part in parts], axis)
+
+
+def _expand_dims(x: Symbol, axis: int) -> Symbol:
+    place = axis % (x.ndim + 1)
+    return x.reshape((*x.shape[:place], 1, *x.shape[place:]))
+
+
+def _moveaxis(x: Symbol, source: int, destination: int) -> Symbol:
+    axes = [axis for axis in range(x.ndim) if axis != source % x.ndim]
+    axes.insert(destination % x.ndim, source % x.ndim)
+    return x.transpose(*axes)
+
+
+def _take_along_axis(x: Symbol, indices: Any, axis: int) -> Symbol:
+    index = lifted(x.tape, indices)
+    place = axis % x.ndim
+    return x.new("GatherElements", index.name, shape=index.shape, axis=place)
+
+
+def _trace(x: Symbol, axis1: int = -2, axis2: int = -1) -> Symbol:
+    del axis1, axis2  # the last two
+    return (x * identity_like(x)).sum(axis=(-2, -1))
+
+
+def identity_like(x: Symbol) -> Symbol:
+    """Return the identity matrix of the size of some matrices, which takes no bytes of the file."""
+    d = x.shape[-1]
+    matrix = x
+    while matrix.ndim > 2:
+        matrix = matrix[0]
+    return matrix.new("EyeLike", shape=(d, d))
+
+
+def _split(x: Symbol, parts: int, axis: int = 0) -> list[Symbol]:
+    width = x.shape[axis] // parts
+    place = axis % x.ndim
+    return [x.rows(i * width, (i + 1) * width, place) for i in range(parts)]
+
+
+def _zeros_like(x: Symbol, dtype: Any = None) -> Symbol:
+    return _full_like(x, 0, dtype)
+
+
+def _full_like(x: Symbol, value: float, dtype: Any = None) -> Symbol:
+    return lifted(x.tape, value, dtype or x.dtype).broadcast(x.shape)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "linalg.norm": _norm,
+    "where": _where,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "expand_dims": _expand_dims,
+    "moveaxis": _moveaxis,
+    "take_along_axis": _take_along_axis,
+    "trace": _trace,
+    "split": _split,
+    "zeros_like": _zeros_like,
+    "empty_like": _zeros_like,
+    "ones_like": lambda x: _full_like(x, 1),
+    "full_like": _full_like,
+    "vdot": lambda x, y: (x * y).sum(),
+    "sum": lambda x, **options: x.sum(**options),
+    "mean": lambda x, **options: x.mean(**options),
+    "max": lambda x, **options: x.max(**options),
+    "argmax": lambda x, axis: x.argmax(axis),
+    "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "swapaxes": lambda x, first, second: x.swapaxes(first, second),
+    "transpose": lambda x, axes=(): x.transpose(*axes),
+    "reshape": lambda x, shape: x.reshape(shape),
+    "ravel": lambda x: x.ravel(),
+    "squeeze": lambda x, axis: x.squeeze(axis),
+    "ndim": lambda x: x.ndim,
+    "shape": lambda x: x.shape,
+    "size": lambda x: x.size,
+    "copy": lambda x: x.copy(),
+    "broadcast_to": lambda x, shape: x.broadcast(tuple(shape)),
+    "result_type": lambda *values: _common([x for x in values if isinstance(x, Recorded)]),
+}

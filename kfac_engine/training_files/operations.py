@@ -1,0 +1,226 @@
+"""The operations of a backend on recorded arrays, and the random numbers of a file.
+
+Only operations that the statistics of training files need are here; another one raises an
+``UnsupportedError``.
+"""
+
+from math import pi
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kfac_engine.backend import channel_groups
+from kfac_engine.backend.window import Window
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.training_files.functions import Namespace, applied, called
+from kfac_engine.training_files.recorded import Recorded, Size, Symbol
+from kfac_engine.training_files.tape import Tape
+
+# A low-discrepancy sequence of two dimensions, in units of 2⁻²⁴: the powers of the inverse of the
+# root of x³ = x + 1 (Roberts 2018). Its terms for the next examples and steps fill the unit square
+# more evenly than random numbers.
+_BITS = 2**24
+_FIRST, _SECOND = 12664745, 9560333
+_NEXT_EXAMPLE = 10368889  # the golden ratio
+
+
+class Recording:
+    """The functions and operations of recorded arrays."""
+
+    applied, called = staticmethod(applied), staticmethod(called)
+
+    def namespace(self, tape: Tape) -> Namespace:
+        """Return the functions that create arrays."""
+        return Namespace(tape)
+
+    def backend(self, tape: Tape) -> "Operations":
+        """Return the operations of a backend."""
+        return Operations(tape)
+
+
+def new_tape(prefix: str) -> Tape:
+    """Return a tape without nodes; no value of the model starts with the prefix."""
+    return Tape(prefix, Recording())
+
+
+class Operations:
+    """The backend of recorded arrays.
+
+    Args:
+        tape: Receives the nodes.
+
+    Attributes:
+        xp: The functions of arrays.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.xp: Any = Namespace(tape)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UnsupportedError(f"a training file has no operation '{name}' of this layer.")
+
+    def asarray(self, value: Any, dtype: Any = None) -> Symbol:
+        """Return a value of the graph."""
+        return self.xp.asarray(value, dtype)
+
+    def matmul(self, x: Symbol, y: Symbol) -> Symbol:
+        """Return the product of two matrices, or of two stacks."""
+        return np.matmul(x, y)
+
+    def draw_classes(self, logits: Symbol, uniforms: Symbol, axis: int) -> Symbol:
+        """Return a class for each row of ``softmax(logits)``; see ``Backend``."""
+        library: Any = SimpleNamespace(xp=self.xp)
+        return channel_groups.draw_classes(library, logits, uniforms, axis)
+
+    def second_moment(
+        self,
+        x: Symbol,
+        out: Symbol,
+        *,
+        feature_axis: int,
+        homogeneous: bool,
+        alpha: Any,
+        beta: Any,
+    ) -> None:
+        """Compute ``out ← beta·out + alpha·Σ x xᵀ`` over rows; see ``Backend``."""
+        rows = np.moveaxis(x, feature_axis, -1)
+        self._add_moment(rows.reshape(-1, rows.shape[-1]), out, homogeneous, alpha, beta)
+
+    def patch_second_moment(
+        self,
+        x: Symbol,
+        window: Window,
+        out: Symbol,
+        *,
+        homogeneous: bool,
+        alpha: Any,
+        beta: Any,
+    ) -> None:
+        """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over patches; see ``Backend``."""
+        rows = self.patches(x, window)
+        if out.ndim == 2:
+            self._add_moment(rows.reshape(-1, rows.shape[-1]), out, homogeneous, alpha, beta)
+            return
+        groups = channel_groups.split_features(rows, out.shape[0], window.taps)
+        stack = groups.transpose(1, 0, 2, 3).reshape(out.shape[0], -1, groups.shape[-1])
+        self._add_moment(stack, out, homogeneous, alpha, beta)
+
+    def _add_moment(self, rows: Any, out: Symbol, homogeneous: bool, alpha: Any, beta: Any) -> None:
+        """Add ``Σ r rᵀ`` of rows ``(…, rows, features)`` with a one appended where needed."""
+        rows = rows.astype(out.dtype)
+        if homogeneous:
+            after = [0] * (2 * rows.ndim - 1)
+            one = self.tape.constant(1, rows.dtype)
+            shape = (*rows.shape[:-1], rows.shape[-1] + 1)
+            rows = rows.new("Pad", self.tape.integers(*after, 1), one, shape=shape)
+        if rows.ndim == 2:
+            d = rows.shape[-1]
+            moment = rows.new("Gemm", rows.name, shape=(d, d), transA=1)
+        else:
+            moment = rows.swapaxes(-1, -2) @ rows
+        new = alpha * moment
+        out.bind(new if isinstance(beta, float) and beta == 0 else beta * out + new)
+
+    def patches(self, x: Symbol, window: Window) -> Symbol:
+        """Return the patches of images as rows ``(n, t, taps · channels)``."""
+        n, channels, *spatial = x.shape
+        images: Any = x
+        if not window.is_pointwise:
+            images = self._copies(self._cropped(x, window), window)
+        count = int(np.prod(window.output_shape(tuple(spatial))))
+        split = images.reshape(n, channels, window.taps, count)
+        return split.transpose(0, 3, 2, 1).reshape(n, count, window.taps * channels)
+
+    def _cropped(self, x: Symbol, window: Window) -> Symbol:
+        """Return images without the pixels that a negative padding removes."""
+        for axis, (begin, end) in enumerate(zip(window.begins, window.ends, strict=True), start=2):
+            x = x.rows(max(0, -begin), x.shape[axis] - max(0, -end), axis)
+        return x
+
+    def _copies(self, x: Symbol, window: Window) -> Symbol:
+        """Return ``(n, channels · taps, positions…)``: by a convolution with a filter per tap."""
+        rank, channels = x.ndim, x.shape[1]
+        taps = np.eye(window.taps, dtype=x.dtype).reshape(window.taps, 1, *window.kernel)
+        filters = self.tape.constant(np.tile(taps, (channels, *(1,) * (rank - 1))))
+        pads = tuple(max(0, size) for size in window.begins + window.ends)
+        padded = [
+            size + pads[axis] + pads[axis + rank - 2] - reach
+            for axis, (size, reach) in enumerate(zip(x.shape[2:], window.reaches, strict=True))
+        ]
+        positions = [(p - 1) // s + 1 for p, s in zip(padded, window.strides, strict=True)]
+        return x.new(
+            "Conv",
+            filters,
+            shape=(x.shape[0], channels * window.taps, *positions),
+            group=channels,
+            kernel_shape=window.kernel,
+            strides=window.strides,
+            dilations=window.dilations,
+            pads=pads,
+        )
+
+
+class Draws:
+    """Random numbers of a step, as the methods of a generator.
+
+    They are terms of a low-discrepancy sequence of the number of the step, or inputs of the file.
+
+    Args:
+        tape: Receives the nodes.
+        step: Number of the step.
+        noise: Receives the inputs with the numbers; None for the sequence.
+    """
+
+    def __init__(self, tape: Tape, step: Symbol, noise: list["NoiseInput"] | None) -> None:
+        self._tape, self._step, self._noise, self._count = tape, step, noise, 0
+
+    def random(self, shape: Any) -> Symbol:
+        """Return uniform numbers in [0, 1)."""
+        if self._noise is not None:
+            return self._input(shape)
+        return self._terms(shape, _FIRST)
+
+    def standard_normal(self, shape: Any) -> Symbol:
+        """Return normal numbers, by the method of Box and Muller."""
+        if self._noise is not None:
+            return self._input(shape)
+        radius = (np.log(self._terms(shape, _FIRST)) * -2.0) ** 0.5
+        angle = self._terms(shape, _SECOND) * (2 * pi)
+        return radius * angle.new("Cos", shape=angle.shape)
+
+    def _input(self, shape: Any) -> Symbol:
+        assert self._noise is not None, "the caller checks it"
+        entry = NoiseInput(f"noise {len(self._noise)}" if self._noise else "noise", tuple(shape))
+        self._noise.append(entry)
+        return Recorded(self._tape, entry.name, entry.shape, np.float32)
+
+    def _terms(self, shape: Any, next_step: int) -> Symbol:
+        tape = self._tape
+        count = Recorded(tape, tape.integers(1), (1,), np.int64)
+        for size in shape:
+            name = size.length() if isinstance(size, Size) else tape.integers(size)
+            count = count * Recorded(tape, name, (1,), np.int64)
+        zero, one = (tape.constant(k, np.int64) for k in (0, 1))
+        last = tape.record("Squeeze", [count.name])
+        size = int(np.prod([int(s.factor) if isinstance(s, Size) else s for s in shape]))
+        moving = next((s for s in shape if isinstance(s, Size)), None)
+        length = size if moving is None else Size(moving.examples, size)
+        j = Recorded(tape, tape.record("Range", [zero, last, one]), (length,), np.int64)
+        self._count += 1  # another part of the sequence for each draw of a step
+        bits = j * _NEXT_EXAMPLE + self._step * next_step + self._count * 7919 * next_step
+        flat = ((bits % _BITS).astype(np.float32) + 0.5) * (1 / _BITS)
+        return flat.reshape(tuple(shape))
+
+
+class NoiseInput:
+    """An input of the file with random numbers.
+
+    Attributes:
+        name: Name of the input.
+        shape: Its sizes.
+    """
+
+    def __init__(self, name: str, shape: tuple[Any, ...]) -> None:
+        self.name, self.shape = name, shape

@@ -1,0 +1,90 @@
+"""What a training step reads, while it is recorded: the model, the optimizer and their names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.autodiff.differentiate import Backward, needed
+from kfac_engine.engine.build import Assembly
+from kfac_engine.graph.passes.bodies import renamed
+from kfac_engine.graph.structure import Node
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.training_files.recorded import Recorded, Shape, Size
+from kfac_engine.training_files.tape import Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of the model in the graph: of the batch, or of a part of it.
+
+    Attributes:
+        assembly: The model and its losses.
+        tape: Receives the nodes.
+        examples: Number of examples, or None if the model runs with one number only.
+        names: Value of the model to its name in the file; the same where absent.
+    """
+
+    assembly: Assembly
+    tape: Tape
+    examples: Size | None
+    names: Mapping[str, str]
+
+    @property
+    def model(self) -> OnnxModel:
+        """The model."""
+        return self.assembly.model
+
+    def __getitem__(self, name: str) -> Recorded:
+        """Return a value of the model."""
+        return self.value(name, name)
+
+    def value(self, name: str, like: str) -> Recorded:
+        """Return a value of the file that has the shape and type of a value of the model."""
+        fact = self.model.facts[like]
+        return Recorded(self.tape, self.names.get(name, name), self.shape(like), fact.dtype)
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a value of the model."""
+        shape: list[int | Size] = list(self.model.facts[name].shape)
+        place = self.assembly.task.batch.places.get(name)
+        axis = self.assembly.task.batch.inputs.get(name)
+        if self.examples is not None and place is not None:
+            shape[place.axis] = self.examples * place.repeats
+        elif self.examples is not None and axis is not None:
+            shape[axis] = self.examples
+        return tuple(shape)
+
+    def copied(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return nodes with the names of this evaluation."""
+        return [renamed(node, self.names) for node in nodes]
+
+
+def dependent(nodes: Iterable[Node], sources: Iterable[str]) -> set[str]:
+    """Return the sources and the values that depend on them."""
+    dependents = set(sources)
+    for node in nodes:
+        if not dependents.isdisjoint((*node.inputs, *node.captures)):
+            dependents.update(name for name in node.outputs if name)
+    return dependents
+
+
+def forward_nodes(model: OnnxModel, wanted: Sequence[str]) -> tuple[Node, ...]:
+    """Return the nodes of the model that some values depend on."""
+    return needed(model.extended_graph().nodes, wanted)
+
+
+def constants_of(model: OnnxModel, *backwards: Backward) -> dict[str, Array]:
+    """Return the constants of the model and of backward graphs, without trained weights."""
+    graph = model.extended_graph()
+    constants = dict(graph.constants)
+    for backward in backwards:
+        constants |= backward.constants
+    trained = {*model.parameters, *model.buffers}
+    return {n: np.asarray(a) for n, a in constants.items() if n not in trained}
+
+
+def with_prefix(nodes: Iterable[Node], prefix: str) -> list[Node]:
+    """Return nodes with other names of their own, which must be unique in a file."""
+    return [replace(node, name=f"{prefix}{node.name}") for node in nodes]

@@ -1,0 +1,298 @@
+"""Writes the training step of an optimizer as one graph: ``training.onnx``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.engine import Engine
+from kfac_engine.errors import InputError
+from kfac_engine.graph.structure import Input
+from kfac_engine.training.kfac import KfacOptimizer
+from kfac_engine.training.optimizer import Optimizer, trained_names
+from kfac_engine.training_files.curvature import CurvatureSteps
+from kfac_engine.training_files.operations import NoiseInput, new_tape
+from kfac_engine.training_files.parts import Evaluation, constants_of, forward_nodes
+from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
+from kfac_engine.training_files.tape import Tape
+
+PREFIX = "step/"
+NEW = "new "
+# Names of the inputs and outputs of every file, besides the state.
+OWN = ("rate", "loss", "accuracy", "finite")
+_FLOAT, _INTEGER = np.dtype(np.float32), np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A recorded training step.
+
+    Attributes:
+        tape: Its nodes and constants.
+        data: The inputs that change from step to step.
+        state: Name of each state to its value before the first step.
+        parameters: The states that are parameters or running statistics of the model.
+        metrics: The outputs that are no state.
+        outputs: Output to its value in the graph.
+        noise: Inputs with random numbers: see ``Description``.
+        factors: Number of each factor of the curvature to the layer that it belongs to.
+    """
+
+    tape: Tape
+    data: tuple[Input, ...]
+    state: dict[str, Array]
+    parameters: tuple[str, ...]
+    metrics: tuple[str, ...]
+    outputs: dict[str, Symbol]
+    noise: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    factors: dict[str, str] = field(default_factory=dict)
+
+
+class StepRecorder:
+    """Records the step of an optimizer.
+
+    Args:
+        engine: The engine.
+        assembly: Its model, losses and layers.
+        optimizer: An optimizer of the engine that has taken no step.
+        noise_is_input: Whether the random numbers of the step are inputs.
+    """
+
+    def __init__(
+        self, engine: Engine, assembly: Assembly, optimizer: Optimizer, *, noise_is_input: bool
+    ) -> None:
+        self._engine, self._assembly, self._optimizer = engine, assembly, optimizer
+        self._model, self._names = assembly.model, trained_names(engine)
+        self._noise: list[NoiseInput] | None = [] if noise_is_input else None
+        self._curvature = None
+        if isinstance(optimizer, KfacOptimizer):
+            self._curvature = CurvatureSteps(engine, assembly, optimizer, self._noise)
+
+    def record(self) -> Step:
+        """Return the recorded step."""
+        tape, model = new_tape(PREFIX), self._model
+        state = self._initial_state()
+        values = {n: Recorded(tape, n, a.shape, a.dtype) for n, a in state.items()}
+        batch = Evaluation(self._assembly, tape, self._examples(tape), self._renamed(state))
+        loss, metrics, gradients = self._pass(batch)
+        finite = self._finite(loss, gradients)
+        buffers = model.new_buffers
+        step, rate = values["step"], Recorded(tape, "rate", (), _FLOAT)
+
+        def updated() -> list[Symbol]:
+            new = self._updated(batch, values, gradients, step, rate)
+            new |= {old: batch[updated] for old, updated in buffers.items()}
+            new["step"] = step + 1
+            return [new[name] for name in state]
+
+        def unchanged() -> list[Symbol]:
+            # An output without entries keeps the old state; a copy of it would cost time.
+            return [self._empty(v) if v.ndim else v for v in values.values()]
+
+        results = dict(zip(state, tape.branch(finite, updated, unchanged), strict=True))
+        outputs = {"loss": loss, **metrics, "finite": finite}
+        outputs |= {f"{NEW}{name}": value for name, value in results.items()}
+        data = [*self._inputs(), *self._targets(), Input("rate", _FLOAT, ())]
+        data += [Input(g.name, _FLOAT, _declared(g.shape, "part")) for g in self._noise or ()]
+        return Step(
+            tape,
+            tuple(data),
+            state,
+            (*self._names, *buffers),
+            ("loss", *metrics, "finite"),
+            outputs,
+            {
+                g.name: tuple(-1 if isinstance(s, Size) else s for s in g.shape)
+                for g in self._noise or ()
+            },
+            self._curvature.describe() if self._curvature else {},
+        )
+
+    def _renamed(self, state: Mapping[str, Array]) -> dict[str, str]:
+        """Return other names for values of the model that have names of the file's own.
+
+        Raises:
+            InputError: An input or a weight of the model has such a name.
+        """
+        graph, names = self._model.extended_graph(), {*state, *OWN, *(f"{NEW}{n}" for n in state)}
+        fixed = {entry.name for entry in graph.inputs} | {*self._model.parameters}
+        fixed |= {*self._model.buffers, *graph.constants}
+        names -= {*self._names, *self._model.buffers}
+        for name in sorted(names & fixed):
+            raise InputError(
+                f"the model has an input or a weight '{name}', which is the name of an input or an "
+                f"output of training files; give it another name."
+            )
+        results = {name for node in graph.nodes for name in node.outputs}
+        return {name: f"{PREFIX}model/{name}" for name in sorted(names & results)}
+
+    # -- the parts of a step -----------------------------------------------------------------------
+
+    def _initial_state(self) -> dict[str, Array]:
+        """Return the first value of each state, in the order of the file."""
+        model, slots = self._model, self._optimizer.state().arrays
+        state = {name: np.asarray(model.parameters[name]) for name in self._names}
+        state |= {name: np.asarray(array) for name, array in model.buffers.items()}
+        for slot, arrays in slots.items():
+            state |= {f"{slot}/{name}": np.asarray(a, _FLOAT) for name, a in arrays.items()}
+        state["step"] = np.zeros((), _INTEGER)
+        return state | (self._curvature.initial_state() if self._curvature else {})
+
+    def _examples(self, tape: Tape) -> Size | None:
+        """Record the number of examples; None if the model runs with one number only."""
+        batch = self._assembly.task.batch
+        if batch.fixed or not batch.inputs:
+            return None
+        name, axis = next(iter(batch.inputs.items()))
+        shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
+        return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
+
+    def _pass(self, batch: Evaluation) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
+        """Record the forward and the backward pass; return loss, metrics and gradients."""
+        tape, model, objective = batch.tape, self._model, self._engine.objective
+        backward = model.backward(objective.inputs, self._names)
+        tape.graph.constants.update(constants_of(model, backward))
+        if self._curvature:
+            tape.graph.constants.update(self._curvature.constants)
+        wanted = (*backward.saved, *objective.inputs, *model.new_buffers.values())
+        tape.add(batch.copied(forward_nodes(model, wanted)))
+        values: Any = batch
+        targets = {name: self._target(batch, name) for name in self._target_names}
+        towers = [tower for loss in objective.losses for tower in loss.towers]
+        loss, cotangents = None, dict[str, Symbol]()
+        hits: list[Symbol] = []
+        for tower, weight in zip(towers, objective.weights(values), strict=True):
+            observed = targets[tower.require_target_name()]
+            part = tower.negative_log_probs(values, observed).sum() * weight
+            loss = part if loss is None else loss + part
+            for name, gradient in tower.gradient_of(values, observed).items():
+                scaled = gradient * weight
+                known = cotangents.get(name)
+                cotangents[name] = scaled if known is None else known + scaled
+            if tower.discrete:
+                hits.append(tower.hits(values, observed))
+        assert loss is not None, "an objective has a loss"
+        for name, cotangent in cotangents.items():
+            tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
+        tape.add(batch.copied(backward.nodes))
+        metrics = {}
+        if len(hits) == len(towers) == 1:
+            metrics["accuracy"] = hits[0].astype(_FLOAT).mean()
+        gradients = {
+            name: Recorded(tape, backward.gradients[name], a.shape, a.dtype)
+            for name, a in ((n, model.parameters[n]) for n in self._names)
+        }
+        return loss, metrics, gradients
+
+    @staticmethod
+    def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:
+        """Record whether the loss and the gradients are finite."""
+        total = loss
+        for gradient in gradients.values():
+            total = total + gradient.sum()
+        return np.isfinite(total)
+
+    def _updated(
+        self,
+        batch: Evaluation,
+        values: Mapping[str, Symbol],
+        gradients: Mapping[str, Symbol],
+        step: Symbol,
+        rate: Symbol,
+    ) -> dict[str, Symbol]:
+        """Record the optimizer's own rule; return the new state by name."""
+        old: dict[str, dict[str, Symbol]] = {
+            slot: {name: values[f"{slot}/{name}"] for name in arrays}
+            for slot, arrays in self._optimizer.state().arrays.items()
+        }
+        new = {slot: {n: v.copy() for n, v in arrays.items()} for slot, arrays in old.items()}
+        parameters = {name: values[name] for name in self._names}
+        cells = {name: gradient.copy() for name, gradient in gradients.items()}
+        steps = step.astype(_FLOAT)
+        state: dict[str, Symbol] = {}
+        optimizer = self._optimizer
+        if self._curvature is None:
+            moved = optimizer.moved(cells, parameters, (old, new), steps, rate)  # type: ignore[attr-defined] # of first order
+        else:
+            curvature = _RecordedCurvature(self._curvature, batch, values, step, state)
+            moved = optimizer.moved(cells, parameters, (old, new), steps, rate, curvature)  # type: ignore[attr-defined] # checked
+        state |= moved
+        for slot, arrays in new.items():
+            state |= {f"{slot}/{name}": value for name, value in arrays.items()}
+        return state
+
+    @staticmethod
+    def _empty(like: Symbol) -> Symbol:
+        tape = like.tape
+        empty = np.zeros((0,) * like.ndim, like.dtype)
+        return Recorded(tape, tape.constant(empty), like.shape, like.dtype)
+
+    # -- declarations ------------------------------------------------------------------------------
+
+    def _inputs(self) -> list[Input]:
+        """Return the inputs of the model that the step reads."""
+        axes = self._assembly.task.batch.inputs
+        declared = []
+        for entry in self._model.graph.inputs:
+            shape: list[int | str] = list(self._model.facts[entry.name].shape)
+            if entry.name in axes and not self._assembly.task.batch.fixed:
+                shape[axes[entry.name]] = "batch"
+            declared.append(Input(entry.name, entry.dtype, tuple(shape)))
+        return declared
+
+    @property
+    def _target_names(self) -> dict[str, str]:
+        """Name of the targets of each loss to the value that the loss reads."""
+        losses = self._engine.objective.losses
+        towers = [tower for loss in losses for tower in loss.towers]
+        return {tower.require_target_name(): tower.inputs[0] for tower in towers}
+
+    def _target(self, batch: Evaluation, name: str) -> Symbol:
+        value = self._target_names[name]
+        losses = self._engine.objective.losses
+        tower = next(t for loss in losses for t in loss.towers if t.targets == name)
+        shape, facts = list(batch.shape(value)), self._model.facts
+        samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in tower.inputs}
+        drawn = tower.sample(samples, np.random.default_rng(0))
+        if drawn.ndim < len(shape):
+            del shape[tower.class_axis % len(shape)]
+        return Recorded(batch.tape, name, tuple(shape), drawn.dtype)
+
+    def _targets(self) -> list[Input]:
+        tape = new_tape("")
+        batch = Evaluation(self._assembly, tape, self._examples(tape), {})
+        targets = [self._target(batch, name) for name in self._target_names]
+        return [Input(t.name, t.dtype, _declared(t.shape, "batch")) for t in targets]
+
+
+class _RecordedCurvature:
+    """The engine of a rule that is recorded: it preconditions in the graph."""
+
+    def __init__(
+        self,
+        curvature: CurvatureSteps,
+        batch: Evaluation,
+        values: Mapping[str, Symbol],
+        step: Symbol,
+        state: dict[str, Symbol],
+    ) -> None:
+        self._arguments, self._state = (curvature, batch, values, step), state
+
+    def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
+        """Return natural gradients; the new state of the curvature is written."""
+        curvature, batch, values, step = self._arguments
+        update = curvature.write(batch, values, vectors, step)
+        self._state |= update.state
+        return update.natural
+
+
+def _declared(shape: Shape, name: str) -> tuple[int | str, ...]:
+    """Return a shape as it is declared in the file."""
+    return tuple(_symbol(size, name) if isinstance(size, Size) else size for size in shape)
+
+
+def _symbol(size: Size, name: str) -> str:
+    return name if size.factor == 1 else f"{size.factor:g} {name}"

@@ -1,0 +1,175 @@
+"""Collects the nodes of a recorded computation, with the bodies of its conditions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from kfac_engine._types import DType
+from kfac_engine.graph.node_builder import NodeBuilder
+from kfac_engine.graph.passes.order import captures
+from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
+from kfac_engine.graph.write import build_model
+
+# The operator set of the files, and the oldest one that has all operators that are recorded.
+OPSET = 18
+
+
+class Value(Protocol):
+    """A value of the graph, with its element type and number of axes; see ``Recorded``."""
+
+    name: str
+    dtype: DType
+
+    @property
+    def ndim(self) -> int: ...
+
+    def named(self, name: str) -> Self: ...
+
+
+AnyValue = TypeVar("AnyValue", bound=Value)
+
+
+class Functions(Protocol):
+    """What NumPy's functions record; see ``operations``."""
+
+    def applied(self, tape: "Tape", name: str, inputs: Sequence[Any]) -> Any:
+        """Record a universal function."""
+
+    def called(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Record another function."""
+
+    def namespace(self, tape: "Tape") -> Any:
+        """Return the functions that create arrays."""
+
+    def backend(self, tape: "Tape") -> Any:
+        """Return the operations of a backend."""
+
+
+class Level(NodeBuilder):
+    """The nodes of the graph, or of the body of one node.
+
+    Args:
+        prefix: Start of all new names.
+
+    Attributes:
+        known: Name of each constant, by its type, shape and bytes.
+        computed: Name of the result of each operation, so that none is recorded twice.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self.computed: dict[tuple[object, ...], str] = {}
+
+    def closed(self, results: Sequence[Value]) -> Subgraph:
+        """Return the nodes as a body with these results."""
+        computed = {name for node in self.nodes for name in node.outputs}
+        outputs: list[Input] = []
+        for value in results:
+            # A result that another body computes must be copied, and a name can be one result.
+            fresh = value.name in computed and all(value.name != entry.name for entry in outputs)
+            name = value.name if fresh else self.op("Identity", value.name)
+            # The runtime compares the shapes of both branches: only their ranks are equal.
+            outputs.append(Input(name, value.dtype, (None,) * value.ndim))
+        body = build_model(self.nodes, [], outputs, self.constants, OPSET, name=self.prefix).graph
+        return Subgraph(body.SerializeToString(), captures(body))
+
+
+class Tape:
+    """Records operations; those of a body belong to it until it is closed.
+
+    Args:
+        prefix: Start of all new names; no value of the model starts with it.
+        functions: What NumPy's functions record.
+
+    Attributes:
+        functions: What NumPy's functions record.
+        levels: The graph, and inside it the bodies that are open.
+    """
+
+    def __init__(self, prefix: str, functions: Functions) -> None:
+        self.functions = functions
+        self.levels = [Level(prefix)]
+        self._bodies = 0
+
+    @property
+    def graph(self) -> Level:
+        """The nodes of the graph."""
+        return self.levels[0]
+
+    @property
+    def level(self) -> Level:
+        """The nodes to which new ones are added."""
+        return self.levels[-1]
+
+    def record(
+        self, op: str, inputs: Sequence[str], attributes: dict[str, AttributeValue] | None = None
+    ) -> str:
+        """Add a node with one result, unless the same is known; return the name of the result."""
+        attributes = attributes or {}
+        key = (op, *inputs, *sorted(attributes.items()))
+        for level in self.levels:
+            if key in level.computed:
+                return level.computed[key]
+        name = self.level.write(op, inputs, ("",), attributes)[0]
+        self.level.computed[key] = name
+        return name
+
+    def constant(self, value: object, dtype: DType | type | None = None) -> str:
+        """Return the name of a constant; equal ones share it."""
+        array = np.asarray(value, dtype)
+        key = array.dtype.str, array.shape, array.tobytes()
+        for level in self.levels:
+            if key in level.known:
+                return level.known[key]
+        self.level.known[key] = name = self.level.constant(array)
+        return name
+
+    def integers(self, *values: int) -> str:
+        """Return the name of a constant vector of integers."""
+        return self.constant(values, np.int64)
+
+    def add(self, nodes: Sequence[Node], constants: object = ()) -> None:
+        """Add nodes whose names are those of the model, and their constants to the graph."""
+        self.level.nodes += (replace(n, name=f"{self.level.prefix}{n.name}") for n in nodes)
+        self.graph.constants.update(dict(constants))  # type: ignore[call-overload] # a mapping
+
+    @contextmanager
+    def body(self) -> Iterator[Level]:
+        """Return a context in which operations belong to a new body."""
+        self._bodies += 1
+        self.levels.append(Level(f"{self.graph.prefix}{self._bodies}/"))
+        try:
+            yield self.levels[-1]
+        finally:
+            self.levels.pop()
+
+    def branch(
+        self,
+        condition: Value,
+        then: Callable[[], Sequence[AnyValue]],
+        otherwise: Callable[[], Sequence[AnyValue]],
+    ) -> list[AnyValue]:
+        """Record ``If``: only the operations of the branch that is taken are computed.
+
+        Args:
+            condition: A truth value.
+            then: Returns results, whose shapes are those of the node.
+            otherwise: Returns results of the same types and ranks.
+
+        Returns:
+            The results.
+        """
+        bodies = []
+        for function in (then, otherwise):
+            with self.body() as level:
+                results = list(function())
+                bodies.append((level.closed(results), results))
+        (first, results), (second, _) = bodies
+        names = self.level.multi(
+            "If", [condition.name], [""] * len(results), then_branch=first, else_branch=second
+        )
+        return [value.named(name) for value, name in zip(results, names, strict=True)]

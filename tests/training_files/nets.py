@@ -1,0 +1,173 @@
+"""Small networks with a layer of each kind, for training files; three classes."""
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+
+from tests.models import VOCABULARY, Net
+
+CLASSES = 3
+
+
+def _tail(net: Net, x: str, width: int) -> None:
+    net.dense("head", x, width, CLASSES)
+    net.op("Identity", "head", to="output")
+
+
+def _images(net: Net, x: str, channels: int) -> onnx.ModelProto:
+    """A network on images of one or more spatial axes, whose mean over pixels is classified."""
+    net.op("Tanh", x, to="act")
+    net.op("GlobalAveragePool", "act", to="pooled")
+    net.op("Flatten", "pooled", to="flat", axis=1)
+    _tail(net, "flat", channels)
+    return net
+
+
+def dense() -> tuple[Net, list[int]]:
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    net.op("Tanh", "fc", to="act")
+    _tail(net, "act", 6)
+    return net, [5]
+
+
+def tokens() -> tuple[Net, list[int]]:
+    """A dense layer on each position, whose weight is the second operand of MatMul."""
+    net = Net()
+    net.weight("fc.weight", 4, 6)
+    net.weight("fc.bias", 6)
+    net.op("MatMul", "input", "fc.weight", to="product")
+    net.op("Add", "product", "fc.bias", to="fc")
+    net.op("Tanh", "fc", to="act")
+    net.weight("head.weight", 6, CLASSES)
+    net.op("MatMul", "act", "head.weight", to="output")
+    return net, [5, 4]
+
+
+def _convolution(sides: int, groups: int = 1, **attributes: object) -> tuple[Net, list[int]]:
+    net = Net()
+    net.weight("conv.weight", 4, 4 // groups, *[3] * sides, spread=0.3)
+    net.weight("conv.bias", 4)
+    pads = [1] * (2 * sides)
+    options = {"kernel_shape": [3] * sides, "pads": pads, "group": groups, **attributes}
+    net.op("Conv", "input", "conv.weight", "conv.bias", to="conv", **options)
+    return _images(net, "conv", 4), [4, *[5] * sides]
+
+
+def transposed() -> tuple[Net, list[int]]:
+    net = Net()
+    net.weight("up.weight", 4, 3, 3, 3, spread=0.3)
+    net.weight("up.bias", 3)
+    net.op("ConvTranspose", "input", "up.weight", "up.bias", to="up", strides=[2, 2])
+    return _images(net, "up", 3), [4, 4, 4]
+
+
+def embedding() -> tuple[Net, list[int]]:
+    net = Net()
+    net.weight("table", VOCABULARY, 4)
+    net.op("Gather", "table", "input", to="rows", axis=0)
+    net.weight("fc.weight", 4, 5)
+    net.op("MatMul", "rows", "fc.weight", to="fc")
+    net.op("Tanh", "fc", to="act")
+    net.op("ReduceMean", "act", net.constant("axes", np.array([1])), to="mean", keepdims=0)
+    _tail(net, "mean", 5)
+    return net, [6]
+
+
+def recurrent(op: str = "GRU", gates: int = 3) -> tuple[Net, list[int]]:
+    """A recurrence over the second axis, after a Transpose to the order of ONNX."""
+    net = Net()
+    net.op("Transpose", "input", to="by_time", perm=[1, 0, 2])
+    net.weight("cell.W", 1, gates * 4, 3)
+    net.weight("cell.R", 1, gates * 4, 4)
+    net.weight("cell.B", 1, 2 * gates * 4)
+    net._nodes.append(
+        onnx.helper.make_node(
+            op, ["by_time", "cell.W", "cell.R", "cell.B"], ["", "last"], "cell", hidden_size=4
+        )
+    )
+    net.op("Squeeze", "last", net.constant("first", np.array([0])), to="state")
+    _tail(net, "state", 4)
+    return net, [5, 3]
+
+
+def attention() -> tuple[Net, list[int]]:
+    """Queries, keys and values of one product, a residual and a layer normalization."""
+    net = Net()
+    net.weight("ln.scale", 4, mean=1.0)
+    net.weight("ln.bias", 4)
+    net.op("LayerNormalization", "input", "ln.scale", "ln.bias", to="normal")
+    net.weight("qkv.weight", 4, 12)
+    net.op("MatMul", "normal", "qkv.weight", to="qkv")
+    net._nodes.append(
+        onnx.helper.make_node("Split", ["qkv"], ["q", "k", "v"], "split", axis=2, num_outputs=3)
+    )
+    net.op("Transpose", "k", to="keys", perm=[0, 2, 1])
+    net.op("MatMul", "q", "keys", to="scores")
+    net.op("Softmax", "scores", to="shares", axis=-1)
+    net.op("MatMul", "shares", "v", to="mixed")
+    net.op("Add", "input", "mixed", to="sum")
+    net.op("ReduceMean", "sum", net.constant("axes", np.array([1])), to="mean", keepdims=0)
+    _tail(net, "mean", 4)
+    return net, [5, 4]
+
+
+def batch_normalization() -> tuple[Net, list[int]]:
+    net = Net()
+    # A bias before the normalization would have no gradient but rounding.
+    net.weight("conv.weight", 4, 2, 3, 3, spread=0.3)
+    net.op("Conv", "input", "conv.weight", to="conv", kernel_shape=[3, 3], pads=[1] * 4)
+    net.weight("bn.scale", 4, mean=1.0)
+    net.weight("bn.bias", 4)
+    net.constant("bn.mean", np.zeros(4, np.float32))
+    net.constant("bn.var", np.ones(4, np.float32))
+    net._nodes.append(
+        onnx.helper.make_node(
+            "BatchNormalization",
+            ["conv", "bn.scale", "bn.bias", "bn.mean", "bn.var"],
+            ["bn", "bn.new mean", "bn.new var"],
+            "bn",
+            training_mode=1,
+        )
+    )
+    return _images(net, "bn", 4), [2, 5, 5]
+
+
+def tied() -> tuple[Net, list[int]]:
+    """One weight that two layers read."""
+    net = Net()
+    net.weight("fc.weight", 5, 5)
+    net.op("MatMul", "input", "fc.weight", to="first")
+    net.op("Tanh", "first", to="act")
+    net.op("MatMul", "act", "fc.weight", to="second")
+    net.op("Tanh", "second", to="again")
+    _tail(net, "again", 5)
+    return net, [5]
+
+
+NETS: dict[str, Callable[[], tuple[Net, list[int]]]] = {
+    "dense": dense,
+    "tokens": tokens,
+    "conv1d": lambda: _convolution(1),
+    "conv2d": lambda: _convolution(2),
+    "conv3d": lambda: _convolution(3),
+    "strided": lambda: _convolution(2, strides=[2, 2]),
+    "grouped": lambda: _convolution(2, groups=2),
+    "depthwise": lambda: _convolution(2, groups=4),
+    "transposed": transposed,
+    "embedding": embedding,
+    "gru": recurrent,
+    "lstm": lambda: recurrent("LSTM", 4),
+    "attention": attention,
+    "batch normalization": batch_normalization,
+    "tied": tied,
+}
+
+
+def network(name: str) -> onnx.ModelProto:
+    """The model of a row of ``NETS``."""
+    net, shape = NETS[name]()
+    output = ["batch", 5, CLASSES] if name == "tokens" else ["batch", CLASSES]
+    ids = "int64" if name == "embedding" else None
+    return net.model({"input": ["batch", *shape]}, {"output": output}, ids)

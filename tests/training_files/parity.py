@@ -1,0 +1,78 @@
+"""Steps of training files next to those of the optimizers in Python, with equal random numbers."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+import kfac_engine as ke
+from tests.models import random_inputs
+
+OPTIMIZERS = {
+    "kfac": ke.KfacOptimizer,
+    "adamw": ke.AdamW,
+    "adam": ke.Adam,
+    "muon": ke.Muon,
+    "sgd": ke.SGD,
+}
+SIZES = (8, 8, 5, 12)
+
+
+def batches(model: onnx.ModelProto, draw, count: int) -> Iterator[tuple[dict, np.ndarray]]:
+    """Batches of different sizes, with targets from ``draw(rng, n)``."""
+    for step in range(count):
+        n = SIZES[step % len(SIZES)]
+        inputs = random_inputs(model, n, seed=step)
+        yield inputs, draw(np.random.default_rng(100 + step), n)
+
+
+def normal_numbers(loss: object) -> bool:
+    return loss == "normal"
+
+
+def noise(engine: ke.Engine, files: ke.TrainingFiles, n: int, normal: bool) -> dict:
+    """The numbers that the engine is about to draw for the targets of its statistics."""
+    rng = copy.deepcopy(engine.estimator.statistics.sources.rng)
+    size, draws = max(1, round(n * 0.25)), {}
+    for name, shape in files.description.noise.items():
+        draw = rng.standard_normal if normal else rng.random
+        draws[name] = draw((size, *shape[1:]))
+    return draws
+
+
+def differences(
+    model: onnx.ModelProto,
+    optimizer: str,
+    folder: Path,
+    draw,
+    loss: object = "categorical",
+    steps: int = 20,
+    **options: object,
+) -> list[float]:
+    """The largest relative difference of a parameter or running statistic after each step."""
+    engine_options = {k: options.pop(k) for k in ("freeze", "train_form") if k in options}
+    engine = ke.Engine.from_onnx(
+        model, loss=loss, threads=1, backend="numpy", gradient_dtype="float32", **engine_options
+    )
+    trainer = OPTIMIZERS[optimizer](engine, **options)
+    files = ke.export_training(
+        model, loss, optimizer, path=folder, noise="input", **engine_options, **options
+    )
+    state, found = files.initial(), []
+    for inputs, targets in batches(model, draw, steps):
+        given = noise(engine, files, len(next(iter(inputs.values()))), normal_numbers(loss))
+        results = files.step(state, {**inputs, **given}, targets)
+        report = trainer.step(inputs, targets)
+        assert bool(results["finite"])
+        np.testing.assert_allclose(results["loss"], report.loss, rtol=1e-3)
+        state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+        expected = {**engine.parameters, **engine.buffers}
+        assert set(files.parameters) == set(expected)
+        found.append(max(relative(state[n], value) for n, value in expected.items()))
+    return found
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-12))

@@ -1,0 +1,310 @@
+"""The contract of training files: names, states that stay or come home, and what is refused."""
+
+import json
+import math
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import kfac_engine as ke
+from tests.models import Net, random_inputs
+from tests.training_files.nets import network
+
+ROWS = 12
+
+
+def data(model, seed=0, n=ROWS):
+    return random_inputs(model, n, seed), np.random.default_rng(seed).integers(0, 3, n)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return ke.export_training(network("conv2d"), path=tmp_path / "files")
+
+
+def names(path):
+    model = onnx.load(path)
+    return [e.name for e in model.graph.input], [e.name for e in model.graph.output]
+
+
+def test_the_files_have_the_names_of_the_contract(files):
+    inputs, outputs = names(files.folder / "training.onnx")
+    state = list(files.description.state)
+    assert inputs == ["input", "targets", "rate", *state]
+    assert outputs == ["loss", "accuracy", "finite", *(f"new {name}" for name in state)]
+    assert names(files.folder / "initial.onnx") == ([], state)
+    weights = ["conv.weight", "conv.bias", "head.weight", "head.bias"]
+    assert names(files.folder / "predict.onnx") == (["input", *weights], ["output"])
+    assert list(files.parameters) == weights
+
+
+def test_the_files_hold_standard_operators_and_no_weights(files):
+    model = onnx.load(files.folder / "training.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert [entry.domain for entry in model.opset_import] == [""]
+    weights = {e.name: onnx.numpy_helper.to_array(e) for e in model.graph.initializer}
+    initial = files.initial()
+    for name in files.parameters:
+        if initial[name].size > 8:
+            assert not any(np.array_equal(initial[name], array) for array in weights.values())
+
+
+def test_the_loop_of_the_readme_runs(files, monkeypatch):
+    text = (files.folder / "README.md").read_text()
+    loop = re.search(r"```python\n(trainer.*?)```", text, re.DOTALL).group(1)
+    inputs, targets = data(network("conv2d"))
+    scope = {"onnxruntime": ort, "numpy": np, "batches": [{**inputs, "targets": targets}] * 4}
+    monkeypatch.chdir(files.folder)
+    exec(loop, scope)
+    run = files.run([(inputs, targets)] * 4, steps=4)
+    for name in files.parameters:
+        np.testing.assert_array_equal(scope["state"][name], run.state[name])
+
+
+def test_metadata_are_equal_json_in_all_files(files):
+    found = [
+        json.loads(onnx.load(files.folder / name).metadata_props[0].value)
+        for name in ("training.onnx", "initial.onnx", "predict.onnx")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["optimizer"] == "kfac"
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "muon"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path):
+    files = ke.export_training(network("conv2d"), optimizer=optimizer, path=tmp_path / "files")
+    inputs, targets = data(network("conv2d"))
+    start = files.run([(inputs, targets)] * 2, steps=2).state
+    broken = {"input": inputs["input"].copy()}
+    broken["input"][3, 0, 0, 0] = np.nan
+    results = files.step(start, broken, targets)
+    assert not results["finite"]
+    assert math.isnan(results["loss"])
+    for name, value in start.items():
+        new = results[f"new {name}"]
+        assert new.size == 0 or np.array_equal(new, value)
+    after = files.run([(broken, targets), (inputs, targets)], steps=2, state=start)
+    without = files.run([(inputs, targets)], steps=1, state=start)
+    assert (after.skipped, without.skipped) == (1, 0)
+    for name, value in without.state.items():
+        np.testing.assert_array_equal(after.state[name], value)
+
+
+def test_a_state_comes_home_and_goes_out_again(files, tmp_path):
+    model = network("conv2d")
+    inputs, _ = data(model)
+    batches = [data(model, seed) for seed in range(6)]
+    whole = files.run(batches, steps=6)
+    path = tmp_path / "state.safetensors"
+    files.save(files.run(batches[:4], steps=4).state, path)
+    again = ke.TrainingFiles(files.folder).run(batches[4:], steps=2, state=path)
+    for name, value in whole.state.items():
+        np.testing.assert_array_equal(again.state[name], value)
+    assert again.losses == whole.losses[4:]
+
+    files.export(whole.state, tmp_path / "trained.onnx")
+    trained = onnx.load(tmp_path / "trained.onnx")
+    arrays = {e.name: onnx.numpy_helper.to_array(e) for e in trained.graph.initializer}
+    for name in files.parameters:
+        np.testing.assert_array_equal(arrays[name], whole.state[name])
+    session = ort.InferenceSession(trained.SerializeToString())
+    expected = session.run(None, inputs)[0]
+    np.testing.assert_allclose(files.predict(whole.state, inputs)["output"], expected, atol=1e-6)
+
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    engine.set_parameters(files.read(whole.state))
+    np.testing.assert_allclose(engine.predict(inputs), expected, atol=1e-6)
+    assert not np.allclose(expected, files.predict(files.initial(), inputs)["output"])
+
+
+def test_running_statistics_are_state(tmp_path):
+    model = network("batch normalization")
+    files = ke.export_training(model, optimizer="adamw", path=tmp_path / "files")
+    assert {"bn.mean", "bn.var"} < set(files.parameters)
+    inputs, targets = data(model)
+    run = files.run([(inputs, targets)] * 3, steps=3)
+    assert np.abs(run.state["bn.mean"]).max() > 1e-3
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    read = files.read(run.state)
+    engine.set_buffers({name: read[name] for name in ("bn.mean", "bn.var")})
+    engine.set_parameters({n: a for n, a in read.items() if n in engine.parameters})
+    expected = engine.predict(inputs)
+    np.testing.assert_allclose(files.predict(run.state, inputs)["output"], expected, atol=1e-5)
+
+
+def test_frozen_parameters_cost_nothing(tmp_path):
+    model = network("conv2d")
+    whole = ke.export_training(model, path=tmp_path / "whole")
+    head = ke.export_training(model, path=tmp_path / "head", freeze="conv*")
+    assert head.parameters == ("head.weight", "head.bias")
+    inputs, _ = names(head.folder / "training.onnx")
+    assert not [name for name in inputs if "conv" in name]
+
+    def operators(folder):
+        graph = onnx.load(folder / "training.onnx").graph
+        return [node.op_type for node in graph.node]
+
+    # No gradient below the layer that is trained: one convolution, the model's own.
+    assert operators(head.folder).count("Conv") == 1 < operators(whole.folder).count("Conv")
+    batch = data(model)
+    run = head.run([batch] * 5, steps=5)
+    assert run.losses[-1] < run.losses[0]
+    head.export(run.state, tmp_path / "trained.onnx")
+
+
+def test_a_small_added_matrix_is_trained_alone(tmp_path):
+    net = Net()
+    net.dense("base", "input", 5, 6)
+    net.weight("lora.A", 5, 2)
+    net.weight("lora.B", 2, 6)
+    net.op("MatMul", "input", "lora.A", to="low")
+    net.op("MatMul", "low", "lora.B", to="added")
+    net.op("Add", "base", "added", to="output")
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 6]})
+    files = ke.export_training(model, path=tmp_path / "files", trainable="lora*")
+    assert set(files.parameters) == {"lora.A", "lora.B"}
+    batch = data(model)
+    run = files.run([batch] * 10, steps=10)
+    assert run.losses[-1] < run.losses[0]
+
+
+def test_half_precision_files_train_in_single_precision(tmp_path):
+    from onnx import helper
+
+    net = Net("float16")
+    net.dense("fc", "input", 5, 6)
+    net.op("Tanh", "fc", to="act")
+    net.dense("output", "act", 6, 3)
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
+    files = ke.export_training(model, path=tmp_path / "files")
+    inputs, targets = data(model)
+    run = files.run([(inputs, targets)] * 10, steps=10)
+    assert run.losses[-1] < run.losses[0]
+    predicted = files.predict(run.state, inputs)["output"]
+    assert predicted.dtype == np.float16
+    files.export(run.state, tmp_path / "trained.onnx")
+    trained = onnx.load(tmp_path / "trained.onnx")
+    assert {e.data_type for e in trained.graph.initializer} == {
+        helper.np_dtype_to_tensor_dtype(np.dtype("float16"))
+    }
+
+
+def test_names_of_the_model_may_be_those_of_the_files(tmp_path):
+    net = Net()
+    net.dense("loss", "input", 5, 6)  # an intermediate value of this name
+    net.op("Tanh", "loss", to="step")
+    net.dense("output", "step", 6, 3)
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
+    files = ke.export_training(model, path=tmp_path / "files")
+    run = files.run([data(model)] * 3, steps=3)
+    assert run.losses[-1] < run.losses[0]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        ("kfac", {"learning_rate": "quadratic"}, "learning_rate"),
+        ("kfac", {"learning_rate": 0.1}, "adamw"),
+        ("kfac", {"policy": "budget"}, "policy"),
+        ("kfac", {"policy": "drift"}, "refreshed together"),
+        ("kfac", {"adapt_damping": True}, "adapt_damping"),
+        ("kfac", {"burn_in": 3}, "burn_in"),
+        ("adamw", {"learning_rate": lambda step: 0.1}, "rate"),
+    ],
+)
+def test_options_that_a_file_cannot_have_are_refused(optimizer, options, message, tmp_path):
+    folder = tmp_path / "files"
+    with pytest.raises(ke.UnsupportedError, match=message):
+        ke.export_training(network("dense"), optimizer=optimizer, path=folder, **options)
+    assert not folder.exists()
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ke.UnknownNameError, match="adamw"):
+        ke.export_training(network("dense"), optimizer="adamv", path=tmp_path / "files")
+    with pytest.raises(ke.UnknownNameError, match="momentum"):
+        ke.export_training(
+            network("dense"), optimizer="sgd", learning_rate=1.0, momentun=0.1, path=tmp_path / "f"
+        )
+    assert not (tmp_path / "files").exists()
+
+
+class CubeRoots(ke.NormalMeanNegativeLogProbLoss):
+    """A loss with a function that no file computes."""
+
+    def negative_log_probs(self, values, targets):
+        return np.cbrt(self.errors(values, targets))
+
+
+class Decisions(ke.NormalMeanNegativeLogProbLoss):
+    """A loss with a decision by a number that is known in a run only."""
+
+    def gradient_of(self, values, targets):
+        error = self.errors(values, targets)
+        return {self.mean: error if error.sum() > 0 else -error}
+
+
+@pytest.mark.parametrize(("loss", "message"), [(CubeRoots, "cbrt"), (Decisions, "truth value")])
+def test_a_loss_that_no_file_computes_is_refused_before_anything_is_written(
+    loss, message, tmp_path
+):
+    files = ke.export_training(network("dense"), path=tmp_path / "files")
+    before = {path.name: path.read_bytes() for path in files.folder.iterdir()}
+    with pytest.raises(ke.UnsupportedError, match=message):
+        ke.export_training(network("dense"), loss("output", targets="targets"), path=files.folder)
+    assert before == {path.name: path.read_bytes() for path in files.folder.iterdir()}
+
+
+def test_weights_in_double_precision_are_refused(tmp_path):
+    net = Net("float64")
+    net.dense("output", "input", 5, 3)
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
+    with pytest.raises(ke.UnsupportedError, match="float32"):
+        ke.export_training(model, path=tmp_path / "files")
+
+
+def test_files_of_two_exports_are_refused(files, tmp_path):
+    other = ke.export_training(network("dense"), path=tmp_path / "other")
+    (files.folder / "initial.onnx").write_bytes((other.folder / "initial.onnx").read_bytes())
+    with pytest.raises(ke.InputError, match="different exports"):
+        ke.TrainingFiles(files.folder)
+
+
+def test_files_that_are_not_training_files_are_refused(files):
+    (files.folder / "training.onnx").write_bytes(network("dense").SerializeToString())
+    with pytest.raises(ke.InputError, match="no training file"):
+        ke.TrainingFiles(files.folder)
+    with pytest.raises(ke.InputError):
+        ke.TrainingFiles(files.folder / "nowhere")
+
+
+def test_a_state_of_another_model_is_refused(files):
+    state = files.initial()
+    with pytest.raises(ke.InputError, match=r"conv\.weight"):
+        files.read({n: a for n, a in state.items() if n != "conv.weight"})
+    with pytest.raises(ke.ShapeError, match="shape"):
+        files.read({**state, "conv.weight": np.zeros(3, np.float32)})
+    with pytest.raises(ke.UnknownNameError, match=r"conv\.weight"):
+        files.read({**state, "conv.weigth": state["conv.weight"]})
+
+
+def test_the_model_is_not_overwritten(tmp_path):
+    path = tmp_path / "predict.onnx"
+    path.write_bytes(network("dense").SerializeToString())
+    before = path.read_bytes()
+    with pytest.raises(ke.InputError, match="overwrite"):
+        ke.export_training(path, path=tmp_path)
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == before
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ke.InputError, match="folder"):
+        ke.export_training(network("dense"), path=tmp_path / "file")

@@ -1,0 +1,107 @@
+"""Parameters after steps of training files, next to those of the optimizers in Python."""
+
+import numpy as np
+import pytest
+
+from tests.models import mlp, two_outputs
+from tests.training_files.nets import CLASSES, NETS, network
+from tests.training_files.parity import differences
+
+FIRST, LAST = 1e-5, 1e-3
+CASES = [
+    *(("kfac", name) for name in NETS),
+    *(("muon", name) for name in ("dense", "conv2d", "grouped", "gru", "attention")),
+    *(("adamw", name) for name in ("dense", "gru", "batch normalization", "embedding")),
+    ("adam", "dense"),
+    ("sgd", "conv2d"),
+]
+
+
+def classes(positions=()):
+    return lambda rng, n: rng.integers(0, CLASSES, (n, *positions))
+
+
+@pytest.mark.parametrize(("optimizer", "net"), CASES)
+def test_steps_equal_those_of_the_optimizer(optimizer, net, tmp_path):
+    options = {"learning_rate": 0.02} if optimizer == "sgd" else {}
+    draw = classes((5,) if net == "tokens" else ())
+    found = differences(network(net), optimizer, tmp_path / "files", draw, **options)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize(
+    ("loss", "draw"),
+    [
+        ("normal", lambda rng, n: rng.standard_normal((n, 3)).astype("float32")),
+        ("multi_bernoulli", lambda rng, n: rng.integers(0, 2, (n, 3)).astype("float32")),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_steps_of_other_losses_equal_those_of_the_optimizer(loss, draw, optimizer, tmp_path):
+    found = differences(mlp(), optimizer, tmp_path / "files", draw, loss)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+def test_steps_of_two_losses_equal_those_of_the_optimizer(tmp_path):
+    model = two_outputs()
+    first, second = (output.name for output in model.graph.output)
+    sides = [output.type.tensor_type.shape.dim[1].dim_value for output in model.graph.output]
+
+    def draw(rng, n):
+        return {
+            name: rng.integers(0, side, n)
+            for name, side in zip((first, second), sides, strict=True)
+        }
+
+    loss = ["categorical", "categorical"]
+    found = differences(model, "adamw", tmp_path / "files", draw, loss)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("kfac", {"statistics_every": 3, "refresh_every": 7, "damping": 0.3, "momentum": 0.5}),
+        ("kfac", {"weight_decay": 0.0, "update_length": 0.05, "adam_rate": 0.001}),
+        ("adamw", {"learning_rate": 0.01, "betas": (0.8, 0.9), "epsilon": 1e-3}),
+        ("adam", {"weight_decay": 0.1}),
+        ("muon", {"nesterov": False, "momentum": 0.8, "weight_decay": 0.1}),
+        ("sgd", {"learning_rate": 0.05, "nesterov": True, "weight_decay": 0.01}),
+    ],
+)
+def test_options_of_optimizers_count(optimizer, options, tmp_path):
+    draw = classes()
+    found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+def test_another_option_gives_another_step(tmp_path):
+    import kfac_engine as ke
+
+    model, rates = network("dense"), (0.01, 0.02)
+    batch = {"input": np.ones((4, 5), np.float32)}
+    moved = []
+    for index, rate in enumerate(rates):
+        folder = tmp_path / str(index)
+        files = ke.export_training(model, optimizer="sgd", learning_rate=rate, path=folder)
+        result = files.step(files.initial(), batch, np.array([0, 1, 2, 0]))
+        moved.append(result["new fc.weight"] - files.initial()["fc.weight"])
+    np.testing.assert_allclose(2 * moved[0], moved[1], atol=1e-6)
+
+
+def test_a_schedule_multiplies_the_rate(tmp_path):
+    import kfac_engine as ke
+
+    model = network("dense")
+    files = ke.export_training(model, optimizer="kfac", path=tmp_path / "files", weight_decay=0.0)
+    batch, targets = {"input": np.ones((4, 5), np.float32)}, np.array([0, 1, 2, 0])
+    start = files.initial()
+    whole, half, none = (files.step(start, batch, targets, rate=r) for r in (1.0, 0.5, 0.0))
+    for name in ("fc.weight", "fc.bias", "head.weight"):
+        moved = whole[f"new {name}"] - start[name]
+        np.testing.assert_allclose(half[f"new {name}"] - start[name], moved / 2, atol=1e-6)
+        np.testing.assert_array_equal(none[f"new {name}"], start[name])
