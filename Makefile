@@ -6,6 +6,7 @@
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
 #   make fuzz SECONDS=3600 SEED=1    attacks with damaged files; those that failed are kept in .fuzz
+#   make test-web    the page that trains in a browser, in Chromium (needs node and chromium)
 #   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
 # Choose the interpreter with `make PYTHON=python3.13 …`.
 
@@ -64,11 +65,11 @@ define environment
 	else $(PYTHON) -m pip --python $(1)/bin/python install --quiet $(2); fi
 endef
 
-.PHONY: help setup format lint types suite site other-kernel test test-all docs coverage test-minimum test-exporters \
-	test-gpu fuzz demo clean
+.PHONY: help setup format lint types suite site other-kernel test test-all web docs coverage test-minimum test-exporters \
+	test-gpu test-web fuzz demo clean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,11s/^# *//p' Makefile
 
 setup: $(READY)
 
@@ -96,7 +97,13 @@ suite: $(READY)
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 EXECUTE_TUTORIALS=false $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
+# The runtime of the page that trains in a browser, from npm.
+web:
+	cd tests/web && npm ci --ignore-scripts --no-audit --no-fund --silent
+
 docs: $(READY)
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory web; \
+		else echo "without npm, the page that trains in a browser has no runtime"; fi
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 other-kernel: $(READY)
@@ -166,6 +173,10 @@ test-gpu: $(GPU_READY)
 $(DEMO_READY): pyproject.toml
 	$(call environment,$(DEMO),--editable '.[plot]')
 	touch $@
+
+test-web: $(READY) web
+	NO_MKDOCS_2_WARNING=1 EXECUTE_TUTORIALS=false $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
+	SITE=$(abspath $(VENV)/site) $(ONE_THREAD) $(BIN)/pytest -q -m "" tests/web
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.campaign --seconds $(SECONDS) --seed $(SEED)

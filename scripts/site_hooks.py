@@ -62,6 +62,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(target, markdown)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write the files of the page "Train in your browser"."""
+    from scripts.browser_files import write
+
+    write(Path(config.site_dir) / "browser")
+
+
 def on_page_content(content: str, **_: object) -> str:
     """Replace formulas in LaTeX by MathML, which browsers draw without a script."""
 

@@ -231,8 +231,8 @@ MADE = {
     "ParameterMatches", "Result", "LayerReport", "FactorSpectrum", "Factors", "ParameterFactors",
     "FactorView", "MemoryReport", "Curvature", "CurvatureOperator", "SpectrumEstimate",
     "Predictive", "Communicator", "over_mpi", "over_nccl", "OnnxModel", "Trace", "LossFunction",
-    "ElementwiseLoss", "StepReport", "TrainingRun", "History", "Callback", "RateSearch", "SavedState",
-    "Verification", "Check",
+    "ElementwiseLoss", "StepReport", "TrainingRun", "History", "Callback", "RateSearch",
+    "SavedState", "Verification", "Check",
     "Measurement", "RelativeDamping", "CurvatureMatrixVectorProductComputer", "Engine",
     "get_default_layer_collection",
 }  # fmt: skip

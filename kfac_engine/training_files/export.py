@@ -273,9 +273,15 @@ def _training(model: OnnxModel, step: Step, description: Description) -> ModelPr
 
 def _initial(state: Mapping[str, Array], description: Description) -> ModelProto:
     """Return ``initial.onnx``, whose outputs are the first state."""
-    nodes = [Node("Identity", (f"first {n}",), (n,), name=f"node {n}") for n in state]
+    nodes, constants = [], {}
+    for name, array in state.items():
+        zero = array.ndim > 0 and not array.any()
+        # Averages and slots are zero at first, and take no bytes of the file.
+        constants[f"first {name}"] = np.array(array.shape, np.int64) if zero else array
+        value = {"value": np.zeros(1, array.dtype)} if zero else {}
+        op = "ConstantOfShape" if zero else "Identity"
+        nodes.append(Node(op, (f"first {name}",), (name,), value, f"node {name}"))
     outputs = [Input(name, array.dtype, array.shape) for name, array in state.items()]
-    constants = {f"first {name}": array for name, array in state.items()}
     model = build_model(nodes, [], outputs, constants, OPSET, name="initial state")
     return with_properties(model, description.properties())
 
