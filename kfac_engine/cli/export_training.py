@@ -36,6 +36,13 @@ _OPTIONS = (
         "--weight-decay", type=float, help="Weight decay; by default that of the optimizer's class."
     ),
     Group.OUTPUT.option(
+        "--steps-per-call",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Number of steps in a call; with more than one, inputs have a first axis of steps.",
+    ),
+    Group.OUTPUT.option(
         "--noise",
         type=Choice(("internal", "input")),
         default="internal",

@@ -23,12 +23,11 @@ from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.structure import Node
 from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.inverse import damped_inverses
 from kfac_engine.training_files.operations import Draws, NoiseInput, Operations
-from kfac_engine.training_files.parts import Evaluation, dependent, forward_nodes, with_prefix
+from kfac_engine.training_files.parts import Evaluation, Writer, dependent, forward_nodes
 from kfac_engine.training_files.recorded import Recorded, Size, Symbol
 from kfac_engine.training_files.tape import Tape
 
@@ -78,6 +77,7 @@ class CurvatureSteps:
         assembly: Its model, losses and layers.
         optimizer: The optimizer.
         noise: Receives the inputs of random numbers; None if the file draws them.
+        whole: Whether state that does not change is returned, in place of arrays without entries.
     """
 
     def __init__(
@@ -86,9 +86,11 @@ class CurvatureSteps:
         assembly: Assembly,
         optimizer: KfacOptimizer,
         noise: list[NoiseInput] | None,
+        *,
+        whole: bool,
     ) -> None:
         self._engine, self._assembly, self._noise = engine, assembly, noise
-        self._options = optimizer.options
+        self._options, self._whole = optimizer.options, whole
         self._root = sqrt(float(engine.damping))
         self._sources = engine.estimator.statistics.sources
         blocks = engine.collection.fisher_blocks.items()
@@ -131,7 +133,12 @@ class CurvatureSteps:
     # -- a step ------------------------------------------------------------------------------------
 
     def write(
-        self, batch: Evaluation, state: Values, vectors: Mapping[str, Symbol], step: Symbol
+        self,
+        batch: Evaluation,
+        state: Values,
+        vectors: Mapping[str, Symbol],
+        step: Symbol,
+        random: Writer,
     ) -> Update:
         """Write the updates that a step makes, and the natural gradients of vectors.
 
@@ -140,6 +147,7 @@ class CurvatureSteps:
             state: The old state.
             vectors: The vectors by parameter.
             step: Number of steps so far.
+            random: Writes random nodes of the model.
 
         Returns:
             The new state, and the natural gradients.
@@ -155,13 +163,13 @@ class CurvatureSteps:
         last = (state["last statistics"], state["last refresh"])
         observes, refreshes = (_is_due(step, n, k) for n, k in zip(last, every, strict=True))
 
-        def unchanged() -> list[Symbol]:
-            return [_empty(tape, average) for average in averages]
+        def unchanged(arrays: list[Symbol]) -> list[Symbol]:
+            return arrays if self._whole else [_empty(tape, array) for array in arrays]
 
         *measured, new_weight = tape.branch(
             observes,
-            lambda: self._observed(batch, averages, weight, step),
-            lambda: [*unchanged(), weight],
+            lambda: self._observed(batch, averages, weight, step, random),
+            lambda: [*unchanged(averages), weight],
         )
 
         def fresh() -> list[Symbol]:
@@ -170,7 +178,7 @@ class CurvatureSteps:
             return [*inverses, *self._natural(vectors, inverses).values()]
 
         def old() -> list[Symbol]:
-            return [*unchanged(), *self._natural(vectors, stored).values()]
+            return [*unchanged(stored), *self._natural(vectors, stored).values()]
 
         results = tape.branch(refreshes, fresh, old)
         names = self._natural_names(vectors)
@@ -186,29 +194,34 @@ class CurvatureSteps:
     # -- statistics --------------------------------------------------------------------------------
 
     def _observed(
-        self, batch: Evaluation, averages: list[Symbol], weight: Symbol, step: Symbol
+        self,
+        batch: Evaluation,
+        averages: list[Symbol],
+        weight: Symbol,
+        step: Symbol,
+        random: Writer,
     ) -> list[Symbol]:
         """Return the averages after the statistics of a part of the batch, and their weight."""
-        part, index = self._part(batch, step)
+        part = self._part(batch, step)
         total = MovingAverage(weight=weight)
         decay, config = self._engine.estimator.cov_ema_decay, self._engine.collection.config
         beta, alpha = total.coefficients(decay, 1.0, config)
         new = [average.copy() for average in averages]
-        for number, values in enumerate(self._sources_of(batch, part, index, step)):
+        for number, values in enumerate(self._sources_of(batch, part, step, random)):
             for average, factor in zip(new, self._factors, strict=True):
                 operations: Any = Operations(batch.tape)
                 factor.statistic.add_to(average, values, operations, alpha, 1.0 if number else beta)
         return [*new, total.weight]
 
-    def _part(self, batch: Evaluation, step: Symbol) -> tuple[Evaluation, Symbol | None]:
-        """Return an evaluation of another part of the batch in each step, and its examples.
+    def _part(self, batch: Evaluation, step: Symbol) -> Evaluation:
+        """Return an evaluation of another part of the batch in each step.
 
         The examples are those of ``rotating_part``: the ones at which ``(i + step) · size ÷ n``
         grows, for a part of ``size`` of n examples.
         """
         part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
         if batch.examples is None or part == 1 or axes.obstacle:
-            return batch, None
+            return batch
         tape, n = batch.tape, batch.examples.examples
         share = n.astype(np.float32) * part
         rounded = share.new("Round", shape=())
@@ -224,10 +237,10 @@ class CurvatureSteps:
         moving = dependent(nodes, (*axes.inputs, *self._reads.cotangents.values()))
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
         names |= {name: f"{prefix}{name}" for name in moving}
-        return Evaluation(batch.assembly, tape, examples, names), index
+        return Evaluation(batch.assembly, tape, examples, names, index)
 
     def _sources_of(
-        self, batch: Evaluation, part: Evaluation, index: Symbol | None, step: Symbol
+        self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
     ) -> Iterator[dict[str, Symbol]]:
         """Write the passes of the statistics; yield the values that they read, of each source."""
         tape, model = batch.tape, batch.model
@@ -240,6 +253,7 @@ class CurvatureSteps:
         reads = dict.fromkeys(name for s in statistics for name in s.names())
         forward = [name for name in reads if name not in gradients]
         counted = [name for name in (objective.batch,) if name]
+        index = part.selection
         if index is None:
             # Only the backward pass is another one; its values need names of their own.
             prefix = level.prefix
@@ -248,10 +262,10 @@ class CurvatureSteps:
             part = Evaluation(batch.assembly, tape, batch.examples, names)
         else:
             for name, axis in self._engine.example_axes.inputs.items():
-                level.op("Gather", name, index.name, axis=axis, result=names[name])
+                whole = batch.names.get(name, name)
+                level.op("Gather", whole, index.name, axis=axis, result=names[name])
         wanted = (*forward, *objective.inputs, *self._reads.saved)
-        written = self._copies(forward_nodes(model, wanted), part, level.prefix)
-        level.nodes += written
+        part.write(forward_nodes(model, wanted), random, level.prefix)
         values: dict[str, Symbol] = {}
         values |= {name: part[name] for name in (*objective.inputs, *forward, *counted)}
         examples: Any = batch.examples
@@ -261,19 +275,12 @@ class CurvatureSteps:
             for name, cotangent in source.items():
                 scaled: Symbol = cotangent * scales.get(name, 1.0)
                 level.op("Identity", scaled.name, result=names[self._reads.cotangents[name]])
-            done = {n for node in level.nodes for n in node.outputs}
-            rest = self._copies(self._reads.nodes, part, level.prefix)
-            level.nodes += [node for node in rest if done.isdisjoint(node.outputs)]
+            part.write(self._reads.nodes, random, level.prefix)
             for name in reads:
                 if name in gradients:
                     value = gradients[name]
                     values[name] = part.value(self._reads.gradients[value], value)
             yield values
-
-    def _copies(self, nodes: Any, part: Evaluation, prefix: str) -> list[Node]:
-        """Return the nodes whose results depend on the part of the batch, under its names."""
-        copies = [n for n in part.copied(nodes) if any(o.startswith(prefix) for o in n.outputs)]
-        return with_prefix(copies, prefix)
 
     # -- inverses ----------------------------------------------------------------------------------
 

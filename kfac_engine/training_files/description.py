@@ -32,6 +32,8 @@ class Description:
         factors: Number of each factor of the curvature to what it measures.
         ties: Weight, copy in the file, and whether the copy is its transpose.
         batch_size: The only number of examples; None for any.
+        steps_per_call: Number of steps that a call should take; with more than one, the inputs and
+            the metrics have a first axis of steps.
     """
 
     identity: str
@@ -49,6 +51,7 @@ class Description:
     factors: Mapping[str, str] = field(default_factory=dict)
     ties: tuple[tuple[str, str, bool], ...] = ()
     batch_size: int | None = None
+    steps_per_call: int = 1
 
     def properties(self) -> dict[str, str]:
         """Return the metadata of a file."""

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import one_of
+from kfac_engine.arguments import one_of, whole
 from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.autodiff.inference_form import inference_form
 from kfac_engine.curvature.config import RelativeDamping
@@ -74,6 +75,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     tie_weights: bool = False,
     batch_axes: Mapping[str, int] | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
+    steps_per_call: int = 1,
     noise: str = "internal",
     **options: Any,
 ) -> TrainingFiles:
@@ -101,6 +103,9 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         tie_weights: Whether equal weights are trained as one.
         batch_axes: Axis of the examples of each input, by name.
         sample_inputs: A batch that determines shapes, if none can be generated.
+        steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
+            inputs and metrics have a first axis of steps, and the state crosses the border of the
+            runtime once in a call; any number of steps runs.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
             ``"input"`` for an input with them.
         **options: Options of the optimizer's class, such as ``learning_rate`` and
@@ -117,6 +122,12 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     """
     folder = _checked_folder(path)
     one_of("noise", noise, NOISE)
+    whole("steps_per_call", steps_per_call, least=1)
+    if steps_per_call > 1 and noise == "input":
+        raise UnsupportedError(
+            "the random numbers are inputs of one step; leave steps_per_call out, or take noise="
+            "'internal'."
+        )
     chosen = EngineOptions(
         loss=loss, output=output, class_axis=class_axis, find_logits=find_logits,
         loss_weights=loss_weights, reduction=reduction, trainable=trainable, freeze=freeze,
@@ -130,8 +141,12 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     engine = Engine(assembly, estimator, Schedule(), chosen.exps)
     trainer = OPTIMIZERS[optimizer](engine, **options)
     _check_damping(trainer)
-    step = StepRecorder(engine, assembly, trainer, noise_is_input=noise == "input").record()
-    description = _described(assembly, optimizer, options, step)
+    step = StepRecorder(
+        engine, assembly, trainer, noise_is_input=noise == "input", several=steps_per_call > 1
+    ).record()
+    description = replace(
+        _described(assembly, optimizer, options, step), steps_per_call=steps_per_call
+    )
     contents = {
         TRAINING: _training(assembly.model, step, description),
         INITIAL: _initial(step.state, description),
@@ -263,7 +278,7 @@ def _training(model: OnnxModel, step: Step, description: Description) -> ModelPr
     for name, value in step.outputs.items():
         level.op("Identity", value.name, result=name)
         is_state = name.startswith(NEW) and value.ndim
-        outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else ()))
+        outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else value.shape))
     read = _read(level.nodes)
     state = [Input(name, array.dtype, array.shape) for name, array in step.state.items()]
     inputs = [entry for entry in (*step.data, *state) if entry.name in read]
@@ -294,6 +309,8 @@ def _predict(model: OnnxModel, step: Step, description: Description) -> ModelPro
     read = _read(nodes)
     batch = dict.fromkeys(entry.name for entry in step.data)
     inputs = [e for e in step.data if e.name in batch and e.name in read]
+    if description.steps_per_call > 1:
+        inputs = [replace(entry, shape=(entry.shape or ())[1:]) for entry in inputs]
     weights = {n: a for n, a in step.state.items() if n in step.parameters and n in read}
     inputs += [Input(name, array.dtype, array.shape) for name, array in weights.items()]
     constants = {n: a for n, a in graph.constants.items() if n in read and n not in weights}

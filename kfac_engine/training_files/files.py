@@ -1,6 +1,6 @@
 """``TrainingFiles``: the files of ``export_training`` in Python, and states that come back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,22 +124,29 @@ class TrainingFiles:
         whole("batch_size", batch_size, least=1)
         check_seed(seed)
         current = self.initial() if state is None else self.load(state)
-        losses, skipped = [], 0
-        batches = self._batches(data, batch_size, seed)
-        for index in range(steps):
-            value = rate(index) if callable(rate) else rate
-            inputs, targets = next(batches)
-            results = self.step(current, inputs, targets, rate=value)
-            current |= {name: results[f"{_NEW}{name}"] for name in current
-                        if results[f"{_NEW}{name}"].size}  # fmt: skip
-            losses.append(float(results["loss"]))
-            skipped += not bool(results["finite"])
+        losses: list[float] = []
+        skipped, batches = 0, self._batches(data, batch_size, seed)
+        for group in _groups(batches, steps, self.description.steps_per_call):
+            first = len(losses)
+            values = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
+            if self.description.steps_per_call == 1:
+                ((inputs, targets),) = group
+                results = self.step(current, inputs, targets, rate=values[0])
+            else:
+                inputs, targets = _stacked([i for i, _ in group]), _stacked([t for _, t in group])
+                results = self.step(current, inputs, targets, rate=np.array(values))
+            new = {name: results[f"{_NEW}{name}"] for name in current}
+            current |= {name: array for name, array in new.items() if array.size}
+            losses += np.ravel(results["loss"]).tolist()
+            skipped += int(np.sum(~results["finite"]))
         return TrainingRun(_copies(current), losses, skipped)
 
     def step(
-        self, state: State, inputs: Mapping[str, Array], targets: Any, *, rate: float = 1.0
+        self, state: State, inputs: Mapping[str, Array], targets: Any, *, rate: float | Array = 1.0
     ) -> dict[str, Array]:
         """Return the outputs of ``training.onnx`` for one batch.
+
+        With several steps in a call, inputs, targets and rate have a first axis of steps.
 
         Args:
             state: The state by name.
@@ -294,6 +301,31 @@ class TrainingFiles:
             if count < 0:
                 raise InputError("the data have no batch left; pass more of them, or fewer steps.")
             epoch += 1
+
+
+def _groups(
+    batches: Iterator[tuple[Any, Any]], steps: int, size: int
+) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield the batches of each call; those of one call have one number of examples."""
+    group: list[tuple[Any, Any]] = []
+    for _ in range(steps):
+        batch = next(batches)
+        if group and (len(group) == size or _sizes(batch) != _sizes(group[0])):
+            yield group
+            group = []
+        group.append(batch)
+    yield group
+
+
+def _sizes(batch: tuple[Any, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(array) for name, array in batch[0].items()}
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """Return arrays, or arrays by name, with a first axis for their number."""
+    if isinstance(arrays[0], Mapping):
+        return {name: np.stack([entry[name] for entry in arrays]) for name in arrays[0]}
+    return np.stack(arrays)
 
 
 class _Sessions(dict[str, Session]):

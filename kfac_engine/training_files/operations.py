@@ -23,6 +23,7 @@ from kfac_engine.training_files.tape import Tape
 _BITS = 2**24
 _FIRST, _SECOND = 12664745, 9560333
 _NEXT_EXAMPLE = 10368889  # the golden ratio
+_PRIME = 2**31 - 1  # of the hashes
 
 
 class Recording:
@@ -163,42 +164,74 @@ class Operations:
 
 
 class Draws:
-    """Random numbers of a step, as the methods of a generator.
+    """Random numbers of a step.
 
-    They are terms of a low-discrepancy sequence of the number of the step, or inputs of the file.
+    ``random`` and ``standard_normal``, as of a generator, are terms of a low-discrepancy sequence
+    of the number of the step and the example, for targets. ``uniform`` and ``normal`` are hashes of
+    a counter, for the random nodes of a model, whose numbers must not follow a pattern.
 
     Args:
         tape: Receives the nodes.
         step: Number of the step.
-        noise: Receives the inputs with the numbers; None for the sequence.
+        noise: Receives inputs with the numbers in place of both; None for none.
     """
 
     def __init__(self, tape: Tape, step: Symbol, noise: list["NoiseInput"] | None) -> None:
         self._tape, self._step, self._noise, self._count = tape, step, noise, 0
 
     def random(self, shape: Any) -> Symbol:
-        """Return uniform numbers in [0, 1)."""
-        if self._noise is not None:
-            return self._input(shape)
-        return self._terms(shape, _FIRST)
+        """Return uniform numbers in (0, 1) for targets."""
+        numbers = self._input(shape, "noise")
+        return self._terms(shape, _FIRST) if numbers is None else numbers
 
     def standard_normal(self, shape: Any) -> Symbol:
-        """Return normal numbers, by the method of Box and Muller."""
-        if self._noise is not None:
-            return self._input(shape)
-        radius = (np.log(self._terms(shape, _FIRST)) * -2.0) ** 0.5
-        angle = self._terms(shape, _SECOND) * (2 * pi)
-        return radius * angle.new("Cos", shape=angle.shape)
+        """Return normal numbers for targets, by the method of Box and Muller."""
+        numbers = self._input(shape, "noise")
+        if numbers is not None:
+            return numbers
+        return _normal(self._terms(shape, _FIRST), self._terms(shape, _SECOND))
 
-    def _input(self, shape: Any) -> Symbol:
-        assert self._noise is not None, "the caller checks it"
-        entry = NoiseInput(f"noise {len(self._noise)}" if self._noise else "noise", tuple(shape))
+    def uniform(self, shape: Any, name: str) -> Symbol:
+        """Return uniform numbers in (0, 1), or the input of this name."""
+        numbers = self._input(shape, name)
+        return self._hashes(shape) if numbers is None else numbers
+
+    def normal(self, shape: Any, name: str) -> Symbol:
+        """Return normal numbers, or the input of this name."""
+        numbers = self._input(shape, name)
+        if numbers is not None:
+            return numbers
+        return _normal(self._hashes(shape), self._hashes(shape))
+
+    def _input(self, shape: Any, name: str) -> Symbol | None:
+        if self._noise is None:
+            return None
+        count = sum(entry.name.partition(" ")[0] == name for entry in self._noise)
+        entry = NoiseInput(f"{name} {count}" if count else name, tuple(shape))
         self._noise.append(entry)
         return Recorded(self._tape, entry.name, entry.shape, np.float32)
 
     def _terms(self, shape: Any, next_step: int) -> Symbol:
+        self._count += 1  # another part of the sequence for each draw of a step
+        start = self._step * next_step + self._count * 7919 * next_step
+        bits = self._counters(shape) * _NEXT_EXAMPLE + start
+        flat = ((bits % _BITS).astype(np.float32) + 0.5) * (1 / _BITS)
+        return flat.reshape(tuple(shape))
+
+    def _hashes(self, shape: Any) -> Symbol:
+        self._count += 1
+        start = (self._step * 1000003 + self._count * 69069) % _PRIME
+        bits = (self._counters(shape) * 48271 + start) % _PRIME
+        for constant in (1013904223, 1664525):  # x⁵ is a permutation of the residues
+            square = bits * bits % _PRIME
+            bits = (square * square % _PRIME * bits + constant) % _PRIME
+        flat = (bits // 128).astype(np.float32) * (128 / _PRIME) + 64 / _PRIME
+        return flat.reshape(tuple(shape))
+
+    def _counters(self, shape: Any) -> Symbol:
+        """Return the numbers from zero to the number of entries."""
         tape = self._tape
-        count = Recorded(tape, tape.integers(1), (1,), np.int64)
+        count: Symbol = Recorded(tape, tape.integers(1), (1,), np.int64)
         for size in shape:
             name = size.length() if isinstance(size, Size) else tape.integers(size)
             count = count * Recorded(tape, name, (1,), np.int64)
@@ -207,11 +240,13 @@ class Draws:
         size = int(np.prod([int(s.factor) if isinstance(s, Size) else s for s in shape]))
         moving = next((s for s in shape if isinstance(s, Size)), None)
         length = size if moving is None else Size(moving.examples, size)
-        j = Recorded(tape, tape.record("Range", [zero, last, one]), (length,), np.int64)
-        self._count += 1  # another part of the sequence for each draw of a step
-        bits = j * _NEXT_EXAMPLE + self._step * next_step + self._count * 7919 * next_step
-        flat = ((bits % _BITS).astype(np.float32) + 0.5) * (1 / _BITS)
-        return flat.reshape(tuple(shape))
+        return Recorded(tape, tape.record("Range", [zero, last, one]), (length,), np.int64)
+
+
+def _normal(first: Symbol, second: Symbol) -> Symbol:
+    """Return normal numbers from two independent uniform ones."""
+    radius, angle = (np.log(first) * -2.0) ** 0.5, second * (2 * pi)
+    return radius * angle.new("Cos", shape=angle.shape)
 
 
 class NoiseInput:

@@ -1,18 +1,23 @@
 """What a training step reads, while it is recorded: the model, the optimizer and their names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
+from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Node
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.training_files.recorded import Recorded, Shape, Size
+from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
 from kfac_engine.training_files.tape import Tape
+
+# Writes a random node of an evaluation.
+Writer: TypeAlias = Callable[["Evaluation", Node], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +29,14 @@ class Evaluation:
         tape: Receives the nodes.
         examples: Number of examples, or None if the model runs with one number only.
         names: Value of the model to its name in the file; the same where absent.
+        selection: Numbers of the examples in the batch; None for all of them.
     """
 
     assembly: Assembly
     tape: Tape
     examples: Size | None
     names: Mapping[str, str]
+    selection: Symbol | None = None
 
     @property
     def model(self) -> OnnxModel:
@@ -56,9 +63,24 @@ class Evaluation:
             shape[axis] = self.examples
         return tuple(shape)
 
-    def copied(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return nodes with the names of this evaluation."""
-        return [renamed(node, self.names) for node in nodes]
+    def write(self, nodes: Iterable[Node], random: Writer, renamed_only: str = "") -> None:
+        """Write nodes of the model with the names of this evaluation.
+
+        Args:
+            nodes: The nodes.
+            random: Writes a random node.
+            renamed_only: Start of the names of results; other nodes are left out.
+        """
+        level = self.tape.level
+        for node in nodes:
+            results = [self.names.get(name, name) for name in node.outputs]
+            if not any(result.startswith(renamed_only) for result in results):
+                continue
+            if draws(self.model.graph, node):
+                random(self, node)
+            else:
+                copy = renamed(node, self.names)
+                level.nodes.append(replace(copy, name=f"{level.prefix}{node.name}"))
 
 
 def dependent(nodes: Iterable[Node], sources: Iterable[str]) -> set[str]:
@@ -83,8 +105,3 @@ def constants_of(model: OnnxModel, *backwards: Backward) -> dict[str, Array]:
         constants |= backward.constants
     trained = {*model.parameters, *model.buffers}
     return {n: np.asarray(a) for n, a in constants.items() if n not in trained}
-
-
-def with_prefix(nodes: Iterable[Node], prefix: str) -> list[Node]:
-    """Return nodes with other names of their own, which must be unique in a file."""
-    return [replace(node, name=f"{prefix}{node.name}") for node in nodes]

@@ -51,7 +51,7 @@ JavaScript (`onnxruntime-web`, `onnxruntime-node`):
 const trainer = await ort.InferenceSession.create('training.onnx');
 const state = await (await ort.InferenceSession.create('initial.onnx')).run({{}});
 for (const batch of batches) {{          // {{{batch}}}
-  const rate = new ort.Tensor('float32', [1], []);
+  const rate = new ort.Tensor('float32', {js_rate});
   const result = await trainer.run({{ ...batch, rate, ...state }});
   for (const name in state) if (result['new ' + name].size) state[name] = result['new ' + name];
 }}
@@ -65,7 +65,7 @@ first = onnxruntime.InferenceSession("initial.onnx")
 state = dict(zip([o.name for o in first.get_outputs()], first.run(None, {{}})))
 names = [o.name for o in trainer.get_outputs()]
 for batch in batches:  # {{{batch}}}
-    feeds = {{**batch, "rate": numpy.array(1, "float32"), **state}}
+    feeds = {{**batch, "rate": numpy.{py_rate}, **state}}
     result = dict(zip(names, trainer.run(None, feeds)))
     state |= {{n: result["new " + n] for n in state if result["new " + n].size}}
 ```
@@ -124,6 +124,12 @@ _FINITE = (
 )
 
 
+_SEVERAL = (
+    " A call takes {count} steps, or any other number. Inputs, `rate` and metrics have a first "
+    "axis of steps; the batches of a call have one size."
+)
+
+
 def readme(description: Description, data: Sequence[Input], model: Graph) -> str:
     """Return the text.
 
@@ -137,6 +143,10 @@ def readme(description: Description, data: Sequence[Input], model: Graph) -> str
     if description.batch_size is not None:
         size = f"The model runs with {description.batch_size} examples only."
     shapes = dict(description.state)
+    count = description.steps_per_call
+    one = count == 1
+    if not one:
+        size += _SEVERAL.format(count=count)
     numbers = sum(_entries(shape) for shape in shapes.values())
     parameters = set(description.parameters)
     batch = ", ".join(f"{entry.name}" for entry in data if entry.name != "rate")
@@ -153,6 +163,8 @@ def readme(description: Description, data: Sequence[Input], model: Graph) -> str
         others=_table((n, _spelled(s)) for n, s in shapes.items() if n not in parameters),
         factors=_factors(description),
         batch=batch,
+        js_rate="[1], []" if one else f"new Float32Array({count}).fill(1), [{count}]",
+        py_rate='array(1, "float32")' if one else f'ones({count}, "float32")',
     )
 
 

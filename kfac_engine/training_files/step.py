@@ -1,7 +1,7 @@
 """Writes the training step of an optimizer as one graph: ``training.onnx``."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,14 @@ from kfac_engine.graph.structure import Input
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training_files.curvature import CurvatureSteps
-from kfac_engine.training_files.operations import NoiseInput, new_tape
-from kfac_engine.training_files.parts import Evaluation, constants_of, forward_nodes
+from kfac_engine.training_files.operations import Draws, NoiseInput, new_tape
+from kfac_engine.training_files.parts import Evaluation, Writer, constants_of, forward_nodes
+from kfac_engine.training_files.random_nodes import RandomNodes
 from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
 from kfac_engine.training_files.tape import Tape
 
 PREFIX = "step/"
+STEPS = "steps"  # symbol of the number of steps in a call
 NEW = "new "
 # Names of the inputs and outputs of every file, besides the state.
 OWN = ("rate", "loss", "accuracy", "finite")
@@ -59,57 +61,112 @@ class StepRecorder:
         assembly: Its model, losses and layers.
         optimizer: An optimizer of the engine that has taken no step.
         noise_is_input: Whether the random numbers of the step are inputs.
+        several: Whether a call takes several steps.
     """
 
     def __init__(
-        self, engine: Engine, assembly: Assembly, optimizer: Optimizer, *, noise_is_input: bool
+        self,
+        engine: Engine,
+        assembly: Assembly,
+        optimizer: Optimizer,
+        *,
+        noise_is_input: bool,
+        several: bool,
     ) -> None:
         self._engine, self._assembly, self._optimizer = engine, assembly, optimizer
         self._model, self._names = assembly.model, trained_names(engine)
         self._noise: list[NoiseInput] | None = [] if noise_is_input else None
-        self._curvature = None
+        self._curvature, self._several = None, several
         if isinstance(optimizer, KfacOptimizer):
-            self._curvature = CurvatureSteps(engine, assembly, optimizer, self._noise)
+            noise = self._noise
+            self._curvature = CurvatureSteps(engine, assembly, optimizer, noise, whole=several)
 
     def record(self) -> Step:
         """Return the recorded step."""
-        tape, model = new_tape(PREFIX), self._model
-        state = self._initial_state()
-        values = {n: Recorded(tape, n, a.shape, a.dtype) for n, a in state.items()}
-        batch = Evaluation(self._assembly, tape, self._examples(tape), self._renamed(state))
-        loss, metrics, gradients = self._pass(batch)
+        tape, state = new_tape(PREFIX), self._initial_state()
+        data = [*self._inputs(), *self._targets(), Input("rate", _FLOAT, ())]
+        if self._several:
+            outputs = self._looped(tape, state, data)
+            data = [replace(e, shape=(STEPS, *(e.shape or ()))) for e in data]
+        else:
+            outputs = self._outputs(tape, state, {})
+        noise = self._noise or ()
+        data += [Input(n.name, _FLOAT, _declared(n.shape, "part")) for n in noise]
+        return Step(
+            tape,
+            tuple(data),
+            state,
+            (*self._names, *self._model.new_buffers),
+            tuple(name for name in outputs if not name.startswith(NEW)),
+            outputs,
+            {n.name: tuple(-1 if isinstance(s, Size) else s for s in n.shape) for n in noise},
+            self._curvature.describe() if self._curvature else {},
+        )
+
+    def _outputs(
+        self, tape: Tape, state: Mapping[str, Array], names: Mapping[str, str]
+    ) -> dict[str, Symbol]:
+        """Record a step; return its outputs by name.
+
+        Args:
+            tape: Receives the nodes.
+            state: The first value of each state.
+            names: Input of the step to its name where the nodes are; the same where absent.
+
+        Returns:
+            The metrics and the new state.
+        """
+        values = {n: Recorded(tape, names.get(n, n), a.shape, a.dtype) for n, a in state.items()}
+        names = {**self._renamed(state), **names}
+        batch = Evaluation(self._assembly, tape, self._examples(tape, names), names)
+        step, rate = values["step"], Recorded(tape, names.get("rate", "rate"), (), _FLOAT)
+        random = RandomNodes(Draws(tape, step, self._noise)).write
+        loss, metrics, gradients = self._pass(batch, random)
         finite = self._finite(loss, gradients)
-        buffers = model.new_buffers
-        step, rate = values["step"], Recorded(tape, "rate", (), _FLOAT)
 
         def updated() -> list[Symbol]:
-            new = self._updated(batch, values, gradients, step, rate)
-            new |= {old: batch[updated] for old, updated in buffers.items()}
+            new = self._updated(batch, values, gradients, step, rate, random)
+            new |= {old: batch[latest] for old, latest in self._model.new_buffers.items()}
             new["step"] = step + 1
             return [new[name] for name in state]
 
         def unchanged() -> list[Symbol]:
             # An output without entries keeps the old state; a copy of it would cost time.
-            return [self._empty(v) if v.ndim else v for v in values.values()]
+            olds: list[Symbol] = [*values.values()]
+            return olds if self._several else [self._empty(v) if v.ndim else v for v in olds]
 
         results = dict(zip(state, tape.branch(finite, updated, unchanged), strict=True))
-        outputs = {"loss": loss, **metrics, "finite": finite}
-        outputs |= {f"{NEW}{name}": value for name, value in results.items()}
-        data = [*self._inputs(), *self._targets(), Input("rate", _FLOAT, ())]
-        data += [Input(g.name, _FLOAT, _declared(g.shape, "part")) for g in self._noise or ()]
-        return Step(
-            tape,
-            tuple(data),
-            state,
-            (*self._names, *buffers),
-            ("loss", *metrics, "finite"),
-            outputs,
-            {
-                g.name: tuple(-1 if isinstance(s, Size) else s for s in g.shape)
-                for g in self._noise or ()
-            },
-            self._curvature.describe() if self._curvature else {},
-        )
+        new_state = {f"{NEW}{name}": value for name, value in results.items()}
+        return {"loss": loss, **metrics, "finite": finite, **new_state}
+
+    def _looped(
+        self, tape: Tape, state: Mapping[str, Array], data: Sequence[Input]
+    ) -> dict[str, Symbol]:
+        """Record a loop over steps, in which the state crosses no border of the runtime."""
+        with tape.body() as level:
+            index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
+            names = {name: f"{level.prefix}{name}" for name in (*(e.name for e in data), *state)}
+            for entry in data:
+                level.op("Gather", entry.name, index, axis=0, result=names[entry.name])
+            outputs = self._outputs(tape, state, names)
+            carried = [outputs.pop(f"{NEW}{name}") for name in state]
+            condition = Recorded(tape, go, (), np.bool_)
+            counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
+            inputs = [Input(names[n], a.dtype, a.shape) for n, a in state.items()]
+            results = [condition, *carried, *outputs.values()]
+            body = level.closed(results, [*counters, *inputs])
+        count = tape.record("Squeeze", [tape.record("Shape", ["rate"])])
+        operands = [count, "", *state]
+        loop = tape.level.multi("Loop", operands, [""] * (len(results) - 1), body=body)
+        new = [*(f"{NEW}{name}" for name in state), *outputs]
+        shapes = [
+            *(a.shape for a in state.values()),
+            *((STEPS, *v.shape) for v in outputs.values()),
+        ]
+        types = [v.dtype for v in results[1:]]
+        rows = zip(new, loop, shapes, types, strict=True)
+        named = {n: Recorded(tape, name, shape, dtype) for n, name, shape, dtype in rows}
+        return {**{name: named[name] for name in outputs}, **named}
 
     def _renamed(self, state: Mapping[str, Array]) -> dict[str, str]:
         """Return other names for values of the model that have names of the file's own.
@@ -141,16 +198,19 @@ class StepRecorder:
         state["step"] = np.zeros((), _INTEGER)
         return state | (self._curvature.initial_state() if self._curvature else {})
 
-    def _examples(self, tape: Tape) -> Size | None:
+    def _examples(self, tape: Tape, names: Mapping[str, str]) -> Size | None:
         """Record the number of examples; None if the model runs with one number only."""
         batch = self._assembly.task.batch
         if batch.fixed or not batch.inputs:
             return None
         name, axis = next(iter(batch.inputs.items()))
-        shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
+        renamed_input = names.get(name, name)
+        shape = tape.record("Shape", [renamed_input], {"start": axis, "end": axis + 1})
         return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 
-    def _pass(self, batch: Evaluation) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
+    def _pass(
+        self, batch: Evaluation, random: Writer
+    ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
         """Record the forward and the backward pass; return loss, metrics and gradients."""
         tape, model, objective = batch.tape, self._model, self._engine.objective
         backward = model.backward(objective.inputs, self._names)
@@ -158,7 +218,7 @@ class StepRecorder:
         if self._curvature:
             tape.graph.constants.update(self._curvature.constants)
         wanted = (*backward.saved, *objective.inputs, *model.new_buffers.values())
-        tape.add(batch.copied(forward_nodes(model, wanted)))
+        batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         targets = {name: self._target(batch, name) for name in self._target_names}
         towers = [tower for loss in objective.losses for tower in loss.towers]
@@ -177,14 +237,18 @@ class StepRecorder:
         assert loss is not None, "an objective has a loss"
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
-        tape.add(batch.copied(backward.nodes))
+        batch.write(backward.nodes, random)
         metrics = {}
         if len(hits) == len(towers) == 1:
             metrics["accuracy"] = hits[0].astype(_FLOAT).mean()
-        gradients = {
-            name: Recorded(tape, backward.gradients[name], a.shape, a.dtype)
-            for name, a in ((n, model.parameters[n]) for n in self._names)
-        }
+        gradients: dict[str, Symbol] = {}
+        for name in self._names:
+            shape, gradient = model.parameters[name].shape, backward.gradients.get(name)
+            if gradient is None:  # the loss does not depend on the parameter
+                gradients[name] = Recorded(tape, tape.constant(0, _FLOAT), (), _FLOAT)
+                gradients[name] = gradients[name].broadcast(shape)
+            else:
+                gradients[name] = Recorded(tape, gradient, shape, _FLOAT)
         return loss, metrics, gradients
 
     @staticmethod
@@ -202,6 +266,7 @@ class StepRecorder:
         gradients: Mapping[str, Symbol],
         step: Symbol,
         rate: Symbol,
+        random: Writer,
     ) -> dict[str, Symbol]:
         """Record the optimizer's own rule; return the new state by name."""
         old: dict[str, dict[str, Symbol]] = {
@@ -217,7 +282,7 @@ class StepRecorder:
         if self._curvature is None:
             moved = optimizer.moved(cells, parameters, (old, new), steps, rate)  # type: ignore[attr-defined] # of first order
         else:
-            curvature = _RecordedCurvature(self._curvature, batch, values, step, state)
+            curvature = _RecordedCurvature(self._curvature, batch, values, step, random, state)
             moved = optimizer.moved(cells, parameters, (old, new), steps, rate, curvature)  # type: ignore[attr-defined] # checked
         state |= moved
         for slot, arrays in new.items():
@@ -259,11 +324,11 @@ class StepRecorder:
         drawn = tower.sample(samples, np.random.default_rng(0))
         if drawn.ndim < len(shape):
             del shape[tower.class_axis % len(shape)]
-        return Recorded(batch.tape, name, tuple(shape), drawn.dtype)
+        return Recorded(batch.tape, batch.names.get(name, name), tuple(shape), drawn.dtype)
 
     def _targets(self) -> list[Input]:
         tape = new_tape("")
-        batch = Evaluation(self._assembly, tape, self._examples(tape), {})
+        batch = Evaluation(self._assembly, tape, self._examples(tape, {}), {})
         targets = [self._target(batch, name) for name in self._target_names]
         return [Input(t.name, t.dtype, _declared(t.shape, "batch")) for t in targets]
 
@@ -277,14 +342,15 @@ class _RecordedCurvature:
         batch: Evaluation,
         values: Mapping[str, Symbol],
         step: Symbol,
+        random: Writer,
         state: dict[str, Symbol],
     ) -> None:
-        self._arguments, self._state = (curvature, batch, values, step), state
+        self._arguments, self._state = (curvature, batch, values, step, random), state
 
     def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
         """Return natural gradients; the new state of the curvature is written."""
-        curvature, batch, values, step = self._arguments
-        update = curvature.write(batch, values, vectors, step)
+        curvature, batch, values, step, random = self._arguments
+        update = curvature.write(batch, values, vectors, step, random)
         self._state |= update.state
         return update.natural
 

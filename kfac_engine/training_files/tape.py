@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from kfac_engine._types import DType
 from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.passes.order import captures
-from kfac_engine.graph.structure import AttributeValue, Input, Node, Subgraph
+from kfac_engine.graph.structure import AttributeValue, Input, Subgraph
 from kfac_engine.graph.write import build_model
 
 # The operator set of the files, and the oldest one that has all operators that are recorded.
@@ -64,8 +63,8 @@ class Level(NodeBuilder):
         self.known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self.computed: dict[tuple[object, ...], str] = {}
 
-    def closed(self, results: Sequence[Value]) -> Subgraph:
-        """Return the nodes as a body with these results."""
+    def closed(self, results: Sequence[Value], inputs: Sequence[Input] = ()) -> Subgraph:
+        """Return the nodes as a body with these inputs and results."""
         computed = {name for node in self.nodes for name in node.outputs}
         outputs: list[Input] = []
         for value in results:
@@ -74,7 +73,9 @@ class Level(NodeBuilder):
             name = value.name if fresh else self.op("Identity", value.name)
             # The runtime compares the shapes of both branches: only their ranks are equal.
             outputs.append(Input(name, value.dtype, (None,) * value.ndim))
-        body = build_model(self.nodes, [], outputs, self.constants, OPSET, name=self.prefix).graph
+        body = build_model(
+            self.nodes, inputs, outputs, self.constants, OPSET, name=self.prefix
+        ).graph
         return Subgraph(body.SerializeToString(), captures(body))
 
 
@@ -131,11 +132,6 @@ class Tape:
     def integers(self, *values: int) -> str:
         """Return the name of a constant vector of integers."""
         return self.constant(values, np.int64)
-
-    def add(self, nodes: Sequence[Node], constants: object = ()) -> None:
-        """Add nodes whose names are those of the model, and their constants to the graph."""
-        self.level.nodes += (replace(n, name=f"{self.level.prefix}{n.name}") for n in nodes)
-        self.graph.constants.update(dict(constants))  # type: ignore[call-overload] # a mapping
 
     @contextmanager
     def body(self) -> Iterator[Level]:

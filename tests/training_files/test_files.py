@@ -308,3 +308,108 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ke.InputError, match="folder"):
         ke.export_training(network("dense"), path=tmp_path / "file")
+
+
+# -- several steps in a call, and random nodes -----------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+@pytest.mark.parametrize("net", ["conv2d", "batch normalization"])
+def test_several_steps_in_a_call_equal_single_steps(optimizer, net, tmp_path):
+    model = network(net)
+    one = ke.export_training(model, optimizer=optimizer, path=tmp_path / "one")
+    many = ke.export_training(model, optimizer=optimizer, path=tmp_path / "many", steps_per_call=4)
+    batches = [data(model, seed, 7 if seed < 6 else 5) for seed in range(10)]
+    batches[2][0]["input"][0] = np.inf  # a step that is skipped inside the loop
+
+    def rate(step):
+        return 1 - step / 20
+
+    first, second = (files.run(batches, steps=10, rate=rate) for files in (one, many))
+    assert first.skipped == second.skipped == 1
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-5)
+    for name, value in first.state.items():
+        np.testing.assert_allclose(second.state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def dropping(ratio, masked=False):
+    """A network with Dropout in training mode, or with its mask as an input."""
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    net.op("Tanh", "fc", to="act")
+    if masked:
+        net.op("Mul", "act", "mask", to="dropped")
+    else:
+        options = net.constant("ratio", np.float32(ratio)), net.constant("on", np.array(True))
+        net.op("Dropout", "act", *options, to="dropped")
+    net.dense("output", "dropped", 6, 3)
+    inputs = {"input": ["batch", 5]} | ({"mask": ["batch", 6]} if masked else {})
+    return net.model(inputs, {"output": ["batch", 3]})
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_dropout_multiplies_by_its_mask_also_in_the_statistics(optimizer, tmp_path):
+    ratio, rng = 0.3, np.random.default_rng(0)
+    drops, masks = (
+        ke.export_training(
+            dropping(ratio, masked), optimizer=optimizer, path=tmp_path / str(masked), noise="input"
+        )
+        for masked in (False, True)
+    )
+    states = [drops.initial(), masks.initial()]
+    (name,) = [name for name in drops.description.noise if "dropped" in name]
+    for _ in range(6):
+        x, targets = rng.standard_normal((8, 5)), rng.integers(0, 3, 8)
+        numbers, targets_noise = rng.random((8, 6)), rng.random(2)
+        mask = (numbers.astype("float32") >= np.float32(ratio)) / (1 - ratio)
+        extra = ({name: numbers, "noise": targets_noise}, {"mask": mask, "noise": targets_noise})
+        for files, state, given in zip((drops, masks), states, extra, strict=True):
+            results = files.step(state, {"input": x, **given}, targets)
+            state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+    for key, value in states[0].items():
+        np.testing.assert_allclose(value, states[1][key], rtol=1e-4, atol=1e-6)
+
+
+def test_the_file_draws_a_new_mask_in_each_step(tmp_path):
+    model = dropping(0.25)
+    files = ke.export_training(model, optimizer="sgd", learning_rate=0.0, path=tmp_path / "files")
+    batch = ({"input": np.ones((64, 5), np.float32)}, np.zeros(64, np.int64))
+    run = files.run([batch] * 30, steps=30)
+    assert len(set(run.losses)) == 30  # nothing else changes
+    again = files.run([batch] * 30, steps=30)
+    assert run.losses == again.losses
+    first, second = (files.predict(run.state, batch[0])["output"] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("op", ["RandomNormalLike", "RandomUniformLike", "Bernoulli"])
+def test_other_random_nodes_are_drawn_in_the_file(op, tmp_path):
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    net.op("Sigmoid", "fc", to="act")
+    net.op(op, "act", to="drawn")
+    net.op("Add", "act", "drawn", to="noisy")
+    net.dense("output", "noisy", 6, 3)
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
+    files = ke.export_training(model, path=tmp_path / "files")
+    operators = {node.op_type for node in onnx.load(files.folder / "training.onnx").graph.node}
+    assert op not in operators
+    run = files.run([data(model)] * 8, steps=8)
+    assert len(set(run.losses)) == 8
+    assert run.skipped == 0
+
+
+def test_a_dropout_whose_mode_is_an_input_is_refused(tmp_path):
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    options = net.constant("ratio", np.float32(0.5)), net.constant("training", np.array(True))
+    net.op("Dropout", "fc", *options, to="dropped")
+    net.dense("output", "dropped", 6, 3)
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
+    entry = onnx.helper.make_tensor_value_info("training", onnx.TensorProto.BOOL, [])
+    model.graph.input.append(entry)
+    kept = [e for e in model.graph.initializer if e.name != "training"]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    with pytest.raises(ke.UnsupportedError, match="Dropout"):
+        ke.export_training(model, path=tmp_path / "files")

@@ -202,3 +202,25 @@ def test_random_numbers_fill_their_range(kind):
         assert abs(found.mean()) < 0.1
         assert abs(found.std() - 1) < 0.1
         np.testing.assert_allclose((found**4).mean(), 3, atol=0.8)
+
+
+def test_masks_follow_no_pattern():
+    values = []
+    for step in range(30):
+        tape = new_tape("t/")
+        size, counter = examples(tape), Recorded(tape, "step", (), np.int64)
+        numbers = Draws(tape, counter, None).uniform((size, 40), "mask")
+        inputs = [Input("x", np.dtype(np.float32), ("n",)), Input("step", np.dtype(np.int64), ())]
+        feeds = {"x": np.zeros(25, np.float32), "step": np.array(step)}
+        values.append(run(tape, numbers, inputs, feeds))
+    numbers = np.stack(values)
+    assert 0 < numbers.min() < numbers.max() < 1
+    counts, _ = np.histogram(numbers, 10, (0, 1))
+    expected = numbers.size / 10
+    assert ((counts - expected) ** 2 / expected).sum() < 30  # χ² of nine degrees of freedom
+    centred = numbers - 0.5
+    for axis in range(3):
+        for lag in (1, 2, 7):
+            a = np.take(centred, range(lag, numbers.shape[axis]), axis)
+            b = np.take(centred, range(numbers.shape[axis] - lag), axis)
+            assert abs((a * b).mean() * 12) < 5 / np.sqrt(a.size)
