@@ -36,10 +36,7 @@ def write(folder: Path) -> None:
     for optimizer, options in OPTIMIZERS.items():
         target = folder / optimizer
         ke.export_training(demo_model("cnn"), optimizer=optimizer, path=target, **options)
-    images, labels = shuffled()
-    sizes = np.array([len(labels), TRAIN], "<u4").tobytes()
-    pixels = np.rint(images * 16).astype(np.uint8).tobytes()
-    (folder / "digits.bin").write_bytes(sizes + pixels + labels.astype(np.uint8).tobytes())
+    write_digits(folder)
     if not PACKAGE.exists():
         return
     runtime = folder / "ort"
@@ -47,6 +44,14 @@ def write(folder: Path) -> None:
     for name in RUNTIME:
         shutil.copyfile(PACKAGE / "dist" / name, runtime / name)
     shutil.copyfile(ROOT / "tests" / "web" / "LICENSE.onnxruntime.txt", runtime / "LICENSE.txt")
+
+
+def write_digits(folder: Path) -> None:
+    """Write the digits: their numbers, pixels from 0 to 16, and labels."""
+    images, labels = shuffled()
+    sizes = np.array([len(labels), TRAIN], "<u4").tobytes()
+    pixels = np.rint(images * 16).astype(np.uint8).tobytes()
+    (folder / "digits.bin").write_bytes(sizes + pixels + labels.astype(np.uint8).tobytes())
 
 
 if __name__ == "__main__":

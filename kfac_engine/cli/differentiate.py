@@ -13,6 +13,7 @@ from kfac_engine.cli.options import (
     file_path,
     keywords,
     one_or_all,
+    provider_option,
     sample_option,
 )
 
@@ -45,6 +46,7 @@ _OPTIONS = (
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
         "default the trainable parameters. May be repeated.",
     ),
+    provider_option,
 )
 
 

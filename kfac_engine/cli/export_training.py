@@ -8,7 +8,13 @@ import click
 from kfac_engine.cli.command import Choice, Group
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import debug_option, file_path, keywords, sample_option
+from kfac_engine.cli.options import (
+    debug_option,
+    file_path,
+    keywords,
+    provider_option,
+    sample_option,
+)
 from kfac_engine.cli.train import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -49,6 +55,7 @@ _OPTIONS = (
         show_default=True,
         help="Whether the file draws the random numbers of kfac, or has an input for them.",
     ),
+    provider_option,
 )
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import dictionary, patterns
+from kfac_engine.arguments import dictionary, one_of, patterns
 from kfac_engine.autodiff.activity import (
     behind_jumps,
     left_out,
@@ -40,6 +40,7 @@ from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses import LossKind
 from kfac_engine.losses.objective import Reduction, check_reduction
@@ -67,6 +68,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     sample_inputs: Mapping[str, Array] | None = None,
     batch_axes: Mapping[str, int] | None = None,
     gradient_dtype: GradientDType = "file",
+    provider: Provider = "any",
     path: str | Path | None = None,
     ignore_index: int | None = None,
     class_weights: Sequence[float] | Array | None = None,
@@ -93,6 +95,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             omitted.
         gradient_dtype: Element type of the gradients of half-precision values: ``"file"`` for the
             type in the file, or ``"float32"``, the type of the computation.
+        provider: ``"webgpu"`` writes convolutions so that onnxruntime-web computes them
+            correctly on WebGPU.
         path: Path of a file for the result. Required for more than 2 GB of weights: they are
             written to ``<name>.data`` in the same folder, and the returned model refers to them.
         ignore_index: Target that does not count, as for ``Engine.from_onnx``. If none of a batch
@@ -115,6 +119,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         ModelError: The output depends on none of ``wrt``.
     """
     check_reduction(reduction)
+    one_of("provider", provider, PROVIDERS)
     patterns("wrt", wrt)
     patterns("freeze", freeze)
     dictionary("batch_axes", batch_axes, "{'input': 1}")
@@ -151,9 +156,10 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     stored = {**loaded.stored, **narrow}
     result, constants = _written(graph, facts, backward, (value, shape), names, stored)
     zero = [name for name in names if name not in backward.gradients]
-    jumps = behind_jumps(graph, facts, [value], zero)
-    stopped = straight_through(graph, facts, names)
-    result.doc_string = "; ".join((*notes_of(left), *zero_notes(jumps), *stopped))
+    notes = (*notes_of(left), *zero_notes(behind_jumps(graph, facts, [value], zero)))
+    result.doc_string = "; ".join((*notes, *straight_through(graph, facts, names)))
+    if provider == "webgpu":
+        result, constants = for_webgpu(with_constants(result, constants)), {}
     if path is None:
         return with_constants(result, constants)
     files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")

@@ -23,6 +23,7 @@ from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.structure import Graph, Input, Node
+from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.runtime.model import OnnxModel
@@ -77,6 +78,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     sample_inputs: Mapping[str, Array] | None = None,
     steps_per_call: int = 1,
     noise: str = "internal",
+    provider: Provider = "any",
     **options: Any,
 ) -> TrainingFiles:
     """Write the training step of a model as plain ONNX files, which any ONNX Runtime executes.
@@ -108,6 +110,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
             runtime once in a call; any number of steps runs.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
             ``"input"`` for an input with them.
+        provider: ``"webgpu"`` writes convolutions so that onnxruntime-web computes them
+            correctly on WebGPU.
         **options: Options of the optimizer's class, such as ``learning_rate`` and
             ``weight_decay``.
 
@@ -122,6 +126,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     """
     folder = _checked_folder(path)
     one_of("noise", noise, NOISE)
+    one_of("provider", provider, PROVIDERS)
     whole("steps_per_call", steps_per_call, least=1)
     if steps_per_call > 1 and noise == "input":
         raise UnsupportedError(
@@ -152,6 +157,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         INITIAL: _initial(step.state, description),
         PREDICT: _predict(assembly.model, step, description),
     }
+    if provider == "webgpu":
+        contents = {name: for_webgpu(content) for name, content in contents.items()}
     serialized = {name: serialize(content) for name, content in contents.items()}
     text = readme(description, step.data, assembly.model.graph)
     serialized[README] = text.encode()

@@ -243,12 +243,12 @@ class StepRecorder:
             metrics["accuracy"] = hits[0].astype(_FLOAT).mean()
         gradients: dict[str, Symbol] = {}
         for name in self._names:
-            shape, gradient = model.parameters[name].shape, backward.gradients.get(name)
-            if gradient is None:  # the loss does not depend on the parameter
+            shape, result = model.parameters[name].shape, backward.gradients.get(name)
+            if result is None:  # the loss does not depend on the parameter
                 gradients[name] = Recorded(tape, tape.constant(0, _FLOAT), (), _FLOAT)
                 gradients[name] = gradients[name].broadcast(shape)
             else:
-                gradients[name] = Recorded(tape, gradient, shape, _FLOAT)
+                gradients[name] = Recorded(tape, result, shape, _FLOAT)
         return loss, metrics, gradients
 
     @staticmethod

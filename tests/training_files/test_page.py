@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_examples_run_in_order(tmp_path):
     names = {}
     examples = blocks(ROOT / "docs" / "training_files.md", "python")
-    assert len(examples) == 3
+    assert len(examples) == 4
     with contextlib.chdir(tmp_path):
         for _, code in examples:
             exec(compile(code, "training_files.md", "exec"), names)

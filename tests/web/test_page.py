@@ -3,13 +3,7 @@
 ``make test-web`` installs the runtime and the driver from npm, builds the site and runs this test.
 """
 
-import json
 import os
-import shutil
-import subprocess
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +11,9 @@ import pytest
 
 import kfac_engine as ke
 from scripts.browser_files import PACKAGE, TRAIN, shuffled
+from tests.web.browser import CHROMIUM, SITE, driven, served
 
-HERE = Path(__file__).resolve().parent
-SITE = os.environ.get("SITE", "")
 COMPARED = 40  # steps
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 pytestmark = [
     pytest.mark.nightly,
@@ -30,28 +21,12 @@ pytestmark = [
 ]
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     assert PACKAGE.exists(), "run npm ci in tests/web"
-    assert CHROMIUM, "install chromium, or name it with CHROMIUM=/path"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    folder = os.environ.get("PICTURES") or str(tmp_path_factory.mktemp("pictures"))
-    address = f"http://127.0.0.1:{server.server_port}/train_in_browser/"
-    try:
-        done = subprocess.run(
-            ["node", "drive.mjs", address, CHROMIUM, folder],
-            cwd=HERE, capture_output=True, text=True, timeout=400, check=True,
-        )  # fmt: skip
-    finally:
-        server.shutdown()
-        server.server_close()
-    return json.loads(done.stdout)
+    folder = os.environ.get("PICTURES") or tmp_path_factory.mktemp("pictures")
+    with served(SITE) as address:
+        return driven("drive.mjs", f"{address}train_in_browser/", CHROMIUM, folder)
 
 
 @pytest.fixture(params=[0, 1], ids=["kfac", "adamw"])
@@ -60,6 +35,7 @@ def run(request, results):
 
 
 def schedule(done):
+    """The schedule of the page."""
     return min(1.0, (1 - done) / 0.4)
 
 

@@ -1,0 +1,111 @@
+"""Convolutions in groups that WebGPU computes wrongly are written otherwise, with equal results."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import helper, numpy_helper
+
+import kfac_engine as ke
+from kfac_engine.data import demo_model, digits
+from kfac_engine.graph.webgpu import for_webgpu
+
+RNG = np.random.default_rng(0)
+
+
+def convolution(groups, width, *, constant=True, bias=True, inside=False):
+    """One convolution of eight channels, in the graph or in a branch."""
+    shape = groups * width, 8 // groups, 3, 3
+    filters = RNG.standard_normal(shape).astype(np.float32)
+    shift = RNG.standard_normal(shape[0]).astype(np.float32)
+    operands = ["x", "w", *(["b"] if bias else [])]
+    node = helper.make_node(
+        "Conv", operands, ["y"], "conv", group=groups, kernel_shape=[3, 3], pads=[1] * 4
+    )
+    weights = {"w": filters, "b": shift} if bias else {"w": filters}
+    constants = [numpy_helper.from_array(a, n) for n, a in weights.items()] if constant else []
+    inputs = [helper.make_tensor_value_info("x", 1, ["n", 8, 5, 6])]
+    if not constant:
+        inputs += [helper.make_tensor_value_info(n, 1, a.shape) for n, a in weights.items()]
+    output = helper.make_tensor_value_info("y", 1, [None] * 4)
+    nodes = [node]
+    if inside:
+        bodies = {
+            f"{name}_branch": helper.make_graph(
+                [helper.make_node("Conv", operands, [name], name, group=groups, pads=[1] * 4)],
+                name,
+                [],
+                [helper.make_tensor_value_info(name, 1, [None] * 4)],
+            )
+            for name in ("then", "else")
+        }
+        nodes = [helper.make_node("If", ["go"], ["y"], "if", **bodies)]
+        constants.append(numpy_helper.from_array(np.array(True), "go"))
+    graph = helper.make_graph(nodes, "g", inputs, [output], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return model, {} if constant else weights
+
+
+def groups_of(graph, known=()):
+    """Number of groups and outputs of each convolution whose filters are constants."""
+    known = {**dict(known), **{e.name: e.dims[0] for e in graph.initializer if e.dims}}
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from groups_of(attribute.g, known)
+        group = next((a.i for a in node.attribute if a.name == "group"), 1)
+        if node.op_type == "Conv" and group > 1 and node.input[1] in known:
+            yield group, known[node.input[1]] // group
+
+
+def run(model, feeds):
+    return ort.InferenceSession(model.SerializeToString()).run(None, feeds)
+
+
+@pytest.mark.parametrize("options", [{}, {"constant": False}, {"bias": False}, {"inside": True}])
+@pytest.mark.parametrize(("groups", "width"), [(2, 5), (4, 9), (8, 6), (2, 4), (4, 8), (8, 1)])
+def test_results_are_equal_and_widths_are_right(groups, width, options):
+    model, weights = convolution(groups, width, **options)
+    x = {"x": RNG.standard_normal((3, 8, 5, 6)).astype(np.float32), **weights}
+    expected = run(model, x)[0]
+    before = model.SerializeToString()
+    found = for_webgpu(model)
+    onnx.checker.check_model(found, full_check=True)
+    np.testing.assert_allclose(run(found, x)[0], expected, rtol=1e-5, atol=1e-5)
+    assert all(w <= 4 or w % 4 == 0 for _, w in groups_of(found.graph))
+    wrong = width > 4 and width % 4
+    assert bool(wrong) == (found.SerializeToString() != before)
+
+
+def test_filters_of_unknown_shape_are_refused():
+    model, _ = convolution(2, 5, constant=False)
+    model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "outputs"
+    model.graph.input[1].type.tensor_type.shape.dim[0].ClearField("dim_value")
+    with pytest.raises(ke.UnsupportedError, match="conv"):
+        for_webgpu(model)
+
+
+def test_gradients_of_a_cnn_are_written_for_webgpu():
+    images, labels = digits()
+    feeds = {"image": images[:16], "targets": labels[:16]}
+    plain, other = (
+        ke.differentiate(demo_model("cnn"), "categorical", provider=provider)
+        for provider in ("any", "webgpu")
+    )
+    assert any(w > 4 and w % 4 for _, w in groups_of(plain.graph))
+    assert all(w <= 4 or w % 4 == 0 for _, w in groups_of(other.graph))
+    for a, b in zip(run(plain, feeds), run(other, feeds), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6)
+
+
+def test_training_files_are_written_for_webgpu(tmp_path):
+    images, labels = digits()
+    results = []
+    for provider in ("any", "webgpu"):
+        files = ke.export_training(demo_model("cnn"), path=tmp_path / provider, provider=provider)
+        results.append(files.run([({"image": images[:32]}, labels[:32])] * 3, steps=3))
+        model = onnx.load(files.folder / "training.onnx")
+        wrong = [w for _, w in groups_of(model.graph) if w > 4 and w % 4]
+        assert bool(wrong) == (provider == "any")
+    for name, value in results[0].state.items():
+        np.testing.assert_allclose(results[1].state[name], value, rtol=1e-3, atol=1e-5)

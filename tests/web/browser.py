@@ -1,0 +1,49 @@
+"""Chromium, and servers of folders on this machine, for the tests of pages."""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SITE = os.environ.get("SITE", "")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def served(folder: object) -> Iterator[str]:
+    """The address of a server of a folder."""
+    handler = partial(Quiet, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def driven(script: str, *arguments: object) -> dict:
+    """What a script of this folder prints as JSON."""
+    assert CHROMIUM, "install chromium, or name it with CHROMIUM=/path"
+    done = subprocess.run(
+        ["node", script, *map(str, arguments)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    return json.loads(done.stdout)

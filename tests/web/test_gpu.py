@@ -1,0 +1,42 @@
+"""Training files on WebGPU: those of ``provider="webgpu"`` agree with WASM, and others do not."""
+
+import shutil
+
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.data import demo_model
+from scripts.browser_files import PACKAGE, ROOT, write_digits
+from tests.web.browser import CHROMIUM, HERE, SITE, driven, served
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not SITE, reason="make test-web runs this test"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    for provider in ("any", "webgpu"):
+        ke.export_training(demo_model("cnn"), path=folder / provider, provider=provider)
+    write_digits(folder)
+    shutil.copy(ROOT / "docs" / "browser" / "train.mjs", folder)
+    shutil.copy(HERE / "gpu.html", folder / "index.html")
+    (folder / "ort").symlink_to(PACKAGE / "dist")
+    with served(folder) as address:
+        result = driven("gpu.mjs", address, CHROMIUM)
+    if not result["adapter"]:
+        pytest.skip("this Chromium has no WebGPU adapter in software")
+    return result
+
+
+def test_files_for_webgpu_agree_with_wasm(found):
+    assert "error" not in found
+    assert len(found["webgpu"]) > 15
+    assert max(found["webgpu"].values()) < 1e-4
+
+
+def test_other_files_do_not_while_the_runtime_has_its_fault(found):
+    # If this fails, onnxruntime-web is mended, and graph/webgpu.py may go.
+    assert found["any"]["momentum/conv2.weight"] > 0.05
