@@ -155,7 +155,7 @@ class TrainingFiles:
             rate: Value of the schedule.
 
         Returns:
-            Output name to array. A ``new`` state without entries is the old one.
+            Output name to read-only array. A ``new`` state without entries is the old one.
 
         Raises:
             InputError: An input is missing.
@@ -170,7 +170,7 @@ class TrainingFiles:
             if name not in arrays:
                 raise InputError(f"'{TRAINING}' needs the input '{name}'.")
             feeds[name] = np.asarray(arrays[name], dtype, order="C")
-        return _copies(session.run(tuple(session.output_dtypes), feeds))
+        return session.run(tuple(session.output_dtypes), feeds)
 
     def predict(self, state: AnyState, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return the outputs of ``predict.onnx`` for a state.

@@ -203,6 +203,25 @@ def test_names_of_the_model_may_be_those_of_the_files(tmp_path):
     assert run.losses[-1] < run.losses[0]
 
 
+def test_a_run_takes_the_batches_of_fit(tmp_path):
+    model, (inputs, targets) = network("dense"), data(network("dense"), n=50)
+    files = ke.export_training(model, optimizer="adamw", path=tmp_path / "files")
+    run = files.run((inputs, targets), steps=9, batch_size=16, seed=3)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    history = ke.fit(
+        engine,
+        (inputs, targets),
+        optimizer=ke.AdamW(engine),
+        steps=9,
+        batch_size=16,
+        seed=3,
+        schedule="constant",
+    )
+    np.testing.assert_allclose(run.losses, [r["loss"] for r in history.records], rtol=1e-4)
+    for name, value in files.read(run.state).items():
+        np.testing.assert_allclose(value, history.engine.parameters[name], rtol=1e-3, atol=1e-5)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
