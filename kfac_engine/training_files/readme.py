@@ -90,20 +90,27 @@ foreach (var batch in batches) {{        // Dictionary<string, OrtValue> with {b
 }}
 ```
 
-C++ (`onnxruntime_cxx_api.h`):
+C++ (`onnxruntime_cxx_api.h`). `examples/cpp/train.cpp` of kfac_engine is a whole program. Its
+`Names` are those of the inputs or outputs of a session; `view` refers to the memory of a value:
 
 ```cpp
-Ort::Session trainer(env, "training.onnx", options), first(env, "initial.onnx", options);
-std::vector<std::string> ins = trainer.GetInputNames(), outs = trainer.GetOutputNames();
-std::map<std::string, Ort::Value> state = outputs_by_name(first, first.Run(/* no inputs */ …));
-for (auto& batch : batches) {{           // std::map<std::string, Ort::Value>: {batch}, rate
-  std::vector<Ort::Value> feeds;        // views of batch[name] or state[name]
-  for (auto& name : ins) feeds.push_back(view(batch.count(name) ? batch.at(name) : state.at(name)));
-  auto result =
-      trainer.Run(run, c_names(ins), feeds.data(), feeds.size(), c_names(outs), outs.size());
-  for (size_t i = 0; i < outs.size(); ++i)
-    if (outs[i].rfind("new ", 0) == 0 && result[i].GetTensorTypeAndShapeInfo().GetElementCount())
-      state[outs[i].substr(4)] = std::move(result[i]);
+Ort::Session trainer(environment, "training.onnx", options);
+Ort::Session first(environment, "initial.onnx", options);
+Names inputs(trainer, true), outputs(trainer, false), states(first, false);
+std::map<std::string, Ort::Value> state;
+auto initial = first.Run({{}}, nullptr, nullptr, 0, states.pointers.data(), states.texts.size());
+for (size_t i = 0; i < initial.size(); ++i) state.emplace(states.texts[i], std::move(initial[i]));
+for (auto& data : batches) {{            // std::map<std::string, Ort::Value>: {batch}, rate
+  std::vector<Ort::Value> feeds;
+  for (auto& name : inputs.texts)
+    feeds.push_back(view(data.count(name) ? data.at(name) : state.at(name)));
+  auto results = trainer.Run({{}}, inputs.pointers.data(), feeds.data(), feeds.size(),
+                             outputs.pointers.data(), outputs.texts.size());
+  for (size_t i = 0; i < results.size(); ++i) {{
+    const std::string& name = outputs.texts[i];
+    bool changed = results[i].GetTensorTypeAndShapeInfo().GetElementCount() > 0;
+    if (name.rfind("new ", 0) == 0 && changed) state.at(name.substr(4)) = std::move(results[i]);
+  }}
 }}
 ```
 
