@@ -49,6 +49,13 @@ _OPTIONS = (
         help="Number of steps in a call; with more than one, inputs have a first axis of steps.",
     ),
     Group.OUTPUT.option(
+        "--accumulate",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Number of parts into which a step divides the batch, one after the other.",
+    ),
+    Group.OUTPUT.option(
         "--noise",
         type=Choice(("internal", "input")),
         default="internal",

@@ -6,7 +6,7 @@ further outputs, whose filters are zero, up to a multiple of 4; they are cut off
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import onnx
@@ -116,7 +116,7 @@ def _padded(
         graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
         return name
 
-    def op(kind: str, *inputs: str, to: str = "", **attributes: object) -> str:
+    def op(kind: str, *inputs: str, to: str = "", **attributes: Any) -> str:
         result = to or claim(f"{label}: {kind}", names)
         nodes.append(helper.make_node(kind, inputs, [result], f"node of {result}", **attributes))
         return result

@@ -5,7 +5,7 @@ order of the work in a step, the relative damping and the product ``A⁻¹ V G�
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from typing import Any
@@ -220,9 +220,12 @@ class CurvatureSteps:
         grows, for a part of ``size`` of n examples.
         """
         part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
+        graph, prefix, tape = batch.model.extended_graph(), batch.tape.level.prefix, batch.tape
+        hidden = () if batch.visible else (n for node in graph.nodes for n in node.outputs if n)
+        copied = {name: f"{prefix}{name}" for name in hidden}
         if batch.examples is None or part == 1 or axes.obstacle:
-            return batch
-        tape, n = batch.tape, batch.examples.examples
+            return replace(batch, names={**batch.names, **copied})
+        n = batch.examples.examples
         share = n.astype(np.float32) * part
         rounded = share.new("Round", shape=())
         size = np.maximum(rounded, 1.0).astype(np.int64)
@@ -230,9 +233,7 @@ class CurvatureSteps:
         examples = Size(size)
         j = Recorded(tape, tape.record("Range", bounds), (examples,), np.int64)
         index = ((j + (step * size) // n + 1) * n + (size - 1)) // size - 1 - step
-        prefix = tape.level.prefix
-        names = {**batch.names, **{name: f"{prefix}{name}" for name in axes.inputs}}
-        graph = batch.model.extended_graph()
+        names = {**batch.names, **copied, **{name: f"{prefix}{name}" for name in axes.inputs}}
         nodes = (*graph.nodes, *self._reads.nodes)
         moving = dependent(nodes, (*axes.inputs, *self._reads.cotangents.values()))
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}

@@ -77,6 +77,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     batch_axes: Mapping[str, int] | None = None,
     sample_inputs: Mapping[str, Array] | None = None,
     steps_per_call: int = 1,
+    accumulate: int = 1,
     noise: str = "internal",
     provider: Provider = "any",
     **options: Any,
@@ -108,6 +109,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
             inputs and metrics have a first axis of steps, and the state crosses the border of the
             runtime once in a call; any number of steps runs.
+        accumulate: Number of parts into which a step divides the batch. They are evaluated one
+            after the other, which takes the memory of one of them, and their gradients are added.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
             ``"input"`` for an input with them.
         provider: ``"webgpu"`` writes convolutions so that onnxruntime-web computes them
@@ -128,6 +131,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     one_of("noise", noise, NOISE)
     one_of("provider", provider, PROVIDERS)
     whole("steps_per_call", steps_per_call, least=1)
+    whole("accumulate", accumulate, least=1)
     if steps_per_call > 1 and noise == "input":
         raise UnsupportedError(
             "the random numbers are inputs of one step; leave steps_per_call out, or take noise="
@@ -143,11 +147,17 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     assembly, estimator = build(model, chosen)
     _check_types(assembly.model)
     _check_folder(folder, assembly.model)
+    _check_parts(accumulate, noise, assembly)
     engine = Engine(assembly, estimator, Schedule(), chosen.exps)
     trainer = OPTIMIZERS[optimizer](engine, **options)
     _check_damping(trainer)
     step = StepRecorder(
-        engine, assembly, trainer, noise_is_input=noise == "input", several=steps_per_call > 1
+        engine,
+        assembly,
+        trainer,
+        noise_is_input=noise == "input",
+        several=steps_per_call > 1,
+        parts=accumulate,
     ).record()
     description = replace(
         _described(assembly, optimizer, options, step), steps_per_call=steps_per_call
@@ -235,6 +245,23 @@ def _check_types(model: OnnxModel) -> None:
                 f"parameter '{name}' has the type {array.dtype}, and training files compute in "
                 f"single precision; convert the model to float32, or freeze the parameter."
             )
+
+
+def _check_parts(parts: int, noise: str, assembly: Assembly) -> None:
+    """Refuse to divide batches of a model that does not run on parts."""
+    if parts == 1:
+        return
+    obstacle = assembly.task.example_axes.obstacle
+    if obstacle or not assembly.task.batch.inputs:
+        raise UnsupportedError(
+            f"a step cannot divide the batch: {obstacle or 'no input has an axis of examples'}; "
+            f"leave accumulate out."
+        )
+    if noise == "input" and assembly.model.draws:
+        raise UnsupportedError(
+            "the random numbers of a model are inputs for a whole batch; leave accumulate out, or "
+            "take noise='internal'."
+        )
 
 
 # -- contents --------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Evaluation:
         examples: Number of examples, or None if the model runs with one number only.
         names: Value of the model to its name in the file; the same where absent.
         selection: Numbers of the examples in the batch; None for all of them.
+        visible: Whether other bodies can read its values.
     """
 
     assembly: Assembly
@@ -37,6 +38,7 @@ class Evaluation:
     examples: Size | None
     names: Mapping[str, str]
     selection: Symbol | None = None
+    visible: bool = True
 
     @property
     def model(self) -> OnnxModel:

@@ -72,6 +72,8 @@ class Size:
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.multiply(self.recorded(), other)
+        if isinstance(other, Size) and other.examples is not self.examples:
+            return np.multiply(self.recorded(), other.recorded())
         if isinstance(other, Size):
             return self._of(self.factor * other.factor, self.power + other.power)
         return self._of(self.factor * other, self.power)
@@ -81,6 +83,8 @@ class Size:
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.divide(self.recorded(), other)
+        if isinstance(other, Size) and other.examples is not self.examples:
+            return np.divide(self.recorded(), other.recorded())
         if isinstance(other, Size):
             return self._of(self.factor / other.factor, self.power - other.power)
         return self._of(self.factor / other, self.power)

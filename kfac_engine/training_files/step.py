@@ -62,6 +62,7 @@ class StepRecorder:
         optimizer: An optimizer of the engine that has taken no step.
         noise_is_input: Whether the random numbers of the step are inputs.
         several: Whether a call takes several steps.
+        parts: Number of parts into which a step divides the batch, one after the other.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class StepRecorder:
         *,
         noise_is_input: bool,
         several: bool,
+        parts: int,
     ) -> None:
         self._engine, self._assembly, self._optimizer = engine, assembly, optimizer
         self._model, self._names = assembly.model, trained_names(engine)
         self._noise: list[NoiseInput] | None = [] if noise_is_input else None
-        self._curvature, self._several = None, several
+        self._curvature, self._several, self._parts = None, several, parts
         if isinstance(optimizer, KfacOptimizer):
             noise = self._noise
             self._curvature = CurvatureSteps(engine, assembly, optimizer, noise, whole=several)
@@ -121,12 +123,17 @@ class StepRecorder:
         batch = Evaluation(self._assembly, tape, self._examples(tape, names), names)
         step, rate = values["step"], Recorded(tape, names.get("rate", "rate"), (), _FLOAT)
         random = RandomNodes(Draws(tape, step, self._noise)).write
-        loss, metrics, gradients = self._pass(batch, random)
+        if self._parts > 1:
+            loss, metrics, gradients, buffers = self._accumulated(batch, step)
+            batch = replace(batch, visible=False)
+        else:
+            loss, metrics, gradients = self._pass(batch, random, batch.examples)
+            buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients)
 
         def updated() -> list[Symbol]:
             new = self._updated(batch, values, gradients, step, rate, random)
-            new |= {old: batch[latest] for old, latest in self._model.new_buffers.items()}
+            new |= buffers
             new["step"] = step + 1
             return [new[name] for name in state]
 
@@ -138,6 +145,54 @@ class StepRecorder:
         results = dict(zip(state, tape.branch(finite, updated, unchanged), strict=True))
         new_state = {f"{NEW}{name}": value for name, value in results.items()}
         return {"loss": loss, **metrics, "finite": finite, **new_state}
+
+    def _accumulated(
+        self, batch: Evaluation, step: Symbol
+    ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol], dict[str, Symbol]]:
+        """Record the passes over parts of the batch; return sums, and new running statistics."""
+        tape, buffers = batch.tape, self._model.new_buffers
+        assert batch.examples is not None, "the caller checks it"
+        count = np.minimum(batch.examples.examples, self._parts)
+        with tape.body() as level:
+            index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
+            number = Recorded(tape, index, (), _INTEGER)
+            part = self._part(batch, number, count)
+            # Each part has random numbers of its own.
+            draws = Draws(tape, step * self._parts + number, self._noise)
+            loss, metrics, gradients = self._pass(part, RandomNodes(draws).write, batch.examples)
+            values = [loss, *metrics.values(), *gradients.values()]
+            sums = [v.named(f"{level.prefix}sum {i}") for i, v in enumerate(values)]
+            new = [old + value for old, value in zip(sums, values, strict=True)]
+            new += [part[latest] for latest in buffers.values()]
+            carried = [*sums, *(part[name] for name in buffers)]
+            counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
+            inputs = [Input(v.name, v.dtype, v.shape) for v in carried]
+            body = level.closed([Recorded(tape, go, (), np.bool_), *new], [*counters, *inputs])
+        zeros: list[Symbol] = [np.zeros_like(value) for value in sums]
+        first = [*(zero.name for zero in zeros), *(batch[name].name for name in buffers)]
+        names = tape.level.multi("Loop", [count.name, "", *first], [""] * len(carried), body=body)
+        results = iter(v.named(name) for v, name in zip(carried, names, strict=True))
+        total = next(results)
+        return (
+            total,
+            {name: next(results) for name in metrics},
+            {name: next(results) for name in gradients},
+            {name: next(results) for name in buffers},
+        )
+
+    def _part(self, batch: Evaluation, number: Symbol, count: Symbol) -> Evaluation:
+        """Record the inputs and targets of one of ``count`` parts of the batch."""
+        tape, n = batch.tape, batch.examples
+        assert n is not None, "the caller checks it"
+        axes = {**self._assembly.task.batch.inputs, **self._target_axes}
+        changing = (*axes, *self._model.new_buffers)
+        names = {**batch.names, **{name: f"{tape.level.prefix}{name}" for name in changing}}
+        start, stop = ((number + k) * n.examples // count for k in (0, 1))
+        for name, axis in axes.items():
+            bounds = (start.reshape(1).name, stop.reshape(1).name, tape.integers(axis))
+            source = batch.names.get(name, name)
+            tape.level.op("Slice", source, *bounds, result=names[name])
+        return Evaluation(self._assembly, tape, Size(stop - start), names)
 
     def _looped(
         self, tape: Tape, state: Mapping[str, Array], data: Sequence[Input]
@@ -209,9 +264,18 @@ class StepRecorder:
         return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 
     def _pass(
-        self, batch: Evaluation, random: Writer
+        self, batch: Evaluation, random: Writer, examples: Any
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
-        """Record the forward and the backward pass; return loss, metrics and gradients."""
+        """Record the forward and the backward pass; return loss, metrics and gradients.
+
+        Args:
+            batch: The batch, or a part of it.
+            random: Writes random nodes.
+            examples: Number of examples of the whole batch.
+
+        Returns:
+            The loss, the metrics and the gradients, each a share of those of the whole batch.
+        """
         tape, model, objective = batch.tape, self._model, self._engine.objective
         backward = model.backward(objective.inputs, self._names)
         tape.graph.constants.update(constants_of(model, backward))
@@ -224,7 +288,7 @@ class StepRecorder:
         towers = [tower for loss in objective.losses for tower in loss.towers]
         loss, cotangents = None, dict[str, Symbol]()
         hits: list[Symbol] = []
-        for tower, weight in zip(towers, objective.weights(values), strict=True):
+        for tower, weight in zip(towers, objective.weights(values, examples=examples), strict=True):
             observed = targets[tower.require_target_name()]
             part = tower.negative_log_probs(values, observed).sum() * weight
             loss = part if loss is None else loss + part
@@ -239,8 +303,9 @@ class StepRecorder:
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
         metrics = {}
-        if len(hits) == len(towers) == 1:
-            metrics["accuracy"] = hits[0].astype(_FLOAT).mean()
+        if self._has_accuracy:
+            share = 1.0 if examples is None else batch.examples / examples
+            metrics["accuracy"] = hits[0].astype(_FLOAT).mean() * share
         gradients: dict[str, Symbol] = {}
         for name in self._names:
             shape, result = model.parameters[name].shape, backward.gradients.get(name)
@@ -307,6 +372,19 @@ class StepRecorder:
                 shape[axes[entry.name]] = "batch"
             declared.append(Input(entry.name, entry.dtype, tuple(shape)))
         return declared
+
+    @property
+    def _has_accuracy(self) -> bool:
+        losses = self._engine.objective.losses
+        towers = [tower for loss in losses for tower in loss.towers]
+        return len(towers) == 1 and towers[0].discrete
+
+    @property
+    def _target_axes(self) -> dict[str, int]:
+        """Name of the targets of each loss to the axis of their examples."""
+        places = self._assembly.task.batch.places
+        heads = self._assembly.task.heads
+        return {h.loss.require_target_name(): places[h.output].axis for h in heads}
 
     @property
     def _target_names(self) -> dict[str, str]:

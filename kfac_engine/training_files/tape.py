@@ -112,7 +112,7 @@ class Tape:
         """Add a node with one result, unless the same is known; return the name of the result."""
         attributes = attributes or {}
         key = (op, *inputs, *sorted(attributes.items()))
-        # A body casts for itself: the runtime warns where it cannot remove a cast that a body reads.
+        # A body casts for itself: the runtime warns of casts that it cannot remove for a body.
         for level in self.levels if op != "Cast" else (self.level,):
             if key in level.computed:
                 return level.computed[key]

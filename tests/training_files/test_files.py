@@ -432,3 +432,74 @@ def test_a_dropout_whose_mode_is_an_input_is_refused(tmp_path):
     model.graph.initializer.extend(kept)
     with pytest.raises(ke.UnsupportedError, match="Dropout"):
         ke.export_training(model, path=tmp_path / "files")
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+@pytest.mark.parametrize("net", ["conv2d", "attention", "embedding", "gru"])
+def test_parts_of_a_batch_give_the_step_of_the_batch(optimizer, net, tmp_path):
+    model = network(net)
+    whole, parts = (
+        ke.export_training(model, optimizer=optimizer, path=tmp_path / str(n), accumulate=n)
+        for n in (1, 3)
+    )
+    batches = [data(model, seed, n) for seed, n in enumerate((12, 7, 3, 2, 1, 12))]
+    first, second = (files.run(batches, steps=6) for files in (whole, parts))
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
+    for name, value in first.state.items():
+        np.testing.assert_allclose(second.state[name], value, rtol=1e-3, atol=1e-5)
+    inputs, targets = batches[1]
+    states = first.state, second.state
+    a, b = (f.step(s, inputs, targets) for f, s in zip((whole, parts), states, strict=True))
+    np.testing.assert_allclose(a["accuracy"], b["accuracy"], atol=1e-6)
+
+
+def test_parts_in_several_steps_a_call_and_with_other_options(tmp_path):
+    model = network("conv2d")
+    options = [{}, {"accumulate": 2, "steps_per_call": 3, "statistics_part": 1.0}]
+    one, many = (
+        ke.export_training(model, path=tmp_path / str(i), **{"statistics_part": 1.0, **chosen})
+        for i, chosen in enumerate(options)
+    )
+    batches = [data(model, seed) for seed in range(6)]
+    first, second = (files.run(batches, steps=6) for files in (one, many))
+    np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
+
+
+def test_running_statistics_follow_the_parts(tmp_path):
+    model = network("batch normalization")
+    files = ke.export_training(model, optimizer="adamw", path=tmp_path / "files", accumulate=2)
+    inputs, targets = data(model)
+    results = files.step(files.initial(), inputs, targets)
+    halves = [{"input": inputs["input"][part]} for part in (slice(0, 6), slice(6, 12))]
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    for half, chosen in zip(halves, (targets[:6], targets[6:]), strict=True):
+        engine.gradients(half, chosen, update_buffers=True)
+    for name, value in engine.buffers.items():
+        np.testing.assert_allclose(results[f"new {name}"], value, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_have_masks_of_their_own(tmp_path):
+    model = dropping(0.5)
+    files = ke.export_training(
+        model, optimizer="sgd", learning_rate=0.0, path=tmp_path / "files", accumulate=2
+    )
+    run = files.run([data(model)] * 5, steps=5)
+    assert len(set(run.losses)) == 5
+    with pytest.raises(ke.UnsupportedError, match="accumulate"):
+        ke.export_training(model, path=tmp_path / "other", accumulate=2, noise="input")
+
+
+def test_a_model_of_one_batch_size_is_not_divided(tmp_path):
+    net = Net()
+    net.dense("fc", "input", 5, 6)
+    net.op("Reshape", "fc", net.constant("shape", np.array([4, 2, 3])), to="split")
+    net.op("ReduceMean", "split", net.constant("axis", np.array([1])), to="output", keepdims=0)
+    model = net.model({"input": [4, 5]}, {"output": [4, 3]})
+    with pytest.raises(ke.UnsupportedError, match="accumulate"):
+        ke.export_training(model, path=tmp_path / "files", accumulate=2)
+    files = ke.export_training(model, path=tmp_path / "files")
+    run = files.run([data(model, seed, 4) for seed in range(4)], steps=8, batch_size=4)
+    assert run.losses[-1] < run.losses[0]
