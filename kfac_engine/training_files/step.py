@@ -168,8 +168,8 @@ class StepRecorder:
             counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
             inputs = [Input(v.name, v.dtype, v.shape) for v in carried]
             body = level.closed([Recorded(tape, go, (), np.bool_), *new], [*counters, *inputs])
-        zeros: list[Symbol] = [np.zeros_like(value) for value in sums]
-        first = [*(z.name for z in zeros), *(batch.names.get(n, n) for n in buffers)]
+        zeros: Any = [np.zeros_like(value) for value in sums]
+        first = [*(zero.name for zero in zeros), *(batch.names.get(b, b) for b in buffers)]
         names = tape.level.multi("Loop", [count.name, "", *first], [""] * len(carried), body=body)
         results = iter(v.named(name) for v, name in zip(carried, names, strict=True))
         total = next(results)
