@@ -41,6 +41,11 @@ def array_module(array: Array) -> ModuleType:
     return sys.modules[library]
 
 
+def is_recorded(array: Array) -> bool:
+    """Return whether an array records operations for a file; its entries are not known."""
+    return _library(array) == _RECORDED
+
+
 def on_device(array: Array) -> bool:
     """Return whether an array is in the memory of a GPU."""
     return _library(array) == "cupy"

@@ -233,7 +233,8 @@ class LossFunction(LossOperations, ABC):
         """
         observed = self.observe(values) if observed is None else observed
         terms = self.negative_log_probs(values, _given(observed))
-        return float(times(terms, observed.weights).sum(dtype=np.float64))
+        value: float = times(terms, observed.weights).sum(dtype=np.float64).item()
+        return value
 
     def value_of(self, values: Values, targets: Array) -> float:
         """Return the sum of −log p of ``targets``, accumulated in float64."""
@@ -254,7 +255,7 @@ class LossFunction(LossOperations, ABC):
         """
         observed = self.observe(values) if observed is None else observed
         terms, gradient = self.terms_and_gradient(values, _given(observed))
-        value = float(times(terms, observed.weights).sum(dtype=np.float64))
+        value: float = times(terms, observed.weights).sum(dtype=np.float64).item()
         return value, {name: times(array, observed.weights) for name, array in gradient.items()}
 
     def gradient(self, values: Values) -> dict[str, Array]:
@@ -360,8 +361,7 @@ class LossFunction(LossOperations, ABC):
         """Return checked targets, with zeros in place of those that do not count, and weights."""
         shape, axis = values[self.inputs[0]].shape, self._axis(values)
         rows = targets.ndim < len(shape)  # a target for each prediction, not for each entry
-        soft = not (rows or self.entrywise)
-        hidden = None if soft else self.ignore_index
+        hidden = self._hidden(values, targets)
         if hidden is None or not self.may_observe(values, hidden):
             try:
                 self.check_target_array(values, targets)
@@ -375,18 +375,40 @@ class LossFunction(LossOperations, ABC):
                     raise
             else:
                 return targets, counts
-        # Targets that do not count may be anything.
+        targets, counts = self.masked(values, targets, counts)
+        self.check_target_array(values, targets)
+        return targets, counts
+
+    def masked(
+        self, values: Values, targets: Array, counts: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return targets with zeros in place of those that do not count, and their weights.
+
+        Args:
+            values: The inputs by name.
+            targets: Targets; those that do not count may be anything.
+            counts: Weights of the predictions; None for ones.
+
+        Returns:
+            The targets, and weights that are zero where targets equal ``ignore_index``.
+        """
+        shape, axis = values[self.inputs[0]].shape, self._axis(values)
+        rows, hidden = targets.ndim < len(shape), self._hidden(values, targets)
         xp = array_module(targets)
         if hidden is not None:
             counting = targets != hidden
             counting = xp.expand_dims(counting, axis) if rows else counting
             counts = counting if counts is None else times(counts, counting)
-        assert counts is not None, "a target that does not count is ignored or has a weight"
+        if counts is None:
+            return targets, None
         left_out = xp.squeeze(counts, axis) == 0 if rows else counts == 0
-        dummy = 1 / shape[axis] if soft else 0
-        targets = xp.where(left_out, dummy, targets)
-        self.check_target_array(values, targets)
-        return targets, counts
+        dummy = 0 if rows or self.entrywise else 1 / shape[axis]
+        return xp.where(left_out, dummy, targets), counts
+
+    def _hidden(self, values: Values, targets: Array) -> int | None:
+        """Return the target that does not count; None if targets are rows of probabilities."""
+        rows = targets.ndim < values[self.inputs[0]].ndim
+        return self.ignore_index if rows or self.entrywise else None
 
     def _given_weights(self, values: Values) -> Array | None:
         """Return the weights of the caller, after checks; None if there are none."""

@@ -100,7 +100,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         weights, total = counts, observed.total
         if w is not None and ids is not None:
             weights = times(xp.expand_dims(xp.asarray(w)[ids], axis), counts)
-            total = float(weights.sum(dtype=np.float64))
+            total = weights.sum(dtype=np.float64).item()
             if not self.label_smoothing:
                 return replace(observed, weights=weights, total=total)
         rows = labels if ids is None else _one_hot_rows(ids, z, axis)

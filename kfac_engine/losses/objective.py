@@ -23,6 +23,7 @@ parts, and its gradient is the sum of their gradients.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from numbers import Real
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -72,7 +73,7 @@ class BatchSize:
         """
         if count == self.examples:
             return self
-        return BatchSize(count, tuple(total * count / self.examples for total in self.totals))
+        return BatchSize(count, tuple(total / self.examples * count for total in self.totals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +335,7 @@ class Objective:
         scales: dict[str, float | Array] = {}
         divisors = self._divisors(observation.whole)
         for tower, seen, divisor in zip(self.towers, observation.towers, divisors, strict=True):
-            scale = sqrt(observation.whole.examples / divisor)
+            scale = (observation.whole.examples / divisor) ** 0.5
             for name in tower.inputs:
                 if name in scales and not (seen.weights is None and scales[name] == scale):
                     raise UnsupportedError(
@@ -399,7 +400,7 @@ class Objective:
             NonFiniteError: No prediction of a loss counts.
         """
         for tower, total in zip(self.towers, whole.totals, strict=True):
-            if not total > 0:
+            if isinstance(total, Real) and not total > 0:  # a file finds out in a run
                 raise NonFiniteError(
                     f"no target of the loss on '{tower.inputs[0]}' counts: each is ignored or has "
                     f"the weight 0; leave the batch out."

@@ -147,4 +147,5 @@ def total_weight(counts: Array | None, shape: tuple[int, ...], axis: int) -> flo
     predictions = prod(shape) // shape[axis] if len(shape) > 1 else shape[0]
     if counts is None:
         return predictions
-    return float(counts.sum(dtype=np.float64)) * predictions / counts.size
+    total: float = counts.sum(dtype=np.float64).item() * predictions / counts.size
+    return total

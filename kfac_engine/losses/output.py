@@ -48,9 +48,13 @@ class OutputLoss(LossFunction):
     def observe(self, values: Values, *, targets: bool = True) -> Observed:
         del targets
         array = read_input(values, self.inputs[0])
-        if not array.ndim:
-            return Observed(array, None, array, None, 1)
-        require_predictions(self.inputs[0], array, 1, -1)
+        if array.ndim:
+            require_predictions(self.inputs[0], array, 1, -1)
+        return self.weigh(values, None, None)
+
+    def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
+        del labels, counts
+        array = read_input(values, self.inputs[0])
         return Observed(array, None, array, None, prod(array.shape))
 
     def read(self, values: Named, *, targets: bool = False) -> dict[str, Array]:

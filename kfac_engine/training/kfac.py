@@ -325,7 +325,7 @@ class KfacOptimizer(Optimizer):
             momentum=evaluated_momentum(self._momentum, steps),
             damping=self._damping,
             l2=self._l2,
-            batch=({}, None),
+            batch=(),
             predicts=False,
             clock=StageClock(),
         )

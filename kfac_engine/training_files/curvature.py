@@ -4,7 +4,7 @@ Statistics, estimation modes and packings are the library's own, recorded. Writt
 order of the work in a step, the relative damping and the product ``A⁻¹ V G⁻¹`` of a block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
@@ -18,21 +18,25 @@ from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, relative_
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.stacked import GroupedMoment
-from kfac_engine.curvature.factors.statistics import KroneckerMoment
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, rows_name
+from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.layers.parameter_slices import join, split
+from kfac_engine.losses.objective import Observation
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.inverse import damped_inverses
-from kfac_engine.training_files.operations import Draws, NoiseInput, Operations
+from kfac_engine.training_files.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.training_files.parts import Evaluation, Writer, dependent, forward_nodes
 from kfac_engine.training_files.recorded import Recorded, Size, Symbol
 from kfac_engine.training_files.tape import Tape
 
 Values = Mapping[str, Symbol]
 _NEVER = -1
+_TINY = 1e-30  # least divisor
 # Statistics whose averages are matrices, or stacks of them.
 _MOMENTS = (KroneckerMoment, GroupedMoment)
 
@@ -104,10 +108,24 @@ class CurvatureSteps:
     @cached_property
     def _reads(self) -> Any:
         """The backward graph to the values whose gradients the statistics read."""
-        names = (name for factor in self._factors for name in factor.statistic.names())
+        names = [name for factor in self._factors for name in factor.statistic.names()]
         gradients = self._sources.gradients
         wanted = dict.fromkeys(gradients[name] for name in names if name in gradients)
+        wanted |= dict.fromkeys(name for layer in self._layers for name in layer.outputs)
         return self._assembly.model.backward(self._engine.objective.inputs, tuple(wanted))
+
+    @cached_property
+    def _weighted(self) -> bool:
+        """Whether targets have weights, such as those that equal ``ignore_index``."""
+        seen = Evaluation(self._assembly, new_tape(""), None, {}).observe(self._engine.objective)
+        return any(observed.weights is not None for observed in seen.towers)
+
+    @cached_property
+    def _layers(self) -> tuple[LayerRows, ...]:
+        """The layers whose rows may not count; none if all targets count alike."""
+        read = {name for factor in self._factors for name in factor.statistic.names()}
+        layers = self._sources.layers if self._weighted else ()
+        return tuple(layer for layer in layers if not read.isdisjoint(layer.inputs))
 
     @property
     def constants(self) -> Mapping[str, Array]:
@@ -120,6 +138,8 @@ class CurvatureSteps:
             name: np.array(_NEVER, np.int64) for name in ("last statistics", "last refresh")
         }
         state["statistics weight"] = np.zeros((), np.float32)
+        if self._weighted:
+            state["statistics rows"] = np.zeros(len(self._factors), np.float32)
         for index, factor in enumerate(self._factors):
             shape = factor.statistic.shape(self._samples(factor))
             for kind in ("average", "inverse"):
@@ -158,7 +178,8 @@ class CurvatureSteps:
             return Update(unchanged_state, {n: Missing(n, v) for n, v in vectors.items()})
         averages = [state[f"average/{i}"] for i in range(count)]
         stored = [state[f"inverse/{i}"] for i in range(count)]
-        weight = state["statistics weight"]
+        names = [n for n in ("statistics weight", "statistics rows") if n in state]
+        totals = [state[name] for name in names]
         every = (int(self._options[k]) for k in ("statistics_every", "refresh_every"))  # type: ignore[call-overload] # whole numbers
         last = (state["last statistics"], state["last refresh"])
         observes, refreshes = (_is_due(step, n, k) for n, k in zip(last, every, strict=True))
@@ -166,11 +187,12 @@ class CurvatureSteps:
         def unchanged(arrays: list[Symbol]) -> list[Symbol]:
             return arrays if self._whole else [_empty(tape, array) for array in arrays]
 
-        *measured, new_weight = tape.branch(
+        results = tape.branch(
             observes,
-            lambda: self._observed(batch, averages, weight, step, random),
-            lambda: [*unchanged(averages), weight],
+            lambda: self._observed(batch, averages, totals, step, random),
+            lambda: [*unchanged(averages), *totals],
         )
+        measured, new_totals = results[:count], results[count:]
 
         def fresh() -> list[Symbol]:
             current = tape.branch(observes, lambda: measured, lambda: averages)
@@ -181,12 +203,11 @@ class CurvatureSteps:
             return [*unchanged(stored), *self._natural(vectors, stored).values()]
 
         results = tape.branch(refreshes, fresh, old)
-        names = self._natural_names(vectors)
         natural: dict[str, Any] = {n: Missing(n, v) for n, v in vectors.items()}
-        natural |= dict(zip(names, results[count:], strict=True))
+        natural |= dict(zip(self._natural_names(vectors), results[count:], strict=True))
         new = {f"average/{i}": a for i, a in enumerate(measured)}
         new |= {f"inverse/{i}": a for i, a in enumerate(results[:count])}
-        new["statistics weight"] = new_weight
+        new |= dict(zip(names, new_totals, strict=True))
         for name, is_due in (("last statistics", observes), ("last refresh", refreshes)):
             new[name] = np.where(is_due, step, state[name])
         return Update(new, natural)
@@ -197,21 +218,41 @@ class CurvatureSteps:
         self,
         batch: Evaluation,
         averages: list[Symbol],
-        weight: Symbol,
+        totals: list[Symbol],
         step: Symbol,
         random: Writer,
     ) -> list[Symbol]:
-        """Return the averages after the statistics of a part of the batch, and their weight."""
+        """Return the averages after the statistics of a part of the batch, and their totals."""
         part = self._part(batch, step)
-        total = MovingAverage(weight=weight)
+        total = MovingAverage(weight=totals[0])
         decay, config = self._engine.estimator.cov_ema_decay, self._engine.collection.config
-        beta, alpha = total.coefficients(decay, 1.0, config)
-        new = [average.copy() for average in averages]
-        for number, values in enumerate(self._sources_of(batch, part, step, random)):
+        coefficients = total.coefficients(decay, 1.0, config)
+        new, operations = [average.copy() for average in averages], Operations(batch.tape)
+        observation, values = self._measured(batch, part, step, random)
+        if not self._weighted:
             for average, factor in zip(new, self._factors, strict=True):
-                operations: Any = Operations(batch.tape)
-                factor.statistic.add_to(average, values, operations, alpha, 1.0 if number else beta)
-        return [*new, total.weight]
+                _add(factor, average, values, operations, coefficients)
+            return [*new, total.weight]
+        # A part in which no target counts changes nothing.
+        counts: Any = np.greater(_least(observation.size.totals), 0.0)
+        beta, alpha = (np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True))
+        share = np.where(counts, 1.0 / total.weight, 0.0)
+        rows: list[Symbol] = []
+        for i, (average, factor) in enumerate(zip(new, self._factors, strict=True)):
+            names = [rows_name(name) for name in factor.statistic.names()]
+            before = totals[1][i]
+            if all(name in values for name in names):
+                # As ``MovingAverage`` with another number of rows for each example.
+                number = sum(values[name].sum() for name in names) / observation.size.examples
+                mean = before + share * (number - before)
+                divisor = np.maximum(mean, _TINY)
+                _add(factor, average, values, operations,
+                     (beta * (before / divisor), alpha * (number / divisor)))  # fmt: skip
+            else:
+                mean = before
+                _add(factor, average, values, operations, (beta, alpha))
+            rows.append(mean.reshape(1))
+        return [*new, np.where(counts, total.weight, totals[0]), np.concatenate(rows)]
 
     def _part(self, batch: Evaluation, step: Symbol) -> Evaluation:
         """Return an evaluation of another part of the batch in each step.
@@ -237,13 +278,13 @@ class CurvatureSteps:
         nodes = (*graph.nodes, *self._reads.nodes)
         moving = dependent(nodes, (*axes.inputs, *self._reads.cotangents.values()))
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
-        names |= {name: f"{prefix}{name}" for name in moving}
+        names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
         return Evaluation(batch.assembly, tape, examples, names, index)
 
-    def _sources_of(
+    def _measured(
         self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
-    ) -> Iterator[dict[str, Symbol]]:
-        """Write the passes of the statistics; yield the values that they read, of each source."""
+    ) -> tuple[Observation, dict[str, Symbol]]:
+        """Write the passes of the statistics; return targets, and the values that they read."""
         tape, model = batch.tape, batch.model
         objective, mode = self._engine.objective, self._sources.mode
         level, names = tape.level, dict(part.names)
@@ -262,26 +303,34 @@ class CurvatureSteps:
             names |= {n: f"{prefix}{n}" for n in (*results, *self._reads.cotangents.values())}
             part = Evaluation(batch.assembly, tape, batch.examples, names)
         else:
-            for name, axis in self._engine.example_axes.inputs.items():
+            axes = self._engine.example_axes.inputs
+            for name, axis in {**axes, **(batch.target_axes if self._weighted else {})}.items():
                 whole = batch.names.get(name, name)
                 level.op("Gather", whole, index.name, axis=axis, result=names[name])
         wanted = (*forward, *objective.inputs, *self._reads.saved)
         part.write(forward_nodes(model, wanted), random, level.prefix)
         values: dict[str, Symbol] = {}
         values |= {name: part[name] for name in (*objective.inputs, *forward, *counted)}
-        examples: Any = batch.examples
-        scales = objective.fisher_scales(values, examples=examples)
+        observation = part.observe(objective)
+        size: Any = observation.size
+        examples: Any = batch.examples or size.examples
+        observation = observation.within(size.of_examples(examples))
         rng: Any = Draws(tape, step, self._noise)
-        for source in mode.sources(objective.losses, values, rng, {}):
-            for name, cotangent in source.items():
-                scaled: Symbol = cotangent * scales.get(name, 1.0)
-                level.op("Identity", scaled.name, result=names[self._reads.cotangents[name]])
-            part.write(self._reads.nodes, random, level.prefix)
-            for name in reads:
-                if name in gradients:
-                    value = gradients[name]
-                    values[name] = part.value(self._reads.gradients[value], value)
-            yield values
+        (source,) = mode.sources(objective.losses, values, rng, {})
+        scales: dict[str, Any] = dict(objective.fisher_scales(observation))
+        scales = {n: k.recorded() if isinstance(k, Size) else k for n, k in scales.items()}
+        for name, cotangent in scaled(source, scales).items():
+            level.op("Identity", cotangent.name, result=names[self._reads.cotangents[name]])
+        part.write(self._reads.nodes, random, level.prefix)
+        arrays = {v: part.value(result, v) for v, result in self._reads.gradients.items()}
+        values |= {name: arrays[gradients[name]] for name in reads if name in gradients}
+        rows = [seen.weights for seen in observation.towers]
+        pairs, where = zip(objective.towers, rows, strict=True), self._sources.axes
+        weights = ExampleWeights.of(pairs, part, size.examples, where)
+        if weights is not None:
+            operations: Any = Operations(tape)
+            values |= weights.of_rows(self._layers, arrays, operations)
+        return observation, values
 
     # -- inverses ----------------------------------------------------------------------------------
 
@@ -341,6 +390,26 @@ def _has_matrices(block: KroneckerProductFB) -> bool:
         isinstance(factor, DenseSquareMatrixFactor) and type(factor.statistic) in _MOMENTS
         for factor in block.factors
     )
+
+
+def _add(
+    factor: FisherFactor,
+    average: Symbol,
+    values: Values,
+    operations: Any,
+    coefficients: tuple[Any, Any],
+) -> None:
+    """Compute ``average ← beta·average + alpha·measurement``."""
+    beta, alpha = coefficients
+    factor.statistic.add_to(average, values, operations, alpha, beta)
+
+
+def _least(numbers: Sequence[Any]) -> Any:
+    """Return the smallest of numbers, some of which a file knows in a run only."""
+    least, *others = numbers
+    for number in others:
+        least = np.minimum(least, number)
+    return least
 
 
 def _names(key: Params) -> tuple[str, ...]:

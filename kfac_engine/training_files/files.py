@@ -296,7 +296,7 @@ class TrainingFiles:
         epoch = 0
         while True:
             count = -1
-            for count, batch in enumerate(train.epoch(epoch)):  # noqa: B007 (counts the batches)
+            for count, (batch,) in enumerate(train.steps(epoch)):  # noqa: B007 (counts the batches)
                 yield batch
             if count < 0:
                 raise InputError("the data have no batch left; pass more of them, or fewer steps.")

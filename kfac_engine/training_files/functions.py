@@ -44,6 +44,9 @@ class Namespace:
 
     empty = zeros
 
+    def ones(self, shape: Any, dtype: Any = _FLOAT) -> Symbol:
+        return self.zeros(shape, dtype) + 1
+
     def result_type(self, *values: Any) -> DType:
         return _common([lifted(self.tape, value) for value in values])
 
@@ -266,6 +269,16 @@ def identity_like(x: Symbol) -> Symbol:
     return matrix.new("EyeLike", shape=(d, d))
 
 
+def _repeat(x: Symbol, count: int) -> Symbol:
+    """Return a vector with each entry several times, one after the other."""
+    return x[:, None].broadcast((*x.shape, count)).reshape(-1)
+
+
+def _tile(x: Symbol, count: int) -> Symbol:
+    """Return a vector several times."""
+    return x[None].broadcast((count, *x.shape)).reshape(-1)
+
+
 def _split(x: Symbol, parts: int, axis: int = 0) -> list[Symbol]:
     width = x.shape[axis] // parts
     place = axis % x.ndim
@@ -290,6 +303,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "take_along_axis": _take_along_axis,
     "trace": _trace,
     "split": _split,
+    "repeat": _repeat,
+    "tile": _tile,
     "zeros_like": _zeros_like,
     "empty_like": _zeros_like,
     "ones_like": lambda x: _full_like(x, 1),

@@ -80,8 +80,8 @@ class Operations:
         x: Symbol,
         out: Symbol,
         *,
-        feature_axis: int,
-        homogeneous: bool,
+        feature_axis: int = -1,
+        homogeneous: bool = False,
         alpha: Any,
         beta: Any,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Node
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
 from kfac_engine.training_files.tape import Tape
@@ -64,6 +66,35 @@ class Evaluation:
         elif self.examples is not None and axis is not None:
             shape[axis] = self.examples
         return tuple(shape)
+
+    @property
+    def target_axes(self) -> dict[str, int]:
+        """Name of the targets of each loss to the axis of their examples."""
+        task = self.assembly.task
+        return {
+            head.loss.require_target_name(): task.batch.places[head.output].axis
+            for head in task.heads
+        }
+
+    def targets(self, loss: LossFunction) -> Recorded:
+        """Return the targets of a loss."""
+        name, shape = loss.require_target_name(), list(self.shape(loss.inputs[0]))
+        facts = self.model.facts
+        samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in loss.inputs}
+        drawn = loss.sample(samples, np.random.default_rng(0))
+        if drawn.ndim < len(shape):
+            del shape[loss.class_axis % len(shape)]
+        return Recorded(self.tape, self.names.get(name, name), tuple(shape), drawn.dtype)
+
+    def observe(self, objective: Objective) -> Observation:
+        """Record how much each target counts; see ``Objective.observe``."""
+        values: Any = self
+        towers = [
+            tower.weigh(values, *tower.masked(values, self.targets(tower), None))
+            for tower in objective.towers
+        ]
+        size = BatchSize(objective.examples(values), tuple(seen.total for seen in towers))
+        return Observation(tuple(towers), size, size)
 
     def write(self, nodes: Iterable[Node], random: Writer, renamed_only: str = "") -> None:
         """Write nodes of the model with the names of this evaluation.

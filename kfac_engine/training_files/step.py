@@ -11,6 +11,8 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Input
+from kfac_engine.losses.objective import Observation
+from kfac_engine.losses.observed import times
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training_files.curvature import CurvatureSteps
@@ -127,7 +129,7 @@ class StepRecorder:
             loss, metrics, gradients, buffers = self._accumulated(batch, step)
             batch = replace(batch, visible=False)
         else:
-            loss, metrics, gradients = self._pass(batch, random, batch.examples)
+            loss, metrics, gradients = self._pass(batch, random)
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients)
 
@@ -153,13 +155,14 @@ class StepRecorder:
         tape, buffers = batch.tape, self._model.new_buffers
         assert batch.examples is not None, "the caller checks it"
         count = np.minimum(batch.examples.examples, self._parts)
+        whole = batch.observe(self._engine.objective)
         with tape.body() as level:
             index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
             number = Recorded(tape, index, (), _INTEGER)
             part = self._part(batch, number, count)
             # Each part has random numbers of its own.
             draws = Draws(tape, step * self._parts + number, self._noise)
-            loss, metrics, gradients = self._pass(part, RandomNodes(draws).write, batch.examples)
+            loss, metrics, gradients = self._pass(part, RandomNodes(draws).write, whole)
             values = [loss, *metrics.values(), *gradients.values()]
             sums = [v.named(f"{level.prefix}sum {i}") for i, v in enumerate(values)]
             new = [old + value for old, value in zip(sums, values, strict=True)]
@@ -184,7 +187,7 @@ class StepRecorder:
         """Record the inputs and targets of one of ``count`` parts of the batch."""
         tape, n = batch.tape, batch.examples
         assert n is not None, "the caller checks it"
-        axes = {**self._assembly.task.batch.inputs, **self._target_axes}
+        axes = {**self._assembly.task.batch.inputs, **batch.target_axes}
         changing = (*axes, *self._model.new_buffers)
         names = {**batch.names, **{name: f"{tape.level.prefix}{name}" for name in changing}}
         start, stop = ((number + k) * n.examples // count for k in (0, 1))
@@ -264,14 +267,14 @@ class StepRecorder:
         return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 
     def _pass(
-        self, batch: Evaluation, random: Writer, examples: Any
+        self, batch: Evaluation, random: Writer, whole: Observation | None = None
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
         """Record the forward and the backward pass; return loss, metrics and gradients.
 
         Args:
             batch: The batch, or a part of it.
             random: Writes random nodes.
-            examples: Number of examples of the whole batch.
+            whole: The targets of the whole batch, if this is a part of it.
 
         Returns:
             The loss, the metrics and the gradients, each a share of those of the whole batch.
@@ -284,28 +287,16 @@ class StepRecorder:
         wanted = (*backward.saved, *objective.inputs, *model.new_buffers.values())
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
-        targets = {name: self._target(batch, name) for name in self._target_names}
-        towers = [tower for loss in objective.losses for tower in loss.towers]
-        loss, cotangents = None, dict[str, Symbol]()
-        hits: list[Symbol] = []
-        for tower, weight in zip(towers, objective.weights(values, examples=examples), strict=True):
-            observed = targets[tower.require_target_name()]
-            part = tower.negative_log_probs(values, observed).sum() * weight
-            loss = part if loss is None else loss + part
-            for name, gradient in tower.gradient_of(values, observed).items():
-                scaled = gradient * weight
-                known = cotangents.get(name)
-                cotangents[name] = scaled if known is None else known + scaled
-            if tower.discrete:
-                hits.append(tower.hits(values, observed))
-        assert loss is not None, "an objective has a loss"
+        seen = batch.observe(objective)
+        loss, cotangents = objective.value_and_cotangents(
+            values, observation=seen if whole is None else seen.within(whole.size)
+        )
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
         metrics = {}
         if self._has_accuracy:
-            share = 1.0 if examples is None else batch.examples / examples
-            metrics["accuracy"] = hits[0].astype(_FLOAT).mean() * share
+            metrics["accuracy"] = self._accuracy(batch, seen, seen if whole is None else whole)
         gradients: dict[str, Symbol] = {}
         for name in self._names:
             shape, result = model.parameters[name].shape, backward.gradients.get(name)
@@ -315,6 +306,26 @@ class StepRecorder:
             else:
                 gradients[name] = Recorded(tape, result, shape, _FLOAT)
         return loss, metrics, gradients
+
+    def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
+        """Record the share of the targets of the whole batch that are the most probable ones.
+
+        Args:
+            batch: A part of the batch.
+            seen: Its targets.
+            whole: The targets of the whole batch.
+        """
+        (tower,), (observed,), (of_whole,) = self._engine.objective.towers, seen.towers, whole.towers
+        values: Any = batch
+        assert observed.labels is not None, "training files have targets"
+        hits = tower.hits(values, observed.labels).astype(_FLOAT)
+        if observed.counts is None:
+            assert of_whole.labels is not None, "training files have targets"
+            return hits.sum() / of_whole.labels.size
+        axis, entries = tower.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
+        counts = observed.counts if entries else np.squeeze(observed.counts, axis)
+        number = of_whole.counts.sum().astype(_FLOAT)
+        return times(hits, counts).sum() / number
 
     @staticmethod
     def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:
@@ -375,40 +386,14 @@ class StepRecorder:
 
     @property
     def _has_accuracy(self) -> bool:
-        losses = self._engine.objective.losses
-        towers = [tower for loss in losses for tower in loss.towers]
+        towers = self._engine.objective.towers
         return len(towers) == 1 and towers[0].discrete
-
-    @property
-    def _target_axes(self) -> dict[str, int]:
-        """Name of the targets of each loss to the axis of their examples."""
-        places = self._assembly.task.batch.places
-        heads = self._assembly.task.heads
-        return {h.loss.require_target_name(): places[h.output].axis for h in heads}
-
-    @property
-    def _target_names(self) -> dict[str, str]:
-        """Name of the targets of each loss to the value that the loss reads."""
-        losses = self._engine.objective.losses
-        towers = [tower for loss in losses for tower in loss.towers]
-        return {tower.require_target_name(): tower.inputs[0] for tower in towers}
-
-    def _target(self, batch: Evaluation, name: str) -> Symbol:
-        value = self._target_names[name]
-        losses = self._engine.objective.losses
-        tower = next(t for loss in losses for t in loss.towers if t.targets == name)
-        shape, facts = list(batch.shape(value)), self._model.facts
-        samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in tower.inputs}
-        drawn = tower.sample(samples, np.random.default_rng(0))
-        if drawn.ndim < len(shape):
-            del shape[tower.class_axis % len(shape)]
-        return Recorded(batch.tape, batch.names.get(name, name), tuple(shape), drawn.dtype)
 
     def _targets(self) -> list[Input]:
         tape = new_tape("")
         batch = Evaluation(self._assembly, tape, self._examples(tape, {}), {})
-        targets = [self._target(batch, name) for name in self._target_names]
-        return [Input(t.name, t.dtype, _declared(t.shape, "batch")) for t in targets]
+        named = {t.require_target_name(): batch.targets(t) for t in self._engine.objective.towers}
+        return [Input(n, t.dtype, _declared(t.shape, "batch")) for n, t in named.items()]
 
 
 class _RecordedCurvature:

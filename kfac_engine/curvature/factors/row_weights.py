@@ -142,7 +142,7 @@ class ExampleWeights:
 
         def spread(numbers: Array) -> Array:
             axis, v = self.axes.get(name, 0), b.asarray(numbers).astype(ds.dtype)
-            copies = ds.shape[axis] // len(v)
+            copies = ds.shape[axis] // v.shape[0]
             if copies > 1:  # all uses, one after the other, or the positions of each example
                 v = b.xp.tile(v, copies) if folded > 1 else b.xp.repeat(v, copies)
             return of_rows(b.xp.zeros_like(ds) + v.reshape([-1, *[1] * (ds.ndim - 1 - axis)]))

@@ -63,8 +63,8 @@ class GroupedMoment(KroneckerMoment):
         self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
     ) -> None:
         xp = backend.xp
-        grouped = rows.reshape(len(rows), self.taps, self.groups, -1).transpose(2, 0, 1, 3)
-        x = grouped.reshape(self.groups, len(rows), -1)
+        grouped = rows.reshape(rows.shape[0], self.taps, self.groups, -1).transpose(2, 0, 1, 3)
+        x = grouped.reshape(self.groups, rows.shape[0], -1)
         if self.homogeneous:
             x = xp.concatenate([x, xp.ones((*x.shape[:2], 1), x.dtype)], axis=2)
         x = x * xp.sqrt(weights).astype(x.dtype)[None, :, None]

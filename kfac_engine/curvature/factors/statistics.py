@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from kfac_engine._types import Array, DType, Values
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
@@ -24,6 +27,8 @@ Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
 # Below this size, the call of a primitive (0.1 ms) takes longer than its computation.
 _SMALL_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 22
+# Least divisor of a sum that may have no terms.
+_TINY = 1e-30
 
 Name = TypeVar("Name", str, Uses)
 Measure = TypeVar("Measure", int, tuple[int, ...])
@@ -182,7 +187,7 @@ class KroneckerMoment:
         weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
         if not weights:
             return None
-        return sum(float(w.sum()) for w in weights) / sizes.repeats
+        return sum(w.sum().item() for w in weights) / sizes.repeats
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
@@ -224,17 +229,19 @@ class KroneckerMoment:
     ) -> None:
         """Add the weighted mean over the rows of a tower, without those of the weight 0."""
         scale(out, beta)
-        total = sum(float(w.sum()) for w in weights)
+        total = np.maximum(sum(w.sum().item() for w in weights), _TINY).item()
         for x, w in zip(arrays, weights, strict=True):
             # Examples in chunks: patches are larger than the images by the size of the kernel.
             for part, share in self._row_chunks(at_least(out.dtype, x), w, backend):
-                if total > 0:
-                    self._add_rows(out, part, share, backend, alpha / total)
+                self._add_rows(out, part, share, backend, alpha / total)
 
     def _row_chunks(
         self, x: Array, weights: Array, backend: Backend
     ) -> Iterator[tuple[Array, Array]]:
         """Yield rows of a tensor that count, ``(m, d)``, with their weights."""
+        if is_recorded(x):  # a file keeps all rows: those that do not count are multiplied by zero
+            yield self.view.rows(x, backend).reshape(weights.shape[0], -1), weights
+            return
         positions = self.view.count(x.shape) // max(len(x), 1)
         numbers = positions * self.view.width(x.shape)
         step = max(1, backend.scratch_bytes // max(1, numbers * x.itemsize))
@@ -250,7 +257,7 @@ class KroneckerMoment:
         """Add ``alpha`` times the weighted sum of ``x xᵀ`` over rows ``(m, d)``."""
         xp = backend.xp
         if self.homogeneous:
-            rows = xp.concatenate([rows, xp.ones((len(rows), 1), rows.dtype)], axis=1)
+            rows = xp.concatenate([rows, xp.ones((rows.shape[0], 1), rows.dtype)], axis=1)
         rows = rows * xp.sqrt(weights).astype(rows.dtype)[:, None]
         backend.second_moment(rows, out, alpha=alpha, beta=1.0)
 
@@ -424,7 +431,7 @@ def at_least(dtype: DType, x: Array) -> Array:
 
 def scale(out: Array, beta: float) -> None:
     """Compute ``out ← beta·out`` in place; ``beta = 0`` overwrites NaN as well."""
-    if beta == 0.0:
+    if isinstance(beta, float) and beta == 0.0:  # a file knows the number in a run only
         out[...] = 0.0
     else:
         out *= beta
