@@ -87,14 +87,42 @@ class Evaluation:
         return Recorded(self.tape, self.names.get(name, name), tuple(shape), drawn.dtype)
 
     def observe(self, objective: Objective) -> Observation:
-        """Record how much each target counts; see ``Objective.observe``."""
+        """Record how much each target counts; see ``Objective.observe``.
+
+        Class numbers that are no classes are read as others: see ``has_possible_targets``.
+        """
         values: Any = self
-        towers = [
-            tower.weigh(values, *tower.masked(values, self.targets(tower), None))
-            for tower in objective.towers
-        ]
+        towers = []
+        for tower in objective.towers:
+            labels, counts = self._labels(tower)
+            last = self._last_class(tower, labels)
+            inside = labels if last is None else np.minimum(np.maximum(labels, 0), last)
+            towers.append(tower.weigh(values, inside, counts))
         size = BatchSize(objective.examples(values), tuple(seen.total for seen in towers))
         return Observation(tuple(towers), size, size)
+
+    def has_possible_targets(self, objective: Objective) -> Symbol | None:
+        """Record whether all targets that count are classes; None for targets of other kinds."""
+        possible = None
+        for tower in objective.towers:
+            labels, _ = self._labels(tower)
+            last = self._last_class(tower, labels)
+            if last is not None:
+                inside: Symbol = ((labels < 0) | (labels > last)).sum() == 0
+                possible = inside if possible is None else possible & inside
+        return possible
+
+    def _labels(self, loss: LossFunction) -> tuple[Symbol, Symbol | None]:
+        """Return the targets, with classes in place of those that do not count, and weights."""
+        values: Any = self
+        targets: Any = self.targets(loss)
+        return loss.masked(values, targets, None)
+
+    def _last_class(self, loss: LossFunction, labels: Symbol) -> int | None:
+        """Return the largest class number; None for targets that are no class numbers."""
+        shape = self.shape(loss.inputs[0])
+        numbers = labels.ndim < len(shape) and labels.dtype.kind == "i"
+        return shape[loss.class_axis % len(shape)] - 1 if numbers else None
 
     def write(self, nodes: Iterable[Node], random: Writer, renamed_only: str = "") -> None:
         """Write nodes of the model with the names of this evaluation.

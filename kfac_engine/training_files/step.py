@@ -154,7 +154,7 @@ class StepRecorder:
         """Record the passes over parts of the batch; return sums, and new running statistics."""
         tape, buffers = batch.tape, self._model.new_buffers
         assert batch.examples is not None, "the caller checks it"
-        count = np.minimum(batch.examples.examples, self._parts)
+        count: Symbol = np.minimum(batch.examples.examples, self._parts)
         whole = batch.observe(self._engine.objective)
         with tape.body() as level:
             index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
@@ -171,7 +171,7 @@ class StepRecorder:
             counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
             inputs = [Input(v.name, v.dtype, v.shape) for v in carried]
             body = level.closed([Recorded(tape, go, (), np.bool_), *new], [*counters, *inputs])
-        zeros: Any = [np.zeros_like(value) for value in sums]
+        zeros: list[Symbol] = [np.zeros_like(value) for value in sums]
         first = [*(zero.name for zero in zeros), *(batch.names.get(b, b) for b in buffers)]
         names = tape.level.multi("Loop", [count.name, "", *first], [""] * len(carried), body=body)
         results = iter(v.named(name) for v, name in zip(carried, names, strict=True))
@@ -288,9 +288,11 @@ class StepRecorder:
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
-        loss, cotangents = objective.value_and_cotangents(
+        value, cotangents = objective.value_and_cotangents(
             values, observation=seen if whole is None else seen.within(whole.size)
         )
+        possible = batch.has_possible_targets(objective)
+        loss: Symbol = value if possible is None else np.where(possible, value, np.nan)
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)

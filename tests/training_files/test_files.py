@@ -93,6 +93,22 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path):
         np.testing.assert_array_equal(after.state[name], value)
 
 
+@pytest.mark.parametrize("wrong", [-100, -1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_target_that_is_no_class_changes_nothing(wrong, accumulate, tmp_path):
+    model = network("conv2d")
+    files = ke.export_training(model, path=tmp_path / "files", accumulate=accumulate)
+    inputs, targets = data(model)
+    start, other = files.initial(), targets.copy()
+    other[4] = wrong
+    results = files.step(start, inputs, other)
+    assert not results["finite"]
+    for name, value in start.items():
+        new = results[f"new {name}"]
+        assert new.size == 0 or np.array_equal(new, value)
+    assert files.step(start, inputs, targets)["finite"]
+
+
 def test_a_state_comes_home_and_goes_out_again(files, tmp_path):
     model = network("conv2d")
     inputs, _ = data(model)
