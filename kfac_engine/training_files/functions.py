@@ -47,6 +47,14 @@ class Namespace:
     def ones(self, shape: Any, dtype: Any = _FLOAT) -> Symbol:
         return self.zeros(shape, dtype) + 1
 
+    def arange(self, stop: Any) -> Any:
+        if not isinstance(stop, Size):
+            return np.arange(stop)
+        bounds = [self.tape.constant(k, np.int64) for k in (0, 1)]
+        last = self.tape.record("Squeeze", [stop.length()])
+        name = self.tape.record("Range", [bounds[0], last, bounds[1]])
+        return Recorded(self.tape, name, (stop,), _INTEGER)
+
     def result_type(self, *values: Any) -> DType:
         return _common([lifted(self.tape, value) for value in values])
 

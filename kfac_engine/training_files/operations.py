@@ -231,16 +231,13 @@ class Draws:
     def _counters(self, shape: Any) -> Symbol:
         """Return the numbers from zero to the number of entries."""
         tape = self._tape
-        count: Symbol = Recorded(tape, tape.integers(1), (1,), np.int64)
-        for size in shape:
-            name = size.length() if isinstance(size, Size) else tape.integers(size)
-            count = count * Recorded(tape, name, (1,), np.int64)
-        zero, one = (tape.constant(k, np.int64) for k in (0, 1))
-        last = tape.record("Squeeze", [count.name])
-        size = int(np.prod([int(s.factor) if isinstance(s, Size) else s for s in shape]))
-        moving = next((s for s in shape if isinstance(s, Size)), None)
-        length = size if moving is None else Size(moving.examples, size)
-        return Recorded(tape, tape.record("Range", [zero, last, one]), (length,), np.int64)
+        size: Any = 1
+        for entry in shape:
+            size = size * entry
+        if isinstance(size, Size):
+            return Namespace(tape).arange(size)
+        bounds = [tape.constant(k, np.int64) for k in (0, size, 1)]
+        return Recorded(tape, tape.record("Range", bounds), (size,), np.int64)
 
 
 def _normal(first: Symbol, second: Symbol) -> Symbol:

@@ -106,6 +106,9 @@ class Size:
             raise UnsupportedError(f"a file cannot divide {self!r} examples by {other!r}.")
         return 0
 
+    def __gt__(self, other: float) -> bool:
+        return other <= 0  # a batch has an example
+
     def __pow__(self, exponent: float) -> Number:
         return self._of(self.factor**exponent, self.power * exponent)
 
@@ -295,11 +298,20 @@ class Recorded(NDArrayOperatorsMixin):
         shape = [size for i, size in enumerate(self.shape) if i != axis % self.ndim]
         return self.reshape(shape)
 
-    def take(self, indices: Any, axis: int) -> Symbol:
-        numbers = np.asarray(indices, np.int64)
-        place = axis % self.ndim
-        shape = (*self.shape[:place], *numbers.shape, *self.shape[place + 1 :])
-        return self.new("Gather", self.tape.constant(numbers), shape=shape, axis=place)
+    def take(self, indices: Any, axis: int | None = None) -> Symbol:
+        if axis is None:
+            return self.reshape(-1).take(indices, 0)
+        index, place = lifted(self.tape, indices, _INTEGER), axis % self.ndim
+        shape = (*self.shape[:place], *index.shape, *self.shape[place + 1 :])
+        return self.new("Gather", index.name, shape=shape, axis=place)
+
+    def put(self, indices: Any, values: Any) -> None:
+        index = lifted(self.tape, indices, _INTEGER)
+        new = lifted(self.tape, values, self.dtype).astype(self.dtype).broadcast(index.shape)
+        operands = index.reshape(-1).name, new.reshape(-1).name
+        flat = self.reshape(-1)
+        result = flat.new("ScatterElements", *operands, shape=flat.shape, axis=0)
+        self.bind(result.reshape(self.shape))
 
     def rows(self, start: int, stop: int, axis: int) -> Symbol:
         """Return a range of entries along an axis; negative numbers count from the end."""
@@ -313,7 +325,7 @@ class Recorded(NDArrayOperatorsMixin):
         return self.new("Slice", integers(start), integers(stop), integers(axis), shape=shape)
 
     def __getitem__(self, key: Any) -> Symbol:
-        if isinstance(key, np.ndarray):
+        if isinstance(key, np.ndarray | Recorded):
             return self.take(key, 0)
         result, axis = self, 0
         for entry in self._expanded(key):

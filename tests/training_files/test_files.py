@@ -93,11 +93,12 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, tmp_path):
         np.testing.assert_array_equal(after.state[name], value)
 
 
-@pytest.mark.parametrize("wrong", [-100, -1, 3])
+@pytest.mark.parametrize(("wrong", "hidden"), [(-100, None), (-1, -100), (3, -100)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_target_that_is_no_class_changes_nothing(wrong, accumulate, tmp_path):
+def test_a_target_that_is_no_class_changes_nothing(wrong, hidden, accumulate, tmp_path):
     model = network("conv2d")
-    files = ke.export_training(model, path=tmp_path / "files", accumulate=accumulate)
+    loss = ke.Categorical(ignore_index=hidden)
+    files = ke.export_training(model, loss, path=tmp_path / "files", accumulate=accumulate)
     inputs, targets = data(model)
     start, other = files.initial(), targets.copy()
     other[4] = wrong

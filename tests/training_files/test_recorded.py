@@ -42,6 +42,14 @@ def run(tape, result, inputs, feeds):
     return found
 
 
+def by_places(x, y):
+    x = x.copy()
+    places = y.argmax(axis=1) + 4 * np.arange(3)
+    x.put(places, x.take(places) * 2)
+    x.put(np.array([1, 6]), 0)
+    return x
+
+
 def in_place(x, y):
     x += y
     x[...] = 2 * x
@@ -90,6 +98,7 @@ FUNCTIONS = {
     "in place": lambda x, y: in_place(x.copy(), y),
     "parts in place": parts,
     "views": view,
+    "places": by_places,
     "logarithms": lambda x, y: np.log1p(np.exp(-30 * abs(x))) + np.expm1(0.01 * y),
     "whole numbers": lambda x, y: (x > 0).astype(np.int64) * 7 // 2 % 3,
 }
