@@ -306,10 +306,11 @@ class Recorded(NDArrayOperatorsMixin):
         return self.new("Gather", index.name, shape=shape, axis=place)
 
     def put(self, indices: Any, values: Any) -> None:
-        index = lifted(self.tape, indices, _INTEGER)
-        new = lifted(self.tape, values, self.dtype).astype(self.dtype).broadcast(index.shape)
-        operands = index.reshape(-1).name, new.reshape(-1).name
+        index = lifted(self.tape, indices, _INTEGER).reshape(-1)
+        new = lifted(self.tape, values, self.dtype).astype(self.dtype)
+        entries = new.reshape(-1) if new.ndim else new.broadcast(index.shape)
         flat = self.reshape(-1)
+        operands = index.name, entries.name
         result = flat.new("ScatterElements", *operands, shape=flat.shape, axis=0)
         self.bind(result.reshape(self.shape))
 

@@ -47,6 +47,7 @@ def by_places(x, y):
     places = y.argmax(axis=1) + 4 * np.arange(3)
     x.put(places, x.take(places) * 2)
     x.put(np.array([1, 6]), 0)
+    x.put(places, y[:, :1])
     return x
 
 
