@@ -303,8 +303,8 @@ class CurvatureSteps:
             names |= {n: f"{prefix}{n}" for n in (*results, *self._reads.cotangents.values())}
             part = Evaluation(batch.assembly, tape, batch.examples, names)
         else:
-            axes = self._engine.example_axes.inputs
-            for name, axis in {**axes, **(batch.target_axes if self._weighted else {})}.items():
+            axes = {**self._engine.example_axes.inputs, **batch.target_axes}
+            for name, axis in axes.items():
                 whole = batch.names.get(name, name)
                 level.op("Gather", whole, index.name, axis=axis, result=names[name])
         wanted = (*forward, *objective.inputs, *self._reads.saved)

@@ -313,11 +313,12 @@ def _training(model: OnnxModel, step: Step, description: Description) -> ModelPr
         level.op("Identity", value.name, result=name)
         is_state = name.startswith(NEW) and value.ndim
         outputs.append(Input(name, value.dtype, (None,) * value.ndim if is_state else value.shape))
-    read = _read(level.nodes)
+    nodes = needed(level.nodes, [entry.name for entry in outputs])
+    read = _read(nodes)
     state = [Input(name, array.dtype, array.shape) for name, array in step.state.items()]
     inputs = [entry for entry in (*step.data, *state) if entry.name in read]
     constants = {name: array for name, array in level.constants.items() if name in read}
-    return _model(model, level.nodes, inputs, outputs, constants, "training step", description)
+    return _model(model, nodes, inputs, outputs, constants, "training step", description)
 
 
 def _initial(state: Mapping[str, Array], description: Description) -> ModelProto:

@@ -253,7 +253,9 @@ class Recorded(NDArrayOperatorsMixin):
         del order, casting
         wanted = np.dtype(dtype)
         # Training files compute in single precision: a GPU of a browser has no other.
-        if wanted == self.dtype or (wanted.kind == "f" and self.dtype == _FLOAT):
+        if wanted == np.float64 or (wanted.kind == "f" and self.dtype == _FLOAT):
+            wanted = _FLOAT
+        if wanted == self.dtype:
             return self.copy() if copy else self
         return self.new("Cast", shape=self.shape, dtype=wanted, to=TYPE_CODES[wanted.name])
 

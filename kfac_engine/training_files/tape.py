@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from kfac_engine._types import DType
+from kfac_engine.autodiff.differentiate import needed
 from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.passes.order import captures
 from kfac_engine.graph.structure import AttributeValue, Input, Subgraph
@@ -73,9 +74,8 @@ class Level(NodeBuilder):
             name = value.name if fresh else self.op("Identity", value.name)
             # The runtime compares the shapes of both branches: only their ranks are equal.
             outputs.append(Input(name, value.dtype, (None,) * value.ndim))
-        body = build_model(
-            self.nodes, inputs, outputs, self.constants, OPSET, name=self.prefix
-        ).graph
+        nodes = needed(self.nodes, [entry.name for entry in outputs])
+        body = build_model(nodes, inputs, outputs, self.constants, OPSET, name=self.prefix).graph
         return Subgraph(body.SerializeToString(), captures(body))
 
 
