@@ -29,7 +29,7 @@ def batches(model: onnx.ModelProto, draw, count: int) -> Iterator[tuple[dict, np
 
 
 def normal_numbers(loss: object) -> bool:
-    return loss == "normal"
+    return loss == "normal" or isinstance(loss, ke.Normal)
 
 
 def noise(engine: ke.Engine, files: ke.TrainingFiles, n: int, normal: bool) -> dict:
@@ -52,7 +52,7 @@ def differences(
     **options: object,
 ) -> list[float]:
     """The largest relative difference of a parameter or running statistic after each step."""
-    engine_options = {k: options.pop(k) for k in ("freeze", "train_form") if k in options}
+    engine_options = {k: options.pop(k) for k in ("freeze", "train_form", "reduction", "loss_weights") if k in options}
     engine = ke.Engine.from_onnx(
         model, loss=loss, threads=1, backend="numpy", gradient_dtype="float32", **engine_options
     )

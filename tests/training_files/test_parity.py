@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import kfac_engine as ke
 from tests.models import mlp, two_outputs
 from tests.training_files.nets import CLASSES, NETS, network
 from tests.training_files.parity import differences
@@ -44,6 +45,64 @@ def test_steps_of_other_losses_equal_those_of_the_optimizer(loss, draw, optimize
     assert found[-1] < LAST
 
 
+def hidden(draw, value=-100, share=0.3):
+    """Targets of which a share, and all of some examples, are not known."""
+
+    def hide(rng, n):
+        targets = draw(rng, n)
+        targets[rng.random(targets.shape) < share] = value
+        targets[n // 2] = value
+        return targets
+
+    return hide
+
+
+def features(rng, n):
+    return rng.integers(0, 2, (n, CLASSES)).astype("float32")
+
+
+WEIGHTS = [0.5, 2.0, 1.0]
+OPTIONS = {
+    "ignored by default": ("conv2d", "categorical", hidden(classes())),
+    "ignored class": ("dense", ke.Categorical(ignore_index=2), classes()),
+    "ignored positions": ("tokens", ke.Categorical(ignore_index=7), hidden(classes((5,)), 7)),
+    "ignored, attention": ("attention", "categorical", hidden(classes())),
+    "ignored, groups": ("grouped", "categorical", hidden(classes())),
+    "ignored, recurrence": ("gru", "categorical", hidden(classes())),
+    "weights of classes": ("dense", ke.Categorical(class_weights=WEIGHTS), hidden(classes())),
+    "weights of classes, images": ("strided", ke.Categorical(class_weights=WEIGHTS), classes()),
+    "smoothing": ("dense", ke.Categorical(label_smoothing=0.2), hidden(classes())),
+    "smoothing and weights": (
+        "dense", ke.Categorical(label_smoothing=0.2, class_weights=WEIGHTS), hidden(classes())
+    ),
+    "binary": ("dense", "multi_bernoulli", hidden(features)),
+    "binary, weights": (
+        "dense", ke.MultiBernoulli(positive_weights=[1, 2, 3], label_smoothing=0.1), hidden(features)
+    ),
+    "ignored means": ("dense", ke.Normal(ignore_index=1), features),
+    "absolute errors": ("dense", ke.L1(), features),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_losses_count(case, optimizer, tmp_path):
+    net, loss, draw = OPTIONS[case]
+    found = differences(network(net), optimizer, tmp_path / "files", draw, loss)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
+def test_reductions_of_ignored_targets_equal_those_of_the_optimizer(reduction, tmp_path):
+    draw = hidden(classes((5,)))
+    found = differences(
+        network("tokens"), "kfac", tmp_path / "files", draw, reduction=reduction, steps=8
+    )
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
 def test_steps_of_two_losses_equal_those_of_the_optimizer(tmp_path):
     model = two_outputs()
     first, second = (output.name for output in model.graph.output)
@@ -80,8 +139,6 @@ def test_options_of_optimizers_count(optimizer, options, tmp_path):
 
 
 def test_another_option_gives_another_step(tmp_path):
-    import kfac_engine as ke
-
     model, rates = network("dense"), (0.01, 0.02)
     batch = {"input": np.ones((4, 5), np.float32)}
     moved = []
@@ -94,8 +151,6 @@ def test_another_option_gives_another_step(tmp_path):
 
 
 def test_a_schedule_multiplies_the_rate(tmp_path):
-    import kfac_engine as ke
-
     model = network("dense")
     files = ke.export_training(model, optimizer="kfac", path=tmp_path / "files", weight_decay=0.0)
     batch, targets = {"input": np.ones((4, 5), np.float32)}, np.array([0, 1, 2, 0])
