@@ -11,6 +11,7 @@ import pytest
 
 import kfac_engine as ke
 from tests.models import Net, random_inputs
+from tests.nightly import nightly_but
 from tests.training_files.nets import network
 
 ROWS = 12
@@ -455,7 +456,9 @@ def test_a_dropout_whose_mode_is_an_input_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
-@pytest.mark.parametrize("net", ["conv2d", "attention", "embedding", "gru"])
+@pytest.mark.parametrize(
+    "net", nightly_but(["conv2d"], ["conv2d", "attention", "embedding", "gru"])
+)
 def test_parts_of_a_batch_give_the_step_of_the_batch(optimizer, net, tmp_path):
     model = network(net)
     whole, parts = (
