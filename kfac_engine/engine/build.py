@@ -29,7 +29,7 @@ from kfac_engine.engine.options import EngineOptions
 from kfac_engine.engine.validation import check_mode
 from kfac_engine.errors import ModelError, UnsupportedError
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
-from kfac_engine.graph.structure import Node
+from kfac_engine.graph.structure import Fact, Node
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
@@ -285,11 +285,12 @@ def _batch_first(model: OnnxModel, batch: Batch) -> str:
     if axis == 0:
         return name
     first = f"{name} with the batch first"
-    others = [i for i in range(len(model.facts[name].shape)) if i != axis]
+    fact = model.facts[name]
+    perm = (axis, *(i for i in range(len(fact.shape)) if i != axis))
     model.define(
-        Node("Transpose", (name,), (first,), {"perm": (axis, *others)}, f"node of {first}"),
+        Node("Transpose", (name,), (first,), {"perm": perm}, f"node of {first}"),
         {},
-        like=name,
+        like=Fact(fact.dtype, tuple(fact.shape[i] for i in perm)),
     )
     model.want([first])
     return first

@@ -151,14 +151,15 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     engine = Engine(assembly, estimator, Schedule(), chosen.exps)
     trainer = OPTIMIZERS[optimizer](engine, **options)
     _check_damping(trainer)
-    step = StepRecorder(
+    recorder = StepRecorder(
         engine,
         assembly,
         trainer,
         noise_is_input=noise == "input",
         several=steps_per_call > 1,
         parts=accumulate,
-    ).record()
+    )
+    step = _recorded(recorder)
     description = replace(
         _described(assembly, optimizer, options, step), steps_per_call=steps_per_call
     )
@@ -262,6 +263,19 @@ def _check_parts(parts: int, noise: str, assembly: Assembly) -> None:
             "the random numbers of a model are inputs for a whole batch; leave accumulate out, or "
             "take noise='internal'."
         )
+
+
+def _recorded(recorder: StepRecorder) -> Step:
+    """Record a step; an UnsupportedError for code that needs numbers in place of symbols."""
+    try:
+        return recorder.record()
+    except (TypeError, AttributeError) as failure:
+        if isinstance(failure, UnsupportedError):
+            raise
+        raise UnsupportedError(
+            f"a loss or the optimizer computes what no file can: {failure}; train in Python, or "
+            f"choose another one."
+        ) from failure
 
 
 # -- contents --------------------------------------------------------------------------------------

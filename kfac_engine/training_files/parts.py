@@ -61,7 +61,9 @@ class Evaluation:
         shape: list[int | Size] = list(self.model.facts[name].shape)
         place = self.assembly.task.batch.places.get(name)
         axis = self.assembly.task.batch.inputs.get(name)
-        if self.examples is not None and place is not None:
+        if self.examples is not None and name == self.assembly.task.objective.batch:
+            shape[0] = self.examples
+        elif self.examples is not None and place is not None:
             shape[place.axis] = self.examples * place.repeats
         elif self.examples is not None and axis is not None:
             shape[axis] = self.examples

@@ -287,7 +287,18 @@ class Decisions(ke.NormalMeanNegativeLogProbLoss):
         return {self.mean: error if error.sum() > 0 else -error}
 
 
-@pytest.mark.parametrize(("loss", "message"), [(CubeRoots, "cbrt"), (Decisions, "truth value")])
+class Comparisons(ke.NormalMeanNegativeLogProbLoss):
+    """A loss that compares the number of examples."""
+
+    def gradient_of(self, values, targets):
+        error = self.errors(values, targets)
+        return {self.mean: error if error.shape[0] < 100 else -error}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(CubeRoots, "cbrt"), (Decisions, "truth value"), (Comparisons, "not supported")],
+)
 def test_a_loss_that_no_file_computes_is_refused_before_anything_is_written(
     loss, message, tmp_path
 ):

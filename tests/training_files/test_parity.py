@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.models import mlp, two_outputs
+from tests.models import VOCABULARY, Net, mlp, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
 from tests.training_files.parity import differences
@@ -146,6 +146,68 @@ def test_options_of_optimizers_count(optimizer, options, tmp_path):
     found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
     assert found[0] < FIRST
     assert found[-1] < LAST
+
+
+def two_tables():
+    """An embedding, and a head that is its transpose in a constant of its own."""
+    net = Net()
+    net.weight("table", VOCABULARY, 4)
+    net.op("Gather", "table", "input", to="rows", axis=0)
+    net.op("Tanh", "rows", to="act")
+    net.op("MatMul", "act", net.constant("head", net._constants["table"].T.copy()), to="output")
+    return net.model({"input": ["batch", 6]}, {"output": ["batch", 6, VOCABULARY]}, "int64")
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_equal_weights_are_trained_as_one(optimizer, tmp_path):
+    model, folder = two_tables(), tmp_path / "files"
+
+    def draw(rng, n):
+        return rng.integers(0, VOCABULARY, (n, 6))
+
+    found = differences(model, optimizer, folder, draw, tie_weights=True)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    files = ke.TrainingFiles(folder, model)
+    read = files.read(files.initial())
+    np.testing.assert_array_equal(read["head"], read["table"].T)
+    assert "head" not in files.description.state
+
+
+def two_inputs():
+    net = Net()
+    net.dense("left", "input", 5, 4)
+    net.dense("right", "other", 3, 4)
+    net.op("Mul", "left", "right", to="product")
+    net.dense("output", "product", 4, CLASSES)
+    return net.model({"input": ["batch", 5], "other": ["batch", 3]}, {"output": ["batch", CLASSES]})
+
+
+def test_models_with_two_inputs(tmp_path):
+    found = differences(two_inputs(), "kfac", tmp_path / "files", classes())
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_examples_may_lie_on_the_second_axis(axis, tmp_path):
+    net = Net()
+    net.op("Transpose", "input", to="batch_first", perm=[1, 0, 2] if axis else [0, 1, 2])
+    net.weight("fc.weight", 3, 6)
+    net.op("MatMul", "batch_first", "fc.weight", to="fc")
+    net.op("Tanh", "fc", to="act")
+    net.op("ReduceMean", "act", net.constant("axes", np.array([1])), to="mean", keepdims=0)
+    net.dense("output", "mean", 6, CLASSES)
+    shape = [4, "batch", 3] if axis else ["batch", 4, 3]
+    model = net.model({"input": shape}, {"output": ["batch", CLASSES]})
+    files = ke.export_training(model, optimizer="kfac", path=tmp_path / "files")
+    assert files.description.inputs == {"input": axis}
+    rng = np.random.default_rng(0)
+    x, targets = rng.standard_normal((8, 4, 3)), rng.integers(0, CLASSES, 8)
+    batch = {"input": x.swapaxes(0, 1) if axis else x}, targets
+    run = files.run([batch] * 6, steps=6)
+    assert run.losses[-1] < run.losses[0]
+    assert run.skipped == 0
 
 
 def test_other_random_numbers_give_another_step(tmp_path):
