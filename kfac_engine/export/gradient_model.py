@@ -153,8 +153,9 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     if not backward.gradients:
         none = f"'{value}' depends on none of: {', '.join(names)}."
         raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
-    stored = {**loaded.stored, **narrow}
-    result, constants = _written(graph, facts, backward, (value, shape), names, stored)
+    result, constants = _written(
+        graph, facts, backward, (value, shape), names, {**loaded.stored, **narrow}
+    )
     zero = [name for name in names if name not in backward.gradients]
     notes = (*notes_of(left), *zero_notes(behind_jumps(graph, facts, [value], zero)))
     result.doc_string = "; ".join((*notes, *straight_through(graph, facts, names)))
