@@ -235,7 +235,9 @@ class CurvatureSteps:
             return [*new, total.weight]
         # A part in which no target counts changes nothing.
         counts: Any = np.greater(_least(observation.size.totals), 0.0)
-        beta, alpha = (np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True))
+        beta, alpha = (
+            np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True)
+        )
         share = np.where(counts, 1.0 / total.weight, 0.0)
         rows: list[Symbol] = []
         for i, (average, factor) in enumerate(zip(new, self._factors, strict=True)):
@@ -285,52 +287,63 @@ class CurvatureSteps:
         self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
     ) -> tuple[Observation, dict[str, Symbol]]:
         """Write the passes of the statistics; return targets, and the values that they read."""
-        tape, model = batch.tape, batch.model
-        objective, mode = self._engine.objective, self._sources.mode
-        level, names = tape.level, dict(part.names)
+        mode, objective = self._sources.mode, self._engine.objective
         if mode.needs_targets or not mode.one_source:
             raise UnsupportedError("training files estimate the curvature by sampled targets only.")
-        statistics = [factor.statistic for factor in self._factors]
         gradients = self._sources.gradients
-        reads = dict.fromkeys(name for s in statistics for name in s.names())
+        reads = dict.fromkeys(n for factor in self._factors for n in factor.statistic.names())
         forward = [name for name in reads if name not in gradients]
+        part = self._forward(batch, part, forward, random)
         counted = [name for name in (objective.batch,) if name]
-        index = part.selection
+        values: dict[str, Any] = {n: part[n] for n in (*objective.inputs, *forward, *counted)}
+        observation, prefix = part.observe(objective), batch.tape.level.prefix
+        size: Any = observation.size
+        examples: Any = batch.examples or size.examples
+        observation = observation.within(size.of_examples(examples))
+        rng: Any = Draws(batch.tape, step, self._noise)
+        (source,) = mode.sources(objective.losses, values, rng, {})
+        scales: dict[str, Any] = dict(objective.fisher_scales(observation))
+        scales = {n: k.recorded() if isinstance(k, Size) else k for n, k in scales.items()}
+        cotangents: dict[str, Any] = scaled(source, scales)
+        for name, cotangent in cotangents.items():
+            result = part.names[self._reads.cotangents[name]]
+            batch.tape.level.op("Identity", cotangent.name, result=result)
+        part.write(self._reads.nodes, random, prefix)
+        arrays: dict[str, Any] = {v: part.value(g, v) for v, g in self._reads.gradients.items()}
+        values |= {name: arrays[gradients[name]] for name in reads if name in gradients}
+        return observation, values | self._rows(part, observation, arrays)
+
+    def _forward(
+        self, batch: Evaluation, part: Evaluation, forward: Sequence[str], random: Writer
+    ) -> Evaluation:
+        """Write the forward pass of a part of the batch; return the part with all its names."""
+        level, index = batch.tape.level, part.selection
         if index is None:
             # Only the backward pass is another one; its values need names of their own.
-            prefix = level.prefix
             results = {n for node in self._reads.nodes for n in node.outputs if n}
-            names |= {n: f"{prefix}{n}" for n in (*results, *self._reads.cotangents.values())}
-            part = Evaluation(batch.assembly, tape, batch.examples, names)
+            own = (*results, *self._reads.cotangents.values())
+            names = {**part.names, **{name: f"{level.prefix}{name}" for name in own}}
+            part = Evaluation(batch.assembly, batch.tape, batch.examples, names)
         else:
             axes = {**self._engine.example_axes.inputs, **batch.target_axes}
             for name, axis in axes.items():
                 whole = batch.names.get(name, name)
-                level.op("Gather", whole, index.name, axis=axis, result=names[name])
-        wanted = (*forward, *objective.inputs, *self._reads.saved)
-        part.write(forward_nodes(model, wanted), random, level.prefix)
-        values: dict[str, Symbol] = {}
-        values |= {name: part[name] for name in (*objective.inputs, *forward, *counted)}
-        observation = part.observe(objective)
-        size: Any = observation.size
-        examples: Any = batch.examples or size.examples
-        observation = observation.within(size.of_examples(examples))
-        rng: Any = Draws(tape, step, self._noise)
-        (source,) = mode.sources(objective.losses, values, rng, {})
-        scales: dict[str, Any] = dict(objective.fisher_scales(observation))
-        scales = {n: k.recorded() if isinstance(k, Size) else k for n, k in scales.items()}
-        for name, cotangent in scaled(source, scales).items():
-            level.op("Identity", cotangent.name, result=names[self._reads.cotangents[name]])
-        part.write(self._reads.nodes, random, level.prefix)
-        arrays = {v: part.value(result, v) for v, result in self._reads.gradients.items()}
-        values |= {name: arrays[gradients[name]] for name in reads if name in gradients}
+                level.op("Gather", whole, index.name, axis=axis, result=part.names[name])
+        wanted = (*forward, *self._engine.objective.inputs, *self._reads.saved)
+        part.write(forward_nodes(batch.model, wanted), random, level.prefix)
+        return part
+
+    def _rows(
+        self, part: Evaluation, observation: Observation, gradients: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Record how much each row counts, by its name; nothing if all count alike."""
+        values: Any = part
+        operations: Any = Operations(part.tape)
         rows = [seen.weights for seen in observation.towers]
-        pairs, where = zip(objective.towers, rows, strict=True), self._sources.axes
-        weights = ExampleWeights.of(pairs, part, size.examples, where)
-        if weights is not None:
-            operations: Any = Operations(tape)
-            values |= weights.of_rows(self._layers, arrays, operations)
-        return observation, values
+        pairs = zip(self._engine.objective.towers, rows, strict=True)
+        examples = observation.size.examples
+        weights = ExampleWeights.of(pairs, values, examples, self._sources.axes)
+        return {} if weights is None else weights.of_rows(self._layers, gradients, operations)
 
     # -- inverses ----------------------------------------------------------------------------------
 
@@ -342,7 +355,8 @@ class CurvatureSteps:
             stacks: Any = [averages[i].reshape(-1, d, d) for i in places]
             stack: Any = np.concatenate(stacks, axis=0)
             traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
-            levels = relative_level(traces, d, self._root)
+            # Before a target has counted, averages are zero, and their inverses are identities.
+            levels = np.where(traces > 0, relative_level(traces, d, self._root), 1.0)
             smallest = self._root / (d + self._root)
             inverses: Any = damped_inverses(stack, levels, traces + levels, smallest)
             start = 0

@@ -145,6 +145,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     )  # fmt: skip
     _check_options(optimizer, options)
     assembly, estimator = build(model, chosen)
+    _check_losses(assembly)
     _check_types(assembly.model)
     _check_folder(folder, assembly.model)
     _check_parts(accumulate, noise, assembly)
@@ -237,6 +238,15 @@ def _check_damping(optimizer: Optimizer) -> None:
             "a training file inverts matrices with a relative damping only; leave damping out, or "
             "give a RelativeDamping."
         )
+
+
+def _check_losses(assembly: Assembly) -> None:
+    for head in assembly.task.heads:
+        if head.loss.targets is None:
+            raise UnsupportedError(
+                f"a training file reads targets, and the loss on '{head.output}' has none; choose "
+                f"a loss on an output with predictions, such as loss='categorical'."
+            )
 
 
 def _check_types(model: OnnxModel) -> None:

@@ -91,7 +91,9 @@ class Evaluation:
     def observe(self, objective: Objective) -> Observation:
         """Record how much each target counts; see ``Objective.observe``.
 
-        Class numbers that are no classes are read as others: see ``has_possible_targets``.
+        Returns:
+            Targets and weights. Class numbers that are no classes are read as others: see
+            ``has_possible_targets``.
         """
         values: Any = self
         towers = []

@@ -288,11 +288,12 @@ class StepRecorder:
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
-        value, cotangents = objective.value_and_cotangents(
+        value, found = objective.value_and_cotangents(
             values, observation=seen if whole is None else seen.within(whole.size)
         )
         possible = batch.has_possible_targets(objective)
         loss: Symbol = value if possible is None else np.where(possible, value, np.nan)
+        cotangents: dict[str, Any] = found
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
@@ -316,18 +317,20 @@ class StepRecorder:
             batch: A part of the batch.
             seen: Its targets.
             whole: The targets of the whole batch.
+
+        Returns:
+            The share of the part: its hits, divided by the number of targets of the batch.
         """
-        (tower,), (observed,), (of_whole,) = self._engine.objective.towers, seen.towers, whole.towers
+        (tower,) = self._engine.objective.towers
         values: Any = batch
-        assert observed.labels is not None, "training files have targets"
+        observed: Any = seen.towers[0]
+        of_whole: Any = whole.towers[0]
         hits = tower.hits(values, observed.labels).astype(_FLOAT)
         if observed.counts is None:
-            assert of_whole.labels is not None, "training files have targets"
             return hits.sum() / of_whole.labels.size
         axis, entries = tower.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
         counts = observed.counts if entries else np.squeeze(observed.counts, axis)
-        number = of_whole.counts.sum().astype(_FLOAT)
-        return times(hits, counts).sum() / number
+        return times(hits, counts).sum() / of_whole.counts.sum().astype(_FLOAT)
 
     @staticmethod
     def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:

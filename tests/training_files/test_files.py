@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -307,6 +308,56 @@ def test_a_loss_that_no_file_computes_is_refused_before_anything_is_written(
     with pytest.raises(ke.UnsupportedError, match=message):
         ke.export_training(network("dense"), loss("output", targets="targets"), path=files.folder)
     assert before == {path.name: path.read_bytes() for path in files.folder.iterdir()}
+
+
+def test_a_loss_without_targets_is_refused(tmp_path):
+    net = Net()
+    net.dense("fc", "input", 5, 1)
+    net.op("Flatten", "fc", to="flat", axis=0)
+    net.op("Squeeze", "fc", net.constant("axes", np.array([1])), to="output")
+    model = net.model({"input": ["batch", 5]}, {"output": ["batch"]})
+    for optimizer in ("adamw", "kfac"):
+        with pytest.raises(ke.UnsupportedError, match=r"loss on 'output' has none"):
+            ke.export_training(model, "output", optimizer, path=tmp_path / "files")
+    assert not (tmp_path / "files").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_parts_count_the_targets_of_the_whole_batch(optimizer, tmp_path):
+    model = network("conv2d")
+    inputs, targets = data(model)
+    targets[[1, 2, 5]] = -100
+    results = []
+    for parts in (1, 3):
+        folder = tmp_path / str(parts)
+        files = ke.export_training(model, optimizer=optimizer, path=folder, accumulate=parts)
+        results.append(files.step(files.initial(), inputs, targets))
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=1e-4, atol=1e-6)
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+    expected = engine.evaluate((inputs, targets), metrics=["loss", "accuracy"])
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(results[0][name], expected[name], rtol=1e-5)
+    targets[:] = -100
+    assert not files.step(files.initial(), inputs, targets)["finite"]
+
+
+def test_a_part_without_a_target_that_counts_leaves_the_averages(tmp_path):
+    model = network("dense")
+    options = {"statistics_part": 0.125, "statistics_every": 1, "refresh_every": 1}
+    files = ke.export_training(model, path=tmp_path / "files", **options)
+    inputs, targets = data(model, n=8)
+    state, averages = files.initial(), []
+    targets[:7] = -100
+    for _ in range(8):  # the part of each step is another example
+        results = files.step(state, inputs, targets)
+        assert results["finite"]
+        state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+        assert all(np.isfinite(array).all() for array in state.values())
+        averages.append(state["average/0"].copy())
+    moved = [not np.array_equal(*pair) for pair in pairwise(averages)]
+    assert sum(moved) + averages[0].any() == 1
+    assert state["statistics weight"] == 1
 
 
 def test_weights_in_double_precision_are_refused(tmp_path):

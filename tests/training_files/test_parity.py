@@ -87,8 +87,9 @@ OPTIONS = {
     ),
     "binary": ("dense", "multi_bernoulli", hidden(features)),
     "binary, weights": (
-        "dense", ke.MultiBernoulli(positive_weights=[1, 2, 3], label_smoothing=0.1), hidden(features)
+        "dense", ke.MultiBernoulli(positive_weights=[1, 2, 3]), hidden(features)
     ),
+    "binary, smoothing": ("dense", ke.MultiBernoulli(label_smoothing=0.1), hidden(features)),
     "ignored means": ("dense", ke.Normal(ignore_index=1), features),
     "absolute errors": ("dense", ke.L1(), features),
 }  # fmt: skip

@@ -187,7 +187,8 @@ class KroneckerMoment:
         weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
         if not weights:
             return None
-        return sum(w.sum().item() for w in weights) / sizes.repeats
+        total: float = sum(w.sum().item() for w in weights)
+        return total / sizes.repeats
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
