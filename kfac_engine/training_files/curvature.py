@@ -321,8 +321,8 @@ class CurvatureSteps:
         if index is None:
             # Only the backward pass is another one; its values need names of their own.
             results = {n for node in self._reads.nodes for n in node.outputs if n}
-            own = (*results, *self._reads.cotangents.values())
-            names = {**part.names, **{name: f"{level.prefix}{name}" for name in own}}
+            renamed = (*results, *self._reads.cotangents.values())
+            names = {**part.names, **{name: f"{level.prefix}{name}" for name in renamed}}
             part = Evaluation(batch.assembly, batch.tape, batch.examples, names)
         else:
             axes = {**self._engine.example_axes.inputs, **batch.target_axes}

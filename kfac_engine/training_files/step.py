@@ -288,12 +288,12 @@ class StepRecorder:
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
-        value, found = objective.value_and_cotangents(
+        value, gradients_of_losses = objective.value_and_cotangents(
             values, observation=seen if whole is None else seen.within(whole.size)
         )
         possible = batch.has_possible_targets(objective)
         loss: Symbol = value if possible is None else np.where(possible, value, np.nan)
-        cotangents: dict[str, Any] = found
+        cotangents: dict[str, Any] = gradients_of_losses
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
