@@ -322,7 +322,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mean": lambda x, **options: x.mean(**options),
     "max": lambda x, **options: x.max(**options),
     "argmax": lambda x, axis: x.argmax(axis),
-    "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "clip": lambda x, low, high: x.clip(low, high),
     "swapaxes": lambda x, first, second: x.swapaxes(first, second),
     "transpose": lambda x, axes=(): x.transpose(*axes),
     "reshape": lambda x, shape: x.reshape(shape),

@@ -409,6 +409,10 @@ class Recorded(NDArrayOperatorsMixin):
         total = self.sum(axis, dtype or _FLOAT, keepdims)
         return total * (total.size / self.size)
 
+    def clip(self, low: Any, high: Any = None) -> Symbol:
+        raised = np.maximum(self, low)
+        return raised if high is None else np.minimum(raised, high)
+
     def argmax(self, axis: int) -> Symbol:
         place = axis % self.ndim
         shape = (*self.shape[:place], *self.shape[place + 1 :])
