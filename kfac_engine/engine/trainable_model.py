@@ -387,7 +387,7 @@ class TrainableModel(Sealed):
         """Return ``gradients``, with running statistics, and the residuals of all processes."""
         residuals = Residuals()
         result = self._with_residuals(inputs, None, True, residuals)
-        sums = residuals.observed, residuals.expected
+        sums = float(residuals.observed), float(residuals.expected)
         table = self._shards.agreement.vote(*sums, place="residuals")
         return result, Residuals(*map(float, table.sum(axis=0)))
 

@@ -161,7 +161,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
     def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         shape: tuple[int, ...] = values[self.logits].shape
         classes = shape[self._axis(values)]
-        return float(prod(shape) // classes * (1 - 1 / classes))
+        expected: float = prod(shape) // classes * (1 - 1 / classes)
+        return expected
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
         p = self._probs(values)

@@ -25,7 +25,8 @@ class ElementwiseLoss(LossFunction):
 
     def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         diagonals = self.information(values).values()
-        return sum(float(diagonal.sum(dtype=np.float64)) for diagonal in diagonals)
+        total: float = sum(diagonal.sum(dtype=np.float64) for diagonal in diagonals)
+        return total
 
     def static_inner_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         shape = shapes[self.inputs[0]]

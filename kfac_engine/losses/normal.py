@@ -72,8 +72,9 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         t = targets.astype(np.float64)
         axis = self.class_axis % t.ndim
         spread = t - t.mean(axis=tuple(k for k in range(t.ndim) if k != axis), keepdims=True)
-        squares = float((spread * spread).sum()) / self.var**2
-        return squares if squares > 0 else super().expected_squares(values)
+        squares = (spread * spread).sum() / self.var**2
+        expected: float = np.where(squares > 0, squares, super().expected_squares(values))
+        return expected
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.mean, values[self.mean], targets)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from numbers import Real
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -107,19 +107,24 @@ class Residuals:
         expected: Sum of ``LossFunction.expected_squares``; 0 if no loss expects any.
     """
 
-    observed: float = 0.0
-    expected: float = 0.0
+    observed: Any = 0.0
+    expected: Any = 0.0
 
     def add(self, loss: LossFunction, values: Values, seen: Observed, gradients: Values) -> None:
         """Add the predictions of a loss, with the weights that their gradients have."""
         for gradient in gradients.values():
             wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
-            self.observed += float((wide * wide).sum(dtype=np.float64))
-        share = 1.0
+            self.observed = self.observed + (wide * wide).sum(dtype=np.float64)
+        expected = loss.expected_squares(values, seen.targets)
         if seen.weights is not None:
             weights = seen.weights.astype(np.float64)
-            share = float((weights * weights).mean())
-        self.expected += share * loss.expected_squares(values, seen.targets)
+            expected = (weights * weights).mean() * expected
+        self.expected = self.expected + expected
+
+    def scale(self, least: float) -> Any:
+        """Return the factor of updates: 1, and less where residuals fall below a part ``least``."""
+        ratio = self.observed / np.where(self.expected > 0, self.expected, 1.0)
+        return np.minimum(np.sqrt(ratio) / least, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

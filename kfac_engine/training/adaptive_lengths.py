@@ -6,7 +6,7 @@ was short.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
 
@@ -19,7 +19,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
-from kfac_engine.training.rules import AdaptiveMoments, orthogonalize
+from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector, combine, zeros
 
@@ -75,9 +75,11 @@ class AdaptiveLengthUpdate:
         roots: √outputs of the matrices of each weight: see ``root_outputs``.
         sides: Smaller side of the matrices of each weight.
         blocks: The block of the layer of each weight.
+        matmul: The product of two matrices.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
         weight_decay: Parameters shrink by this number times the rate of their update.
+        repeats: Rows of each example in the factors of a weight, until they are measured.
     """
 
     engine: Engine
@@ -85,9 +87,11 @@ class AdaptiveLengthUpdate:
     roots: Mapping[str, float]
     sides: Mapping[str, int]
     blocks: Mapping[str, FisherBlock]
+    matmul: MatMul
     momentum: float
     adam_rate: Rate
     weight_decay: float
+    repeats: Mapping[str, float] = field(default_factory=dict)
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -132,17 +136,14 @@ class AdaptiveLengthUpdate:
 
     def _natural_gradients(self, means: Vector, step: StepInputs) -> dict[str, Array]:
         """Return the orthogonalized natural gradients of the weights."""
-        if self.engine.agreement.alone:
-            axes = self.engine.example_axes
-            examples = sum(axes.count(inputs) for inputs, *_ in step.batch)
-        else:
-            examples = sum(map(sum, self.engine.part_sizes))
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
         alone = {n: m if n in self.roots else np.zeros_like(m) for n, m in means.items()}
         vectors = self.units.join(alone, step.gradients)
         natural = self.units.split(natural_gradients(self.engine, vectors))
-        return {name: self._direction(name, means[name], natural[name], examples)
-                for name in self.roots}  # fmt: skip
+        return {
+            name: self._direction(name, means[name], natural[name], step.examples)
+            for name in self.roots
+        }
 
     def _direction(self, name: str, mean: Array, natural: Array, examples: int) -> Array:
         """Return the direction of a weight; the norm of its matrices means nothing.
@@ -153,15 +154,18 @@ class AdaptiveLengthUpdate:
             natural: Its natural gradient.
             examples: Number of examples of the batch.
         """
-        weight, matmul = self.units.weights[name], self.engine.collection.backend.matmul
-        rows = examples * max(factor.repeats or 1.0 for factor in self.blocks[name].factors)
-        side = self.sides[name]
-        iterations = int(min(rows / (2 * side), _ITERATIONS)) if side >= _SMALLEST_SIDE else 0
-        if not iterations:
+        weight, side = self.units.weights[name], self.sides[name]
+        if side < _SMALLEST_SIDE:
             return natural
+        known = [f.repeats for f in self.blocks[name].factors if f.repeats]
+        iterations = examples * max(known, default=self.repeats.get(name, 1.0)) / (2 * side)
+        if isinstance(iterations, float):
+            iterations = int(min(iterations, _ITERATIONS))
+            if not iterations:
+                return natural
         xp, matrices = array_module(natural), weight.matrices(natural)
         operand = matrices[0] if len(matrices) == 1 else matrices  # as for Muon
-        equal = orthogonalize(operand, matmul, iterations, bound=True).reshape(matrices.shape)
+        equal = orthogonalize(operand, self.matmul, iterations, bound=True).reshape(matrices.shape)
         descends = (weight.matrices(mean) * equal).sum(axis=(1, 2), keepdims=True) > 0
         return weight.array(xp.where(descends, equal, matrices), natural)
 
@@ -235,7 +239,15 @@ def adaptive_lengths(
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
     return AdaptiveLengthUpdate(
-        engine, units, roots, sides, blocks, momentum, adam_rate, weight_decay
+        engine,
+        units,
+        roots,
+        sides,
+        blocks,
+        engine.collection.backend.matmul,
+        momentum,
+        adam_rate,
+        weight_decay,
     )
 
 

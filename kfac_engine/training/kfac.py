@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf, sqrt
-from typing import Literal, TypeAlias, cast
+from math import inf
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
@@ -260,6 +262,7 @@ class KfacOptimizer(Optimizer):
             damping=damping,
             l2=self._l2,
             batch=batch,
+            examples=self._examples(batch),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
         )
@@ -291,7 +294,7 @@ class KfacOptimizer(Optimizer):
         with clock("gradients"):
             result, residuals = self.engine.gradients_and_residuals(batch)
         gradients = {name: result.gradients[name] for name in self._names}
-        return result.loss, gradients, _signal(residuals)
+        return result.loss, gradients, float(residuals.scale(_SMALL_RESIDUALS))
 
     def moved(
         self,
@@ -300,7 +303,8 @@ class KfacOptimizer(Optimizer):
         slots: tuple[SlotArrays, SlotArrays],
         steps: int,
         scale: float,
-        engine: Engine,
+        residuals: Residuals,
+        recorded: Any,
     ) -> dict[str, Array]:
         """Return the new parameters of a step with ``"auto"``, and write the new state.
 
@@ -310,10 +314,13 @@ class KfacOptimizer(Optimizer):
             slots: The old state, and the arrays that receive the new one.
             steps: Number of steps so far.
             scale: Value of the schedule.
-            engine: Preconditions in place of the optimizer's engine.
+            residuals: The residuals of the batch.
+            recorded: Takes the place of the engine: has ``precondition``, the number of
+                ``examples`` of the batch, and ``repeats`` of a block.
         """
         update = self._update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
+        scale = scale * residuals.scale(_SMALL_RESIDUALS)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -326,10 +333,20 @@ class KfacOptimizer(Optimizer):
             damping=self._damping,
             l2=self._l2,
             batch=(),
+            examples=recorded.examples,
             predicts=False,
             clock=StageClock(),
         )
-        return replace(update, engine=engine)(step).values
+        repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
+        update = replace(update, engine=recorded, matmul=np.matmul, repeats=repeats)
+        return update(step).values
+
+    def _examples(self, batch: Sequence[Batch]) -> int:
+        """Return the number of examples of a batch, of all processes."""
+        engine = self.engine
+        if engine.agreement.alone:
+            return sum(engine.example_axes.count(inputs) for inputs, *_ in batch)
+        return sum(map(sum, engine.part_sizes))
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
@@ -406,14 +423,6 @@ class KfacOptimizer(Optimizer):
         self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "start")))
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
-
-
-def _signal(residuals: Residuals) -> float:
-    """Return the factor of the lengths for the residuals of a batch."""
-    observed, expected = residuals.observed, residuals.expected
-    if observed >= _SMALL_RESIDUALS**2 * expected:
-        return 1.0
-    return sqrt(observed / expected) / _SMALL_RESIDUALS
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -29,6 +29,7 @@ class StepInputs:
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
         batch: The parts of the batch, each with inputs and targets.
+        examples: Number of examples of the batch, of all processes.
         predicts: Whether the change of the loss is predicted.
         clock: Measures the stages ``"precondition"`` and ``"curvature"``.
     """
@@ -44,6 +45,7 @@ class StepInputs:
     damping: float
     l2: float
     batch: Sequence[Batch]
+    examples: int
     predicts: bool
     clock: StageClock
 

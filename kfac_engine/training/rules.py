@@ -159,7 +159,7 @@ class Orthogonalized:
 def orthogonalize(
     matrices: Array,
     matmul: MatMul = np.matmul,
-    iterations: int = _ITERATIONS,
+    iterations: "int | Array" = _ITERATIONS,
     *,
     bound: bool = False,
 ) -> Array:
@@ -168,7 +168,8 @@ def orthogonalize(
     Args:
         matrices: ``(rows, columns)``, or a stack of them; a zero matrix stays zero.
         matmul: The product of two matrices, or of two stacks.
-        iterations: Number of Newton–Schulz iterations; fewer raise small singular values less.
+        iterations: Number of Newton–Schulz iterations; fewer raise small singular values less. An
+            array is a number that is known in a run only, at most five.
         bound: Whether the iterations start at singular values divided by ``‖X Xᵀ‖^½``, the root of
             a Frobenius norm, in place of ``‖X‖``. Both norms bound the largest singular value, the
             first one more closely, so that one iteration less is needed.
@@ -182,11 +183,13 @@ def orthogonalize(
     tall = X.shape[-2] > X.shape[-1]
     if tall:
         X = X.swapaxes(-2, -1)
-    for i in range(iterations):
+    fixed = isinstance(iterations, int)
+    for i in range(iterations if fixed else _ITERATIONS):
         gram = matmul(X, X.swapaxes(-2, -1))
         if bound and i == 0:
             norm = np.linalg.norm(gram, axis=(-2, -1), keepdims=True)
             norm += norm == 0
             gram, X = gram / norm, X / norm**0.5
-        X = a * X + matmul(b * gram + c * matmul(gram, gram), X)
+        closer = a * X + matmul(b * gram + c * matmul(gram, gram), X)
+        X = closer if fixed else np.where(iterations >= i + 1, closer, X)
     return X.swapaxes(-2, -1) if tall else X

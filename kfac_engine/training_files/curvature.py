@@ -14,6 +14,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, relative_level
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -126,6 +127,18 @@ class CurvatureSteps:
         read = {name for factor in self._factors for name in factor.statistic.names()}
         layers = self._sources.layers if self._weighted else ()
         return tuple(layer for layer in layers if not read.isdisjoint(layer.inputs))
+
+    def repeats(self, block: FisherBlock) -> float:
+        """Return the number of rows of each example in the factors of a block."""
+        facts, gradients = self._assembly.model.facts, self._sources.gradients
+
+        def of(factor: FisherFactor) -> float:
+            names = (*factor.statistic.names(), *factor.statistic.lengths())
+            read = {name: facts[gradients.get(name, name)] for name in names}
+            empty = {n: np.broadcast_to(np.zeros((), f.dtype), f.shape) for n, f in read.items()}
+            return factor.statistic.repeats(empty)
+
+        return max(map(of, block.factors))
 
     @property
     def constants(self) -> Mapping[str, Array]:

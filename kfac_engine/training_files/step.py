@@ -11,7 +11,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Input
-from kfac_engine.losses.objective import Observation
+from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
@@ -28,6 +28,9 @@ NEW = "new "
 # Names of the inputs and outputs of every file, besides the state.
 OWN = ("rate", "loss", "accuracy", "finite")
 _FLOAT, _INTEGER = np.dtype(np.float32), np.dtype(np.int64)
+
+# Names of the residuals of a batch among its metrics, until the rule has read them.
+_RESIDUALS = ("observed residuals", "expected residuals")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +135,10 @@ class StepRecorder:
             loss, metrics, gradients = self._pass(batch, random)
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients)
+        residuals = Residuals(*(metrics.pop(name, None) for name in _RESIDUALS))
 
         def updated() -> list[Symbol]:
-            new = self._updated(batch, values, gradients, step, rate, random)
+            new = self._updated(batch, values, gradients, step, rate, random, residuals)
             new |= buffers
             new["step"] = step + 1
             return [new[name] for name in state]
@@ -288,8 +292,11 @@ class StepRecorder:
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
+        residuals = Residuals()
         value, gradients_of_losses = objective.value_and_cotangents(
-            values, observation=seen if whole is None else seen.within(whole.size)
+            values,
+            observation=seen if whole is None else seen.within(whole.size),
+            residuals=residuals if self._curvature else None,
         )
         possible = batch.has_possible_targets(objective)
         loss: Symbol = value if possible is None else np.where(possible, value, np.nan)
@@ -298,6 +305,11 @@ class StepRecorder:
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
         metrics = {}
+        if self._curvature:
+            for name, number in zip(
+                _RESIDUALS, (residuals.observed, residuals.expected), strict=True
+            ):
+                metrics[name] = _number(tape, number)
         if self._has_accuracy:
             metrics["accuracy"] = self._accuracy(batch, seen, seen if whole is None else whole)
         gradients: dict[str, Symbol] = {}
@@ -348,6 +360,7 @@ class StepRecorder:
         step: Symbol,
         rate: Symbol,
         random: Writer,
+        residuals: Residuals,
     ) -> dict[str, Symbol]:
         """Record the optimizer's own rule; return the new state by name."""
         old: dict[str, dict[str, Symbol]] = {
@@ -364,7 +377,8 @@ class StepRecorder:
             moved = optimizer.moved(cells, parameters, (old, new), steps, rate)  # type: ignore[attr-defined] # of first order
         else:
             curvature = _RecordedCurvature(self._curvature, batch, values, step, random, state)
-            moved = optimizer.moved(cells, parameters, (old, new), steps, rate, curvature)  # type: ignore[attr-defined] # checked
+            arguments = (old, new), steps, rate, residuals, curvature
+            moved = optimizer.moved(cells, parameters, *arguments)  # type: ignore[attr-defined] # checked
         state |= moved
         for slot, arrays in new.items():
             state |= {f"{slot}/{name}": value for name, value in arrays.items()}
@@ -414,6 +428,9 @@ class _RecordedCurvature:
         state: dict[str, Symbol],
     ) -> None:
         self._arguments, self._state = (curvature, batch, values, step, random), state
+        self.repeats = curvature.repeats
+        size = batch.assembly.task.batch.size
+        self.examples = size if batch.examples is None else _number(batch.tape, batch.examples)
 
     def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
         """Return natural gradients; the new state of the curvature is written."""
@@ -421,6 +438,15 @@ class _RecordedCurvature:
         update = curvature.write(batch, values, vectors, step, random)
         self._state |= update.state
         return update.natural
+
+
+def _number(tape: Tape, number: Any) -> Symbol:
+    """Return a number, which may depend on the number of examples, as a recorded value."""
+    if isinstance(number, Size):
+        return number.recorded()
+    if isinstance(number, Recorded):
+        return number.astype(_FLOAT)
+    return Recorded(tape, tape.constant(number, _FLOAT), (), _FLOAT)
 
 
 def _declared(shape: Shape, name: str) -> tuple[int | str, ...]:
