@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +13,7 @@ from kfac_engine.graph.structure import AttributeValue, Input, Node
 from kfac_engine.graph.write import build_model, serialize
 
 INPUT, OUTPUT = "x", "y"
-F32, I64 = np.dtype(np.float32), np.dtype(np.int64)
+F32, I64, BOOL = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,11 @@ class ModelBuilder:
         return self.op("LayerNormalization", x, scale, shift, to=name, axis=-1, epsilon=1e-5)
 
     def model(
-        self, shape: tuple[int, ...], result: tuple[int, ...], dtype: np.dtype = F32
+        self,
+        shape: tuple[int | str, ...],
+        result: tuple[int | str, ...],
+        dtype: np.dtype = F32,
+        others: Mapping[str, np.dtype] = MappingProxyType({}),
     ) -> Model:
         """Return the model.
 
@@ -161,11 +166,13 @@ class ModelBuilder:
             shape: Shape of an example of the input ``x``.
             result: Shape of an example of the output ``y``.
             dtype: Element type of the input.
+            others: Other inputs of the same shape, and their element types.
 
         Returns:
             The model.
         """
-        source, output = Input(INPUT, dtype, ("N", *shape)), Input(OUTPUT, F32, ("N", *result))
+        sources = [Input(name, t, ("N", *shape)) for name, t in {INPUT: dtype, **others}.items()]
+        output = Input(OUTPUT, F32, ("N", *result))
         constants = {**self.weights, **self.constants}
-        data = serialize(build_model(self.nodes, [source], [output], constants, OPSET))
+        data = serialize(build_model(self.nodes, sources, [output], constants, OPSET))
         return Model(data, self.weights)

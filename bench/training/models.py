@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from kfac_engine.bench.training.layers import (
+    BOOL,
     I64,
     INPUT,
     OUTPUT,
@@ -27,6 +28,7 @@ RESNET_BLOCKS = ((16, 1), (32, 2), (64, 2))
 # The transformer: symbols, positions, features, layers, heads, features of the inner layers.
 SYMBOLS, POSITIONS, WIDTH, LAYERS, HEADS, INNER = 96, 64, 96, 2, 4, 384
 RECURRENT_WIDTH = 64
+READ = "read"  # the input that tells the characters of a text from its padding
 
 
 def dense(widths: Sequence[int], activations: Sequence[str], seed: int) -> Model:
@@ -137,8 +139,17 @@ def _gru(net: ModelBuilder, x: str, operands: Sequence[str]) -> str:
     return "states"
 
 
-def transformer(seed: int) -> Model:
-    """Return a causal transformer over characters with normalizations before its layers."""
+def transformer(seed: int, *, padded: bool = False) -> Model:
+    """Return a causal transformer over characters with normalizations before its layers.
+
+    Args:
+        seed: Seed of the weights.
+        padded: Whether texts have any length up to ``POSITIONS``, and a Boolean input ``read`` of
+            their shape, which is False for the padding. The weights are the same.
+
+    Returns:
+        The model.
+    """
     net = ModelBuilder(seed)
     net.constant("split", np.array([0, 0, HEADS, WIDTH // HEADS]))
     net.constant("joined", np.array([0, 0, WIDTH]))
@@ -149,18 +160,35 @@ def transformer(seed: int) -> Model:
     net.constant("one", np.array(1, np.float32))
     net.constant("half", np.array(0.5, np.float32))
     x = net.op("Gather", net.drawn("symbols", (SYMBOLS, WIDTH), 0.1), INPUT, to="embedded")
-    x = net.op("Add", x, net.drawn("positions", (POSITIONS, WIDTH), 0.02), to="placed")
+    places, unread = net.drawn("positions", (POSITIONS, WIDTH), 0.02), "future"
+    if padded:
+        places, unread = _shortened(net, places)
+    x = net.op("Add", x, places, to="placed")
     for i in range(LAYERS):
-        y = _attention(net, f"{i}.attention", net.layer_norm(f"{i}.norm0", x, WIDTH))
+        y = _attention(net, f"{i}.attention", net.layer_norm(f"{i}.norm0", x, WIDTH), unread)
         x = net.op("Add", x, y, to=f"{i}/attended")
         y = net.product(f"{i}.up", net.layer_norm(f"{i}.norm1", x, WIDTH), WIDTH, INNER)
         y = net.product(f"{i}.down", _gelu(net, f"{i}/gelu", y), INNER, WIDTH)
         x = net.op("Add", x, y, to=f"{i}/sum")
     net.product("head", net.layer_norm("norm", x, WIDTH), WIDTH, SYMBOLS, to=OUTPUT)
-    return net.model((POSITIONS,), (POSITIONS, SYMBOLS), I64)
+    length, mask = ("length" if padded else POSITIONS), {READ: BOOL} if padded else {}
+    return net.model((length,), (length, SYMBOLS), I64, mask)
 
 
-def _attention(net: ModelBuilder, name: str, x: str) -> str:
+def _shortened(net: ModelBuilder, places: str) -> tuple[str, str]:
+    """Append the embeddings of the places of a text, and what its characters do not read."""
+    net.constant("0", np.array([0]))
+    net.constant("0, 0", np.array([0, 0]))
+    net.constant("axes", np.array([1, 2]))
+    length = net.op("Shape", INPUT, to="length", start=1, end=2)
+    square = net.op("Concat", length, length, to="square", axis=0)
+    places = net.op("Slice", places, "0", length, to="places")
+    future = net.op("Slice", "future", "0, 0", square, to="future/cut")
+    padding = net.op("Unsqueeze", net.op("Not", READ, to="padding"), "axes", to="padding/keys")
+    return places, net.op("Or", future, padding, to="unread")
+
+
+def _attention(net: ModelBuilder, name: str, x: str, unread: str) -> str:
     parts = {"q": (0, 2, 1, 3), "k": (0, 2, 3, 1), "v": (0, 2, 1, 3)}
     for part, perm in parts.items():
         y = net.product(f"{name}.{part}", x, WIDTH, WIDTH)
@@ -168,7 +196,7 @@ def _attention(net: ModelBuilder, name: str, x: str) -> str:
         net.op("Transpose", y, to=f"{name}/{part}", perm=perm)
     scores = net.op("MatMul", f"{name}/q", f"{name}/k", to=f"{name}/products")
     scores = net.op("Mul", scores, "scale", to=f"{name}/scores")
-    scores = net.op("Where", "future", "lowest", scores, to=f"{name}/masked")
+    scores = net.op("Where", unread, "lowest", scores, to=f"{name}/masked")
     shares = net.op("Softmax", scores, to=f"{name}/shares", axis=-1)
     y = net.op("MatMul", shares, f"{name}/v", to=f"{name}/mixed")
     y = net.op("Transpose", y, to=f"{name}/back", perm=(0, 2, 1, 3))

@@ -136,23 +136,25 @@ def run_recurrent(w, x):
     return linear(w, "head", h)
 
 
-def attention(w, name, x):
+def attention(w, name, x, read):
     n, length, width = x.shape
     q, k, v = (
         product(w, f"{name}.{part}", x).reshape(n, length, 4, width // 4).transpose(0, 2, 1, 3)
         for part in "qkv"
     )
     scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(width // 4)
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    seen = np.tril(np.ones((length, length), bool)) & read[:, None, None]
+    scores = np.where(seen, scores, -np.inf)
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     return product(w, f"{name}.out", (shares @ v).transpose(0, 2, 1, 3).reshape(x.shape))
 
 
-def run_transformer(w, x):
-    x = w["symbols"][x] + w["positions"]
+def run_transformer(w, x, read=None):
+    read = np.ones(x.shape, bool) if read is None else read
+    x = w["symbols"][x] + w["positions"][: x.shape[1]]
     for i in range(2):
-        x = x + attention(w, f"{i}.attention", layer_norm(x))
+        x = x + attention(w, f"{i}.attention", layer_norm(x), read)
         y = product(w, f"{i}.up", layer_norm(x))
         x = x + product(w, f"{i}.down", y * (1 + erf(y / np.sqrt(2))) / 2)
     return product(w, "head", layer_norm(x))
@@ -194,6 +196,25 @@ def test_a_model_computes_the_function_of_its_name(name):
     weights = {key: value.astype(float) for key, value in model.weights.items()}
     wide = x if name == "transformer" else x.astype(float)
     np.testing.assert_allclose(engine.trace({"x": x})[output], forward(weights, wide), **TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [5, 64])
+def test_a_transformer_of_texts_with_padding_reads_no_padding(length):
+    model, rng = models.transformer(3, padded=True), np.random.default_rng(5)
+    x, read = rng.integers(0, 96, (3, length)), rng.random((3, length)) < 0.7
+    read[:, 0], read[:, -1] = True, False  # each position reads the first one
+    engine = ke.Engine.from_onnx(model.data, loss="categorical", threads=1)
+    weights = {key: value.astype(float) for key, value in model.weights.items()}
+    assert all(
+        (value == models.transformer(3).weights[key]).all() for key, value in weights.items()
+    )
+
+    def outputs(x):
+        return engine.trace({"x": x, "read": read})[engine.objective.inputs[0]]
+
+    np.testing.assert_allclose(outputs(x), run_transformer(weights, x, read), **TOLERANCE)
+    others = np.where(read, x, rng.integers(0, 96, x.shape))
+    np.testing.assert_array_equal(outputs(others)[read], outputs(x)[read])
 
 
 @pytest.mark.parametrize("name", TASKS)
