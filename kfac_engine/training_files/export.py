@@ -70,6 +70,10 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
+    ignore_index: int | None = None,
+    class_weights: Sequence[float] | Array | None = None,
+    positive_weights: float | Sequence[float] | Array | None = None,
+    label_smoothing: float | None = None,
     trainable: str | Sequence[str] | None = None,
     freeze: str | Sequence[str] | None = None,
     train_form: bool = False,
@@ -99,6 +103,10 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         find_logits: Whether a loss on an output of probabilities reads the logits.
         loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.
+        ignore_index: Target that does not count, as for ``Engine.from_onnx``.
+        class_weights: Weight of the targets of each class.
+        positive_weights: Weight of targets of 1 of a sigmoid loss.
+        label_smoothing: Part of each target that is divided among all classes.
         trainable: Pattern of parameter names that are trained, or several.
         freeze: Pattern of parameter names that are not trained, or several. They are constants of
             the files, and no gradient is computed below the first layer that is trained.
@@ -139,7 +147,9 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         )
     chosen = EngineOptions(
         loss=loss, output=output, class_axis=class_axis, find_logits=find_logits,
-        loss_weights=loss_weights, reduction=reduction, trainable=trainable, freeze=freeze,
+        loss_weights=loss_weights, reduction=reduction, ignore_index=ignore_index,
+        class_weights=class_weights, positive_weights=positive_weights,
+        label_smoothing=label_smoothing, trainable=trainable, freeze=freeze,
         train_form=train_form, tie_weights=tie_weights, batch_axes=batch_axes,
         sample_inputs=sample_inputs, backend="numpy", threads=1, gradient_dtype="float32",
     )  # fmt: skip
