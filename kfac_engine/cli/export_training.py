@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # Fields of the options of an engine that the files depend on.
 _NAMES = (
     "loss", "output", "class_axis", "find_logits", "loss_weights", "reduction", "trainable",
-    "freeze", "tie_weights", "batch_axes", "train_form",
+    "ignore_index", "class_weights", "positive_weights", "label_smoothing", "freeze",
+    "tie_weights", "batch_axes", "train_form",
 )  # fmt: skip
 _OPTIONS = (
     Group.OPTIMIZER.option(
