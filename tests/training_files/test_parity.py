@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 import kfac_engine as ke
-from tests.models import VOCABULARY, Net, mlp, two_outputs
+from kfac_engine.training import adaptive_lengths
+from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
 from tests.training_files.parity import differences
@@ -245,3 +247,32 @@ def test_a_schedule_multiplies_the_rate(tmp_path):
         moved = whole[f"new {name}"] - start[name]
         np.testing.assert_allclose(half[f"new {name}"] - start[name], moved / 2, atol=1e-6)
         np.testing.assert_array_equal(none[f"new {name}"], start[name])
+
+
+@pytest.mark.parametrize("net", ["tokens", "dense", "conv2d"])
+def test_files_equalize_singular_values_as_often_as_the_optimizer(net, tmp_path, monkeypatch):
+    """The number of iterations, 0 to 5, follows from the sizes of the batches."""
+    monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", 4)
+    draw = classes((5,) if net == "tokens" else ())
+    found = differences(network(net), "kfac", tmp_path / "files", draw)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_of_files_end_with_the_residuals(accumulate, tmp_path):
+    """The head predicts the only class: a step is shorter by the part of the residuals."""
+    model = network("dense")
+    for array in model.graph.initializer:
+        if array.name == "head.bias":
+            array.CopyFrom(numpy_helper.from_array(np.array([9, 0, 0], "float32"), array.name))
+    files = ke.export_training(model, "categorical", "kfac", path=tmp_path, accumulate=accumulate)
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+    x, t = random_inputs(model, 8, seed=0), np.zeros(8, np.int64)
+    rate = ke.KfacOptimizer(engine).step(x, t).learning_rate
+    assert rate < 1e-3 < 0.025
+    before = files.read(state := files.initial())["fc.weight"]
+    results = files.step(state, x, t)
+    moved = np.linalg.norm(results["new fc.weight"] - before * (1 - 0.05 * rate))
+    # The norm of an update is k · rate · √outputs, with k = 1 in the first step.
+    assert moved == pytest.approx(rate * 6**0.5, rel=1e-3)
