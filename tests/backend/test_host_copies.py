@@ -24,6 +24,7 @@ COPIES = {
         "kfac_engine/compat/mixins/collection.py",
         "kfac_engine/datasets/shards.py",  # data of the user, which a checksum reads
         "kfac_engine/losses/outliers.py",  # counts, for special functions of SciPy
+        "kfac_engine/training/adaptive_lengths.py",  # a product for each matrix
     ),
     "item()": (
         "kfac_engine/autodiff/lowering/",
@@ -31,6 +32,9 @@ COPIES = {
         "kfac_engine/graph/",
         "kfac_engine/layers/",
         "kfac_engine/training/history.py",  # numbers of records
+        "kfac_engine/losses/",  # sums of a batch
+        "kfac_engine/curvature/factors/statistics.py",  # sums of weights
+        "kfac_engine/training/adaptive_lengths.py",
     ),
     "tolist()": (
         "kfac_engine/backend/cpu/blas.py",
@@ -58,6 +62,7 @@ COPIES = {
         "kfac_engine/training/curvature_updates.py",
         "kfac_engine/losses/collection.py",  # options of losses
         "kfac_engine/losses/observed.py",  # the bounds of weights, together
+        "kfac_engine/training_files/",  # recorded arrays, and arrays of the host
     ),
 }
 
