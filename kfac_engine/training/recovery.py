@@ -9,7 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 from kfac_engine.arguments import whole
-from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
@@ -128,7 +128,8 @@ class Recovery:
         if len(batch) > 1:
             return self._optimizer.step(batch, None, scale)
         ((inputs, targets),) = batch
-        return self._optimizer.step(inputs, targets, scale)
+        with numbered_in_data(batch):
+            return self._optimizer.step(inputs, targets, scale)
 
     def _take_snapshot(self) -> None:
         """Store copies of the weights and of the state of the optimizer."""

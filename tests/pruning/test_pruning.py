@@ -179,7 +179,7 @@ def test_pruning_by_curvature_keeps_the_accuracy_that_magnitude_loses(method, tm
         engine.set_parameters(pruned)
         return engine.evaluate(held_out)["accuracy"]
 
-    by_curvature = accuracy(ke.prune(curvature, sparsity=0.7, method=method, damping=1e-3))
-    by_magnitude = accuracy(ke.prune(curvature, sparsity=0.7, method="magnitude"))
-    assert by_curvature > 0.85
-    assert by_magnitude < by_curvature - 0.02
+    by_curvature = accuracy(ke.prune(curvature, sparsity=0.75, method=method, damping=1e-3))
+    by_magnitude = accuracy(ke.prune(curvature, sparsity=0.75, method="magnitude"))
+    assert by_curvature > 0.8
+    assert by_magnitude < by_curvature - 0.1
