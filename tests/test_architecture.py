@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import list_modules
 from tests.violations import assert_none
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,18 +84,6 @@ def test_the_rank_table_has_seven_rows():
     assert {rank for rank, _ in places().values()} == set(range(7))
 
 
-def sections():
-    """Heading to text, of ARCHITECTURE.md."""
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^##+ ([^\n]*)\n(.*?)(?=^##|\Z)", text, re.M | re.S))
-
-
-def named_last(section):
-    """What the last column of the tables of a section names in code quotes."""
-    rows = re.findall(r"^\|.*\| ([^|]*) \|$", sections()[section].partition("|--")[2], re.M)
-    return [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
-
-
 def exists(name, *folders):
     """Whether a package or a module of this dotted name is in one of the folders."""
     paths = [folder / name.replace(".", "/") for folder in folders]
@@ -105,26 +94,24 @@ def test_a_name_in_the_rank_table_is_a_package_or_module():
     assert_none(name for name in places() if not exists(name, PACKAGE, ROOT))
 
 
-FOLDERS = {"Next to the folders": PACKAGE} | {
-    heading: PACKAGE / heading.split("`")[1]
-    for heading in sections()
-    if heading.startswith("Inside `")
-}
+def test_a_file_named_in_the_architecture_exists():
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert len(names) > 30
+    assert_none(name for name in names if not list(ROOT.rglob(name)))
+    assert len(text.encode()) <= 8000, "ARCHITECTURE.md is read in ten minutes"
 
 
-def test_a_name_in_a_table_of_files_is_a_file_or_a_folder():
-    assert len(FOLDERS) > 10
-    assert_none(
-        f"{section}: there is no '{name}'"
-        for section, folder in FOLDERS.items()
-        for name in named_last(section)
-        if re.fullmatch(r"[a-z_/]+", name) and not exists(name, folder)
+def test_page_of_modules_equals_their_docstrings():
+    assert list_modules.PAGE.read_text(encoding="utf-8") == list_modules.page(), (
+        "run python -m scripts.list_modules"
     )
 
 
 def test_names_in_recipes_exist():
     text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
-    for name in named_last("Where to add what"):
+    recipes = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("| to add |")[2]
+    for name in re.findall(r"`([^`]+)`", recipes):
         if name.startswith("python -m "):
             paths = [name.removeprefix("python -m ").replace(".", "/") + ".py"]
         elif re.fullmatch(r"\w+\.\w+", name) and not name.endswith((".py", ".md")):
