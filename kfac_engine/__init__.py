@@ -30,12 +30,6 @@ if TYPE_CHECKING:
         ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
     )
     from kfac_engine.compat.convolution_factors import ConvOutputMultiKF as ConvOutputMultiKF
-    from kfac_engine.compat.default_collection import (
-        get_default_layer_collection as get_default_layer_collection,
-    )
-    from kfac_engine.compat.default_collection import (
-        set_default_layer_collection as set_default_layer_collection,
-    )
     from kfac_engine.compat.depthwise import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
     from kfac_engine.compat.depthwise import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
     from kfac_engine.compat.embedding import (
@@ -65,6 +59,12 @@ if TYPE_CHECKING:
     from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
     from kfac_engine.curvature.collection import LayerCollection as LayerCollection
+    from kfac_engine.curvature.collection import (
+        get_default_layer_collection as get_default_layer_collection,
+    )
+    from kfac_engine.curvature.collection import (
+        set_default_layer_collection as set_default_layer_collection,
+    )
     from kfac_engine.curvature.config import CollectionConfig as CollectionConfig
     from kfac_engine.curvature.config import RelativeDamping as RelativeDamping
     from kfac_engine.curvature.estimator import FisherEstimator as FisherEstimator
@@ -241,8 +241,8 @@ _HOMES = {
     "load_model": "runtime.load",
     "Rows": "_types",
     "LayerCollection": "curvature.collection",
-    "get_default_layer_collection": "compat.default_collection",
-    "set_default_layer_collection": "compat.default_collection",
+    "get_default_layer_collection": "curvature.collection",
+    "set_default_layer_collection": "curvature.collection",
     "FisherEstimator": "curvature.estimator",
     "CurvatureMatrixVectorProductComputer": "curvature.products",
     "FisherBlock": "curvature.blocks.base",

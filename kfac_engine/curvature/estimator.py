@@ -8,11 +8,10 @@ import numpy as np
 
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import number
-from kfac_engine.compat.default_collection import get_default_layer_collection
 from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
-from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.collection import LayerCollection, get_default_layer_collection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType

@@ -12,14 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array, Values
+from kfac_engine._types import Array, Thunk, Values
 from kfac_engine.backend.namespace import array_module, as_array
-from kfac_engine.compat.mixins.losses import LossOperations
-from kfac_engine.errors import InputError, RegistrationError, UnsupportedError
+from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
     ignored,
@@ -31,11 +30,14 @@ from kfac_engine.losses.checks import (
 )
 from kfac_engine.losses.observed import Observed, checked_weights, times, total_weight
 
+# A vector of the space of the inputs: an array, or an array for each input.
+Vector: TypeAlias = Array | tuple[Array, ...]
+
 # Kinds of element types of real numbers.
 _REAL = "biuf"
 
 
-class LossFunction(LossOperations, ABC):
+class LossFunction(ABC):
     """A distribution of targets given outputs of a model, with its score and Fisher matrix.
 
     ``F`` is the Fisher matrix of an example with respect to the inputs. ``B`` is a factor with
@@ -497,8 +499,136 @@ class LossFunction(LossOperations, ABC):
                 f"Gauss-Newton matrix: its inputs are not natural parameters; use the Fisher."
             )
 
+    # -- functions of the values of a batch ----------------------------------------------------
+
+    def evaluate(self) -> Thunk[float]:
+        """Return a function that computes the loss on the data, summed over the batch, in nats."""
+        self.require_target_name()
+        return lambda values: self.value(self.read(values, targets=True))
+
+    def evaluate_on_sample(self, seed: int | None = None) -> Thunk[float]:
+        """Return a function that computes the loss on sampled targets, equal for equal values."""
+        seed = next((s for s in (seed, self.seed) if s is not None), 0)
+
+        def evaluate(values: Values) -> float:
+            values = self.read(values)
+            return self.value_of(values, self.sample(values, np.random.default_rng(seed)))
+
+        return evaluate
+
+    def multiply_fisher(self, vector: Vector) -> Thunk[Vector]:
+        """Return a function that computes ``F v``, the Fisher matrix times a vector."""
+
+        def multiply(values: Values) -> Vector:
+            values = self.read(values)
+            return _plain(self, self.fisher(values, _vectors(self, values, vector)))
+
+        return multiply
+
+    def multiply_fisher_factor(self, u: Array) -> Thunk[Vector]:
+        """Return a function that computes ``B u``, a factor of the Fisher matrix times a vector."""
+
+        def multiply(values: Values) -> Vector:
+            values = self.read(values)
+            inner = _converted(u, values[self.inputs[0]], self.inner_shape(values))
+            return _plain(self, self.fisher_factor(values, inner))
+
+        return multiply
+
+    def multiply_fisher_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+        """Return a function that computes ``Bᵀ v``, the transpose of the factor times a vector."""
+
+        def multiply(values: Values) -> Array:
+            values = self.read(values)
+            return self.fisher_factor_transpose(values, _vectors(self, values, vector))
+
+        return multiply
+
+    def multiply_fisher_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+        """Return a function that computes the column ``B e_index`` for every example.
+
+        Args:
+            index: Index along each inner axis after the batch axis.
+        """
+
+        def multiply(values: Values) -> Vector:
+            values = self.read(values)
+            _check_coordinate(self, values, index)
+            return _plain(self, self.one_hot(values, tuple(index)))
+
+        return multiply
+
+    def fisher_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
+        """Return the shape of the vectors that ``B`` multiplies, for a batch."""
+        return self.inner_shape(self.read(values))
+
+    def multiply_ggn(self, vector: Vector) -> Thunk[Vector]:
+        """Return a function that computes the Gauss–Newton matrix times a vector."""
+        self.require_ggn()
+        return self.multiply_fisher(vector)
+
+    def multiply_ggn_factor(self, u: Array) -> Thunk[Vector]:
+        """Return a function that computes the factor of the Gauss–Newton matrix times a vector."""
+        self.require_ggn()
+        return self.multiply_fisher_factor(u)
+
+    def multiply_ggn_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+        """Return a function that computes the transpose of this factor times a vector."""
+        self.require_ggn()
+        return self.multiply_fisher_factor_transpose(vector)
+
+    def multiply_ggn_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+        """Return a function that computes a column of this factor for every example."""
+        self.require_ggn()
+        return self.multiply_fisher_factor_replicated_one_hot(index)
+
+    def ggn_factor_inner_shape(self, values: Values) -> tuple[int, ...]:
+        """Return the shape of the vectors that this factor multiplies, for a batch."""
+        self.require_ggn()
+        return self.fisher_factor_inner_shape(values)
+
     def _axis(self, values: Values) -> int:
         return self.class_axis % values[self.inputs[0]].ndim
+
+
+def _vectors(loss: LossFunction, values: Values, vector: Vector) -> dict[str, Array]:
+    """Return the converted arrays of a vector by input, after checks."""
+    parts = (vector,) if len(loss.inputs) == 1 else tuple(vector)
+    if len(parts) != len(loss.inputs):
+        raise ShapeError(
+            f"the loss has the inputs {loss.inputs}, so a vector is a tuple of "
+            f"{len(loss.inputs)} arrays; got {len(parts)}."
+        )
+    named = zip(loss.inputs, parts, strict=True)
+    return {name: _converted(part, values[name], values[name].shape) for name, part in named}
+
+
+def _plain(loss: LossFunction, named: Mapping[str, Array]) -> Vector:
+    """Return arrays by name as a vector of the input space."""
+    parts = tuple(named[name] for name in loss.inputs)
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _check_coordinate(loss: LossFunction, values: Values, index: tuple[int, ...]) -> None:
+    shape = loss.inner_shape(values)[1:]
+    if len(index) != len(shape) or not all(
+        0 <= i < size for i, size in zip(index, shape, strict=True)
+    ):
+        raise InputError(
+            f"index {index} is not a coordinate of the inner shape {shape} "
+            f"(without the batch axis) of the loss on '{loss.inputs[0]}'."
+        )
+
+
+def _converted(vector: Array, like: Array, shape: tuple[int, ...]) -> Array:
+    """Return ``vector`` in the library and element type of ``like``, after a check of its shape."""
+    converted: Array = array_module(like).asarray(vector, dtype=like.dtype)
+    if converted.shape != tuple(shape):
+        raise ShapeError(
+            f"the vector has shape {converted.shape}, expected {tuple(shape)}: one entry per "
+            f"coordinate of the loss."
+        )
+    return converted
 
 
 def weights_of(targets: str) -> str:

@@ -7,7 +7,6 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.compat.mixins.blocks import InverseProducts
 from kfac_engine.curvature.config import (
     LEAST_EIGENVALUE,
     CollectionConfig,
@@ -59,7 +58,7 @@ class FactorOwner(Protocol):
         """Return the factor ``cls(*args)``, which equal arguments share."""
 
 
-class FisherBlock(InverseProducts, ABC):
+class FisherBlock(ABC):
     """One block of a block-diagonal Fisher matrix.
 
     Args:
@@ -175,6 +174,10 @@ class FisherBlock(InverseProducts, ABC):
     def register_matpower(self, exp: float) -> None:
         """Register a power, which each refresh computes."""
 
+    def register_inverse(self) -> None:
+        """Register the inverse, which each refresh computes."""
+        self.register_matpower(-1)
+
     @abstractmethod
     def register_cholesky(self) -> None:
         """Register the Cholesky factor, which each refresh computes."""
@@ -210,6 +213,14 @@ class FisherBlock(InverseProducts, ABC):
         Returns:
             New arrays in the form of ``vector``.
         """
+
+    def multiply(self, vector: Vector) -> Vector:
+        """Return the product of the damped block, from the current averages, and a vector."""
+        return self.multiply_matpower(vector, 1)
+
+    def multiply_inverse(self, vector: Vector) -> Vector:
+        """Return the product of the damped inverse of the last refresh and a vector."""
+        return self.multiply_matpower(vector, -1)
 
     @abstractmethod
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:

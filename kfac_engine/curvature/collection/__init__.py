@@ -1,12 +1,14 @@
 """The registry of layers and losses: which parameters form which block.
 
 Tensors are names; their values follow with each batch, as a mapping from names to arrays.
-``LayerCollection`` has a base class for each topic: ``losses.collection``, ``coverage`` (uses of
-parameters in the graph), ``choices`` (defaults and linked groups), ``registry`` (blocks and
-factors), and one for each family of layers.
+``LayerCollection`` has a base class for the losses (``losses.collection``), one for the blocks,
+their approximations and their uses in the graph (``registry``), and one for each family of layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Self
 
 from kfac_engine.curvature.collection.dense import DenseLayers
 from kfac_engine.curvature.collection.embedding import EmbeddingLayers
@@ -14,11 +16,14 @@ from kfac_engine.curvature.collection.grouped import GroupedConvolutionLayers
 from kfac_engine.curvature.collection.multi_use import MultiUseLayers
 from kfac_engine.curvature.collection.scale_shift import ScaleAndShiftLayers
 from kfac_engine.curvature.collection.transposed import TransposedConvolutionLayers
+from kfac_engine.errors import RegistrationError
 from kfac_engine.registry import Registry
 
 __all__ = [
     "REGISTRATIONS",
     "LayerCollection",
+    "get_default_layer_collection",
+    "set_default_layer_collection",
 ]
 
 
@@ -43,7 +48,52 @@ class LayerCollection(
     Attributes:
         fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
         fisher_factors: (class, arguments) to factor, in the order of creation.
+        graph: The model, or the shapes.
+        subgraph: The part of the model that the losses depend on; None before
+            ``create_subgraph``, and without a model.
     """
+
+    @contextmanager
+    def as_default(self) -> Iterator[Self]:
+        """Return a context in which ``get_default_layer_collection`` returns this collection."""
+        set_default_layer_collection(self)
+        try:
+            yield self
+        finally:
+            set_default_layer_collection(None)
+
+
+# A context variable, so that threads and tasks have separate defaults.
+_default: ContextVar[LayerCollection | None] = ContextVar("default collection", default=None)
+
+
+def get_default_layer_collection() -> LayerCollection:
+    """Return the collection that was set as the default.
+
+    Raises:
+        RegistrationError: No default is set.
+    """
+    collection = _default.get()
+    if collection is None:
+        raise RegistrationError(
+            "no default LayerCollection is set; pass a collection, or use `with "
+            "collection.as_default():`."
+        )
+    return collection
+
+
+def set_default_layer_collection(layer_collection: LayerCollection | None) -> None:
+    """Set the default collection; None clears it.
+
+    Raises:
+        RegistrationError: Another default is set; clear it first.
+    """
+    if layer_collection is not None and _default.get() is not None:
+        raise RegistrationError(
+            "a default LayerCollection is set already; clear it with "
+            "set_default_layer_collection(None) first."
+        )
+    _default.set(layer_collection)
 
 
 # Kind of layer to the method that registers it. The method takes the collection, the parameters,

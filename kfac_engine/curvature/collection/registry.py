@@ -1,6 +1,6 @@
 """The registered blocks, by the parameters that form them, and their factors."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
@@ -8,16 +8,18 @@ from kfac_engine._types import Params
 from kfac_engine.arguments import instance, whole
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
+from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.approximations import row as row_of
 from kfac_engine.curvature.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
-from kfac_engine.curvature.collection.choices import ApproximationChoices
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
-from kfac_engine.losses.collection import Reuse, check_reuse
+from kfac_engine.graph.analysis.subgraph import SubGraph
+from kfac_engine.losses.collection import LossCollection, Reuse, check_reuse
 from kfac_engine.printable import shortened
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.suggestions import suggestion
 from kfac_engine.text.summary import counted
 
 Factor = TypeVar("Factor", bound=FisherFactor)
@@ -25,7 +27,29 @@ Factor = TypeVar("Factor", bound=FisherFactor)
 _MOST_CHARACTERS = 80
 
 
-class BlockRegistry(ApproximationChoices):
+def _default(kind: str) -> property:
+    """Return a property for the default approximation of a kind of layer."""
+
+    def default(self: "BlockRegistry") -> str:
+        return self.default_approximation(kind)
+
+    return property(default, doc=f"Default approximation of layers of the kind '{kind}'.")
+
+
+def _setter(kind: str) -> Callable[["BlockRegistry", str], None]:
+    """Return a method that sets the default approximation of a kind of layer."""
+
+    def set_default(self: "BlockRegistry", value: str) -> None:
+        self.set_default_approximation(kind, value)
+
+    set_default.__doc__ = (
+        f"Set the default approximation of layers of the kind '{kind}'; raise an InputError for an "
+        f"approximation that the kind does not have."
+    )
+    return set_default
+
+
+class BlockRegistry(LossCollection):
     """Registered blocks; see ``LayerCollection``, the public class."""
 
     def __init__(
@@ -35,12 +59,18 @@ class BlockRegistry(ApproximationChoices):
         config: CollectionConfig | None = None,
         backend: str | Backend = "auto",
     ) -> None:
-        super().__init__(graph)
+        super().__init__()
+        self.graph = graph
+        self.subgraph: SubGraph | None = None
         self.name = name
         self.config = CollectionConfig() if config is None else config
         instance("config", self.config, CollectionConfig)
         self.backend = select(backend) if isinstance(backend, str) else backend
+        self.fisher_blocks: dict[Params, FisherBlock] = {}
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
+        self._uses: dict[str, float] = {}
+        self._defaults = {kind: row.default for kind, row in KINDS.items()}
+        self._linked: dict[frozenset[str], str | None] = {}
         self._rows: dict[Params, tuple[object, ...]] = {}
 
     def __repr__(self) -> str:
@@ -140,6 +170,142 @@ class BlockRegistry(ApproximationChoices):
         factor.companions = self.fisher_factors
         assert isinstance(factor, cls)
         return factor
+
+    # -- the graph --------------------------------------------------------------------------------
+
+    def create_subgraph(self) -> None:
+        """Record the part of the model that the registered losses depend on.
+
+        Raises:
+            InputError: No loss is registered.
+        """
+        self._require_losses()
+        if isinstance(self.graph, OnnxModel):
+            self.subgraph = SubGraph(self.graph.graph, self._loss_inputs())
+
+    def finalize(self) -> None:
+        """Close the collection for registrations, because an estimator uses it.
+
+        Raises:
+            RegistrationError: It is closed already: a collection belongs to one estimator.
+            InputError: No loss is registered.
+        """
+        self._require_open("an estimator")
+        self.create_subgraph()
+        self._finalized = True
+
+    def check_registration(self, variables: Sequence[str]) -> None:
+        """Check that blocks cover exactly these parameters, with as many uses as in the graph.
+
+        Uses are compared only if the collection has a model. Uses that no loss depends on do not
+        count.
+
+        Args:
+            variables: All parameters that must have a block.
+
+        Raises:
+            RegistrationError: A parameter has no block, a block has other parameters, or uses
+                differ; the message lists all differences.
+        """
+        listed = dict.fromkeys(variables)
+        wrong = [f"{name} is not registered" for name in listed if name not in self._uses]
+        wrong += [
+            f"{name} is registered, but not listed" for name in self._uses if name not in listed
+        ]
+        if isinstance(self.graph, OnnxModel):
+            graph = self.graph.graph
+            reached = SubGraph(graph, self._loss_inputs() or graph.values())
+            counts = {name: reached.variable_uses(name) for name in self._uses}
+            wrong += [
+                f"{name} is registered with {uses:g} use(s), the graph has {counts[name]}"
+                for name, uses in self._uses.items()
+                if uses not in (inf, counts[name])
+            ]
+        if wrong:
+            raise RegistrationError(f"the registration is not complete: {'; '.join(wrong)}.")
+
+    # -- approximations: named at registration, of a linked group, or by default -----------------
+
+    @property
+    def linked_parameters(self) -> dict[frozenset[str], str | None]:
+        """Groups of ``define_linked_parameters``, each with its approximation or None."""
+        return dict(self._linked)
+
+    def define_linked_parameters(
+        self, params: Params | Sequence[str], approximation: str | None = None
+    ) -> None:
+        """Group the parameters of a layer, and set its approximation.
+
+        A layer that is registered later with exactly these parameters has the approximation, unless
+        its registration names another.
+
+        Args:
+            params: A name, or several in any order.
+            approximation: Approximation of the layer; by default that of its kind.
+
+        Raises:
+            RegistrationError: A parameter is linked already, or registered with others.
+            InputError: The group is empty, or has a name twice.
+        """
+        if not isinstance(params, Iterable):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
+        group = frozenset(uses(params))
+        if not group or len(group) < len(uses(params)):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
+        for key in self.fisher_blocks:
+            if group.intersection(uses(key)) and group != set(uses(key)):
+                raise RegistrationError(
+                    f"{_listed(group)} cannot be linked: a layer of {_listed(uses(key))} is "
+                    f"registered, which is another group."
+                )
+        for linked in self._linked:
+            if group & linked:
+                raise RegistrationError(
+                    f"{_listed(group & linked)} cannot be linked again: the group "
+                    f"{_listed(linked)} has it."
+                )
+        self._linked[group] = approximation
+
+    # -- defaults ---------------------------------------------------------------------------------
+
+    def default_approximation(self, kind: str) -> str:
+        """Return the approximation of a kind of layer for registrations that name none."""
+        self._require_kind(kind)
+        return self._defaults[kind]
+
+    def set_default_approximation(self, kind: str, value: str) -> None:
+        """Set the default approximation of a kind of layer.
+
+        Raises:
+            UnknownNameError: The kind is unknown.
+            InputError: The kind does not accept the approximation.
+        """
+        self._require_kind(kind)
+        if value not in accepted(kind):
+            raise InputError(
+                f"'{value}'{suggestion(value, accepted(kind))} is not a valid approximation for "
+                f"{kind}; choose one of: "
+                f"{', '.join(accepted(kind))}."
+            )
+        self._defaults[kind] = value
+
+    default_generic_approximation = _default("generic")
+    default_fully_connected_approximation = _default("fully_connected")
+    default_fully_connected_multi_approximation = _default("fully_connected_multi")
+    default_conv2d_approximation = _default("conv2d")
+    default_conv2d_multi_approximation = _default("conv2d_multi")
+    default_embedding_approximation = _default("embedding")
+    default_embedding_multi_approximation = _default("embedding_multi")
+    default_scale_and_shift_approximation = _default("scale_and_shift")
+
+    set_default_generic_approximation = _setter("generic")
+    set_default_fully_connected_approximation = _setter("fully_connected")
+    set_default_fully_connected_multi_approximation = _setter("fully_connected_multi")
+    set_default_conv2d_approximation = _setter("conv2d")
+    set_default_conv2d_multi_approximation = _setter("conv2d_multi")
+    set_default_embedding_approximation = _setter("embedding")
+    set_default_embedding_multi_approximation = _setter("embedding_multi")
+    set_default_scale_and_shift_approximation = _setter("scale_and_shift")
 
     # -- layers -----------------------------------------------------------------------------------
 
@@ -270,6 +436,32 @@ class BlockRegistry(ApproximationChoices):
             )
         return known
 
+    def _resolve(self, kind: str, approx: str | None, key: Params) -> str:
+        """Return the approximation of a layer: the named, the linked or the default one."""
+        linked = self._linked.get(frozenset(uses(key)))
+        chosen = (linked or self._defaults[kind]) if approx is None else approx
+        if chosen not in accepted(kind):
+            raise InputError(
+                f"Bad value '{chosen}'{suggestion(chosen, accepted(kind))} for approx of {kind}; "
+                f"choose one of: "
+                f"{', '.join(accepted(kind))}."
+            )
+        return chosen
+
+    def _require_kind(self, kind: str) -> None:
+        if kind not in self._defaults:
+            raise UnknownNameError(
+                f"unknown kind of layer '{kind}'{suggestion(kind, self._defaults)}; choose one of: "
+                f"{', '.join(self._defaults)}."
+            )
+
+    def _loss_inputs(self) -> list[str]:
+        return [name for loss in self.losses for name in loss.inputs]
+
+    def _count_uses(self, names: Sequence[str], uses: float) -> None:
+        for name in names:
+            self._uses[name] = self._uses.get(name, 0) + uses
+
     def _require_free(self, key: Params) -> None:
         registered = self._uses.keys() & set(names_of(key))
         if registered:
@@ -322,3 +514,7 @@ def canonical_key(params: Params | Sequence[str]) -> Params:
 def names_of(key: Params) -> tuple[str, ...]:
     """Return the names in a key."""
     return (key,) if isinstance(key, str) else key
+
+
+def _listed(names: Sequence[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(names))

@@ -4,15 +4,14 @@ Life cycle: construct, register powers, ``update`` by each batch, ``refresh`` th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import numpy as np
 
-from kfac_engine._types import Array, DType, Values
+from kfac_engine._types import Array, DType, Thunk, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
-from kfac_engine.compat.mixins.factors import FactorOperations
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.measurement import (
@@ -25,7 +24,7 @@ from kfac_engine.curvature.factors.measurement import (
 )
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
 from kfac_engine.curvature.factors.statistics import Sizes, Statistic
-from kfac_engine.errors import InputError, NonFiniteError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.printable import shortened
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.text.summary import dimensions
@@ -34,7 +33,7 @@ _WIDE = np.dtype(np.float64)
 _MOST_CHARACTERS = 80
 
 
-class FisherFactor(FactorOperations, ABC):
+class FisherFactor(ABC):
     """The moving average of a statistic over batches, multiplied as a matrix.
 
     Args:
@@ -72,6 +71,7 @@ class FisherFactor(FactorOperations, ABC):
         self._finish: Callable[[], None] | None = None
         self.narrowest: DType = np.dtype(np.float32)
         self.registrations_closed = False
+        self._averages_created = False
 
     @property
     def name(self) -> str:
@@ -167,9 +167,11 @@ class FisherFactor(FactorOperations, ABC):
 
     def prepare(self, values: Values, combine: Combine | None = None) -> None:
         """Prepare the first measurement, of a batch with all its sources. Default: do nothing."""
+        del values, combine
 
     def set_rows(self, rows: Rows | None) -> None:
         """Set the rows of the batch that this process measures; None for all. Default: nothing."""
+        del rows
 
     def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:
         """Update the average by a measurement, in place.
@@ -386,6 +388,63 @@ class FisherFactor(FactorOperations, ABC):
         self, x: Array, damping_func: Damping, *, transpose: bool, inverse: bool
     ) -> Array:
         """Return ``x·L``, ``x·Lᵀ``, ``x·L⁻¹`` or ``x·L⁻ᵀ``; see ``left_multiply_cholesky``."""
+
+    # -- variables and operations ---------------------------------------------------------------
+
+    def instantiate_cov_variables(self) -> None:
+        """Allow covariance updates.
+
+        Raises:
+            InputError: This method was called before.
+        """
+        if self._averages_created:
+            raise InputError(
+                f"the covariance variables of {self.name} exist already; call this method once."
+            )
+        self._averages_created = True
+
+    def instantiate_inv_variables(self) -> None:
+        """Prevent the registration of further powers.
+
+        Raises:
+            InputError: This method was called before.
+        """
+        if self.registrations_closed:
+            raise InputError(
+                f"the inverse variables of {self.name} exist already; call this method once."
+            )
+        self.registrations_closed = True
+
+    def make_covariance_update_op(self, ema_decay: float, ema_weight: float = 1.0) -> Thunk[Array]:
+        """Return a function that updates the average by a batch and returns the new average.
+
+        Args:
+            ema_decay: Weight of the old average, in [0, 1].
+            ema_weight: Weight of the new measurement.
+
+        Returns:
+            A function of the values of a batch by name. All factors of a collection must read the
+            same number of examples.
+
+        Raises:
+            NotReadyError: ``instantiate_cov_variables`` was not called.
+        """
+        if not self._averages_created:
+            raise NotReadyError(f"call instantiate_cov_variables of {self.name} first.")
+
+        def update(values: Values) -> Array:
+            self.update(self.read(values), ema_decay, ema_weight)
+            return self.cov
+
+        return update
+
+    def make_inverse_update_ops(self) -> Sequence[Callable[[], None]]:
+        """Return functions that recompute all registered inverses and powers."""
+        return [self.refresh] if self.has_inverses else []
+
+    def get_cov_var(self) -> Array:
+        """Return the average in its stored form; ``get_cov`` returns the dense matrix."""
+        return self.cov
 
 
 def _real(array: Array) -> bool:
