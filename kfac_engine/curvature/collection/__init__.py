@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Self
 
+from kfac_engine.arguments import instance
 from kfac_engine.curvature.collection.dense import DenseLayers
 from kfac_engine.curvature.collection.embedding import EmbeddingLayers
 from kfac_engine.curvature.collection.grouped import GroupedConvolutionLayers
@@ -86,8 +87,11 @@ def set_default_layer_collection(layer_collection: LayerCollection | None) -> No
     """Set the default collection; None clears it.
 
     Raises:
+        InputError: The argument is no collection.
         RegistrationError: Another default is set; clear it first.
     """
+    if layer_collection is not None:
+        instance("layer_collection", layer_collection, LayerCollection)
     if layer_collection is not None and _default.get() is not None:
         raise RegistrationError(
             "a default LayerCollection is set already; clear it with "

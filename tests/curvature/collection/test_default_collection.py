@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.errors import RegistrationError
+from kfac_engine.errors import InputError, RegistrationError
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,11 @@ def _cleared():
 def test_there_is_no_default_at_first():
     with pytest.raises(RegistrationError, match="no default LayerCollection is set"):
         ke.get_default_layer_collection()
+
+
+def test_the_default_is_a_collection():
+    with pytest.raises(InputError, match="layer_collection must be"):
+        ke.set_default_layer_collection("mine")
 
 
 def test_what_was_set_is_read_until_cleared():
