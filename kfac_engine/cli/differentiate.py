@@ -15,6 +15,7 @@ from kfac_engine.cli.options import (
     one_or_all,
     provider_option,
     sample_option,
+    target_options,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _OPTIONS = (
         help="Name or pattern of parameters and inputs to differentiate with respect to; by "
         "default the trainable parameters. May be repeated.",
     ),
+    *target_options,
     provider_option,
 )
 

@@ -79,6 +79,27 @@ provider_option = Group.OUTPUT.option(
 )
 
 
+_FORMS = Choice(("targets", "predictions", "examples"))
+# What the targets of a written file are, and which of them have weights.
+target_options = (
+    Group.LOSS.option(
+        "--probabilities",
+        is_flag=True,
+        help="The targets of a softmax loss are probabilities in the shape of the logits.",
+    ),
+    Group.LOSS.option(
+        "--weights",
+        type=_FORMS,
+        help="Add an input with a weight for each entry of the targets, prediction or example.",
+    ),
+    Group.LOSS.option(
+        "--mask",
+        type=_FORMS,
+        help="Add an input that says which targets, predictions or examples count.",
+    ),
+)
+
+
 # Names of the library in messages, to the options of the command line.
 _SPELLINGS = {
     "output=…": "--output",

@@ -34,6 +34,7 @@ from kfac_engine.engine.loss_bindings import (
 )
 from kfac_engine.errors import InputError, ModelError, UnknownNameError, UnsupportedError
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
+from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
@@ -74,14 +75,16 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     class_weights: Sequence[float] | Array | None = None,
     positive_weights: float | Sequence[float] | Array | None = None,
     label_smoothing: float | None = None,
+    probabilities: bool = False,
+    weights: Form | None = None,
+    mask: Form | None = None,
 ) -> ModelProto:
     """Return the gradient of a model as an ONNX model of standard operators.
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        loss: ``"categorical"``, ``"normal"``, ``"multi_bernoulli"`` or an alias, a loss with
-            options such as ``Categorical(…)``, or a list with a loss for each output. Without a
-            loss, the function is ``⟨cotangent, output⟩``.
+        loss: Name of a loss, a loss with options such as ``Categorical(…)``, or a list with a loss
+            for each output. Without a loss, the function is ``⟨cotangent, output⟩``.
         output: Name of the differentiated output, or a list; may be omitted for a single output.
         wrt: Pattern of parameter and input names, or several; the trainable parameters by default.
         freeze: Pattern of parameter names to exclude, or several.
@@ -104,12 +107,20 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
         class_weights: Weight of the targets of each class.
         positive_weights: Weight of targets of 1 of a sigmoid loss.
         label_smoothing: Part of each target that is divided among all classes.
+        probabilities: Whether the targets of ``"categorical"`` are probabilities in the shape of
+            the output, in place of class numbers.
+        weights: Adds an input ``weights`` with a number ≥ 0 for each entry of the targets
+            (``"targets"``), prediction (``"predictions"``) or example (``"examples"``). Of class
+            numbers, each target is a prediction. Targets of the weight 0 do not count and are not
+            read; a negative weight makes the loss NaN.
+        mask: Adds an input ``mask`` with a Boolean for each of these, in place of weights: whether
+            it counts.
 
     Returns:
-        A model with the inputs of ``model`` and ``targets`` (``targets of <output>`` for several
-        losses, ``cotangent`` without a loss). Its outputs are ``loss``, or the output without a
-        loss, and ``gradient/<name>`` for each name. If the model has a value of such a name, a
-        number follows: ``cotangent_2``, ``gradient/<name>_2``.
+        A model with the inputs of ``model``, ``targets``, and ``weights`` or ``mask`` (``targets of
+        <output>`` for several losses, ``cotangent`` without a loss). Its outputs are ``loss``, or
+        the output without a loss, and ``gradient/<name>`` for each name. If the model has a value
+        of such a name, a number follows: ``cotangent_2``, ``gradient/<name>_2``.
 
     Raises:
         InputError: The file, the loss or an option is wrong.
@@ -120,6 +131,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     """
     check_reduction(reduction)
     one_of("provider", provider, PROVIDERS)
+    target_inputs = TargetInputs(probabilities, weights, mask)
     patterns("wrt", wrt)
     patterns("freeze", freeze)
     dictionary("batch_axes", batch_axes, "{'input': 1}")
@@ -133,32 +145,36 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     graph, facts = lowered(graph, names, sample_inputs)
     shape: DeclaredShape | None = None
     if loss is None:
+        target_inputs.check([])
         value = _only_output(graph, facts, output)
         shape = declared_shape(loaded, value, facts[value])
     else:
-        settings = named_settings(
-            ignore_index=ignore_index,
-            class_weights=class_weights,
-            positive_weights=positive_weights,
-            label_smoothing=label_smoothing,
-        )
         options = LossOptions(
-            loss, output, class_axis, find_logits, loss_weights, batch_axes, settings
+            loss, output, class_axis, find_logits, loss_weights, batch_axes,
+            named_settings(
+                ignore_index=ignore_index, class_weights=class_weights,
+                positive_weights=positive_weights, label_smoothing=label_smoothing,
+            ),
+        )  # fmt: skip
+        graph, facts = _append_losses(
+            loaded, (graph, facts), options, reduction, sample_inputs, target_inputs
         )
-        graph, facts = _append_losses(loaded, (graph, facts), options, reduction, sample_inputs)
         value = LOSS
     left = left_out(graph, facts, [value], names) if wrt is None else {}
     names = tuple(name for name in names if name not in left)
     backward = backward_graph(graph, facts, [value], names)
     if not backward.gradients:
-        none = f"'{value}' depends on none of: {', '.join(names)}."
-        raise ModelError(none if wrt else nothing_to_train(graph.name, [value], left))
+        raise ModelError(
+            f"'{value}' depends on none of: {', '.join(names)}."
+            if wrt
+            else nothing_to_train(graph.name, [value], left)
+        )
     result, constants = _written(
         graph, facts, backward, (value, shape), names, {**loaded.stored, **narrow}
     )
     zero = [name for name in names if name not in backward.gradients]
-    notes = (*notes_of(left), *zero_notes(behind_jumps(graph, facts, [value], zero)))
-    result.doc_string = "; ".join((*notes, *straight_through(graph, facts, names)))
+    jumps = zero_notes(behind_jumps(graph, facts, [value], zero))
+    result.doc_string = "; ".join((*notes_of(left), *jumps, *straight_through(graph, facts, names)))
     if provider == "webgpu":
         result, constants = for_webgpu(with_constants(result, constants)), {}
     if path is None:
@@ -232,6 +248,7 @@ def _append_losses(
     options: LossOptions,
     reduction: Reduction,
     inputs: Mapping[str, Array] | None,
+    target_inputs: TargetInputs,
 ) -> tuple[Graph, dict[str, Fact]]:
     """Append the losses to the graph; return the graph and its facts."""
     graph, facts = known
@@ -241,6 +258,7 @@ def _append_losses(
             "the loss 'output' is in the file already; differentiate without a loss, and run the "
             "result with the cotangent 1."
         )
+    target_inputs.check([head.loss for head in heads])
     terms = []
     for head, weight in zip(heads, options.coefficients, strict=True):
         declared = declared_shape(loaded, head.output, facts[head.output])
@@ -254,7 +272,7 @@ def _append_losses(
         if facts[value].shape != facts[head.output].shape:  # logits before a Reshape
             declared = (None,) * len(facts[value].shape)
         targets = head.loss.targets or TARGETS
-        terms.append(Term(head.loss, value, targets, axis, place, weight, declared))
+        terms.append(Term(head.loss, value, targets, axis, place, weight, declared, target_inputs))
     return with_losses(graph, facts, terms, reduction)
 
 

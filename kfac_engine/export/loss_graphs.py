@@ -2,20 +2,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log, pi
+from math import log, nan, pi
 from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, DType
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Input, Node
 from kfac_engine.losses import (
     CategoricalLogitsNegativeLogProbLoss,
+    HuberNegativeLogProbLoss,
+    LaplaceNegativeLogProbLoss,
     LossFunction,
     MultiBernoulliNegativeLogProbLoss,
     NormalMeanNegativeLogProbLoss,
+    PoissonNegativeLogProbLoss,
 )
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.runtime.example_axis import ExampleAxis
@@ -36,6 +40,7 @@ class Term:
         batch_axis: Axis of the examples in the value.
         weight: Factor of the loss in the objective.
         declared: Shape that the file declares for the value, one entry for each axis.
+        target_inputs: What the targets are, and which of them have weights.
     """
 
     loss: LossFunction
@@ -45,6 +50,7 @@ class Term:
     batch_axis: ExampleAxis
     weight: float
     declared: tuple[int | str | None, ...]
+    target_inputs: TargetInputs
 
 
 def with_losses(
@@ -85,7 +91,7 @@ def with_losses(
     return (
         Graph(
             nodes=(*graph.nodes, *(node for builder in builders for node in builder.nodes), total),
-            inputs=(*graph.inputs, *(builder.targets for builder in builders if builder.targets)),
+            inputs=(*graph.inputs, *(entry for builder in builders for entry in builder.inputs)),
             outputs=(LOSS,),
             constants=constants,
             opset=graph.opset,
@@ -108,7 +114,7 @@ class _LossBuilder(NodeBuilder):
     Attributes:
         fact: Element type and shape of the value that the loss reads.
         facts: Element type and shape of each new value, by name.
-        targets: The declared targets.
+        inputs: The declared targets, and their weights if they have any.
         result: Name of the reduced loss.
     """
 
@@ -116,7 +122,7 @@ class _LossBuilder(NodeBuilder):
         super().__init__(prefix)
         self.fact = fact
         self.facts: dict[str, Fact] = {}
-        self.targets: Input | None = None
+        self.inputs: list[Input] = []
         self.result = ""
         self._term, self._reduction = term, reduction
 
@@ -166,12 +172,15 @@ class _LossBuilder(NodeBuilder):
             return value
         return self.value("Mul", value, self.scalar(factor), shape=self.facts[value].shape)
 
-    def declare_targets(self, without: int | None = None, dtype: str | None = None) -> str:
-        """Declare the targets, in the shape of the value without the axis ``without``."""
-        name, stored = self._term.targets, np.dtype(dtype) if dtype else self.fact.dtype
-        axes = [axis for axis in range(len(self.fact.shape)) if axis != without]
-        self.targets = Input(name, stored, tuple(self._term.declared[axis] for axis in axes))
-        self.facts[name] = Fact(stored, tuple(self.fact.shape[axis] for axis in axes))
+    def each(self, op: str, *inputs: str, dtype: str | None = None) -> str:
+        """Add an operation on each entry, in the shape of the value that the loss reads."""
+        return self.value(op, *inputs, shape=self.fact.shape, dtype=dtype)
+
+    def declare(self, name: str, axes: Sequence[int], dtype: DType) -> str:
+        """Declare an input with some axes of the value that the loss reads; return its name."""
+        declared = tuple(self._term.declared[axis] for axis in axes)
+        self.inputs.append(Input(name, dtype, declared))
+        self.facts[name] = Fact(dtype, tuple(self.fact.shape[axis] for axis in axes))
         return name
 
     def numbers(self, array: Array, axis: int) -> str:
@@ -179,26 +188,57 @@ class _LossBuilder(NodeBuilder):
         shape = [-1, *[1] * (len(self.fact.shape) - 1 - axis)]
         return self._recorded(self.constant(np.asarray(array, self.fact.dtype).reshape(shape)))
 
-    def counting(self, targets: str, ignored: int | None, dtype: str) -> tuple[str, str | None]:
-        """Leave out targets that do not count.
+    def observed(self, axes: Sequence[int], dtype: DType) -> tuple[str, str | None, str | None]:
+        """Declare the targets and their weights, and leave out targets that do not count.
 
         Args:
-            targets: Name of the targets.
-            ignored: The target that does not count; None for none.
+            axes: Axes of the value that the targets have; those of their weights are among them.
             dtype: Element type of the targets.
 
         Returns:
-            The targets with zeros in place of those, and 1 for each that counts or else 0; None if
-            all count.
+            The targets, with zeros in place of those that do not count; their weights; and which of
+            them do not count. The last two have the shape of the targets, and are None if all
+            targets count alike.
         """
-        if ignored is None:
-            return targets, None
-        shape = self.facts[targets].shape
-        constants = [self._recorded(self.constant(np.array(n, dtype))) for n in (ignored, 0)]
-        hidden = self.value("Equal", targets, constants[0], shape=shape, dtype="bool")
-        safe = self.value("Where", hidden, constants[1], targets, shape=shape, dtype=dtype)
-        counts = self.value("Where", hidden, self.scalar(0), self.scalar(1), shape=shape)
-        return safe, counts
+        loss, targets = self._term.loss, self.declare(self._term.targets, axes, dtype)
+        shape, weights = self.facts[targets].shape, self._given_weights(targets, axes)
+        zero, hidden = self._recorded(self.constant(np.array(0, dtype))), None
+        single = loss.entrywise or len(axes) < len(self.fact.shape)  # not rows of probabilities
+        ignored = loss.ignore_index if single else None
+        if ignored is not None:
+            index = self._recorded(self.constant(np.array(ignored, dtype)))
+            hidden = self.value("Equal", targets, index, shape=shape, dtype="bool")
+            ones = weights or self.scalar(1)
+            weights = self.value("Where", hidden, self.scalar(0), ones, shape=shape)
+        if weights is None:
+            return targets, None, None
+        if self._term.target_inputs.form:
+            hidden = self.value("Equal", weights, self.scalar(0), shape=shape, dtype="bool")
+        assert hidden is not None, "there are weights or an index"
+        safe = self.value("Where", hidden, zero, targets, shape=shape, dtype=dtype.name)
+        return safe, weights, hidden
+
+    def _given_weights(self, targets: str, axes: Sequence[int]) -> str | None:
+        """Declare the weights; return them in the shape of the targets, or None without weights."""
+        term, chosen = self._term, self._term.target_inputs
+        if chosen.form is None:
+            return None
+        places = chosen.axes(term.loss, len(self.fact.shape), term.batch_axis)
+        name = self.declare(chosen.name(term.targets), places, chosen.dtype(self.fact.dtype))
+        shape = self.facts[name].shape
+        if chosen.mask:
+            name = self.value("Where", name, self.scalar(1), self.scalar(0), shape=shape)
+        else:  # A loss with a weight that is wrong is NaN.
+            least = self.value("GreaterOrEqual", name, self.scalar(0), shape=shape, dtype="bool")
+            name = self.value("Where", least, name, self.scalar(nan), shape=shape)
+        others = [place for place, axis in enumerate(axes) if axis not in places]
+        if not others:
+            return name
+        target_shape = self.facts[targets].shape
+        ones = tuple(1 if k in others else size for k, size in enumerate(target_shape))
+        column = self.value("Unsqueeze", name, self.integers(*others), shape=ones)
+        size = self.value("Shape", targets, shape=(len(axes),), dtype="int64")
+        return self.value("Expand", column, size, shape=target_shape)
 
     def reduce(self, nll: str, axis: int, weights: str | None = None) -> None:
         """Add the sum of ``nll`` over the classes, reduced over positions and examples.
@@ -238,34 +278,18 @@ _LossGraph: TypeAlias = Callable[[_LossBuilder, Term], None]
 
 
 def _categorical(b: _LossBuilder, term: Term) -> None:
-    """Write ``softplus(log Σ exp(z − z[target]))`` over the other classes, with integer targets.
-
-    This is −log softmax(z)[target]. It and its gradient keep all digits where the target is nearly
-    certain.
-    """
-    logits, axis = term.value, term.axis
-    shape = b.fact.shape
+    """Write ``−Σ_c w_c t_c log p_c`` of class numbers or probabilities, after label smoothing."""
+    loss, shape, axis = term.loss, b.fact.shape, term.axis
+    assert isinstance(loss, CategoricalLogitsNegativeLogProbLoss)
+    if not term.target_inputs.are_classes(loss):
+        _of_probabilities(b, term)
+        return
+    w, smoothing = loss.class_weights, loss.label_smoothing
     column = tuple(1 if i == axis else size for i, size in enumerate(shape))
-    assert isinstance(term.loss, CategoricalLogitsNegativeLogProbLoss)
-    targets = b.declare_targets(axis, "int64")
-    w, smoothing = term.loss.class_weights, term.loss.label_smoothing
-    targets, counts = b.counting(targets, term.loss.ignore_index, "int64")
+    rest = [i for i in range(len(shape)) if i != axis]
+    targets, counts, _ = b.observed(rest, np.dtype(np.int64))
     index = b.value("Unsqueeze", targets, b.integers(axis), shape=column, dtype="int64")
-    # GatherElements would count negative targets from the last class. A number beyond every class
-    # replaces them, so that ONNX Runtime refuses them.
-    negative = b.value("Less", index, b.integers(0), shape=column, dtype="bool")
-    index = b.value("Where", negative, b.integers(_NO_CLASS), index, shape=column, dtype="int64")
-    picked = b.value("GatherElements", logits, index, shape=column, axis=axis)
-    apart = b.value("Sub", logits, picked, shape=shape)
-    lowest = b.value(
-        "Expand",
-        b.scalar(float(np.finfo(b.fact.dtype).min)),
-        b.value("Shape", index, shape=(len(column),), dtype="int64"),
-        shape=column,
-    )
-    others = b.value("ScatterElements", apart, index, lowest, shape=shape, axis=axis)
-    odds = b.value("ReduceLogSumExp", others, b.integers(axis), shape=column, keepdims=1)
-    nll = b.value("Softplus", odds, shape=column)
+    nll = _of_classes(b, term, index, column)
     if counts is not None:
         counts = b.value("Unsqueeze", counts, b.integers(axis), shape=column)
     divisor = counts
@@ -277,62 +301,168 @@ def _categorical(b: _LossBuilder, term: Term) -> None:
     if divisor is not None:
         nll = b.value("Mul", nll, divisor, shape=column)
     if smoothing:
-        share = _of_all_classes(b, term, counts)
+        share = b.times(_cross_entropy(b, term, None), smoothing / shape[axis])
+        share = share if counts is None else b.value("Mul", share, counts, shape=column)
         nll = b.value("Add", b.times(nll, 1 - smoothing), share, shape=column)
     b.reduce(nll, axis, divisor)
 
 
-def _of_all_classes(b: _LossBuilder, term: Term, counts: str | None) -> str:
-    """Write the part of the loss that label smoothing divides among all classes."""
+def _of_classes(b: _LossBuilder, term: Term, index: str, column: tuple[int, ...]) -> str:
+    """Write ``softplus(log Σ exp(z − z[target]))`` over the other classes.
+
+    This is −log softmax(z)[target]. It and its gradient keep all digits where the target is nearly
+    certain.
+
+    Args:
+        b: Receives the nodes.
+        term: The loss.
+        index: Name of the class numbers, with an axis of the classes.
+        column: Their shape.
+
+    Returns:
+        The name of the result.
+    """
+    logits, shape, axis = term.value, b.fact.shape, term.axis
+    # GatherElements would count negative targets from the last class. A number beyond every class
+    # replaces them, so that ONNX Runtime refuses them.
+    negative = b.value("Less", index, b.integers(0), shape=column, dtype="bool")
+    index = b.value("Where", negative, b.integers(_NO_CLASS), index, shape=column, dtype="int64")
+    picked = b.value("GatherElements", logits, index, shape=column, axis=axis)
+    apart = b.each("Sub", logits, picked)
+    lowest = b.value(
+        "Expand",
+        b.scalar(float(np.finfo(b.fact.dtype).min)),
+        b.value("Shape", index, shape=(len(column),), dtype="int64"),
+        shape=column,
+    )
+    others = b.value("ScatterElements", apart, index, lowest, shape=shape, axis=axis)
+    odds = b.value("ReduceLogSumExp", others, b.integers(axis), shape=column, keepdims=1)
+    return b.value("Softplus", odds, shape=column)
+
+
+def _of_probabilities(b: _LossBuilder, term: Term) -> None:
+    """Write ``−Σ_c w_c t_c log p_c`` of rows of probabilities, whose classes count together."""
+    loss, shape, axis = term.loss, b.fact.shape, term.axis
+    assert isinstance(loss, CategoricalLogitsNegativeLogProbLoss)
+    targets, counts, _ = b.observed(range(len(shape)), b.fact.dtype)
+    if loss.label_smoothing:
+        shrunk = b.times(targets, 1 - loss.label_smoothing)
+        targets = b.each("Add", shrunk, b.scalar(loss.label_smoothing / shape[axis]))
+    nll = _cross_entropy(b, term, targets)
+    if counts is None:
+        b.reduce(nll, axis)
+        return
+    column = b.facts[nll].shape
+    counts = b.value("ReduceMax", counts, b.integers(axis), shape=column, keepdims=1)
+    b.reduce(b.value("Mul", nll, counts, shape=column), axis, counts)
+
+
+def _cross_entropy(b: _LossBuilder, term: Term, targets: str | None) -> str:
+    """Write ``−Σ_c w_c t_c log p_c``; with ones as t if ``targets`` is None."""
     assert isinstance(term.loss, CategoricalLogitsNegativeLogProbLoss)
     shape, axis, w = b.fact.shape, term.axis, term.loss.class_weights
-    column = tuple(1 if i == axis else size for i, size in enumerate(shape))
     log_p = b.value("LogSoftmax", term.value, shape=shape, axis=axis)
-    if w is not None:
-        log_p = b.value("Mul", log_p, b.numbers(w, axis), shape=shape)
+    factors = [] if w is None else [b.numbers(w, axis)]
+    for factor in (*factors, *([] if targets is None else [targets])):
+        log_p = b.each("Mul", log_p, factor)
+    column = tuple(1 if i == axis else size for i, size in enumerate(shape))
     total = b.value("ReduceSum", log_p, b.integers(axis), shape=column, keepdims=1)
-    share = b.times(total, -term.loss.label_smoothing / shape[axis])
-    return share if counts is None else b.value("Mul", share, counts, shape=column)
+    return b.value("Neg", total, shape=column)
 
 
-def _normal(b: _LossBuilder, term: Term) -> None:
+def _of_entries(nll_of: Callable[[_LossBuilder, Term, str, str], str]) -> _LossGraph:
+    """Return the function that writes a loss whose entries have a target each.
+
+    Args:
+        nll_of: Writes the terms of the loss, from predictions and targets.
+    """
+
+    def write(b: _LossBuilder, term: Term) -> None:
+        targets, counts, hidden = b.observed(range(len(b.fact.shape)), b.fact.dtype)
+        # A prediction that does not count may have an infinite term, whose product with 0 is NaN.
+        z = term.value if hidden is None else b.each("Where", hidden, b.scalar(0), term.value)
+        nll = nll_of(b, term, z, targets)
+        b.reduce(nll if counts is None else b.each("Mul", nll, counts), term.axis, counts)
+
+    return write
+
+
+def _normal(b: _LossBuilder, term: Term, mean: str, targets: str) -> str:
     """Write ``(t − m)² / 2v + ½ log 2πv``."""
     assert isinstance(term.loss, NormalMeanNegativeLogProbLoss)
-    shape, var = b.fact.shape, term.loss.var
-    targets, counts = b.counting(b.declare_targets(), term.loss.ignore_index, b.fact.dtype.name)
-    error = b.value("Sub", term.value, targets, shape=shape)
-    square = b.times(b.value("Mul", error, error, shape=shape), 0.5 / var)
-    nll = b.value("Add", square, b.scalar(0.5 * log(2 * pi * var)), shape=shape)
-    nll = nll if counts is None else b.value("Mul", nll, counts, shape=shape)
-    b.reduce(nll, term.axis, counts)
+    error, var = b.each("Sub", mean, targets), term.loss.var
+    square = b.times(b.each("Mul", error, error), 0.5 / var)
+    return b.each("Add", square, b.scalar(0.5 * log(2 * pi * var)))
 
 
-def _multi_bernoulli(b: _LossBuilder, term: Term) -> None:
+def _laplace(b: _LossBuilder, term: Term, mean: str, targets: str) -> str:
+    """Write ``|t − m| / s + log 2s``."""
+    assert isinstance(term.loss, LaplaceNegativeLogProbLoss)
+    distance = b.each("Abs", b.each("Sub", mean, targets))
+    return b.each("Add", b.times(distance, 1 / term.loss.scale), b.scalar(log(2 * term.loss.scale)))
+
+
+def _huber(b: _LossBuilder, term: Term, mean: str, targets: str) -> str:
+    """Write ``c (e − c/2) + log Z`` for an error e, which is c between −δ and δ."""
+    assert isinstance(term.loss, HuberNegativeLogProbLoss)
+    error, delta = b.each("Sub", mean, targets), term.loss.delta
+    near = b.each("Clip", error, b.scalar(-delta), b.scalar(delta))
+    far = b.each("Sub", error, b.times(near, 0.5))
+    return b.each("Add", b.each("Mul", near, far), b.scalar(term.loss.log_normalizer))
+
+
+def _poisson(b: _LossBuilder, term: Term, log_rate: str, targets: str) -> str:
+    """Write ``exp z − t z + log t!``."""
+    apart = b.each("Sub", b.each("Exp", log_rate), b.each("Mul", targets, log_rate))
+    return b.each("Add", apart, _log_factorial(b, targets))
+
+
+def _log_factorial(b: _LossBuilder, t: str) -> str:
+    """Write ``log t!`` by Stirling's series at t + 9, which is ``8`` factors beyond t + 1."""
+    y = b.each("Add", t, b.scalar(9))
+    inverse = b.each("Reciprocal", y)
+    square, series = b.each("Mul", inverse, inverse), b.scalar(_STIRLING[0])
+    for coefficient in _STIRLING[1:]:
+        series = b.each("Add", b.each("Mul", square, series), b.scalar(coefficient))
+    terms = [
+        b.each("Mul", b.each("Sub", y, b.scalar(0.5)), b.each("Log", y)),
+        b.each("Sub", b.scalar(0.5 * log(2 * pi)), y),
+        b.each("Mul", inverse, series),
+    ]
+    for first in (1, 5):  # logarithms of four factors each, which no large count overflows
+        product = b.each("Add", t, b.scalar(first))
+        for k in range(first + 1, first + 4):
+            product = b.each("Mul", product, b.each("Add", t, b.scalar(k)))
+        terms.append(b.each("Neg", b.each("Log", product)))
+    return b.each("Sum", *terms)
+
+
+# Stirling's series of log Γ(y), in powers of 1/y², the highest first.
+_STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
+
+
+def _multi_bernoulli(b: _LossBuilder, term: Term, logits: str, targets: str) -> str:
     """Write ``t·softplus(−z) + (1 − t)·softplus(z)``, without cancellation between the terms."""
     assert isinstance(term.loss, MultiBernoulliNegativeLogProbLoss)
-    shape, positive, smoothing = b.fact.shape, term.loss.positive_weights, term.loss.label_smoothing
-    targets, counts = b.counting(b.declare_targets(), term.loss.ignore_index, b.fact.dtype.name)
+    positive, smoothing = term.loss.positive_weights, term.loss.label_smoothing
     if smoothing:
-        shrunk = b.times(targets, 1 - smoothing)
-        targets = b.value("Add", shrunk, b.scalar(smoothing / 2), shape=shape)
-    miss = b.value("Sub", b.scalar(1), targets, shape=shape)
+        targets = b.each("Add", b.times(targets, 1 - smoothing), b.scalar(smoothing / 2))
+    miss = b.each("Sub", b.scalar(1), targets)
     if positive is not None:
-        targets = b.value("Mul", targets, b.numbers(positive, term.axis), shape=shape)
-    opposite = b.value("Neg", term.value, shape=shape)
-    terms = [
-        b.value("Mul", weight, b.value("Softplus", logits, shape=shape), shape=shape)
-        for weight, logits in ((targets, opposite), (miss, term.value))
-    ]
-    nll = b.value("Add", *terms, shape=shape)
-    nll = nll if counts is None else b.value("Mul", nll, counts, shape=shape)
-    b.reduce(nll, term.axis, counts)
+        targets = b.each("Mul", targets, b.numbers(positive, term.axis))
+    pairs = ((targets, b.each("Neg", logits)), (miss, logits))
+    terms = [b.each("Mul", weight, b.each("Softplus", z)) for weight, z in pairs]
+    return b.each("Add", *terms)
 
 
 # Class of a loss to the function that writes it. The lookup is exact: a subclass may differ.
 LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
     CategoricalLogitsNegativeLogProbLoss: _categorical,
-    NormalMeanNegativeLogProbLoss: _normal,
-    MultiBernoulliNegativeLogProbLoss: _multi_bernoulli,
+    HuberNegativeLogProbLoss: _of_entries(_huber),
+    LaplaceNegativeLogProbLoss: _of_entries(_laplace),
+    MultiBernoulliNegativeLogProbLoss: _of_entries(_multi_bernoulli),
+    NormalMeanNegativeLogProbLoss: _of_entries(_normal),
+    PoissonNegativeLogProbLoss: _of_entries(_poisson),
 }
 
 

@@ -138,12 +138,12 @@ class HuberNegativeLogProbLoss(_LocationLoss):
         self.delta = float(delta)
         centre = sqrt(2 * pi) * erf(self.delta / sqrt(2))  # ∫ exp(−e²/2) within δ
         tails = 2 / self.delta * exp(-(self.delta**2) / 2)
-        self._normalizer, self._within = centre + tails, centre / (centre + tails)
+        self.log_normalizer, self._within = log(centre + tails), centre / (centre + tails)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
         error = abs(self.errors(values, targets))
         small = array_module(error).minimum(error, self.delta)
-        result: Array = small * (error - small / 2) + log(self._normalizer)
+        result: Array = small * (error - small / 2) + self.log_normalizer
         return result
 
     def gradient_of(self, values: Values, targets: Array) -> dict[str, Array]:

@@ -3,6 +3,8 @@
 import numpy as np
 import onnxruntime
 import pytest
+from onnx import parser
+from scipy import special
 
 import kfac_engine as ke
 from tests import models
@@ -42,3 +44,248 @@ def test_file_computes_the_loss_of_an_engine(case, name, reduction):
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
     for key, array in expected.gradients.items():
         np.testing.assert_allclose(found[f"gradient/{key}"], array, rtol=1e-4, atol=1e-6)
+
+
+# -- weights, masks and probabilities: against closed forms ----------------------------------------
+
+N, C, T = 4, 3, 2
+RNG = np.random.default_rng(0)
+W = np.array([0.5, 2.0, 1.5])
+Z = {(): RNG.standard_normal((N, C)), (T,): RNG.standard_normal((N, T, C))}
+AXES = {(): "N", (T,): "N,T"}
+
+
+def smooth(rows, part=0.2):
+    return rows * (1 - part) + part / C
+
+
+def of_classes(z, t, w=1.0, part=0.0):
+    """The terms of softmax cross-entropy on rows, with their sum kept as one entry."""
+    return -(smooth(t, part) * w * special.log_softmax(z, -1)).sum(-1, keepdims=True)
+
+
+def of_bits(z, t, w=1.0, part=0.0):
+    t = t * (1 - part) + part / 2
+    return -(w * t * special.log_expit(z) + (1 - t) * special.log_expit(-z))
+
+
+def huber(z, t, delta=0.7):
+    e = abs(z - t)
+    terms = np.where(e < delta, e**2 / 2, delta * (e - delta / 2))
+    ends = 2 * np.exp(-(delta**2) / 2) / delta
+    return terms + np.log(np.sqrt(2 * np.pi) * special.erf(delta / np.sqrt(2)) + ends)
+
+
+# Name to loss, its terms, and the kind of its targets.
+LOSSES = {
+    "classes": (ke.Categorical(), of_classes, "ids"),
+    "classes, ignored": (ke.Categorical(ignore_index=1), of_classes, "ids"),
+    "classes, weights, smoothing": (
+        ke.Categorical(class_weights=W, label_smoothing=0.2),
+        lambda z, t: of_classes(z, t, W, 0.2), "ids",
+    ),
+    "probabilities": (ke.Categorical(), of_classes, "rows"),
+    "probabilities, smoothing": (
+        ke.Categorical(label_smoothing=0.2), lambda z, t: of_classes(z, t, 1.0, 0.2), "rows",
+    ),
+    "probabilities, weights": (
+        ke.Categorical(class_weights=W), lambda z, t: of_classes(z, t, W), "rows",
+    ),
+    "probabilities, weights, smoothing": (
+        ke.Categorical(class_weights=W, label_smoothing=0.2),
+        lambda z, t: of_classes(z, t, W, 0.2), "rows",
+    ),
+    "binary": (ke.MultiBernoulli(), of_bits, "shares"),
+    "binary, ignored": (ke.MultiBernoulli(ignore_index=1), of_bits, "bits"),
+    "binary, positive weights, smoothing": (
+        ke.MultiBernoulli(positive_weights=W, label_smoothing=0.2),
+        lambda z, t: of_bits(z, t, W, 0.2), "shares",
+    ),
+    "normal": (
+        ke.Normal(var=0.3),
+        lambda z, t: (z - t) ** 2 / 0.6 + 0.5 * np.log(0.6 * np.pi), "shares",
+    ),
+    "L1": (ke.L1(scale=0.7), lambda z, t: abs(z - t) / 0.7 + np.log(1.4), "shares"),
+    "Huber": (ke.Huber(delta=0.7), huber, "shares"),
+    "Huber, ignored": (ke.Huber(delta=0.7, ignore_index=1), huber, "bits"),
+    "Poisson": (
+        ke.Poisson(), lambda z, t: np.exp(z) - t * z + special.gammaln(t + 1), "counts",
+    ),
+    "Poisson, ignored": (
+        ke.Poisson(ignore_index=1), lambda z, t: np.exp(z) - t * z + special.gammaln(t + 1), "bits",
+    ),
+}  # fmt: skip
+
+
+def targets_for(kind, shape):
+    draw = np.random.default_rng(1)
+    return {
+        "ids": lambda: draw.integers(0, C, shape[:-1]),
+        "rows": lambda: draw.dirichlet(np.ones(C), shape[:-1]),
+        "bits": lambda: draw.integers(0, 2, shape).astype(float),
+        "shares": lambda: draw.random(shape),
+        "counts": lambda: draw.integers(0, 30, shape).astype(float) ** 2,
+    }[kind]()
+
+
+def closed_form(case, z, targets, weights, reduction):
+    """The reduced loss in float64; ``weights`` broadcast to the logits."""
+    kind, terms, form = LOSSES[case]
+    index, w = kind.options.get("ignore_index"), np.broadcast_to(weights, z.shape).astype(float)
+    if form == "ids":
+        hidden = (targets == index)[..., None]
+        divisors = w * ~hidden
+        if kind.options.get("class_weights") is not None:
+            divisors = divisors * W[targets][..., None]
+        targets = np.eye(C)[targets]
+    else:
+        hidden = (targets == index) & (form != "rows")
+        divisors = w * ~hidden
+    w = w * ~hidden
+    total = terms(z, np.where(w > 0, targets, 0.5))
+    total = (np.where(w > 0, total, 0) * w)[..., : total.shape[-1]].sum()
+    return total / {"mean": divisors.sum() / C, "batch_mean": N, "sum": 1}[reduction]
+
+
+def identity(positions):
+    """A model whose output is its input."""
+    axes = AXES[positions]
+    return parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (double[{axes},{C}] z) => (double[{axes},{C}] y) {{ y = Identity(z) }}""")
+
+
+def run(model, feeds):
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    wanted = [entry.name for entry in session.get_inputs()]
+    return dict(
+        zip(
+            [entry.name for entry in session.get_outputs()],
+            session.run(None, {name: feeds[name] for name in wanted}),
+            strict=True,
+        )
+    )
+
+
+def given_weights(form, shape, entries):
+    """Weights of a form, some of them zero, and the same as an array that broadcasts to logits."""
+    own = {
+        "targets": shape if entries else shape[:-1],
+        "predictions": shape[:-1],
+        "examples": shape[:1],
+    }[form]
+    weights = np.random.default_rng(2).random(own)
+    weights.ravel()[1::3] = 0
+    axes = len(shape) - len(own)
+    return weights, weights.reshape(own + (1,) * axes)
+
+
+@pytest.mark.parametrize("positions", [(), (T,)], ids=["rows", "positions"])
+@pytest.mark.parametrize("form", ["targets", "predictions", "examples", None])
+@pytest.mark.parametrize("case", LOSSES)
+def test_file_has_weights_and_probabilities(case, form, positions):
+    kind, _, targets = LOSSES[case]
+    z, t = Z[positions], targets_for(targets, Z[positions].shape)
+    entries = targets not in ("ids", "rows")
+    weights, spread = (None, 1.0) if form is None else given_weights(form, z.shape, entries)
+    for reduction in ("mean", "batch_mean", "sum") if form == "targets" else ("mean",):
+        for kinds in ("weights", "mask") if form else ("",):
+            given, like = weights, spread
+            if kinds == "mask":
+                given, like = weights > 0, spread > 0
+            asked = {kinds: form} if form else {}
+            file = ke.differentiate(
+                identity(positions), kind, wrt="z", reduction=reduction,
+                probabilities=targets == "rows", **asked,
+            )  # fmt: skip
+            found = run(file, {"z": z, "targets": t, kinds: given})
+            expected = closed_form(case, z, t, like, reduction)
+            assert found["loss"] == pytest.approx(expected, rel=1e-9)
+            for index in list(np.ndindex(z.shape))[::5]:
+                step = np.zeros(z.shape)
+                step[index] = 1e-6
+                ends = (closed_form(case, z + k * step, t, like, reduction) for k in (1, -1))
+                slope = (next(ends) - next(ends)) / 2e-6
+                assert found["gradient/z"][index] == pytest.approx(slope, abs=2e-7, rel=1e-6)
+
+
+def test_weights_and_masks_of_the_file_are_not_those_of_other_targets():
+    z, t = Z[()], targets_for("ids", (N, C))
+    file = ke.differentiate(identity(()), "categorical", wrt="z", weights="targets")
+    one, other = (run(file, {"z": z, "targets": t, "weights": w})["loss"] for w in np.eye(N)[:2])
+    terms = of_classes(z, np.eye(C)[t])[:, 0]
+    assert (one, other) == (pytest.approx(terms[0]), pytest.approx(terms[1]))
+
+
+@pytest.mark.parametrize("case", ["classes", "probabilities", "binary", "normal", "Poisson"])
+def test_what_lies_under_a_mask_is_not_read(case):
+    kind, _, form = LOSSES[case]
+    z, t = Z[(T,)].copy(), targets_for(form, Z[(T,)].shape)
+    mask = np.ones((N, T), bool)
+    mask[1, 1:] = mask[3] = False
+    file = ke.differentiate(
+        identity((T,)), kind, wrt="z", mask="predictions", probabilities=form == "rows"
+    )
+    plain = run(file, {"z": z, "targets": t, "mask": mask})
+    z[~mask] = 1e6
+    t[~mask] = 99 if form == "ids" else np.nan
+    other = run(file, {"z": z, "targets": t, "mask": mask})
+    for name, array in plain.items():
+        np.testing.assert_array_equal(other[name], array)
+    assert not other["gradient/z"][~mask].any()
+
+
+def test_the_inputs_of_several_losses_have_the_names_of_their_outputs():
+    model = models.two_outputs()
+    inputs, rng = models.random_inputs(model, batch=5), np.random.default_rng(0)
+    engine = ke.Engine.from_onnx(
+        model, loss=["categorical", "normal"], output=["logits", "mean"], threads=1
+    )
+    shapes = {name: engine.trace(inputs)[name].shape for name in ("logits", "mean")}
+    targets = {
+        "logits": rng.integers(0, 2, shapes["logits"][0]),
+        "mean": rng.standard_normal(shapes["mean"]).astype("float32"),
+    }
+    weights = {"logits": rng.random(5), "mean": np.array([0, 1, 2, 0, 0.5])}
+    file = ke.differentiate(
+        model, ["categorical", "normal"], output=["logits", "mean"], weights="examples"
+    )
+    feeds = {f"targets of {name}": array for name, array in targets.items()}
+    feeds |= {f"weights of {n}": array.astype("float32") for n, array in weights.items()}
+    found = run(file, {**inputs, **feeds})
+    expected = engine.gradients(inputs, ke.Weighted(targets, weights))
+    assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    for key, array in expected.gradients.items():
+        np.testing.assert_allclose(found[f"gradient/{key}"], array, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan])
+def test_a_wrong_weight_makes_the_loss_nan(wrong):
+    file = ke.differentiate(identity(()), "categorical", wrt="z", weights="examples")
+    weights = np.ones(N)
+    weights[2] = wrong
+    feeds = {"z": Z[()], "targets": targets_for("ids", (N, C)), "weights": weights}
+    assert np.isnan(run(file, feeds)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "categorical", "weights": "rows"}, "weights must be one of targets"),
+        ({"loss": "categorical", "mask": True}, "mask must be one of targets"),
+        ({"loss": "categorical", "weights": "targets", "mask": "targets"}, "leave one of them out"),
+        ({"loss": "normal", "probabilities": True}, "leave probabilities out"),
+        ({"loss": "categorical", "probabilities": 1}, "must be True or False"),
+        ({"weights": "targets"}, "name a loss"),
+    ],
+)
+def test_inputs_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ke.InputError, match=message):
+        ke.differentiate(identity(()), wrt="z", **options)
+
+
+def test_examples_among_positions_have_no_weights_of_their_own():
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (double[N,{T},{C}] z) => (double[M,{C}] y) <int64[2] s = {{-1, {C}}}> {{
+            y = Reshape(z, s) }}""")
+    with pytest.raises(ke.UnsupportedError, match="choose 'predictions'"):
+        ke.differentiate(model, "categorical", wrt="z", weights="examples")

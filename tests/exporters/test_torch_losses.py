@@ -1,8 +1,12 @@
-"""Losses and gradients of an engine against ``torch.nn.functional``, for every option."""
+"""Losses and gradients against ``torch.nn.functional``, for every option.
+
+Those of an engine, and those of the file of ``differentiate``.
+"""
 
 from itertools import product
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper, parser
@@ -41,6 +45,23 @@ def assert_equal(positions, loss, targets, truth, **options):
     value, gradient = torch_gradient(positions, truth)
     assert result.loss == pytest.approx(value, rel=1e-9)
     np.testing.assert_allclose(result.gradients["W"], gradient, atol=1e-10)
+    found, slope = of_file(positions, loss, targets, **options)
+    assert found == pytest.approx(value, rel=1e-9)
+    np.testing.assert_allclose(slope, gradient, atol=1e-10)
+
+
+def of_file(positions, loss, targets, **options):
+    """Loss and gradient of the file of ``differentiate``."""
+    weighted = isinstance(targets, ke.Weighted)
+    feeds = {"targets": targets.targets if weighted else targets}
+    if weighted:
+        feeds["weights"] = targets.weights
+        options["weights"] = "examples"
+    classes = loss == "categorical" or isinstance(loss, ke.Categorical)
+    options["probabilities"] = classes and feeds["targets"].dtype.kind == "f"
+    file = ke.differentiate(model(positions), loss, **options)
+    session = onnxruntime.InferenceSession(file.SerializeToString())
+    return session.run(["loss", "gradient/W"], {"x": X[positions], **feeds})
 
 
 OPTIONS = list(product([(), (T,)], ["mean", "sum"], [None, CLASS_WEIGHTS], [0.0, 0.2], [-100, 1]))
@@ -98,6 +119,24 @@ def test_weights_of_examples_are_a_weighted_mean():
         return (terms * torch.tensor(weights)).sum() / weights.sum()
 
     assert_equal((), "categorical", ke.Weighted(targets, weights), truth)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("positions", [(), (T,)])
+def test_other_losses_are_those_of_torch_times_the_features(positions):
+    targets = RNG.integers(0, 6, (N, *positions, C)).astype(float)
+    t = torch.tensor(np.moveaxis(targets, -1, 1) if positions else targets)
+    factorials = torch.lgamma(t + 1).mean()
+    huber = ke.losses.HuberNegativeLogProbLoss("y", 1.5).log_normalizer
+    cases = [
+        (ke.L1(), lambda z: F.l1_loss(z, t) + np.log(2)),
+        (ke.L1(scale=2), lambda z: F.l1_loss(z, t) / 2 + np.log(4)),
+        (ke.Huber(delta=1.5), lambda z: F.huber_loss(z, t, delta=1.5) + huber),
+        (ke.Normal(), lambda z: F.mse_loss(z, t) + 0.5 * np.log(np.pi)),
+        (ke.Poisson(), lambda z: F.poisson_nll_loss(z, t) + factorials),
+    ]
+    for loss, truth in cases:
+        assert_equal(positions, loss, targets, lambda z, of=truth: C * of(z))
 
 
 CRITERIA = {
