@@ -14,10 +14,23 @@ if TYPE_CHECKING:
     from kfac_engine.compat.blocks import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.compat.blocks import ConvKFCBasicFB as ConvKFCBasicFB
     from kfac_engine.compat.blocks import ConvKFCBasicMultiIndepFB as ConvKFCBasicMultiIndepFB
+    from kfac_engine.compat.blocks import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
+    from kfac_engine.compat.blocks import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
+    from kfac_engine.compat.blocks import (
+        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
+    )
+    from kfac_engine.compat.blocks import EmbeddingKFACFB as EmbeddingKFACFB
+    from kfac_engine.compat.blocks import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
     from kfac_engine.compat.blocks import FullyConnectedDiagonalFB as FullyConnectedDiagonalFB
     from kfac_engine.compat.blocks import FullyConnectedKFACBasicFB as FullyConnectedKFACBasicFB
     from kfac_engine.compat.blocks import FullyConnectedMultiIndepFB as FullyConnectedMultiIndepFB
     from kfac_engine.compat.blocks import FullyConnectedSeriesFB as FullyConnectedSeriesFB
+    from kfac_engine.compat.blocks import (
+        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
+    )
+    from kfac_engine.compat.blocks import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
+    from kfac_engine.compat.blocks import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
+    from kfac_engine.compat.blocks import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.compat.convolution_factors import ConvDiagonalFactor as ConvDiagonalFactor
     from kfac_engine.compat.convolution_factors import (
         ConvInputKroneckerFactor as ConvInputKroneckerFactor,
@@ -30,13 +43,6 @@ if TYPE_CHECKING:
         ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
     )
     from kfac_engine.compat.convolution_factors import ConvOutputMultiKF as ConvOutputMultiKF
-    from kfac_engine.compat.depthwise import DepthwiseConvDiagonalFB as DepthwiseConvDiagonalFB
-    from kfac_engine.compat.depthwise import DepthwiseConvKFCBasicFB as DepthwiseConvKFCBasicFB
-    from kfac_engine.compat.embedding import (
-        EmbeddingInputKroneckerFactor as EmbeddingInputKroneckerFactor,
-    )
-    from kfac_engine.compat.embedding import EmbeddingKFACFB as EmbeddingKFACFB
-    from kfac_engine.compat.embedding import EmbeddingKFACMultiIndepFB as EmbeddingKFACMultiIndepFB
     from kfac_engine.compat.factors import DiagonalKroneckerFactor as DiagonalKroneckerFactor
     from kfac_engine.compat.factors import DiagonalMultiKF as DiagonalMultiKF
     from kfac_engine.compat.factors import (
@@ -48,12 +54,6 @@ if TYPE_CHECKING:
     from kfac_engine.compat.factors import FullyConnectedMultiKF as FullyConnectedMultiKF
     from kfac_engine.compat.factors import NaiveDiagonalFactor as NaiveDiagonalFactor
     from kfac_engine.compat.factors import NaiveFullFactor as NaiveFullFactor
-    from kfac_engine.compat.scale_shift import (
-        ScaleAndShiftDiagonalFactor as ScaleAndShiftDiagonalFactor,
-    )
-    from kfac_engine.compat.scale_shift import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
-    from kfac_engine.compat.scale_shift import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
-    from kfac_engine.compat.scale_shift import ScaleAndShiftFullFB as ScaleAndShiftFullFB
     from kfac_engine.curvature.blocks.base import FisherBlock as FisherBlock
     from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
     from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
@@ -256,12 +256,12 @@ _HOMES = {
     "FullyConnectedMultiIndepFB": "compat.blocks",
     "FullyConnectedSeriesFB": "compat.blocks",
     "ConvKFCBasicMultiIndepFB": "compat.blocks",
-    "ScaleAndShiftFullFB": "compat.scale_shift",
-    "ScaleAndShiftDiagonalFB": "compat.scale_shift",
-    "EmbeddingKFACFB": "compat.embedding",
-    "EmbeddingKFACMultiIndepFB": "compat.embedding",
-    "DepthwiseConvKFCBasicFB": "compat.depthwise",
-    "DepthwiseConvDiagonalFB": "compat.depthwise",
+    "ScaleAndShiftFullFB": "compat.blocks",
+    "ScaleAndShiftDiagonalFB": "compat.blocks",
+    "EmbeddingKFACFB": "compat.blocks",
+    "EmbeddingKFACMultiIndepFB": "compat.blocks",
+    "DepthwiseConvKFCBasicFB": "compat.blocks",
+    "DepthwiseConvDiagonalFB": "compat.blocks",
     "FisherFactor": "curvature.factors.base",
     "DenseSquareMatrixFactor": "curvature.factors.dense",
     "DiagonalFactor": "curvature.factors.diagonal",
@@ -278,9 +278,9 @@ _HOMES = {
     "ConvInputSUAKroneckerFactor": "compat.convolution_factors",
     "ConvOutputKroneckerFactor": "compat.convolution_factors",
     "ConvOutputMultiKF": "compat.convolution_factors",
-    "ScaleAndShiftFullFactor": "compat.scale_shift",
-    "ScaleAndShiftDiagonalFactor": "compat.scale_shift",
-    "EmbeddingInputKroneckerFactor": "compat.embedding",
+    "ScaleAndShiftFullFactor": "compat.blocks",
+    "ScaleAndShiftDiagonalFactor": "compat.blocks",
+    "EmbeddingInputKroneckerFactor": "compat.blocks",
     "LossFunction": "losses",
     "Categorical": "losses",
     "MultiBernoulli": "losses",

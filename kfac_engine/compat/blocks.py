@@ -1,17 +1,293 @@
-"""Block classes with the names and constructors of TensorFlow's library."""
+"""Blocks and factors of layers under the names of TensorFlow's library."""
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kfac_engine._types import Array, Params
+from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.patch_extraction import check_extraction
 from kfac_engine.curvature.blocks.base import FactorOwner
 from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_side
+from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
+from kfac_engine.curvature.blocks.grouped import (
+    GroupedDiagonalFB,
+    GroupedKroneckerFB,
+    single_filter,
+)
 from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
+from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB, ScaleShiftForm
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
-from kfac_engine.layers.layer_forms import convolution_form, dense_form
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
+from kfac_engine.curvature.factors.scale_shift import ScaleShiftMoment, ScaleShiftSquare
+from kfac_engine.curvature.factors.statistics import one_use
+from kfac_engine.errors import InputError
+from kfac_engine.layers.broadcast import SummedAxes
+from kfac_engine.layers.grouped import depthwise_form
+from kfac_engine.layers.layer_forms import convolution_form, dense_form, embedding_form
+from kfac_engine.layers.token_ids import TokenIdView
 from kfac_engine.layers.views import Padding
+
+
+class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
+    """The second moment of the per-example gradients of a scale and a shift.
+
+    Args:
+        inputs: Name of the data before scaling, for each tower.
+        outputs_grads: Names of output gradients, ``[source][tower]``.
+        broadcast_dims_scale: Axes along which the scale is broadcast; may be empty.
+        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy by default.
+        config: Options of averages and powers; the defaults if omitted.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftMoment(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+class ScaleAndShiftDiagonalFactor(DiagonalFactor):
+    """The mean squares of the per-example gradients of a scale and a shift.
+
+    Args:
+        inputs: As in ``ScaleAndShiftFullFactor``.
+        outputs_grads: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFactor``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFactor``.
+        has_shift: Whether there is a shift.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        outputs_grads: Sequence[Sequence[str]],
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+        *,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        tensors = tuple(one_use(source) for source in outputs_grads)
+        statistic = ScaleShiftSquare(one_use(inputs), tensors, *sums)
+        super().__init__(statistic, backend=backend, config=config)
+
+
+class ScaleAndShiftFullFB(ScaleShiftFB):
+    """The full second moment of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: Axes of the data (the batch is 0) along which the scale is broadcast.
+        broadcast_dims_shift: The same for the shift; by default the axes of the scale.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        super().__init__(layer_collection, ScaleShiftForm(*sums))
+
+
+class ScaleAndShiftDiagonalFB(ScaleShiftFB):
+    """The mean squares of per-example gradients of a scale and a shift.
+
+    Args:
+        layer_collection: Owner of the factor.
+        broadcast_dims_scale: As in ``ScaleAndShiftFullFB``.
+        broadcast_dims_shift: As in ``ScaleAndShiftFullFB``.
+        has_shift: Whether there is a shift.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        broadcast_dims_scale: Sequence[int],
+        broadcast_dims_shift: Sequence[int] | None = None,
+        has_shift: bool = True,
+    ) -> None:
+        sums = summed_axes(broadcast_dims_scale, broadcast_dims_shift, has_shift)
+        form = ScaleShiftForm(*sums)
+        super().__init__(layer_collection, form, statistic=ScaleShiftSquare, factor=DiagonalFactor)
+
+
+def summed_axes(
+    scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
+) -> tuple[SummedAxes, SummedAxes | None]:
+    """Return the broadcast axes of scale and shift as reductions."""
+    of_scale = SummedAxes(tuple(scale))
+    if not has_shift:
+        return of_scale, None
+    return of_scale, of_scale if shift is None else SummedAxes(tuple(shift))
+
+
+class EmbeddingInputKroneckerFactor(VocabularyFactor):
+    """The mean count of each token id, ``(1/n) Σ_i diag(n_hot(ids_i)²)``.
+
+    Args:
+        input_ids: Name of the token ids of each tower, ``(n, ids)`` or ``(n,)``.
+        vocab_size: Number of rows of the table; token ids are smaller.
+        dtype: Floating-point type of the statistics; float32 by default.
+        count_repeats: Whether an id that occurs k times in a row counts k times.
+        backend: Array library; NumPy by default.
+        config: Options of averages; the defaults if omitted.
+
+    Raises:
+        InputError: The vocabulary is empty or the type is not floating point.
+    """
+
+    def __init__(
+        self,
+        input_ids: Sequence[str],
+        vocab_size: int,
+        dtype: npt.DTypeLike | None = None,
+        *,
+        count_repeats: bool = False,
+        backend: Backend | None = None,
+        config: CollectionConfig | None = None,
+    ) -> None:
+        chosen = np.dtype(np.float32 if dtype is None else dtype)
+        if chosen.kind != "f" or vocab_size < 1:
+            raise InputError(
+                f"an embedding's factor needs a vocabulary of at least one entry and a floating "
+                f"point type, got {vocab_size} and {chosen}."
+            )
+        view = TokenIdView(int(vocab_size), count_repeats=count_repeats)
+        super().__init__(IdCounts((one_use(input_ids),), view), backend=backend, config=config)
+        self.narrowest = chosen
+
+
+class EmbeddingKFACFB(EmbeddingKroneckerFB):
+    """``F ≈ diag(A) ⊗ G`` for an embedding.
+
+    Args:
+        layer_collection: Owner of the factors.
+        vocab_size: Number of rows of the table.
+        count_repeats: Whether an id that occurs k times in a row counts k times.
+        positions: Whether each token id of an example has an output.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        vocab_size: int,
+        count_repeats: bool = False,
+        positions: bool = False,
+    ) -> None:
+        form = embedding_form(vocab_size, count_repeats=count_repeats, positions=positions)
+        super().__init__(layer_collection, form)
+
+
+class EmbeddingKFACMultiIndepFB(EmbeddingKroneckerFB):
+    """``F ≈ u · diag(A) ⊗ G`` for an embedding used several times.
+
+    Args:
+        layer_collection: Owner of the factors.
+        vocab_size: Number of rows of the table.
+        num_uses: Number of uses; optional if a tower lists them.
+        count_repeats: As in ``EmbeddingKFACFB``.
+        positions: As in ``EmbeddingKFACFB``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        vocab_size: int,
+        num_uses: int | None = None,
+        count_repeats: bool = False,
+        positions: bool = False,
+    ) -> None:
+        form = embedding_form(vocab_size, count_repeats=count_repeats, positions=positions)
+        super().__init__(layer_collection, form, num_uses)
+
+
+class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
+    """One Kronecker pair for each channel of a depthwise convolution.
+
+    Args:
+        layer_collection: Owner of the factors; must know the filter's shape.
+        params: The filter, ``(kh, kw, channels, multiplier)``.
+        strides: Strides of the four axes of the data.
+        padding: ``"SAME"``, ``"VALID"`` or ``((top, bottom), (left, right))``.
+        rate: Dilations of the two spatial axes; ones by default.
+        data_format: ``"NHWC"`` (default) or ``"NCHW"``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+    ) -> None:
+        form = depthwise_form(
+            layer_collection.require_shape(single_filter(params)),
+            padding=padding,
+            strides=strides,
+            rate=rate,
+            data_format=data_format,
+        )
+        super().__init__(layer_collection, form)
+
+
+class DepthwiseConvDiagonalFB(GroupedDiagonalFB):
+    """The diagonal of a depthwise convolution's block.
+
+    Args:
+        layer_collection: Owner of the factor; must know the filter's shape.
+        params: As in ``DepthwiseConvKFCBasicFB``.
+        strides: As in ``DepthwiseConvKFCBasicFB``.
+        padding: As in ``DepthwiseConvKFCBasicFB``.
+        rate: As in ``DepthwiseConvKFCBasicFB``.
+        data_format: As in ``DepthwiseConvKFCBasicFB``.
+    """
+
+    def __init__(
+        self,
+        layer_collection: FactorOwner,
+        params: Params,
+        strides: Sequence[int],
+        padding: Padding,
+        rate: Sequence[int] | None = None,
+        data_format: str | None = None,
+    ) -> None:
+        form = depthwise_form(
+            layer_collection.require_shape(single_filter(params)),
+            padding=padding,
+            strides=strides,
+            rate=rate,
+            data_format=data_format,
+        )
+        super().__init__(layer_collection, form)
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):

@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from kfac_engine._types import Array, Params, Vector
-from kfac_engine.arguments import number
+from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
 from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
@@ -15,7 +15,6 @@ from kfac_engine.curvature.collection import LayerCollection, get_default_layer_
 from kfac_engine.curvature.config import RelativeDamping, as_damping
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
-from kfac_engine.curvature.estimator_options import check_counts, check_options
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import LetGo
@@ -24,6 +23,33 @@ from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Tra
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.ranks.shards import Placement, Rows
 from kfac_engine.sealed import Sealed
+from kfac_engine.suggestions import suggestion
+
+
+def check_options(
+    variables: object, cov_ema_decay: float, exps: object, estimation_mode: object
+) -> None:
+    """Refuse options of a wrong type or outside their range, with an InputError."""
+    if not isinstance(estimation_mode, str) or estimation_mode not in MODES:
+        raise InputError(
+            f"unknown estimation_mode '{estimation_mode}'{suggestion(estimation_mode, MODES)}; "
+            f"choose one of: {', '.join(MODES)}."
+        )
+    texts("variables", variables, "['w', 'b']")
+    for exp in listed("exps", exps, "(-1,)"):
+        number("each of exps", exp)
+    number("cov_ema_decay", cov_ema_decay)
+    if not 0 <= cov_ema_decay <= 1:
+        raise InputError(f"cov_ema_decay must lie in [0, 1], got {cov_ema_decay}.")
+
+
+def check_counts(seed: object, batch_size: object, needs_batch_size: bool) -> None:
+    """Refuse a negative seed, and a batch size that is missing or below one, with an InputError."""
+    if flag("compute_params_stats", needs_batch_size) and batch_size is None:
+        raise InputError("Batch size needs to be passed in when compute_params_stats is True.")
+    check_seed(seed)
+    if batch_size is not None:
+        whole("batch_size", batch_size, least=1)
 
 
 class FisherEstimator(Sealed):

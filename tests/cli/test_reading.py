@@ -15,7 +15,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.cli.files import read_gradients
-from kfac_engine.graph.read import read_model
+from kfac_engine.graph.load import read_model
 from kfac_engine.system import arrays, reading
 from kfac_engine.system.arrays import read_arrays
 from tests import models
