@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -198,6 +200,17 @@ def test_kernels_import_only_errors():
         for name in imports(path):
             known = "kfac_engine.errors", "kfac_engine.kernels"
             assert not name.startswith("kfac_engine") or name.startswith(known)
+
+
+def test_curvature_of_named_arrays_needs_no_module_that_reads_onnx():
+    code = "import sys, kfac_engine.curvature.estimator; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "kfac_engine.curvature.estimator" in loaded
+    onnx = ("autodiff", "graph", "runtime", "sessions")
+    readers = ("onnx", "onnxruntime", *(f"kfac_engine.{package}" for package in onnx))
+    assert not [name for name in loaded if name.startswith(readers)]
 
 
 def test_oracle_imports_no_project_module():

@@ -6,20 +6,14 @@ The weight is ``(stack, d_in, d_out)``, the input is ``(n, …positions, stack, 
 from dataclasses import dataclass
 from math import prod
 from types import ModuleType
-from typing import cast
-
-import numpy as np
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.graph.structure import Node
 from kfac_engine.layers.grouped import GroupedForm
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.reshaped_bias import find_bias_behind_views
 from kfac_engine.layers.views import rows_as_images
 
 _LEAST_RANK = 3
@@ -117,31 +111,3 @@ def stacked_dense_form(weight_shape: tuple[int, ...], *, has_bias: bool) -> Grou
     stack, d_in, d_out = weight_shape
     layer = LayerForm(StackedDenseView(), StackedDenseView(), StackedDensePacking("IO", has_bias))
     return GroupedForm(layer, 1, (stack, d_in + has_bias, d_out))
-
-
-def match_stacked_dense(context: MatchContext, node: Node) -> LayerMatch | str:
-    """Match stacked dense layers: a MatMul with a stack of matrices between two Transposes.
-
-    Args:
-        context: The graph.
-        node: A MatMul whose second operand is a parameter with three axes.
-
-    Returns:
-        The layer, or the reason why there is none.
-    """
-    weight = node.inputs[1]
-    shape = context.shapes[weight]
-    before = context.graph.producers.get(node.inputs[0])
-    users = context.graph.consumers.get(node.outputs[0], ())
-    after = users[0][0] if len(users) == 1 else None
-    transposed = before and after and before.op == after.op == "Transpose"
-    if not before or not after or not transposed or before.attributes != after.attributes:
-        return f"MatMul of shapes {' and '.join(str(context.shapes[n]) for n in node.inputs)}"
-    x, y = before.inputs[0], after.outputs[0]
-    rank = len(context.shapes[x])
-    perm = cast("tuple[int, ...]", before.attributes.get("perm", ()))
-    if perm != (*range(rank - 3), rank - 2, rank - 3, rank - 1):
-        return f"MatMul with a stack of matrices of shape {shape}"
-    features = np.arange(shape[0] * shape[2]).reshape(shape[0], shape[2])
-    bias = find_bias_behind_views(context, y, weight, features)
-    return LayerMatch("stacked_dense", (weight, *bias), x, y)

@@ -6,7 +6,6 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kfac_engine.graph.structure import Node
-from kfac_engine.layers.batched_dense import match_stacked_dense
 from kfac_engine.layers.lookup_tables import embedding_match, find_token_ids, match_gather
 from kfac_engine.layers.match import LayerMatch, MatchContext
 from kfac_engine.layers.reshaped_bias import find_bias_behind_views
@@ -59,7 +58,7 @@ def _matmul(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     if x not in context.data:
         return _frozen_data(node, index)
     if index == 1 and context.is_weight(weight, 3):
-        return match_stacked_dense(context, node)
+        return _stacked_dense(context, node)
     if not context.is_weight(weight, 2) or len(context.shapes[x]) < 2:
         return f"MatMul of shapes {' and '.join(str(context.shapes[n]) for n in node.inputs)}"
     ids = find_token_ids(context, x) if index == 1 else ""
@@ -72,6 +71,26 @@ def _matmul(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     if left:
         options["feature_axis"] = -2
     return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
+
+
+def _stacked_dense(context: MatchContext, node: Node) -> LayerMatch | str:
+    """Match stacked dense layers: a MatMul with a stack of matrices between two Transposes."""
+    weight = node.inputs[1]
+    shape = context.shapes[weight]
+    before = context.graph.producers.get(node.inputs[0])
+    users = context.graph.consumers.get(node.outputs[0], ())
+    after = users[0][0] if len(users) == 1 else None
+    transposed = before and after and before.op == after.op == "Transpose"
+    if not before or not after or not transposed or before.attributes != after.attributes:
+        return f"MatMul of shapes {' and '.join(str(context.shapes[n]) for n in node.inputs)}"
+    x, y = before.inputs[0], after.outputs[0]
+    rank = len(context.shapes[x])
+    perm = cast("tuple[int, ...]", before.attributes.get("perm", ()))
+    if perm != (*range(rank - 3), rank - 2, rank - 3, rank - 1):
+        return f"MatMul with a stack of matrices of shape {shape}"
+    features = np.arange(shape[0] * shape[2]).reshape(shape[0], shape[2])
+    bias = find_bias_behind_views(context, y, weight, features)
+    return LayerMatch("stacked_dense", (weight, *bias), x, y)
 
 
 # -- convolutions ----------------------------------------------------------------------------------

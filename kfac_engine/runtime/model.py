@@ -8,7 +8,7 @@ sessions, so new parameter values need no new session.
 """
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from kfac_engine.autodiff.running_statistics import joined_statistics, with_runn
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
-from kfac_engine.graph.analysis.subgraph import of_constants
+from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import LoadedModel
@@ -228,6 +228,10 @@ class OnnxModel:
     def static_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a value that depends on constants alone; None for other values."""
         return self.facts[name].shape if self._is_static(name) else None
+
+    def subgraph(self, ends: Iterable[str] | None = None) -> SubGraph:
+        """Return the part of the graph that given values depend on; by default all values."""
+        return SubGraph(self.graph, self.graph.values() if ends is None else ends)
 
     def fetched(self) -> frozenset[str]:
         """Return the names of the values that every forward pass returns."""

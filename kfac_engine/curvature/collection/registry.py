@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import inf
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kfac_engine._types import Params
 from kfac_engine.arguments import instance, whole
@@ -15,12 +15,14 @@ from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
-from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.losses.collection import LossCollection, Reuse, check_reuse
 from kfac_engine.printable import shortened
-from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.suggestions import suggestion
 from kfac_engine.text.summary import counted
+
+if TYPE_CHECKING:  # a collection of named shapes needs no ONNX file, and none of its modules
+    from kfac_engine.graph.analysis.subgraph import SubGraph
+    from kfac_engine.runtime.model import OnnxModel
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 
@@ -54,12 +56,17 @@ class BlockRegistry(LossCollection):
 
     def __init__(
         self,
-        graph: OnnxModel | Mapping[str, tuple[int, ...]] | None = None,
+        graph: "OnnxModel | Mapping[str, tuple[int, ...]] | None" = None,
         name: str = "LayerCollection",
         config: CollectionConfig | None = None,
         backend: str | Backend = "auto",
     ) -> None:
         super().__init__()
+        if not isinstance(graph, Mapping | None) and not hasattr(graph, "static_shape"):
+            raise InputError(
+                f"graph must be a kfac_engine.OnnxModel or a dictionary of shapes, such as "
+                f"{{'w': (4, 3)}}, got {graph!r:.80}."
+            )
         self.graph = graph
         self.subgraph: SubGraph | None = None
         self.name = name
@@ -97,9 +104,9 @@ class BlockRegistry(LossCollection):
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the declared shape of a tensor; None if it is unknown before the first batch."""
-        if isinstance(self.graph, OnnxModel):
-            return self.graph.static_shape(name)
-        return None if self.graph is None or name not in self.graph else tuple(self.graph[name])
+        if not isinstance(self.graph, Mapping):
+            return None if self.graph is None else self.graph.static_shape(name)
+        return tuple(self.graph[name]) if name in self.graph else None
 
     def require_shape(self, name: str) -> tuple[int, ...]:
         """Return the declared shape of a tensor.
@@ -180,8 +187,8 @@ class BlockRegistry(LossCollection):
             InputError: No loss is registered.
         """
         self._require_losses()
-        if isinstance(self.graph, OnnxModel):
-            self.subgraph = SubGraph(self.graph.graph, self._loss_inputs())
+        if self.graph is not None and not isinstance(self.graph, Mapping):
+            self.subgraph = self.graph.subgraph(self._loss_inputs())
 
     def finalize(self) -> None:
         """Close the collection for registrations, because an estimator uses it.
@@ -212,9 +219,8 @@ class BlockRegistry(LossCollection):
         wrong += [
             f"{name} is registered, but not listed" for name in self._uses if name not in listed
         ]
-        if isinstance(self.graph, OnnxModel):
-            graph = self.graph.graph
-            reached = SubGraph(graph, self._loss_inputs() or graph.values())
+        if self.graph is not None and not isinstance(self.graph, Mapping):
+            reached = self.graph.subgraph(self._loss_inputs() or None)
             counts = {name: reached.variable_uses(name) for name in self._uses}
             wrong += [
                 f"{name} is registered with {uses:g} use(s), the graph has {counts[name]}"
