@@ -192,7 +192,7 @@ def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]
     """
     reached = activity(graph, facts, wrt).active
     jumps = (node for node in graph.nodes if _jumps(node, facts))
-    behind = dependents(graph, (name for node in jumps for name in node.outputs))
+    behind = dependents(graph.nodes, (name for node in jumps for name in node.outputs))
     notes: dict[tuple[str, str], str] = {}
     for node in graph.nodes:
         if node.qualified_op not in _SUMS:

@@ -1,20 +1,23 @@
-"""Writes backward passes whose cotangents are the unit vectors, of a batch or of each example."""
+"""Records backward passes whose cotangents are the unit vectors, of a batch or of each example."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.passes.bodies import renamed
-from kfac_engine.graph.passes.order import captures
-from kfac_engine.graph.structure import Input, Node, Subgraph
-from kfac_engine.graph.write import build_model
-from kfac_engine.laplace.export_layers import PREFIX, VarianceBuilder
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.recording.operations import Operations, new_tape
+from kfac_engine.recording.recorded import Recorded, Symbol, size_of
+from kfac_engine.recording.tape import Level, Tape
 from kfac_engine.runtime.model import OnnxModel
 
+PREFIX = "variance/"
 _EXAMPLE = f"{PREFIX}example/"
 
 
@@ -26,11 +29,13 @@ class Network:
         layout: The model with its layers.
         value: Name of the value that the loss reads.
         node_limit: Largest number of nodes of the file.
+        tape: Receives the nodes.
     """
 
     layout: Layout
     value: str
     node_limit: int
+    tape: Tape
 
     @property
     def model(self) -> OnnxModel:
@@ -47,9 +52,21 @@ class Network:
         """Number ``k`` of outputs of an example."""
         return int(np.prod(self.shape))
 
-    def builder(self, prefix: str = PREFIX) -> VarianceBuilder:
-        """Return an empty builder of nodes in the element type of the outputs."""
-        return VarianceBuilder(self.model.facts[self.value].dtype, self.sources, prefix)
+    def read(self, name: str, fixed: Collection[int], stacked: str = "") -> Symbol:
+        """Return a value of the model, or its gradients for the ``k`` outputs of an example.
+
+        Args:
+            name: The value.
+            fixed: Axes whose sizes are those of the sample run in every run.
+            stacked: Name of its gradients, one after the other along the first axis.
+        """
+        fact, tape = self.model.facts[name], self.tape
+        axes = enumerate(fact.shape)
+        shape: list[Any] = [s if i in fixed else size_of(tape, name, i) for i, s in axes]
+        if stacked:
+            shape[0] = shape[0] * self.sources
+        array: Symbol = Recorded(tape, stacked or name, tuple(shape), fact.dtype)
+        return array.astype(tape.dtype) if fact.dtype.kind == "f" else array
 
     def check_count(self, count: int) -> None:
         """Check a number of nodes.
@@ -66,134 +83,133 @@ class Network:
                 f"outputs of an example; raise node_limit{last if len(self.shape) == 1 else ''}."
             )
 
+    def unrolled(self, level: Level, backward: Backward) -> dict[str, list[str]]:
+        """Write a backward graph once for each output of an example.
 
-def unrolled(b: VarianceBuilder, network: Network, backward: Backward) -> dict[str, list[str]]:
-    """Write a backward graph once for each output of an example.
+        Args:
+            level: Receives the nodes.
+            backward: Backward graph from the value that the loss reads.
+
+        Returns:
+            Name of a differentiated value to its gradient for each of the ``k`` unit vectors.
+
+        Raises:
+            InputError: The file would have too many nodes.
+        """
+        start = backward.cotangents[self.value]
+        local = dependents(backward.nodes, (start,))
+        copied = [node for node in backward.nodes if local.intersection(node.outputs)]
+        self.check_count(self.sources * (1 + len(copied)))
+        level.nodes += (node for node in backward.nodes if not local.intersection(node.outputs))
+        self.tape.graph.constants |= backward.constants
+        sizes = level.op("Shape", self.value)
+        gradients: dict[str, list[str]] = {name: [] for name in backward.gradients}
+        units = np.eye(self.sources, dtype=self.model.facts[self.value].dtype)
+        for j, unit in enumerate(units.reshape(-1, 1, *self.shape)):
+            names = {name: f"{level.prefix}{j}/{name}" for name in local}
+            level.op("Expand", level.constant(unit), sizes, result=names[start])
+            level.nodes += (_copy(node, names, f"{level.prefix}{j}/") for node in copied)
+            for name, gradient in backward.gradients.items():
+                gradients[name].append(names.get(gradient, gradient))
+        return gradients
+
+
+def stacked_gradients(network: Network, outputs: Sequence[str]) -> dict[str, str]:
+    """Return the name of the gradients of outputs of layers for all outputs of an example."""
+    if not outputs:
+        return {}
+    level = network.tape.graph
+    gradients = network.unrolled(level, network.model.backward((network.value,), tuple(outputs)))
+    return {name: level.op("Concat", *parts, axis=0) for name, parts in gradients.items()}
+
+
+def example_gradients(network: Network, layers: Sequence[tuple[str, ...]]) -> dict[str, Symbol]:
+    """Record the gradients of each example, by a Scan that runs the model on one example at a time.
 
     Args:
-        b: Collects the nodes.
-        network: The model.
-        backward: Backward graph from the value that the loss reads.
-
-    Returns:
-        Name of a differentiated value to its gradient for each of the ``k`` unit vectors.
-
-    Raises:
-        InputError: The file would have too many nodes.
-    """
-    start = backward.cotangents[network.value]
-    local = _dependent(backward.nodes, (start,))
-    copied = [node for node in backward.nodes if local.intersection(node.outputs)]
-    network.check_count(network.sources * (1 + len(copied)))
-    b.nodes += (node for node in backward.nodes if not local.intersection(node.outputs))
-    b.constants |= backward.constants
-    sizes = b.op("Shape", network.value)
-    gradients: dict[str, list[str]] = {name: [] for name in backward.gradients}
-    for j, unit in enumerate(np.eye(network.sources).reshape(-1, 1, *network.shape)):
-        names = {name: f"{b.prefix}{j}/{name}" for name in local}
-        b.op("Expand", b.numbers(unit), sizes, result=names[start])
-        b.nodes += (_copy(node, names, f"{b.prefix}{j}/") for node in copied)
-        for name, gradient in backward.gradients.items():
-            gradients[name].append(names.get(gradient, gradient))
-    return gradients
-
-
-def example_gradients(
-    b: VarianceBuilder, network: Network, layers: Sequence[tuple[str, ...]]
-) -> dict[str, tuple[str, int]]:
-    """Write the gradients of each example, by a Scan that runs the model on one example at a time.
-
-    Args:
-        b: Collects the nodes.
         network: The model.
         layers: Parameters of each layer.
 
     Returns:
-        Parameter to the name of its gradients, ``(n, k, size)``, and the size. Layers that the
-        value does not depend on are absent.
+        Parameter to its gradients, ``(n, k, size)``. Layers that the value does not depend on are
+        absent.
 
     Raises:
         UnsupportedError: The model runs with one batch size only.
         InputError: The file would have too many nodes.
     """
-    task, names = network.layout.assembly.task, tuple(name for layer in layers for name in layer)
+    task, model = network.layout.assembly.task, network.model
+    names = tuple(name for layer in layers for name in layer)
+    if not names:
+        return {}
     if not task.batch.inputs or (task.batch.fixed and task.batch.size != 1):
         raise UnsupportedError(
             f"the gradients of each example for {', '.join(names)} take a model that runs on one "
             f"example: {task.batch.fixed or 'its inputs have no axis of examples'}."
         )
-    inner = network.builder(_EXAMPLE)
-    backward = network.model.backward((network.value,), names)
-    gradients = unrolled(inner, network, backward)
-    reached = [layer for layer in layers if gradients.keys() & set(layer)]
-    if not reached:
+    inner = new_tape(_EXAMPLE, network.tape.dtype)
+    gradients = network.unrolled(inner.graph, model.backward((network.value,), names))
+    rows: dict[str, Symbol] = {}
+    for layer in layers:
+        for name in layer if gradients.keys() & set(layer) else ():
+            shape, zeros = model.facts[name].shape, Operations(inner).xp.zeros
+            parts: list[Symbol] = [
+                Recorded(inner, part, shape, model.facts[name].dtype).reshape(1, -1)
+                for part in gradients.get(name, ())
+            ] or [zeros((network.sources, *shape))]
+            rows[name] = np.concatenate(parts, axis=0).reshape(network.sources, -1)
+    if not rows:
         return {}
-    sizes = {n: int(np.prod(network.model.facts[n].shape)) for layer in reached for n in layer}
-    zeros = {name: [inner.numbers(np.zeros(sizes[name]))] * b.sources for name in sizes}
-    rows = {
-        name: inner.op("Concat", *(inner.reshaped(part, 1, -1) for part in parts), axis=0)
-        for name, parts in (zeros | gradients).items()
-    }
-    outputs = [Input(f"{_EXAMPLE}{row}", b.dtype, (b.sources, sizes[n])) for n, row in rows.items()]
-    scanned, body = _body(network, inner, outputs)
-    b.constants |= inner.constants
-    results = b.multi(
+    scanned, slices = _move_into_body(network, inner.graph, rows.values())
+    results = network.tape.graph.multi(
         "Scan",
-        [entry.name for entry in scanned],
+        scanned,
         [""] * len(rows),
-        body=body,
+        body=inner.graph.closed([*rows.values()], slices),
         num_scan_inputs=len(scanned),
-        scan_input_axes=tuple(task.batch.inputs[entry.name] for entry in scanned),
+        scan_input_axes=tuple(task.batch.inputs[name] for name in scanned),
     )
-    return {name: (result, sizes[name]) for name, result in zip(rows, results, strict=True)}
+    n = size_of(network.tape, results[0], 0)
+    return {
+        name: Recorded(network.tape, result, (n, *row.shape), row.dtype)
+        for (name, row), result in zip(rows.items(), results, strict=True)
+    }
 
 
 # -- private ---------------------------------------------------------------------------------------
 
 
-def _body(
-    network: Network, inner: VarianceBuilder, outputs: Sequence[Input]
-) -> tuple[list[Input], Subgraph]:
-    """Return the inputs that have examples, and a graph that reads one example of each.
+def _move_into_body(
+    network: Network, level: Level, results: Iterable[Symbol]
+) -> tuple[list[str], list[Input]]:
+    """Add the forward pass of one example to a body, which reads all other values outside.
 
     Args:
         network: The model.
-        inner: The backward passes.
-        outputs: Results of the graph: names of ``inner``, with the prefix of an example.
+        level: The body, with the backward passes.
+        results: What it computes.
 
     Returns:
-        The inputs, and the graph. It computes the values of the model that depend on the example,
-        and reads all other values outside.
+        The inputs of the model that have examples, and the inputs of the body.
     """
     graph, axes = network.model.extended_graph(), network.layout.assembly.task.batch.inputs
-    added = {name for node in inner.nodes for name in node.outputs}
-    results = [entry.name.removeprefix(_EXAMPLE) for entry in outputs]
-    nodes = needed((*graph.nodes, *inner.nodes), results)
-    local = added | _dependent(nodes, axes)
+    added = {name for node in level.nodes for name in node.outputs}
+    nodes = needed((*graph.nodes, *level.nodes), [value.name for value in results])
+    local = added | dependents(nodes, axes)
     nodes = tuple(node for node in nodes if local.intersection(node.outputs))
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}
+    names = {n: n if n.startswith(_EXAMPLE) else f"{_EXAMPLE}{n}" for n in local}
     scanned = [entry for entry in graph.inputs if entry.name in axes and entry.name in read]
-    names = {name: f"{_EXAMPLE}{name}" for name in local}
-    first: list[Node] = []
-    slices: list[Input] = []
+    level.nodes, slices = [], []
     for entry in scanned:
         axis, part = axes[entry.name], f"{_EXAMPLE}{entry.name}/slice"
         shape = entry.shape and (*entry.shape[:axis], *entry.shape[axis + 1 :])
         slices.append(Input(part, entry.dtype, shape))
-        place = inner.constant([axis])
-        first.append(Node("Unsqueeze", (part, place), (names[entry.name],), name=f"{part}/node"))
-    body = [*first, *(_copy(node, names, _EXAMPLE) for node in nodes)]
-    model = build_model(body, slices, outputs, {}, graph.opset, name="gradients of one example")
-    return scanned, Subgraph(model.graph.SerializeToString(), captures(model.graph))
-
-
-def _dependent(nodes: Iterable[Node], sources: Iterable[str]) -> set[str]:
-    """Return the sources and the values that depend on them."""
-    dependent = set(sources)
-    for node in nodes:
-        if not dependent.isdisjoint((*node.inputs, *node.captures)):
-            dependent.update(name for name in node.outputs if name)
-    return dependent
+        level.op("Unsqueeze", part, level.constant([axis]), result=names[entry.name])
+    level.nodes += (_copy(node, names, _EXAMPLE) for node in nodes)
+    for value in results:
+        value.name = names[value.name]
+    return [entry.name for entry in scanned], slices
 
 
 def _copy(node: Node, names: dict[str, str], prefix: str) -> Node:

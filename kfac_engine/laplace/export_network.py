@@ -2,7 +2,8 @@
 
 The file has the forward graph and a backward graph for each of the ``k`` outputs of an example, in
 standard operators. The gradients of each example with respect to a layer follow from its inputs and
-output gradients. Parameters for which they do not take a ``Scan`` over the examples.
+output gradients. Parameters for which they do not take a ``Scan`` over the examples. The nodes are
+recorded: ``gradient_forms`` computes the variance from arrays, and writes it from recorded arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,37 +13,40 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature_result.blocks import Block
+from kfac_engine.curvature_result.gradient_forms import (
+    FactoredGradients,
+    Gradients,
+    WholeGradients,
+)
 from kfac_engine.curvature_result.layout import Layout
 from kfac_engine.curvature_result.packed import packed
-from kfac_engine.curvature_result.spectrum import Float
+from kfac_engine.curvature_result.spectrum import Float, Spectrum
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.export.gradient_model import declared_shape, joint_model
 from kfac_engine.graph.files import declare, model_files, write_model
-from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.graph.structure import Input
-from kfac_engine.laplace.export_backward import Network, example_gradients, unrolled
-from kfac_engine.laplace.export_layers import (
+from kfac_engine.laplace.export_backward import (
     PREFIX,
-    Operand,
-    Use,
-    VarianceBuilder,
-    is_readable,
-    packed_gradients,
-    row_gradients,
-    scale_shift_gradients,
-    weighted,
+    Network,
+    example_gradients,
+    stacked_gradients,
 )
+from kfac_engine.laplace.export_gradients import (
+    Form,
+    fixed_axes,
+    form_of,
+    layer_gradients,
+)
+from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.match import LayerMatch
+from kfac_engine.recording.operations import new_tape
+from kfac_engine.recording.recorded import Symbol
 from kfac_engine.runtime.batch_axis import find_coupling
 from kfac_engine.system.writing import checked_path
 
 OUTPUT = "variance"
-Layer = tuple[LayerMatch, FisherBlock]
 
 
 def export_network(
@@ -62,13 +66,11 @@ def export_network(
         InputError: The path is wrong, the file would have more nodes, or it has a value
             ``variance`` already.
     """
-    target = checked_path(path)
-    network = Network(layout, _checked_value(layout), node_limit)
-    b = network.builder()
-    rows = _rows(b, network, blocks)
-    terms = [b.op("MatMul", R, b.op("Transpose", R, perm=(0, 2, 1))) for R in rows]
-    b.op("Sum", *terms, result=OUTPUT)
-    _write(b, network, target)
+    target, value = checked_path(path), _checked_value(layout)
+    tape = new_tape(PREFIX, layout.assembly.model.facts[value].dtype)
+    network = Network(layout, value, node_limit, tape)
+    tape.graph.op("Identity", _variance(network, blocks).name, result=OUTPUT)
+    _write(network, target)
 
 
 # -- what can be written ---------------------------------------------------------------------------
@@ -117,96 +119,95 @@ def _open_size(layout: Layout) -> str:
     return ""
 
 
-def _is_readable(layout: Layout, layer: LayerMatch, block: FisherBlock) -> bool:
-    """Return whether the gradients of each example follow from inputs and output gradients."""
-    if isinstance(block, ScaleShiftFB):
-        return True
-    if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
-        return False
+def _form(layout: Layout, layer: LayerMatch, block: FisherBlock) -> Form | None:
+    """Return how the gradients of each example follow from inputs and output gradients."""
     inputs, outputs = uses(layer.inputs), uses(layer.outputs)
-    if not is_readable(block.form, len(inputs), len(outputs)):
-        return False
+    form = form_of(block, len(inputs), len(outputs))
     facts, batch = layout.assembly.model.facts, layout.assembly.task.batch
-    for name in (*inputs, *outputs):
+    for name in (*inputs, *outputs) if isinstance(form, LayerForm) else ():
         place = batch.places.get(name)
         if facts[name].shape[0] != batch.size or (place is not None and not place.comes_first):
-            return False
-    return True
+            return None
+    return form
 
 
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def _rows(b: VarianceBuilder, network: Network, blocks: Sequence[tuple[Block, Float]]) -> list[str]:
-    """Write rows ``R``, ``(n, k, entries)``, so that the variance is the sum of their ``R Rᵀ``."""
+def _variance(network: Network, blocks: Sequence[tuple[Block, Float]]) -> Symbol:
+    """Record ``J C Jᵀ`` for the Jacobian ``J`` of an example and the covariance ``C``."""
     layout = network.layout
-    stacked, whole = _derivatives(b, network)
-    rows = []
-    for number, (layer, block) in enumerate(layout.layers):
-        operands = _uses(b, network, layer, stacked) if _is_readable(layout, layer, block) else []
-        if not operands and layer.parameters[0] not in whole:
+    forms = [_form(layout, *layer) for layer in layout.layers]
+    outputs, others = dict[str, None](), list[tuple[str, ...]]()
+    for form, (layer, _) in zip(forms, layout.layers, strict=True):
+        outputs |= dict.fromkeys(uses(layer.outputs) if form else ())
+        others += [] if form else [layer.parameters]
+    stacked = stacked_gradients(network, tuple(outputs))
+    whole = example_gradients(network, others)
+    total: Symbol = 0
+    for number, (form, (match, fisher)) in enumerate(zip(forms, layout.layers, strict=True)):
+        if form:
+            gradients = _readable(network, form, match, stacked)
+        else:
+            gradients = _packed(layout, match, fisher, whole)
+        if gradients is None:
             continue  # the value does not depend on the layer
         if layout.options.structure == "full":
-            gradients = _gradients(b, layout, (layer, block), operands, whole)
-            places = layout.decomposer.places(block).reshape(-1)
-            rows.append(b.op("MatMul", gradients, b.numbers(_root(*blocks[0])[places])))
-        elif operands and isinstance(block, KroneckerProductFB | LayerDiagonalFB):
-            result, variances = blocks[number]
-            rows.append(row_gradients(b, block.form, operands, result.spectrum, variances))
+            places = layout.decomposer.places(fisher).reshape(-1)
+            G: Symbol = gradients.matrices()
+            total = total + G.reshape(*G.shape[:2], -1) @ _root(*blocks[0])[places]
         else:
-            gradients = _gradients(b, layout, (layer, block), operands, whole)
-            result, variances = blocks[number]
-            rows.append(weighted(b, gradients, result.spectrum, variances))
-    if layout.options.structure == "full" and len(rows) > 1:
-        return [b.op("Sum", *rows)]
-    return rows
+            block, variances = blocks[number]
+            total = total + _into(gradients, block.spectrum).gram(variances)
+    return total @ total.swapaxes(1, 2) if layout.options.structure == "full" else total
 
 
-def _derivatives(
-    b: VarianceBuilder, network: Network
-) -> tuple[dict[str, str], dict[str, tuple[str, int]]]:
-    """Write the backward passes.
+def _readable(
+    network: Network, form: Form, layer: LayerMatch, stacked: Mapping[str, str]
+) -> Gradients | None:
+    """Record the gradients of a layer that has a form; None if the value does not depend on it."""
 
-    Returns:
-        Output of a layer to its gradients for all cotangents along the first axis; and parameter to
-        its gradients ``(n, k, size)`` with the size, for parameters that take a Scan.
-    """
-    layout, outputs, others = network.layout, dict[str, None](), list[tuple[str, ...]]()
-    for layer, block in layout.layers:
-        if _is_readable(layout, layer, block):
-            outputs |= dict.fromkeys(uses(layer.outputs))
-        else:
-            others.append(layer.parameters)
-    gradients: dict[str, list[str]] = {}
-    if outputs:
-        backward = network.model.backward((network.value,), tuple(outputs))
-        gradients = unrolled(b, network, backward)
-    stacked = {name: b.op("Concat", *parts, axis=0) for name, parts in gradients.items()}
-    return stacked, example_gradients(b, network, others) if others else {}
+    def read(name: str, output: bool) -> Symbol:
+        fixed = fixed_axes(form, output, network.model.facts[name].shape)
+        return network.read(name, fixed, stacked[name] if output else "")
+
+    names = uses(layer.outputs)
+    inputs = uses(layer.inputs) if layer.inputs else ("",) * len(names)
+    pairs = [(x, s) for x, s in zip(inputs, names, strict=False) if s in stacked]
+    if not pairs:
+        return None
+    data = [read(x, output=False) for x, _ in pairs if x]
+    return layer_gradients(form, data, [read(s, output=True) for _, s in pairs], network.sources)
 
 
-def _gradients(
-    b: VarianceBuilder,
-    layout: Layout,
-    layer: Layer,
-    operands: Sequence[Use],
-    whole: Mapping[str, tuple[str, int]],
-) -> str:
-    """Write the gradients of a layer as packed vectors, ``(n, k, entries)``."""
-    match, block = layer
-    if operands and isinstance(block, ScaleShiftFB):
-        return scale_shift_gradients(b, block, operands)
-    if operands:
-        assert isinstance(block, KroneckerProductFB | LayerDiagonalFB), "it is readable"
-        return row_gradients(b, block.form, operands)
-    ends = np.cumsum([0, *(whole[name][1] for name in match.parameters)])
+def _packed(
+    layout: Layout, match: LayerMatch, block: FisherBlock, whole: Mapping[str, Symbol]
+) -> Gradients | None:
+    """Return gradients of whole parameters in the form of their block."""
+    if match.parameters[0] not in whole:
+        return None
+    sizes = [whole[name].shape[2] for name in match.parameters]
+    ends = np.cumsum([0, *sizes])
     numbers = tuple(
         np.arange(start, end, dtype=np.intp).reshape(layout.vector.places(name).shape)
         for name, start, end in zip(match.parameters, ends, ends[1:], strict=False)
     )
-    return packed_gradients(
-        b, [whole[name] for name in match.parameters], packed(block, numbers).reshape(-1)
-    )
+    places = packed(block, numbers)
+    joined: Symbol = np.concatenate([whole[name] for name in match.parameters], axis=2)
+    if not np.array_equal(places.reshape(-1), np.arange(sum(sizes))):
+        joined = joined.take(places.reshape(-1), axis=2)
+    return WholeGradients(joined.reshape(*joined.shape[:2], *places.shape))
+
+
+def _into(gradients: Gradients, spectrum: Spectrum) -> Gradients:
+    """Return gradients in eigenvectors; whole ones unless each example has one position."""
+    if isinstance(gradients, WholeGradients):
+        return gradients.into(spectrum)
+    a, ds = gradients.inputs, gradients.outputs
+    a = a if spectrum.left is None else a @ spectrum.left[0]
+    ds = ds if spectrum.right is None else ds @ spectrum.right[0]
+    rotated = FactoredGradients(a, ds)
+    return rotated if a.shape[1] == 1 else WholeGradients(rotated.matrices())
 
 
 def _root(block: Block, variances: Float) -> Float:
@@ -216,41 +217,21 @@ def _root(block: Block, variances: Float) -> Float:
     return root
 
 
-def _uses(
-    b: VarianceBuilder, network: Network, layer: LayerMatch, stacked: Mapping[str, str]
-) -> list[Use]:
-    """Return the tensors of the uses of a layer that the value depends on."""
-    facts = network.model.facts
-
-    def operand(name: str, value: str) -> Operand:
-        if facts[name].dtype != b.dtype and facts[name].dtype.kind == "f":
-            value = b.op("Cast", value, to=FLOAT_CODES[b.dtype.name])
-        return Operand(value, facts[name].shape)
-
-    outputs = uses(layer.outputs)
-    inputs = uses(layer.inputs) if layer.inputs else ("",) * len(outputs)
-    return [
-        Use(operand(a, a) if a else None, operand(s, stacked[s]))
-        for a, s in zip(inputs, outputs, strict=False)
-        if s in stacked
-    ]
-
-
 # -- the file --------------------------------------------------------------------------------------
 
 
-def _write(b: VarianceBuilder, network: Network, target: Path) -> None:
+def _write(network: Network, target: Path) -> None:
     """Write the forward graph with the nodes of the variance."""
-    model, k = network.model, network.sources
+    model, k, added = network.model, network.sources, network.tape.graph
     graph, loaded, facts = model.extended_graph(), model.loaded, model.facts
     outputs = [
         Input(name, facts[name].dtype, declared_shape(loaded, name, facts[name]))
         for name in graph.outputs
     ]
     joint = replace(
-        graph, nodes=(*graph.nodes, *b.nodes), constants={**graph.constants, **b.constants}
+        graph, nodes=(*graph.nodes, *added.nodes), constants={**graph.constants, **added.constants}
     )
-    declared = Input(OUTPUT, b.dtype, (None, k, k))
+    declared = Input(OUTPUT, network.tape.dtype, (None, k, k))
     message, constants = joint_model(joint, graph.inputs, [*outputs, declared], loaded.stored)
     network.check_count(sum(1 for _ in all_nodes(message.graph.node)))
     files = model_files(declare(message, constants), constants, f"{target.name}.data")

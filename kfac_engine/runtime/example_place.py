@@ -41,7 +41,7 @@ def find_reduction(
     """
     if batch.fixed:
         return ""
-    passed_on = dependents(graph, batch.inputs, ONLY_SHAPES) & _read_by(graph, outputs)
+    passed_on = dependents(graph.nodes, batch.inputs, ONLY_SHAPES) & _read_by(graph, outputs)
     for node in graph.nodes:
         for name in passed_on.intersection(node.outputs):
             reduced = name in facts and name not in batch.places

@@ -146,7 +146,7 @@ def _rewritten(
 def _targets(graph: Graph, wrt: Iterable[str]) -> Iterator[tuple[Node, Lowering]]:
     """Yield the nodes to rewrite, each with its lowering."""
     # Values with a nonzero derivative with respect to ``wrt``.
-    dependent = dependents(graph, wrt, ZERO_DERIVATIVE)
+    dependent = dependents(graph.nodes, wrt, ZERO_DERIVATIVE)
     for node in graph.nodes:
         if dependent.intersection((*node.inputs, *node.captures)):
             rewriting = find_lowering(node, graph)

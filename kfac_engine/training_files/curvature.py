@@ -26,14 +26,15 @@ from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Observation
+from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
+from kfac_engine.recording.recorded import Recorded, Size, Symbol
+from kfac_engine.recording.tape import Tape
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.inverse import damped_inverses
-from kfac_engine.training_files.operations import Draws, NoiseInput, Operations, new_tape
-from kfac_engine.training_files.parts import Evaluation, Writer, dependent, forward_nodes
-from kfac_engine.training_files.recorded import Recorded, Size, Symbol
-from kfac_engine.training_files.tape import Tape
+from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
 
 Values = Mapping[str, Symbol]
 _NEVER = -1
@@ -281,7 +282,7 @@ class CurvatureSteps:
         copied = {name: f"{prefix}{name}" for name in hidden}
         if batch.examples is None or part == 1 or axes.obstacle:
             return replace(batch, names={**batch.names, **copied})
-        n = batch.examples.examples
+        n = batch.examples.number()
         share = n.astype(np.float32) * part
         rounded = share.new("Round", shape=())
         size = np.maximum(rounded, 1.0).astype(np.int64)
@@ -291,7 +292,7 @@ class CurvatureSteps:
         index = ((j + (step * size) // n + 1) * n + (size - 1)) // size - 1 - step
         names = {**batch.names, **copied, **{name: f"{prefix}{name}" for name in axes.inputs}}
         nodes = (*graph.nodes, *self._reads.nodes)
-        moving = dependent(nodes, (*axes.inputs, *self._reads.cotangents.values()))
+        moving = dependents(nodes, (*axes.inputs, *self._reads.cotangents.values()))
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
         names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
         return Evaluation(batch.assembly, tape, examples, names, index)

@@ -26,6 +26,7 @@ from kfac_engine.graph.structure import Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
 from kfac_engine.losses.objective import Reduction
+from kfac_engine.recording.tape import OPSET
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
@@ -36,7 +37,6 @@ from kfac_engine.training_files.description import Description
 from kfac_engine.training_files.files import INITIAL, PREDICT, README, TRAINING, TrainingFiles
 from kfac_engine.training_files.readme import readme
 from kfac_engine.training_files.step import NEW, Step, StepRecorder
-from kfac_engine.training_files.tape import OPSET
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "kfac": KfacOptimizer,

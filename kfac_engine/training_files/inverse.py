@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.training_files.functions import identity_like
-from kfac_engine.training_files.recorded import Recorded
+from kfac_engine.recording.functions import identity_like
+from kfac_engine.recording.recorded import Recorded
 
 # Largest matrices that are not halved, and the residual of their scaled iterations, which two
 # further iterations square.

@@ -14,9 +14,9 @@ from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Node
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
+from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol
+from kfac_engine.recording.tape import Tape
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
-from kfac_engine.training_files.tape import Tape
 
 # Writes a random node of an evaluation.
 Writer: TypeAlias = Callable[["Evaluation", Node], None]
@@ -146,15 +146,6 @@ class Evaluation:
             else:
                 copy = renamed(node, self.names)
                 level.nodes.append(replace(copy, name=f"{level.prefix}{node.name}"))
-
-
-def dependent(nodes: Iterable[Node], sources: Iterable[str]) -> set[str]:
-    """Return the sources and the values that depend on them."""
-    dependents = set(sources)
-    for node in nodes:
-        if not dependents.isdisjoint((*node.inputs, *node.captures)):
-            dependents.update(name for name in node.outputs if name)
-    return dependents
 
 
 def forward_nodes(model: OnnxModel, wanted: Sequence[str]) -> tuple[Node, ...]:

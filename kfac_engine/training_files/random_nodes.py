@@ -7,9 +7,9 @@ import numpy as np
 from kfac_engine.autodiff.rules.attributes import integers, number
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.structure import Node
-from kfac_engine.training_files.operations import Draws
+from kfac_engine.recording.operations import Draws
+from kfac_engine.recording.recorded import Recorded, Shape, Symbol
 from kfac_engine.training_files.parts import Evaluation
-from kfac_engine.training_files.recorded import Recorded, Shape, Symbol
 
 _NORMAL = ("RandomNormal", "RandomNormalLike")
 _SHAPED = ("RandomNormal", "RandomUniform")

@@ -13,14 +13,14 @@ from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Input
 from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
+from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
+from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, size_of
+from kfac_engine.recording.tape import Tape
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training_files.curvature import CurvatureSteps
-from kfac_engine.training_files.operations import Draws, NoiseInput, new_tape
 from kfac_engine.training_files.parts import Evaluation, Writer, constants_of, forward_nodes
 from kfac_engine.training_files.random_nodes import RandomNodes
-from kfac_engine.training_files.recorded import Recorded, Shape, Size, Symbol
-from kfac_engine.training_files.tape import Tape
 
 PREFIX = "step/"
 STEPS = "steps"  # symbol of the number of steps in a call
@@ -158,7 +158,7 @@ class StepRecorder:
         """Record the passes over parts of the batch; return sums, and new running statistics."""
         tape, buffers = batch.tape, self._model.new_buffers
         assert batch.examples is not None, "the caller checks it"
-        count: Symbol = np.minimum(batch.examples.examples, self._parts)
+        count: Symbol = np.minimum(batch.examples.number(), self._parts)
         whole = batch.observe(self._engine.objective)
         with tape.body() as level:
             index, go = (f"{level.prefix}{name}" for name in ("index", "go"))
@@ -194,7 +194,7 @@ class StepRecorder:
         axes = {**self._assembly.task.batch.inputs, **batch.target_axes}
         changing = (*axes, *self._model.new_buffers)
         names = {**batch.names, **{name: f"{tape.level.prefix}{name}" for name in changing}}
-        start, stop = ((number + k) * n.examples // count for k in (0, 1))
+        start, stop = ((number + k) * n.number() // count for k in (0, 1))
         for name, axis in axes.items():
             bounds = (start.reshape(1).name, stop.reshape(1).name, tape.integers(axis))
             source = batch.names.get(name, name)
@@ -266,9 +266,7 @@ class StepRecorder:
         if batch.fixed or not batch.inputs:
             return None
         name, axis = next(iter(batch.inputs.items()))
-        renamed_input = names.get(name, name)
-        shape = tape.record("Shape", [renamed_input], {"start": axis, "end": axis + 1})
-        return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
+        return size_of(tape, names.get(name, name), axis)
 
     def _pass(
         self, batch: Evaluation, random: Writer, whole: Observation | None = None

@@ -62,7 +62,8 @@ COPIES = {
         "kfac_engine/training/curvature_updates.py",
         "kfac_engine/losses/collection.py",  # options of losses
         "kfac_engine/losses/observed.py",  # the bounds of weights, together
-        "kfac_engine/training_files/",  # recorded arrays, and arrays of the host
+        "kfac_engine/training_files/",  # arrays of the host
+        "kfac_engine/recording/",  # recorded arrays, which have no values
     ),
 }
 

@@ -11,12 +11,12 @@ _PASS_ON = RELAYS | {"Slice"}
 
 
 def dependents(
-    graph: Graph, sources: Iterable[str], stops: Container[str] = frozenset()
+    nodes: Iterable[Node], sources: Iterable[str], stops: Container[str] = frozenset()
 ) -> frozenset[str]:
     """Return the names of ``sources`` and of all values that depend on them.
 
     Args:
-        graph: The graph.
+        nodes: Nodes in topological order.
         sources: Names of values.
         stops: Operators whose results are not followed.
 
@@ -24,7 +24,7 @@ def dependents(
         Names of the dependent values.
     """
     values = set(sources)
-    for node in graph.nodes:
+    for node in nodes:
         if not values.isdisjoint((*node.inputs, *node.captures)) and node.qualified_op not in stops:
             values.update(node.outputs)
     return frozenset(values - {""})
@@ -32,7 +32,7 @@ def dependents(
 
 def of_data(graph: Graph, stops: Container[str] = frozenset()) -> frozenset[str]:
     """Return the inputs and all values that depend on them; ``stops`` as in ``dependents``."""
-    return dependents(graph, (entry.name for entry in graph.inputs), stops)
+    return dependents(graph.nodes, (entry.name for entry in graph.inputs), stops)
 
 
 def of_constants(graph: Graph) -> frozenset[str]:

@@ -58,7 +58,7 @@ def test_subgraph_members_are_ends_and_ancestors(ends, members):
     ids=["one reader", "all behind it", "a stop", "two sources"],
 )
 def test_dependents_include_sources_and_descendants(sources, stops, members):
-    assert dependents(graph(), sources, stops) == members
+    assert dependents(graph().nodes, sources, stops) == members
 
 
 def test_of_data_returns_descendants_of_inputs():

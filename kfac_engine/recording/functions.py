@@ -8,10 +8,10 @@ import numpy as np
 
 from kfac_engine._types import DType
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.training_files.recorded import Recorded, Size, Symbol, broadcast_shape, lifted
-from kfac_engine.training_files.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, broadcast_shape, lifted
+from kfac_engine.recording.tape import Tape
 
-_FLOAT, _INTEGER, _TRUTH = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+_INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
 
 
 class Namespace:
@@ -38,13 +38,14 @@ class Namespace:
 
     ascontiguousarray = array = asarray
 
-    def zeros(self, shape: Any, dtype: Any = _FLOAT) -> Symbol:
+    def zeros(self, shape: Any, dtype: Any = None) -> Symbol:
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+        dtype = dtype or self.tape.dtype
         return lifted(self.tape, np.zeros((), dtype), dtype).broadcast(sizes)
 
     empty = zeros
 
-    def ones(self, shape: Any, dtype: Any = _FLOAT) -> Symbol:
+    def ones(self, shape: Any, dtype: Any = None) -> Symbol:
         return self.zeros(shape, dtype) + 1
 
     def arange(self, stop: Any) -> Any:
@@ -96,7 +97,7 @@ def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:
         return _SPECIAL[name](tape, *inputs)
     operators = {**_ARITHMETIC, **_COMPARISONS, **_LOGIC}
     if name not in operators:
-        raise UnsupportedError(f"a training file cannot compute numpy.{name}.")
+        raise UnsupportedError(f"a file cannot compute numpy.{name}.")
     return _record(tape, operators[name], name, inputs)
 
 
@@ -104,7 +105,7 @@ def _record(tape: Tape, op: str, name: str, inputs: Sequence[Any]) -> Symbol:
     known = [lifted(tape, x) for x in inputs if _is_array(x)]
     common = _TRUTH if name in _LOGIC else _common(known, [x for x in inputs if not _is_array(x)])
     if name in _REAL and common.kind != "f":
-        common = _FLOAT
+        common = tape.dtype
     if common == _TRUTH and name in _ARITHMETIC:
         common = _INTEGER
     operands = [lifted(tape, x, common).astype(common, copy=False) for x in inputs]
@@ -124,7 +125,8 @@ def _common(known: Sequence[Symbol], numbers: Sequence[Any] = ()) -> DType:
     if real is not None:
         return real
     if any(np.asarray(number).dtype.kind == "f" for number in numbers):
-        return _FLOAT
+        tape: Tape = known[0].tape
+        return tape.dtype
     whole: list[DType] = [x.dtype for x in known if x.dtype.kind in "iu"]
     if whole:
         return max(whole, key=lambda dtype: dtype.itemsize)
@@ -207,7 +209,7 @@ def called(function: Any, args: Any, options: dict[str, Any]) -> Any:
     """Record another function of NumPy."""
     name = f"{function.__module__}.{function.__name__}".removeprefix("numpy.")
     if name not in _FUNCTIONS:
-        raise UnsupportedError(f"a training file cannot compute numpy.{name}.")
+        raise UnsupportedError(f"a file cannot compute numpy.{name}.")
     return _FUNCTIONS[name](*args, **options)
 
 
@@ -223,7 +225,7 @@ def _where(condition: Any, first: Any, second: Any) -> Symbol:
     tape = _tape_of((condition, first, second))
     arrays = [lifted(tape, x) for x in (first, second) if _is_array(x)]
     numbers = [x for x in (first, second) if not _is_array(x)]
-    dtype = _common(arrays, numbers) if arrays else _FLOAT
+    dtype = _common(arrays, numbers) if arrays else tape.dtype
     chosen = [lifted(tape, x, dtype).astype(dtype, copy=False) for x in (first, second)]
     operands = [lifted(tape, condition, _TRUTH), *chosen]
     shape = broadcast_shape([x.shape for x in operands])

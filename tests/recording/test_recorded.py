@@ -8,9 +8,9 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.structure import Input
 from kfac_engine.graph.write import build_model, serialize
-from kfac_engine.training_files.operations import Draws, new_tape
-from kfac_engine.training_files.recorded import Recorded, Size
-from kfac_engine.training_files.tape import OPSET
+from kfac_engine.recording.operations import Draws, new_tape
+from kfac_engine.recording.recorded import Recorded, Size, size_of
+from kfac_engine.recording.tape import OPSET
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(2))
@@ -161,15 +161,10 @@ def test_what_is_not_known_is_refused():
         _ = x + np.zeros(4, np.float32)
 
 
-def examples(tape, name="x", axis=0):
-    shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
-    return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), np.int64))
-
-
 @pytest.mark.parametrize("n", [1, 3, 7])
 def test_sizes_follow_the_number_of_examples(n):
     tape = new_tape("t/")
-    size = examples(tape)
+    size = size_of(tape, "x", 0)
     x = Recorded(tape, "x", (size, 4), np.float32)
     assert (6 * size) // 3 == 2 * size
     assert (6 * size) % 3 == 0
@@ -180,12 +175,30 @@ def test_sizes_follow_the_number_of_examples(n):
     np.testing.assert_allclose(found, array.reshape(-1, 2).sum(axis=0) / (2 * n) + 1 / n, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 6), (3, 2, 6), (2, 5, 6)])
+def test_several_sizes_of_a_value_are_open(shape):
+    tape = new_tape("t/", np.float64)
+    n, t = (size_of(tape, "x", axis) for axis in (0, 1))
+    assert (6 * n * t) // (2 * n) == 3 * t
+    assert (n + t) != 2 * n
+    x = Recorded(tape, "x", (n, t, 6), np.float64)
+    parts = np.concatenate([x, x * 2], axis=1).reshape(2, -1, *x.shape[1:]).swapaxes(0, 1)
+    total = parts.reshape(n, 2, -1, 6).sum(axis=1) / (n * t)
+    array = RNG.standard_normal(shape)
+    feeds, entries = {"x": array}, [Input("x", x.dtype, ("n", "t", 6))]
+    joined = np.concatenate([array, array * 2], axis=1).reshape(2, -1, *shape[1:]).swapaxes(0, 1)
+    expected = joined.sum(axis=1) / (shape[0] * shape[1])
+    np.testing.assert_allclose(run(tape, total, entries, feeds), expected, rtol=1e-12)
+
+
 def test_a_size_that_does_not_divide_is_refused():
-    size = examples(new_tape("t/"))
+    size = size_of(new_tape("t/"), "x", 0)
     with pytest.raises(UnsupportedError):
         _ = size // 2
     with pytest.raises(UnsupportedError):
         _ = size + 1
+    with pytest.raises(UnsupportedError):
+        _ = size // size_of(size.number().tape, "y", 0)
 
 
 def test_recorded_arrays_bring_their_functions():
@@ -198,7 +211,7 @@ def test_random_numbers_fill_their_range(kind):
     values = []
     for step in range(40):
         tape = new_tape("t/")
-        size, counter = examples(tape), Recorded(tape, "step", (), np.int64)
+        size, counter = size_of(tape, "x", 0), Recorded(tape, "step", (), np.int64)
         numbers = getattr(Draws(tape, counter, None), kind)((size, 5))
         inputs = [Input("x", np.dtype(np.float32), ("n",)), Input("step", np.dtype(np.int64), ())]
         feeds = {"x": np.zeros(8, np.float32), "step": np.array(step)}
@@ -219,7 +232,7 @@ def test_masks_follow_no_pattern():
     values = []
     for step in range(30):
         tape = new_tape("t/")
-        size, counter = examples(tape), Recorded(tape, "step", (), np.int64)
+        size, counter = size_of(tape, "x", 0), Recorded(tape, "step", (), np.int64)
         numbers = Draws(tape, counter, None).uniform((size, 40), "mask")
         inputs = [Input("x", np.dtype(np.float32), ("n",)), Input("step", np.dtype(np.int64), ())]
         feeds = {"x": np.zeros(25, np.float32), "step": np.array(step)}

@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from kfac_engine._types import DType
 from kfac_engine.backend import channel_groups
+from kfac_engine.backend.sliding_window import SlidingWindow
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.training_files.functions import Namespace, applied, called
-from kfac_engine.training_files.recorded import Recorded, Size, Symbol
-from kfac_engine.training_files.tape import Tape
+from kfac_engine.recording.functions import Namespace, applied, called
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, size_of
+from kfac_engine.recording.tape import Tape
 
 # A low-discrepancy sequence of two dimensions, in units of 2⁻²⁴: the powers of the inverse of the
 # root of x³ = x + 1 (Roberts 2018). Its terms for the next examples and steps fill the unit square
@@ -40,9 +42,9 @@ class Recording:
         return Operations(tape)
 
 
-def new_tape(prefix: str) -> Tape:
+def new_tape(prefix: str, dtype: DType | type = np.float32) -> Tape:
     """Return a tape without nodes; no value of the model starts with the prefix."""
-    return Tape(prefix, Recording())
+    return Tape(prefix, Recording(), dtype)
 
 
 class Operations:
@@ -60,7 +62,7 @@ class Operations:
         self.xp: Any = Namespace(tape)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UnsupportedError(f"a training file has no operation '{name}' of this layer.")
+        raise UnsupportedError(f"a file has no operation '{name}' of this layer.")
 
     def asarray(self, value: Any, dtype: Any = None) -> Symbol:
         """Return a value of the graph."""
@@ -112,10 +114,7 @@ class Operations:
         """Add ``Σ r rᵀ`` of rows ``(…, rows, features)`` with a one appended where needed."""
         rows = rows.astype(out.dtype)
         if homogeneous:
-            after = [0] * (2 * rows.ndim - 1)
-            one = self.tape.constant(1, rows.dtype)
-            shape = (*rows.shape[:-1], rows.shape[-1] + 1)
-            rows = rows.new("Pad", self.tape.integers(*after, 1), one, shape=shape)
+            rows = self.homogeneous(rows)
         if rows.ndim == 2:
             d = rows.shape[-1]
             moment = rows.new("Gemm", rows.name, shape=(d, d), transA=1)
@@ -124,20 +123,27 @@ class Operations:
         new = alpha * moment
         out.bind(new if isinstance(beta, float) and beta == 0 else beta * out + new)
 
+    def homogeneous(self, rows: Symbol) -> Symbol:
+        """Return rows with a one as their last feature."""
+        after = [0] * (2 * rows.ndim - 1)
+        one = self.tape.constant(1, rows.dtype)
+        shape = (*rows.shape[:-1], rows.shape[-1] + 1)
+        return rows.new("Pad", self.tape.integers(*after, 1), one, shape=shape)
+
     def patches(self, x: Symbol, window: Window) -> Symbol:
-        """Return the patches of images as rows ``(n, t, taps · channels)``."""
-        n, channels, *spatial = x.shape
+        """Return the patches of images of any size as rows ``(n, t, taps · channels)``."""
+        n, channels = x.shape[:2]
         images: Any = x
         if not window.is_pointwise:
             images = self._copies(self._cropped(x, window), window)
-        count = int(np.prod(window.output_shape(tuple(spatial))))
-        split = images.reshape(n, channels, window.taps, count)
-        return split.transpose(0, 3, 2, 1).reshape(n, count, window.taps * channels)
+        split = images.reshape(n, channels, window.taps, -1)
+        return split.transpose(0, 3, 2, 1).reshape(n, -1, window.taps * channels)
 
     def _cropped(self, x: Symbol, window: Window) -> Symbol:
         """Return images without the pixels that a negative padding removes."""
         for axis, (begin, end) in enumerate(zip(window.begins, window.ends, strict=True), start=2):
-            x = x.rows(max(0, -begin), x.shape[axis] - max(0, -end), axis)
+            if min(begin, end) < 0:
+                x = x.rows(max(0, -begin), x.shape[axis] - max(0, -end), axis)
         return x
 
     def _copies(self, x: Symbol, window: Window) -> Symbol:
@@ -146,21 +152,27 @@ class Operations:
         taps = np.eye(window.taps, dtype=x.dtype).reshape(window.taps, 1, *window.kernel)
         filters = self.tape.constant(np.tile(taps, (channels, *(1,) * (rank - 1))))
         pads = tuple(max(0, size) for size in window.begins + window.ends)
-        padded = [
-            size + pads[axis] + pads[axis + rank - 2] - reach
-            for axis, (size, reach) in enumerate(zip(x.shape[2:], window.reaches, strict=True))
-        ]
-        positions = [(p - 1) // s + 1 for p, s in zip(padded, window.strides, strict=True)]
-        return x.new(
+        same = window.same if isinstance(window, SlidingWindow) else ""
+        padding: dict[str, Any] = {"auto_pad": same} if same else {"pads": pads}
+        copies = x.new(
             "Conv",
             filters,
-            shape=(x.shape[0], channels * window.taps, *positions),
+            shape=(x.shape[0], channels * window.taps, *x.shape[2:]),
             group=channels,
             kernel_shape=window.kernel,
             strides=window.strides,
             dilations=window.dilations,
-            pads=pads,
+            **padding,
         )
+        rows = zip(range(2, rank), x.shape[2:], window.reaches, window.strides, strict=True)
+        positions = [
+            size_of(self.tape, copies.name, axis)
+            if isinstance(size, Size)
+            else (size + pads[axis - 2] + pads[axis + rank - 4] - reach - 1) // stride + 1
+            for axis, size, reach, stride in rows
+        ]
+        copies.shape = (*copies.shape[:2], *positions)
+        return copies
 
 
 class Draws:

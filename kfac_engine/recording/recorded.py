@@ -4,11 +4,13 @@
 update rule or a loss, appends nodes to a ``Tape`` if its arguments are recorded. An array is a
 cell: ``out=``, ``x += y`` and ``x[...] = y`` give it another value.
 
-The number of examples is not known while a file is written. Sizes that depend on it are ``Size``.
+Sizes that are not known while a file is written, such as the number of examples, are ``Size``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from math import prod
+from operator import mul
 from typing import Any, TypeAlias, Union
 
 import numpy as np
@@ -18,30 +20,30 @@ from kfac_engine._types import DType
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.node_builder import TYPE_CODES
 from kfac_engine.graph.structure import AttributeValue
-from kfac_engine.training_files.tape import Tape
+from kfac_engine.recording.tape import Tape
 
 Number: TypeAlias = Union[int, float, "Size"]
 Shape: TypeAlias = tuple[Any, ...]
 # A ``Recorded`` where the library's functions, which it passes through, are declared for arrays.
 Symbol: TypeAlias = Any
 
-_FLOAT, _INTEGER, _TRUTH = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+_INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
 _END = 2**62
 
 
 class Size:
-    """A number that depends on the number of examples: ``factor · nᵖ``.
+    """A number that depends on sizes of inputs: ``factor · Π nᵖ``.
 
     Args:
-        examples: The number n, a recorded integer.
+        numbers: The power p of each number n, a recorded integer; or one number.
         factor: The factor.
-        power: The power p.
     """
 
     __array_ufunc__ = None
 
-    def __init__(self, examples: "Recorded", factor: float = 1, power: float = 1) -> None:
-        self.examples, self.factor, self.power = examples, factor, power
+    def __init__(self, numbers: "Recorded | Mapping[Recorded, float]", factor: float = 1) -> None:
+        self.powers = {numbers: 1.0} if isinstance(numbers, Recorded) else dict(numbers)
+        self.factor = factor
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Size) and self._key() == other._key()
@@ -50,56 +52,64 @@ class Size:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"{self.factor:g} n^{self.power:g}"
+        return " ".join([f"{self.factor:g}", *(f"n^{power:g}" for power in self.powers.values())])
 
     def _key(self) -> tuple[object, ...]:
-        return id(self.examples), self.factor, self.power
+        return frozenset(self.powers.items()), self.factor
 
-    def _of(self, factor: float, power: float) -> Number:
-        return Size(self.examples, factor, power) if power else factor
+    @staticmethod
+    def _of(powers: "Mapping[Recorded, float]", factor: float) -> Number:
+        left = {number: power for number, power in powers.items() if power}
+        return Size(left, factor) if left else factor
+
+    def _with(self, other: "Size", sign: int) -> "dict[Recorded, float]":
+        """Return the powers of the product with another number, or of the quotient."""
+        powers = dict(self.powers)
+        for number, power in other.powers.items():
+            powers[number] = powers.get(number, 0) + sign * power
+        return powers
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.add(self.recorded(), other)
         if other == 0:
             return self
-        if not isinstance(other, Size) or other.power != self.power:
+        if not isinstance(other, Size):
             raise UnsupportedError(f"a file cannot add {self!r} and {other!r} examples.")
-        return self._of(self.factor + other.factor, self.power)
+        if self.powers == other.powers:
+            return self._of(self.powers, self.factor + other.factor)
+        return Size(self.number() + other.number())
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.multiply(self.recorded(), other)
-        if isinstance(other, Size) and other.examples is not self.examples:
-            return np.multiply(self.recorded(), other.recorded())
         if isinstance(other, Size):
-            return self._of(self.factor * other.factor, self.power + other.power)
-        return self._of(self.factor * other, self.power)
+            return self._of(self._with(other, 1), self.factor * other.factor)
+        return self._of(self.powers, self.factor * other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.divide(self.recorded(), other)
-        if isinstance(other, Size) and other.examples is not self.examples:
-            return np.divide(self.recorded(), other.recorded())
         if isinstance(other, Size):
-            return self._of(self.factor / other.factor, self.power - other.power)
-        return self._of(self.factor / other, self.power)
+            return self._of(self._with(other, -1), self.factor / other.factor)
+        return self._of(self.powers, self.factor / other)
 
     def __rtruediv__(self, other: Any) -> Any:
         if isinstance(other, Recorded):
             return np.divide(other, self.recorded())
-        return self._of(other / self.factor, -self.power)
+        return self._of({n: -power for n, power in self.powers.items()}, other / self.factor)
 
     def __floordiv__(self, other: Any) -> Any:
         quotient = self / other
+        powers = quotient.powers if isinstance(quotient, Size) else {}
         factor = quotient.factor if isinstance(quotient, Size) else quotient
-        if factor != int(factor):
+        if factor != int(factor) or any(power < 0 for power in powers.values()):
             raise UnsupportedError(f"a file cannot divide {self!r} examples by {other!r}.")
-        return self._of(int(factor), self.power) if isinstance(quotient, Size) else int(factor)
+        return self._of(powers, int(factor))
 
     def __mod__(self, other: int) -> int:
         if self.factor % other:
@@ -110,22 +120,41 @@ class Size:
         return other <= 0  # a batch has an example
 
     def __pow__(self, exponent: float) -> Number:
-        return self._of(self.factor**exponent, self.power * exponent)
+        powers = {number: power * exponent for number, power in self.powers.items()}
+        return self._of(powers, self.factor**exponent)
 
     def recorded(self) -> Symbol:
-        """Return the number as a recorded value in single precision."""
-        n = self.examples.astype(_FLOAT)
-        if self.power == -1:
-            return np.divide(self.factor, n)
-        power = n if self.power == 1 else n**self.power
-        return power if self.factor == 1 else power * self.factor
+        """Return the number as a recorded floating-point value."""
+        value: Symbol = None
+        factor = self.factor
+        floats = [(n.astype(np.float64), power) for n, power in self.powers.items()]
+        for n, power in floats:
+            if power != -1:
+                term = n if power == 1 else n**power
+                value = term if value is None else value * term
+        for n, power in floats:
+            if power == -1 and value is None:
+                value, factor = np.divide(factor, n), 1
+            elif power == -1:
+                value = value / n
+        return value if factor == 1 else value * factor
+
+    def number(self) -> Symbol:
+        """Return the number as a recorded integer."""
+        assert set(self.powers.values()) == {1}, "a length is a product of sizes"
+        value: Symbol = reduce(mul, self.powers)
+        return value if self.factor == 1 else value * int(self.factor)
 
     def length(self) -> str:
         """Return the name of a vector with the number, for the shape of an array."""
-        assert self.power == 1, "a length is proportional to the number of examples"
-        tape = self.examples.tape
-        scaled = self.examples if self.factor == 1 else self.examples * int(self.factor)
-        return tape.record("Reshape", [scaled.name, tape.integers(1)])
+        number: Recorded = self.number()
+        return number.tape.record("Reshape", [number.name, number.tape.integers(1)])
+
+
+def size_of(tape: Tape, name: str, axis: int) -> Size:
+    """Return the size of an axis of a value of the graph."""
+    shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
+    return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 
 
 class Recorded(NDArrayOperatorsMixin):
@@ -252,9 +281,8 @@ class Recorded(NDArrayOperatorsMixin):
     ) -> Symbol:
         del order, casting
         wanted = np.dtype(dtype)
-        # Training files compute in single precision: a GPU of a browser has no other.
-        if wanted == np.float64 or (wanted.kind == "f" and self.dtype == _FLOAT):
-            wanted = _FLOAT
+        if wanted == np.float64 or (wanted.kind == "f" and self.dtype == self.tape.dtype):
+            wanted = self.tape.dtype
         if wanted == self.dtype:
             return self.copy() if copy else self
         return self.new("Cast", shape=self.shape, dtype=wanted, to=TYPE_CODES[wanted.name])
@@ -271,10 +299,16 @@ class Recorded(NDArrayOperatorsMixin):
             sizes[sizes.index(-1)] = self.size // known
         result = self.copy()
         if tuple(sizes) != self.shape:
-            moving = [isinstance(size, Size) for size in sizes]
-            target = [-1 if moves else s for moves, s in zip(moving, sizes, strict=True)]
-            name = self.tape.integers(*target) if sum(moving) < 2 else self._target(tuple(sizes))
-            result = self.new("Reshape", name, shape=tuple(sizes))
+            target = list(sizes)
+            moving = [axis for axis, size in enumerate(sizes) if isinstance(size, Size)]
+            if len(moving) > 1:  # zero keeps the size of an axis, and -1 stands for the rest
+                moving = [axis for axis in moving if sizes[axis] not in self.shape[axis : axis + 1]]
+                target = [
+                    s if i in moving or isinstance(s, int) else 0 for i, s in enumerate(sizes)
+                ]
+            if moving:
+                target[moving[0]] = -1
+            result = self.new("Reshape", self._target(tuple(target)), shape=tuple(sizes))
         result._base = self  # an assignment to a view changes the array
         return result
 
@@ -406,7 +440,7 @@ class Recorded(NDArrayOperatorsMixin):
         return self._reduced("ReduceMin", axis, keepdims)
 
     def mean(self, axis: Any = None, dtype: Any = None, keepdims: bool = False) -> Symbol:
-        total = self.sum(axis, dtype or _FLOAT, keepdims)
+        total = self.sum(axis, dtype or self.tape.dtype, keepdims)
         return total * (total.size / self.size)
 
     def clip(self, low: Any, high: Any = None) -> Symbol:
@@ -436,7 +470,8 @@ def lifted(tape: Tape, value: Any, dtype: DType | type | None = None) -> Symbol:
     Args:
         tape: Receives the nodes.
         value: A recorded value is returned as it is.
-        dtype: Element type of numbers; that of the array if None, float32 for float64.
+        dtype: Element type of numbers; that of the array if None, that of the tape for
+            floating-point numbers.
     """
     if isinstance(value, Recorded):
         return value
@@ -446,18 +481,18 @@ def lifted(tape: Tape, value: Any, dtype: DType | type | None = None) -> Symbol:
     if dtype is not None:
         array = array.astype(dtype)
     elif array.dtype.kind == "f":
-        array = array.astype(_FLOAT)
+        array = array.astype(tape.dtype)
     return Recorded(tape, tape.constant(array), array.shape, array.dtype)
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of an operation on arrays of these shapes."""
+    """Return the shape of an operation on arrays; sizes that are not known fit each other."""
     rank = max(map(len, shapes), default=0)
     result: list[Any] = []
     for axis in range(-rank, 0):
         sizes = [shape[axis] for shape in shapes if len(shape) >= -axis]
         different = [size for size in dict.fromkeys(sizes) if size != 1]
-        if len(different) > 1:
+        if len(different) > 1 and not all(isinstance(size, Size) for size in different):
             raise UnsupportedError(f"arrays of shapes {shapes} cannot be combined.")
         result.append(different[0] if different else 1)
     return tuple(result)

@@ -85,14 +85,17 @@ class Tape:
     Args:
         prefix: Start of all new names; no value of the model starts with it.
         functions: What NumPy's functions record.
+        dtype: Type of floating-point numbers. Training files have single precision: a GPU of a
+            browser has no other.
 
     Attributes:
         functions: What NumPy's functions record.
+        dtype: Type of floating-point numbers.
         levels: The graph, and inside it the bodies that are open.
     """
 
-    def __init__(self, prefix: str, functions: Functions) -> None:
-        self.functions = functions
+    def __init__(self, prefix: str, functions: Functions, dtype: DType | type = np.float32) -> None:
+        self.functions, self.dtype = functions, np.dtype(dtype)
         self.levels = [Level(prefix)]
         self._bodies = 0
 
