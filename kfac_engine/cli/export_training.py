@@ -14,6 +14,7 @@ from kfac_engine.cli.options import (
     keywords,
     provider_option,
     sample_option,
+    target_options,
 )
 from kfac_engine.cli.train import OPTIMIZERS
 
@@ -63,6 +64,7 @@ _OPTIONS = (
         show_default=True,
         help="Whether the file draws the random numbers of kfac, or has an input for them.",
     ),
+    *target_options,
     provider_option,
 )
 
@@ -97,7 +99,9 @@ def export_training(
 
 def _report(files: "ke.TrainingFiles") -> None:
     about = files.description
-    say(f"a step of {about.optimizer}: {', '.join((*about.inputs, *about.targets, 'rate'))}")
+    weights = (name for name, _ in about.weights.values())
+    names = (*about.inputs, *about.targets, *weights, "rate")
+    say(f"a step of {about.optimizer}: {', '.join(names)}")
     say(f"out: {', '.join(about.metrics)}, and the new state")
     numbers = sum(array.nbytes for array in files.initial().values())
     say(f"state: {len(about.state)} arrays, {numbers / 1e6:.2f} MB")

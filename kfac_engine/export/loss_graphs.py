@@ -22,6 +22,7 @@ from kfac_engine.losses import (
     PoissonNegativeLogProbLoss,
 )
 from kfac_engine.losses.objective import Reduction
+from kfac_engine.losses.outliers import STIRLING
 from kfac_engine.runtime.example_axis import ExampleAxis
 
 LOSS = "loss"
@@ -418,27 +419,23 @@ def _poisson(b: _LossBuilder, term: Term, log_rate: str, targets: str) -> str:
 
 
 def _log_factorial(b: _LossBuilder, t: str) -> str:
-    """Write ``log t!`` by Stirling's series at t + 9, which is ``8`` factors beyond t + 1."""
+    """Write ``log Γ(t + 1)``: Stirling's series at t + 9, less the logarithms of 8 factors."""
     y = b.each("Add", t, b.scalar(9))
     inverse = b.each("Reciprocal", y)
-    square, series = b.each("Mul", inverse, inverse), b.scalar(_STIRLING[0])
-    for coefficient in _STIRLING[1:]:
+    square, series = b.each("Mul", inverse, inverse), b.scalar(STIRLING[0])
+    for coefficient in STIRLING[1:]:
         series = b.each("Add", b.each("Mul", square, series), b.scalar(coefficient))
     terms = [
         b.each("Mul", b.each("Sub", y, b.scalar(0.5)), b.each("Log", y)),
         b.each("Sub", b.scalar(0.5 * log(2 * pi)), y),
         b.each("Mul", inverse, series),
     ]
-    for first in (1, 5):  # logarithms of four factors each, which no large count overflows
+    for first in (1, 5):  # no large count overflows
         product = b.each("Add", t, b.scalar(first))
         for k in range(first + 1, first + 4):
             product = b.each("Mul", product, b.each("Add", t, b.scalar(k)))
         terms.append(b.each("Neg", b.each("Log", product)))
     return b.each("Sum", *terms)
-
-
-# Stirling's series of log Γ(y), in powers of 1/y², the highest first.
-_STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
 
 
 def _multi_bernoulli(b: _LossBuilder, term: Term, logits: str, targets: str) -> str:

@@ -73,6 +73,9 @@ def times(x: Array, weights: Array | None) -> Array:
     """
     if weights is None:
         return x
+    if x.dtype.kind == weights.dtype.kind == "b":
+        both: Array = x & weights
+        return both
     xp, zero = array_module(x), x.dtype.type(0)
     product = x
     if weights.dtype.kind != "b":

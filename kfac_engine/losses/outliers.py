@@ -19,6 +19,9 @@ from kfac_engine.errors import InputError
 from kfac_engine.losses.checks import check_matching_targets, first_index
 from kfac_engine.losses.elementwise import ElementwiseLoss
 
+# Stirling's series of log Γ(y), times y, in powers of 1/y², the highest first.
+STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
+
 
 class _LocationLoss(ElementwiseLoss):
     """A distribution of the error of a mean, whose Fisher information is a constant."""

@@ -1,13 +1,14 @@
 """NumPy's functions on recorded arrays, as operators of ONNX."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import log
+from math import log, pi
 from typing import Any
 
 import numpy as np
 
 from kfac_engine._types import DType
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.losses.outliers import STIRLING
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, broadcast_shape, lifted
 from kfac_engine.recording.tape import Tape
 
@@ -172,6 +173,18 @@ def _log1p(tape: Tape, x: Symbol) -> Symbol:
     return np.where(np.absolute(x) < 1e-2, small, _record(tape, "Log", "log", [1.0 + x]))
 
 
+def _gammaln(tape: Tape, x: Symbol) -> Symbol:
+    """Record ``log Γ(x)`` of x ≥ 1: Stirling's series at x + 8, less logarithms of 8 factors."""
+    y = x + 8.0
+    square, series = 1.0 / (y * y), STIRLING[0]
+    for coefficient in STIRLING[1:]:
+        series = series * square + coefficient
+    total = (y - 0.5) * np.log(y) - y + 0.5 * log(2 * pi) + series / y
+    for k in (0.0, 4.0):  # no large count overflows
+        total = total - np.log((x + k) * (x + (k + 1)) * (x + (k + 2)) * (x + (k + 3)))
+    return total
+
+
 def _matmul(tape: Tape, left: Symbol, right: Symbol) -> Symbol:
     left, right = lifted(tape, left), lifted(tape, right)
     shape = (*broadcast_shape([left.shape[:-2], right.shape[:-2]]), left.shape[-2])
@@ -193,6 +206,7 @@ _SPECIAL: Mapping[str, Callable[..., Symbol]] = {
     "subtract": _subtract,
     "expm1": _expm1,
     "log1p": _log1p,
+    "gammaln": _gammaln,
     "matmul": _matmul,
     "not_equal": _not_equal,
     "isfinite": _isfinite,

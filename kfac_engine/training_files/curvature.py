@@ -26,6 +26,7 @@ from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Observation
@@ -82,6 +83,7 @@ class CurvatureSteps:
         engine: The engine of the optimizer.
         assembly: Its model, losses and layers.
         optimizer: The optimizer.
+        target_inputs: What the targets are, and which of them have weights.
         noise: Receives the inputs of random numbers; None if the file draws them.
         whole: Whether state that does not change is returned, in place of arrays without entries.
     """
@@ -91,11 +93,13 @@ class CurvatureSteps:
         engine: Engine,
         assembly: Assembly,
         optimizer: KfacOptimizer,
+        target_inputs: TargetInputs,
         noise: list[NoiseInput] | None,
         *,
         whole: bool,
     ) -> None:
         self._engine, self._assembly, self._noise = engine, assembly, noise
+        self._target_inputs = target_inputs
         self._options, self._whole = optimizer.options, whole
         self._root = sqrt(float(engine.damping))
         self._sources = engine.estimator.statistics.sources
@@ -119,7 +123,8 @@ class CurvatureSteps:
     @cached_property
     def _weighted(self) -> bool:
         """Whether targets have weights, such as those that equal ``ignore_index``."""
-        seen = Evaluation(self._assembly, new_tape(""), None, {}).observe(self._engine.objective)
+        sample = Evaluation(self._assembly, new_tape(""), None, {}, self._target_inputs)
+        seen = sample.observe(self._engine.objective)
         return any(observed.weights is not None for observed in seen.towers)
 
     @cached_property
@@ -295,7 +300,7 @@ class CurvatureSteps:
         moving = dependents(nodes, (*axes.inputs, *self._reads.cotangents.values()))
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
         names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
-        return Evaluation(batch.assembly, tape, examples, names, index)
+        return replace(batch, examples=examples, names=names, selection=index, visible=True)
 
     def _measured(
         self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
@@ -337,7 +342,7 @@ class CurvatureSteps:
             results = {n for node in self._reads.nodes for n in node.outputs if n}
             renamed = (*results, *self._reads.cotangents.values())
             names = {**part.names, **{name: f"{level.prefix}{name}" for name in renamed}}
-            part = Evaluation(batch.assembly, batch.tape, batch.examples, names)
+            part = replace(batch, names=names, visible=True)
         else:
             axes = {**self._engine.example_axes.inputs, **batch.target_axes}
             for name, axis in axes.items():
@@ -434,7 +439,7 @@ def _add(
 
 def _least(numbers: Sequence[Any]) -> Any:
     """Return the smallest of numbers, some of which a file knows in a run only."""
-    least, *others = numbers
+    least, *others = (n.recorded() if isinstance(n, Size) else n for n in numbers)
     for number in others:
         least = np.minimum(least, number)
     return least

@@ -24,6 +24,8 @@ class Description:
         inputs: Input of the model to the axis of its examples; −1 without.
         targets: Input with targets to the axis of its examples.
         outputs: Output of the model to the input with its targets.
+        weights: Output of the model to the input with the weights of its targets, if there is one,
+            and the number of axes of this input in a step.
         state: Name of each state to its shape.
         parameters: The states that are weights or running statistics of the model.
         metrics: Outputs that are no state.
@@ -47,6 +49,7 @@ class Description:
     state: Mapping[str, tuple[int, ...]]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
+    weights: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     factors: Mapping[str, str] = field(default_factory=dict)
     ties: tuple[tuple[str, str, bool], ...] = ()

@@ -20,6 +20,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoice
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
+from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.passes.cast_boundary import with_borders
 from kfac_engine.graph.structure import Graph, Input, Node
@@ -74,6 +75,9 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     class_weights: Sequence[float] | Array | None = None,
     positive_weights: float | Sequence[float] | Array | None = None,
     label_smoothing: float | None = None,
+    probabilities: bool = False,
+    weights: Form | None = None,
+    mask: Form | None = None,
     trainable: str | Sequence[str] | None = None,
     freeze: str | Sequence[str] | None = None,
     train_form: bool = False,
@@ -107,6 +111,9 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         class_weights: Weight of the targets of each class.
         positive_weights: Weight of targets of 1 of a sigmoid loss.
         label_smoothing: Part of each target that is divided among all classes.
+        probabilities: Whether targets of classes are probabilities, as for ``differentiate``.
+        weights: What has a number in the input ``weights``, as for ``differentiate``.
+        mask: What has a Boolean in the input ``mask``, as for ``differentiate``.
         trainable: Pattern of parameter names that are trained, or several.
         freeze: Pattern of parameter names that are not trained, or several. They are constants of
             the files, and no gradient is computed below the first layer that is trained.
@@ -153,9 +160,11 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         train_form=train_form, tie_weights=tie_weights, batch_axes=batch_axes,
         sample_inputs=sample_inputs, backend="numpy", threads=1, gradient_dtype="float32",
     )  # fmt: skip
+    target_inputs = TargetInputs(probabilities, weights, mask)
     _check_options(optimizer, options)
     assembly, estimator = build(model, chosen)
     _check_losses(assembly)
+    target_inputs.check([head.loss for head in assembly.task.heads])
     _check_types(assembly.model)
     _check_folder(folder, assembly.model)
     _check_parts(accumulate, noise, assembly)
@@ -166,6 +175,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         engine,
         assembly,
         trainer,
+        target_inputs,
         noise_is_input=noise == "input",
         several=steps_per_call > 1,
         parts=accumulate,
@@ -325,6 +335,7 @@ def _described(
             if entry.name in heads
         },
         outputs={head.output: name for name, head in heads.items()},
+        weights=step.weights,
         state={name: array.shape for name, array in step.state.items()},
         parameters=step.parameters,
         metrics=step.metrics,

@@ -21,6 +21,7 @@ from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.write import properties_of
+from kfac_engine.losses.observed import Weighted
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.sessions.session import Session
@@ -146,23 +147,25 @@ class TrainingFiles:
     ) -> dict[str, Array]:
         """Return the outputs of ``training.onnx`` for one batch.
 
-        With several steps in a call, inputs, targets and rate have a first axis of steps.
+        With several steps in a call, inputs, targets, weights and rate have a first axis of steps.
 
         Args:
             state: The state by name.
             inputs: Input name to array; further inputs of the file, such as ``noise``, as well.
-            targets: The targets; for several losses, by output.
+            targets: The targets, also ``Weighted``; for several losses, by output.
             rate: Value of the schedule.
 
         Returns:
             Output name to read-only array. A ``new`` state without entries is the old one.
 
         Raises:
-            InputError: An input is missing.
+            InputError: An input is missing, or the files have no input for weights.
+            ShapeError: Weights are not those that the files were written for.
         """
-        outputs = self.description.outputs
-        by_output = targets if isinstance(targets, Mapping) else dict.fromkeys(outputs, targets)
-        named = {outputs.get(name, name): array for name, array in by_output.items()}
+        outputs, weighted = self.description.outputs, isinstance(targets, Weighted)
+        named = _by_input(outputs, targets.targets if weighted else targets)
+        if weighted:
+            named |= self._weights(targets.weights)
         session = self._session(TRAINING)
         arrays = {**inputs, **named, "rate": np.asarray(rate, np.float32), **state}
         feeds = {}
@@ -272,6 +275,30 @@ class TrainingFiles:
 
     # -- private -----------------------------------------------------------------------------------
 
+    def _weights(self, weights: Any) -> dict[str, Array]:
+        """Return the weights of targets by input, after checks of their number of axes."""
+        about = self.description
+        if not about.weights:
+            raise InputError(
+                "the files have no input for weights; export the model with weights='examples', "
+                "'predictions' or 'targets'."
+            )
+        by_input = _by_input({output: name for output, (name, _) in about.weights.items()}, weights)
+        dtypes, several = self._session(TRAINING).input_dtypes, about.steps_per_call > 1
+        for name, rank in about.weights.values():
+            array = np.asarray(by_input.get(name, 1.0))
+            if array.ndim and array.ndim != rank + several:
+                raise ShapeError(
+                    f"the weights of a batch have the shape {array.shape[several:]}, but the input "
+                    f"'{name}' has {rank} axes; give what the files were exported for."
+                )
+            if dtypes[name] == np.bool_ and not np.isin(array, (0, 1)).all():
+                raise InputError(
+                    f"the input '{name}' says which targets count, but the data have other weights "
+                    f"than 0 and 1; export the model with weights= in place of mask=."
+                )
+        return by_input
+
     def _described(self, name: str) -> Description:
         path = self.folder / name
         check_file(path)
@@ -303,6 +330,17 @@ class TrainingFiles:
             epoch += 1
 
 
+def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
+    """Return arrays by input of the file.
+
+    Args:
+        inputs: Output of the model to input of the file.
+        arrays: Arrays by output, or one for all outputs.
+    """
+    by_output = arrays if isinstance(arrays, Mapping) else dict.fromkeys(inputs, arrays)
+    return {inputs.get(name, name): array for name, array in by_output.items()}
+
+
 def _groups(
     batches: Iterator[tuple[Any, Any]], steps: int, size: int
 ) -> Iterator[list[tuple[Any, Any]]]:
@@ -322,7 +360,11 @@ def _sizes(batch: tuple[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _stacked(arrays: Sequence[Any]) -> Any:
-    """Return arrays, or arrays by name, with a first axis for their number."""
+    """Return arrays, arrays by name or weighted targets, with a first axis for their number."""
+    if isinstance(arrays[0], Weighted):
+        return Weighted(
+            _stacked([a.targets for a in arrays]), _stacked([a.weights for a in arrays])
+        )
     if isinstance(arrays[0], Mapping):
         return {name: np.stack([entry[name] for entry in arrays]) for name in arrays[0]}
     return np.stack(arrays)

@@ -10,6 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.engine.build import Assembly
+from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Node
 from kfac_engine.losses.base import LossFunction
@@ -17,6 +18,8 @@ from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol
 from kfac_engine.recording.tape import Tape
 from kfac_engine.runtime.model import OnnxModel
+
+_FLOAT = np.dtype(np.float32)
 
 # Writes a random node of an evaluation.
 Writer: TypeAlias = Callable[["Evaluation", Node], None]
@@ -31,6 +34,7 @@ class Evaluation:
         tape: Receives the nodes.
         examples: Number of examples, or None if the model runs with one number only.
         names: Value of the model to its name in the file; the same where absent.
+        target_inputs: What the targets are, and which of them have weights.
         selection: Numbers of the examples in the batch; None for all of them.
         visible: Whether other bodies can read its values.
     """
@@ -39,6 +43,7 @@ class Evaluation:
     tape: Tape
     examples: Size | None
     names: Mapping[str, str]
+    target_inputs: TargetInputs
     selection: Symbol | None = None
     visible: bool = True
 
@@ -71,12 +76,14 @@ class Evaluation:
 
     @property
     def target_axes(self) -> dict[str, int]:
-        """Name of the targets of each loss to the axis of their examples."""
-        task = self.assembly.task
-        return {
-            head.loss.require_target_name(): task.batch.places[head.output].axis
-            for head in task.heads
-        }
+        """Name of the targets of each loss, and of their weights, to the axis of their examples."""
+        task, chosen, axes = self.assembly.task, self.target_inputs, dict[str, int]()
+        for head in task.heads:
+            name, place = head.loss.require_target_name(), task.batch.places[head.output]
+            axes[name] = place.axis
+            if chosen.form:
+                axes[chosen.name(name)] = self._weight_axes(head.loss).index(place.axis)
+        return axes
 
     def targets(self, loss: LossFunction) -> Recorded:
         """Return the targets of a loss."""
@@ -84,9 +91,26 @@ class Evaluation:
         facts = self.model.facts
         samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in loss.inputs}
         drawn = loss.sample(samples, np.random.default_rng(0))
-        if drawn.ndim < len(shape):
+        if drawn.ndim < len(shape) and self.target_inputs.are_classes(loss):
             del shape[loss.class_axis % len(shape)]
-        return Recorded(self.tape, self.names.get(name, name), tuple(shape), drawn.dtype)
+            return Recorded(self.tape, self.names.get(name, name), tuple(shape), drawn.dtype)
+        return Recorded(self.tape, self.names.get(name, name), tuple(shape), _FLOAT)
+
+    def weights(self, loss: LossFunction) -> Recorded | None:
+        """Return the weights of the targets of a loss as they are given; None without weights."""
+        chosen, shape = self.target_inputs, self.shape(loss.inputs[0])
+        if chosen.form is None:
+            return None
+        name = chosen.name(loss.require_target_name())
+        sizes = (shape[axis] for axis in self._weight_axes(loss))
+        return Recorded(self.tape, self.names.get(name, name), tuple(sizes), chosen.dtype(_FLOAT))
+
+    def _weight_axes(self, loss: LossFunction) -> tuple[int, ...]:
+        """Return the axes of the input of a loss that its weights have."""
+        task, value = self.assembly.task, loss.inputs[0]
+        output = task.objective.outputs.get(value, value)
+        place = task.batch.places[output]
+        return self.target_inputs.axes(loss, len(self.shape(value)), place)
 
     def observe(self, objective: Objective) -> Observation:
         """Record how much each target counts; see ``Objective.observe``.
@@ -106,21 +130,34 @@ class Evaluation:
         return Observation(tuple(towers), size, size)
 
     def has_possible_targets(self, objective: Objective) -> Symbol | None:
-        """Record whether all targets that count are classes; None for targets of other kinds."""
-        possible = None
+        """Record whether all targets that count are classes, and all weights finite and ≥ 0.
+
+        Returns:
+            A truth value; None for targets of other kinds without weights.
+        """
+        possible: Symbol = None
         for tower in objective.towers:
             labels, _ = self._labels(tower)
-            last = self._last_class(tower, labels)
+            last, weights = self._last_class(tower, labels), self.weights(tower)
+            wrong: list[Symbol] = []
             if last is not None:
-                inside: Symbol = ((labels < 0) | (labels > last)).sum() == 0
-                possible = inside if possible is None else possible & inside
+                wrong.append((labels < 0) | (labels > last))
+            if weights is not None and weights.dtype != np.bool_:
+                wrong.append(~((weights >= 0) & np.isfinite(weights)))
+            for entries in wrong:
+                right = entries.sum() == 0
+                possible = right if possible is None else possible & right
         return possible
 
     def _labels(self, loss: LossFunction) -> tuple[Symbol, Symbol | None]:
         """Return the targets, with classes in place of those that do not count, and weights."""
         values: Any = self
         targets: Any = self.targets(loss)
-        return loss.masked(values, targets, None)
+        counts: Any = self.weights(loss)
+        if counts is not None:
+            shape, axes = self.shape(loss.inputs[0]), self._weight_axes(loss)
+            counts = counts.reshape([n if k in axes else 1 for k, n in enumerate(shape)])
+        return loss.masked(values, targets, counts)
 
     def _last_class(self, loss: LossFunction, labels: Symbol) -> int | None:
         """Return the largest class number; None for targets that are no class numbers."""

@@ -126,8 +126,8 @@ engine.set_parameters(files.read(state))     # or on in an engine
 """
 
 _FINITE = (
-    "If the loss or a gradient is not finite, or a target is no class, the output `finite` is "
-    "false and the state stays as it was."
+    "If the loss or a gradient is not finite, a target is no class or a weight is negative, the "
+    "output `finite` is false and the state stays as it was."
 )
 
 

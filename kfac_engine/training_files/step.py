@@ -10,6 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
+from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.structure import Input
 from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
@@ -46,6 +47,7 @@ class Step:
         outputs: Output to its value in the graph.
         noise: Inputs with random numbers: see ``Description``.
         factors: Number of each factor of the curvature to the layer that it belongs to.
+        weights: Inputs with weights of targets: see ``Description``.
     """
 
     tape: Tape
@@ -56,6 +58,7 @@ class Step:
     outputs: dict[str, Symbol]
     noise: dict[str, tuple[int, ...]] = field(default_factory=dict)
     factors: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -65,6 +68,7 @@ class StepRecorder:
         engine: The engine.
         assembly: Its model, losses and layers.
         optimizer: An optimizer of the engine that has taken no step.
+        target_inputs: What the targets are, and which of them have weights.
         noise_is_input: Whether the random numbers of the step are inputs.
         several: Whether a call takes several steps.
         parts: Number of parts into which a step divides the batch, one after the other.
@@ -75,6 +79,7 @@ class StepRecorder:
         engine: Engine,
         assembly: Assembly,
         optimizer: Optimizer,
+        target_inputs: TargetInputs,
         *,
         noise_is_input: bool,
         several: bool,
@@ -83,10 +88,12 @@ class StepRecorder:
         self._engine, self._assembly, self._optimizer = engine, assembly, optimizer
         self._model, self._names = assembly.model, trained_names(engine)
         self._noise: list[NoiseInput] | None = [] if noise_is_input else None
+        self._target_inputs = target_inputs
         self._curvature, self._several, self._parts = None, several, parts
         if isinstance(optimizer, KfacOptimizer):
-            noise = self._noise
-            self._curvature = CurvatureSteps(engine, assembly, optimizer, noise, whole=several)
+            self._curvature = CurvatureSteps(
+                engine, assembly, optimizer, target_inputs, self._noise, whole=several
+            )
 
     def record(self) -> Step:
         """Return the recorded step."""
@@ -108,6 +115,7 @@ class StepRecorder:
             outputs,
             {n.name: tuple(-1 if isinstance(s, Size) else s for s in n.shape) for n in noise},
             self._curvature.describe() if self._curvature else {},
+            self._weights(),
         )
 
     def _outputs(
@@ -125,7 +133,7 @@ class StepRecorder:
         """
         values = {n: Recorded(tape, names.get(n, n), a.shape, a.dtype) for n, a in state.items()}
         names = {**self._renamed(state), **names}
-        batch = Evaluation(self._assembly, tape, self._examples(tape, names), names)
+        batch = self._evaluation(tape, names)
         step, rate = values["step"], Recorded(tape, names.get("rate", "rate"), (), _FLOAT)
         random = RandomNodes(Draws(tape, step, self._noise)).write
         if self._parts > 1:
@@ -199,7 +207,12 @@ class StepRecorder:
             bounds = (start.reshape(1).name, stop.reshape(1).name, tape.integers(axis))
             source = batch.names.get(name, name)
             tape.level.op("Slice", source, *bounds, result=names[name])
-        return Evaluation(self._assembly, tape, Size(stop - start), names)
+        return replace(batch, examples=Size(stop - start), names=names)
+
+    def _evaluation(self, tape: Tape, names: Mapping[str, str]) -> Evaluation:
+        """Return the evaluation of a batch."""
+        examples = self._examples(tape, names)
+        return Evaluation(self._assembly, tape, examples, names, self._target_inputs)
 
     def _looped(
         self, tape: Tape, state: Mapping[str, Array], data: Sequence[Input]
@@ -240,6 +253,7 @@ class StepRecorder:
         fixed = {entry.name for entry in graph.inputs} | {*self._model.parameters}
         fixed |= {*self._model.buffers, *graph.constants}
         names -= {*self._names, *self._model.buffers}
+        names |= {entry.name for entry in self._targets()}
         for name in sorted(names & fixed):
             raise InputError(
                 f"the model has an input or a weight '{name}', which is the name of an input or an "
@@ -336,11 +350,14 @@ class StepRecorder:
         observed: Any = seen.towers[0]
         of_whole: Any = whole.towers[0]
         hits = tower.hits(values, observed.labels).astype(_FLOAT)
+        rows = observed.labels.ndim > hits.ndim  # of probabilities
+        number = of_whole.labels.size // (observed.labels.shape[tower.class_axis] if rows else 1)
         if observed.counts is None:
-            return hits.sum() / of_whole.labels.size
+            return hits.sum() / number
         axis, entries = tower.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
         counts = observed.counts if entries else np.squeeze(observed.counts, axis)
-        return times(hits, counts).sum() / of_whole.counts.sum().astype(_FLOAT)
+        total = of_whole.counts.sum().astype(_FLOAT) * (number / of_whole.counts.size)
+        return times(hits, counts).sum() / total
 
     @staticmethod
     def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:
@@ -406,11 +423,19 @@ class StepRecorder:
         towers = self._engine.objective.towers
         return len(towers) == 1 and towers[0].discrete
 
+    def _weights(self) -> dict[str, tuple[str, int]]:
+        """Return name and number of axes of the weights of each output with a loss."""
+        batch = self._evaluation(new_tape(""), {})
+        pairs = ((head.output, batch.weights(head.loss)) for head in self._assembly.task.heads)
+        return {output: (value.name, value.ndim) for output, value in pairs if value is not None}
+
     def _targets(self) -> list[Input]:
         tape = new_tape("")
-        batch = Evaluation(self._assembly, tape, self._examples(tape, {}), {})
-        named = {t.require_target_name(): batch.targets(t) for t in self._engine.objective.towers}
-        return [Input(n, t.dtype, _declared(t.shape, "batch")) for n, t in named.items()]
+        batch, towers = self._evaluation(tape, {}), self._engine.objective.towers
+        values = [*map(batch.targets, towers), *map(batch.weights, towers)]
+        return [
+            Input(v.name, v.dtype, _declared(v.shape, "batch")) for v in values if v is not None
+        ]
 
 
 class _RecordedCurvature:

@@ -78,3 +78,14 @@ def test_train_takes_weights_of_a_data_file(tmp_path, monkeypatch, capsys):
         files.append((tmp_path / "t.onnx").read_bytes())
     assert files[0] != files[1]
     capsys.readouterr()
+
+
+def test_training_files_have_an_input_for_weights(batch, capsys):
+    arguments = ["export-training", "m.onnx", "--optimizer", "adam", "-o", "train"]
+    assert main([*arguments, "--weights", "examples", "--ignore-index", "7"]) == 0
+    assert "input, targets, weights, rate" in capsys.readouterr().out
+    inputs, targets, weights = batch
+    files = ke.TrainingFiles("train")
+    found = files.step(files.initial(), inputs, ke.Weighted(targets, weights))["loss"]
+    engine = ke.Engine.from_onnx("m.onnx", loss=ke.Categorical(ignore_index=7))
+    assert found == pytest.approx(engine.loss(inputs, ke.Weighted(targets, weights)), rel=1e-5)

@@ -54,13 +54,16 @@ def differences(
     """The largest relative difference of a parameter or running statistic after each step."""
     names = ("freeze", "train_form", "tie_weights", "reduction")
     engine_options = {k: options.pop(k) for k in names if k in options}
+    names = ("probabilities", "weights", "mask", "accumulate")
+    file_options = {k: options.pop(k) for k in names if k in options}
     engine = ke.Engine.from_onnx(
         model, loss=loss, threads=1, backend="numpy", gradient_dtype="float32", **engine_options
     )
     trainer = OPTIMIZERS[optimizer](engine, **options)
     files = ke.export_training(
-        model, loss, optimizer, path=folder, noise="input", **engine_options, **options
-    )
+        model, loss, optimizer, path=folder, noise="input", **engine_options, **file_options,
+        **options,
+    )  # fmt: skip
     state, found = files.initial(), []
     for inputs, targets in batches(model, draw, steps):
         given = noise(engine, files, len(next(iter(inputs.values()))), normal_numbers(loss))

@@ -355,6 +355,128 @@ def test_parts_count_the_targets_of_the_whole_batch(optimizer, tmp_path):
     assert not files.step(files.initial(), inputs, targets)["finite"]
 
 
+CLASS_ROWS = np.random.default_rng(4).dirichlet(np.ones(3), ROWS).astype("float32")
+WEIGHTS = np.where(np.arange(ROWS) % 5 == 1, 0, np.random.default_rng(5).random(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "targets"),
+    [
+        ("categorical", {"weights": "examples"}, None),
+        ("categorical", {"weights": "targets", "probabilities": True}, CLASS_ROWS),
+        ("multi_bernoulli", {"weights": "examples"}, CLASS_ROWS.round()),
+        ("multi_bernoulli", {"weights": "predictions"}, CLASS_ROWS.round()),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["kfac", "adam"])
+def test_parts_have_the_weights_of_the_whole_batch(loss, given, targets, optimizer, tmp_path):
+    model = network("conv2d")
+    inputs, ids = data(model)
+    batch = inputs, ke.Weighted(ids if targets is None else targets, WEIGHTS)
+    results = []
+    for parts in (1, 3):
+        folder = tmp_path / str(parts)
+        files = ke.export_training(model, loss, optimizer, path=folder, accumulate=parts, **given)
+        results.append(files.step(files.initial(), *batch))
+        for name, value in results[0].items():
+            np.testing.assert_allclose(results[-1][name], value, rtol=1e-4, atol=1e-6)
+    engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
+    expected = engine.evaluate([batch], metrics=["loss", "accuracy"])
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(results[0][name], expected[name], rtol=1e-5)
+    unweighted = engine.evaluate([(inputs, batch[1].targets)], metrics=["loss"])["loss"]
+    assert abs(unweighted - expected["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["weights", "mask"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_run_reads_the_weights_of_the_data(kind, calls, tmp_path):
+    model = network("conv2d")
+    inputs, targets = data(model)
+    weights = WEIGHTS > 0 if kind == "mask" else WEIGHTS
+    files = ke.export_training(
+        model, "categorical", "adam", path=tmp_path / "files", steps_per_call=calls,
+        **{kind: "examples"},
+    )  # fmt: skip
+    run = files.run((inputs, targets, weights), steps=4, batch_size=6, seed=3)
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+    history = ke.fit(
+        engine, (inputs, targets, weights), optimizer=ke.Adam(engine), batch_size=6, steps=4,
+        seed=3, schedule="constant", progress=False,
+    )  # fmt: skip
+    losses = [record["loss"] for record in history.records if "loss" in record]
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-4)
+    names_of_inputs, _ = names(files.folder / "training.onnx")
+    assert names_of_inputs[:4] == ["input", "targets", kind, "rate"]
+    assert f"| `{kind}` |" in (files.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_a_wrong_weight_changes_nothing(wrong, tmp_path):
+    model = network("dense")
+    files = ke.export_training(model, path=tmp_path / "files", weights="examples")
+    (inputs, targets), weights = data(model), WEIGHTS.copy()
+    weights[4] = wrong
+    start = files.initial()
+    results = files.step(start, inputs, ke.Weighted(targets, weights))
+    assert not results["finite"]
+    assert all(
+        results[f"new {name}"].size == 0 or np.array_equal(results[f"new {name}"], array)
+        for name, array in start.items()
+    )
+    assert files.step(start, inputs, ke.Weighted(targets, WEIGHTS))["finite"]
+
+
+def test_what_lies_under_a_mask_changes_no_bit_of_a_step(tmp_path):
+    model = network("tokens")
+    files = ke.export_training(model, path=tmp_path / "files", mask="predictions")
+    inputs, rng = random_inputs(model, 6, 0), np.random.default_rng(0)
+    targets, mask = rng.integers(0, 3, (6, 5)), np.ones((6, 5), bool)
+    mask[1, 2:] = mask[4] = False
+    start, results = files.initial(), []
+    for garbage, other in ((0, 0), (1e6, 2**40)):
+        (name, array), *_ = inputs.items()
+        spoiled = np.where(mask[..., None], array, np.float32(garbage))
+        batch = {name: spoiled}, ke.Weighted(np.where(mask, targets, other), mask)
+        results.append(files.step(start, *batch))
+    for name, array in results[0].items():
+        np.testing.assert_array_equal(results[1][name], array)
+
+
+@pytest.mark.parametrize(
+    ("given", "targets", "error", "message"),
+    [
+        ({}, ke.Weighted(np.zeros(ROWS, int), WEIGHTS), ke.InputError, "no input for weights"),
+        ({"weights": "examples"}, np.zeros(ROWS, int), ke.InputError, "needs the input 'weights'"),
+        (
+            {"weights": "examples"}, ke.Weighted(np.zeros(ROWS, int), WEIGHTS[:, None]),
+            ke.ShapeError, "has 1 axes",
+        ),
+        (
+            {"mask": "examples"}, ke.Weighted(np.zeros(ROWS, int), WEIGHTS), ke.InputError,
+            "other weights than 0 and 1",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_without_an_input_are_refused(given, targets, error, message, tmp_path):
+    model = network("dense")
+    files = ke.export_training(model, path=tmp_path / "files", **given)
+    with pytest.raises(error, match=message):
+        files.step(files.initial(), data(model)[0], targets)
+
+
+def test_an_input_of_the_model_is_no_input_for_weights(tmp_path):
+    net = Net()
+    net.op("Mul", "input", "mask", to="masked")
+    net.dense("output", "masked", 5, 3)
+    shape = ["batch", 5]
+    model = net.model({"input": shape, "mask": shape}, {"output": ["batch", 3]})
+    with pytest.raises(ke.InputError, match="input or a weight 'mask'"):
+        ke.export_training(model, path=tmp_path / "files", mask="examples")
+    assert not (tmp_path / "files").exists()
+    ke.export_training(model, path=tmp_path / "files", weights="examples")
+
+
 def test_a_part_without_a_target_that_counts_leaves_the_averages(tmp_path):
     model = network("dense")
     options = {"statistics_part": 0.125, "statistics_every": 1, "refresh_every": 1}

@@ -97,11 +97,75 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("loss", [ke.Poisson(ignore_index=1), ke.Huber(delta=0.5)])
+def test_losses_whose_samples_no_file_draws_have_optimizers_without_curvature(loss, tmp_path):
+    def counts(rng, n):
+        return rng.integers(0, 9, (n, CLASSES)).astype("float32")
+
+    found = differences(network("dense"), "adamw", tmp_path / "files", counts, loss)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    with pytest.raises(ke.UnsupportedError, match="numpy"):
+        ke.export_training(network("dense"), loss, "kfac", path=tmp_path / "kfac")
+
+
 @pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_of_losses_count(case, optimizer, tmp_path):
     net, loss, draw = OPTIONS[case]
     found = differences(network(net), optimizer, tmp_path / "files", draw, loss)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+def weighted(draw, axes=1, mask=False):
+    """Targets with weights of their first axes, some of which are zero."""
+
+    def weigh(rng, n):
+        targets = draw(rng, n)
+        weights = rng.random(targets.shape[:axes]) * (rng.random(targets.shape[:axes]) > 0.3)
+        weights[n // 2] = 0
+        weights[0] = 0.5
+        return ke.Weighted(targets, weights > 0 if mask else weights)
+
+    return weigh
+
+
+def rows(rng, n):
+    return rng.dirichlet(np.ones(CLASSES), n).astype("float32")
+
+
+TOKENS, BITS = classes((5,)), {"loss": "multi_bernoulli"}
+WEIGHTED = {
+    "examples": ("dense", {}, weighted(classes()), {"weights": "examples"}),
+    "targets": ("conv2d", {}, weighted(hidden(classes())), {"weights": "targets"}),
+    "texts": ("tokens", {}, weighted(TOKENS), {"weights": "examples"}),
+    "tokens": ("tokens", {}, weighted(TOKENS, 2), {"weights": "predictions"}),
+    "tokens, masked": ("tokens", {}, weighted(TOKENS, 2, mask=True), {"mask": "targets"}),
+    "attention": ("attention", {}, weighted(classes(), mask=True), {"mask": "examples"}),
+    "classes": (
+        "dense", {"loss": ke.Categorical(class_weights=WEIGHTS, label_smoothing=0.1)},
+        weighted(hidden(classes())), {"weights": "examples"},
+    ),
+    "probabilities": (
+        "dense", {"loss": ke.Categorical(class_weights=WEIGHTS, label_smoothing=0.1)}, rows,
+        {"probabilities": True},
+    ),
+    "weighted probabilities": (
+        "dense", {}, weighted(rows), {"probabilities": True, "weights": "predictions"},
+    ),
+    "bits": ("dense", BITS, weighted(hidden(features), 2), {"weights": "targets"}),
+    "rows of bits": ("dense", BITS, weighted(features, mask=True), {"mask": "predictions"}),
+    "sum": ("tokens", {"reduction": "sum"}, weighted(TOKENS, 2), {"weights": "targets"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adam"])
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_weights_are_inputs(case, optimizer, tmp_path):
+    net, options, draw, inputs = WEIGHTED[case]
+    options = {**options, **inputs}
+    found = differences(network(net), optimizer, tmp_path / "files", draw, steps=10, **options)
     assert found[0] < FIRST
     assert found[-1] < LAST
 
