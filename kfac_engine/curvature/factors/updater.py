@@ -151,30 +151,6 @@ class FactorUpdater:
         self._lengths = {name for f in self.factors for name in f.statistic.lengths()}
         self._readers = Counter(chain(self._lengths, *self._names))
 
-    def average(
-        self,
-        values: dict[str, Array],
-        decay: float,
-        release: LetGo | None,
-        measured: Sequence[Measured] = (),
-        weight: float = 1.0,
-    ) -> None:
-        """Update the averages by a batch of one source.
-
-        Without ``combine``, no copy of a measurement is made.
-
-        Args:
-            values: Values that the factors read, by name. Only lengths remain in the mapping.
-            decay: Weight of the old averages, in [0, 1].
-            release: Receives the names that were deleted from ``values``; may be None.
-            measured: Further factors with their measurements of the batch.
-            weight: Weight of the batch.
-
-        Raises:
-            KfacError: The batch does not fit a factor; no average has moved.
-        """
-        self.combined(self.measure(values, release, measured)).commit(decay, weight)
-
     def measure(
         self, values: dict[str, Array], release: LetGo | None, measured: Sequence[Measured] = ()
     ) -> PendingUpdate:
@@ -184,9 +160,9 @@ class FactorUpdater:
         is committed, directly into averages.
 
         Args:
-            values: As for ``average``.
-            release: As for ``average``.
-            measured: As for ``average``.
+            values: Values that the factors read, by name. Only lengths remain in the mapping.
+            release: Receives the names that were deleted from ``values``; may be None.
+            measured: Further factors with their measurements of the batch.
 
         Returns:
             The update that has not changed any average.

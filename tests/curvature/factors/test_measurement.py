@@ -130,6 +130,11 @@ def updater(factors, combine):
     return FactorUpdater(factors, NumpyBackend(), (), None, "", combine)
 
 
+def average(factors, combine, values, release=None):
+    of = updater(factors, combine)
+    of.combined(of.measure(dict(values), release)).commit(0.9, 1.0)
+
+
 def two_factors():
     return ke.FullyConnectedKroneckerFactor([["x"]]), ke.FullyConnectedKroneckerFactor([["ds"]])
 
@@ -145,7 +150,7 @@ def test_all_measurements_are_combined_in_one_call_before_any_average_moves():
 
     values = {name: batch(0)[name] for name in ("x", "ds")}
     released = []
-    updater(factors, combine).average(dict(values), 0.9, released.extend)
+    average(factors, combine, values, released.extend)
     assert calls == [list(factors)]
     assert set(released) == set(values)
     for factor, name in zip(factors, values, strict=True):
@@ -156,7 +161,7 @@ def test_all_measurements_are_combined_in_one_call_before_any_average_moves():
 def test_an_error_of_the_combination_leaves_all_averages_unchanged():
     factors = two_factors()
     values = {name: batch(0)[name] for name in ("x", "ds")}
-    updater(factors, None).average(dict(values), 0.9, None)
+    average(factors, None, values)
     before = [factor.cov for factor in factors]
 
     def refuse(measurements):
@@ -164,7 +169,7 @@ def test_an_error_of_the_combination_leaves_all_averages_unchanged():
         raise NonFiniteError("another process refused the batch")
 
     with pytest.raises(NonFiniteError, match="another process"):
-        updater(factors, refuse).average(dict(values), 0.9, None)
+        average(factors, refuse, values)
     for factor, old in zip(factors, before, strict=True):
         np.testing.assert_array_equal(factor.cov, old)
         assert isinstance(factor, FisherFactor)
