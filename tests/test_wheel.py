@@ -36,7 +36,6 @@ NEEDED = {
     "kfac_engine/data/README.md",
     "kfac_engine/run_report/page.html",
     "kfac_engine/run_report/page.css",
-    "kfac_engine/run_report/page.js",
     "kfac_engine/autodiff/rules/__init__.py",
     "kfac_engine/kernels/__init__.py",
     "kfac_engine/bench/__init__.py",

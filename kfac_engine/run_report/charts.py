@@ -13,7 +13,7 @@ from kfac_engine.run_report.refreshes import refreshes
 from kfac_engine.run_report.run_log import RunLog, finite
 from kfac_engine.training.history import STEP_ENTRIES
 
-Style: TypeAlias = Literal["line", "faint", "marks", "stems", "ticks"]
+Style: TypeAlias = Literal["line", "faint", "marks", "stems", "ticks", "areas"]
 
 MOST_POINTS = 1000
 MOST_RANGES = 120
@@ -34,18 +34,19 @@ class Series:
 
     Attributes:
         name: Name in the legend.
-        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``,
-            ``"stems"`` or ``"ticks"`` (short vertical lines).
-        step: Steps, ascending.
+        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"``,
+            ``"ticks"`` (short vertical lines) or ``"areas"`` (on top of each other; a value lasts
+            from the position before to its own).
+        step: Steps or other positions, ascending.
         seconds: Seconds of these steps; None where they are unknown.
         value: Values; None where they are undefined.
     """
 
     name: str
     style: Style
-    step: list[int]
-    seconds: list[float | None]
-    value: list[float | None]
+    step: Sequence[float]
+    seconds: Sequence[float | None]
+    value: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,14 @@ class Chart:
     """Lines against steps or seconds.
 
     Attributes:
-        key: Identifier in the page.
         title: Title.
         note: A sentence on how to read the chart.
         unit: Unit of the values.
-        logarithmic: Whether the axis of the values is logarithmic at first.
+        logarithmic: Whether the axis of the values is logarithmic.
         series: The lines.
         references: Horizontal lines: values with their names.
     """
 
-    key: str
     title: str
     note: str
     unit: str
@@ -73,23 +72,15 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Mean time of a step by stage, over ranges of steps.
+    """The time of a run by stage.
 
     Attributes:
-        names: Names of the stages.
-        first: First step of each range.
-        last: Last step of each range.
-        seconds: Seconds of the run at the end of each range.
-        means: Milliseconds of a step for each range, a list for each stage.
-        totals: Seconds of the run for each stage.
+        totals: Name of each stage to its seconds.
+        chart: Mean milliseconds of a step, over ranges of steps.
     """
 
-    names: list[str]
-    first: list[int]
-    last: list[int]
-    seconds: list[float | None]
-    means: list[list[float | None]]
-    totals: list[float]
+    totals: dict[str, float]
+    chart: Chart
 
 
 def charts(log: RunLog) -> list[Chart]:
@@ -120,14 +111,22 @@ def stages(log: RunLog) -> Stages | None:
     if np.isfinite(durations).all():
         columns[OTHER] = (durations - sum(columns.values())).clip(min=0)
     parts = ranges(log.steps, MOST_RANGES)
-    step, seconds = log.columns["step"], log.columns["seconds"]
+    ends = np.array([end - 1 for _, end in parts])
+    step, seconds = (log.columns[name][ends] for name in ("step", "seconds"))
+    lines = [
+        Series(
+            printable(name), "areas", step.tolist(), _finites(seconds),
+            _finites(_MILLISECONDS * means(column, parts)),
+        )
+        for name, column in columns.items()
+    ]  # fmt: skip
+    note = (
+        f"Mean time of a step over {len(parts)} ranges of steps. The stage “other” is the time "
+        f"between two steps, such as validation and reading of data."
+    )
     return Stages(
-        names=[printable(name) for name in columns],
-        first=[int(step[start]) for start, _ in parts],
-        last=[int(step[end - 1]) for _, end in parts],
-        seconds=[finite(seconds[end - 1]) for _, end in parts],
-        means=[_finites(_MILLISECONDS * means(column, parts)) for column in columns.values()],
-        totals=[float(column.sum()) for column in columns.values()],
+        {printable(name): float(column.sum()) for name, column in columns.items()},
+        Chart("Time of a step by stage", note, "ms", False, lines),
     )
 
 
@@ -165,7 +164,7 @@ def _loss(log: RunLog) -> Chart | None:
     if VALIDATION in log.columns:
         lines.append(series(log, "validation", log.columns[VALIDATION], "marks"))
     note = "Loss of each batch before its update, and of the validation data."
-    return _chart("loss", "Loss", note, "", lines)
+    return _chart("Loss", note, "", lines)
 
 
 # Column to title, note and unit; then the lines to compare with.
@@ -187,7 +186,7 @@ def _numbers(log: RunLog) -> Iterator[Chart]:
         if np.isfinite(log.columns.get(name, np.empty(0))).any() and title not in constants(log):
             style: Style = "marks" if references else "line"
             lines = [series(log, title.lower(), log.columns[name], style)]
-            yield _chart(name, title, note, "", lines, references)
+            yield _chart(title, note, "", lines, references)
 
 
 def _costs(log: RunLog) -> Chart | None:
@@ -201,7 +200,7 @@ def _costs(log: RunLog) -> Chart | None:
     if not lines:
         return None
     note = "Each stem is a step that updated the statistics or refreshed the inverses."
-    return _chart("costs", "Updates of the curvature", note, "ms", lines)
+    return _chart("Updates of the curvature", note, "ms", lines)
 
 
 def _refreshes(log: RunLog) -> Chart | None:
@@ -223,7 +222,7 @@ def _refreshes(log: RunLog) -> Chart | None:
         _finites(log.columns["seconds"][chosen]), [row for _, row in points],
     )  # fmt: skip
     note = "Each mark is the refresh of a factor. The table has the names of the factors."
-    return Chart("refreshes", "Refreshes by factor", note, "", False, [line])
+    return Chart("Refreshes by factor", note, "", False, [line])
 
 
 def _metrics(log: RunLog) -> Iterator[Chart]:
@@ -233,17 +232,10 @@ def _metrics(log: RunLog) -> Iterator[Chart]:
         if name not in shown and not name.startswith(STAGE) and np.isfinite(column).any():
             label = printable(name)
             line = series(log, label, column, "marks")
-            yield _chart(
-                f"metric: {label}",
-                label,
-                "At the steps whose records have this number.",
-                "",
-                [line],
-            )
+            yield _chart(label, "At the steps whose records have this number.", "", [line])
 
 
 def _chart(
-    key: str,
     title: str,
     note: str,
     unit: str,
@@ -253,7 +245,7 @@ def _chart(
     values = [value for line in lines for value in line.value if value is not None]
     smallest, largest = min(values, default=0.0), max(values, default=0.0)
     logarithmic = smallest > 0 and largest > _LOGARITHMIC_FROM * smallest
-    return Chart(key, title, note, unit, logarithmic, list(lines), list(references))
+    return Chart(title, note, unit, logarithmic, list(lines), list(references))
 
 
 def _finites(values: Array) -> list[Any]:

@@ -1,16 +1,16 @@
-"""The page of a run: one file of HTML with its style, its script and its data."""
+"""The page of a run: one file of HTML with its style and its drawings."""
 
-import json
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
 
-from kfac_engine.run_report.charts import MOST_POINTS, Chart, Stages, charts, stages
+import numpy as np
+
+from kfac_engine.run_report.charts import MOST_POINTS, Chart, Series, charts, stages
+from kfac_engine.run_report.drawing import drawing, legend
 from kfac_engine.run_report.entries import (
     SpectrumEntry,
     layer_entries,
@@ -22,11 +22,11 @@ from kfac_engine.run_report.run_log import Json, RunLog
 from kfac_engine.run_report.tables import (
     MOST_FACTORS,
     layer_table,
-    pair_table,
     refresh_table,
     spectrum_table,
     stage_table,
     summary,
+    table,
 )
 
 _PACKAGE = "kfac_engine.run_report"
@@ -35,9 +35,10 @@ _PACKAGE = "kfac_engine.run_report"
 def page(log: RunLog) -> str:
     """Return the page of a run.
 
-    The page loads nothing: its security policy forbids requests, and scripts other than its own.
+    The page loads nothing and has no script: its security policy forbids both.
     """
     lines, times, factors = charts(log), stages(log), refreshes(log)
+    axes = ["step", "seconds"] if np.isfinite(log.columns["seconds"]).all() else ["step"]
     layers, more_layers = layer_entries(log.run)
     spectra, more_spectra = spectrum_entries(log.spectra)
     notes = [*log.notes, *_left_out(more_layers, "layers"), *_left_out(more_spectra, "factors")]
@@ -48,8 +49,10 @@ def page(log: RunLog) -> str:
             f"smallest and the largest value of ranges of equal length."
         )
     sections = [
-        _section("Course of the run", _figures(lines)),
-        _section("Time", _stage_figure(times, log.steps)) if times else "",
+        _section("Course of the run", _grid(_figure(chart, axes) for chart in lines)),
+        _section("Time", f"{_grid([_figure(times.chart, axes)])}{stage_table(times, log.steps)}")
+        if times
+        else "",
         _section("Refreshes", _refreshes(factors, log)) if factors else "",
         _section("Spectra of the factors", _spectra(spectra)) if spectra else "",
         _section("Layers", layer_table(layers)) if layers else "",
@@ -61,7 +64,6 @@ def page(log: RunLog) -> str:
         f'<dl class="summary">{summary(log, times)}</dl>',
         notes,
         sections,
-        _data(lines, times, spectra),
     )
 
 
@@ -77,59 +79,24 @@ def spectrum_page(title: str, spectra: Sequence[Json]) -> str:
     """
     entries, more = spectrum_entries(spectra)
     sections = [_section("Spectra of the factors", _spectra(entries))]
-    return _document(title, "", _left_out(more, "factors"), sections, _data([], None, entries))
+    return _document(title, "", _left_out(more, "factors"), sections)
 
 
-def _document(
-    title: str, head: str, notes: Sequence[str], sections: Sequence[str], data: Mapping[str, Any]
-) -> str:
+def _document(title: str, head: str, notes: Sequence[str], sections: Sequence[str]) -> str:
     """Return a page; ``head`` and ``sections`` are HTML."""
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css")
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         style=style,
         style_hash=_hash(style),
-        script=script,
-        script_hash=_hash(script),
         head=head,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         sections="\n".join(filter(None, sections)),
-        data=_embedded(data),
     )
 
 
 def _left_out(number: int, what: str) -> list[str]:
     return [f"{number:,} more {what} are not shown."] if number else []
-
-
-def _data(
-    lines: Sequence[Chart], times: Stages | None, spectra: Sequence[SpectrumEntry]
-) -> dict[str, Any]:
-    """Return the data of the charts for the script."""
-    return {
-        "charts": [asdict(chart) for chart in lines],
-        "stages": None if times is None else asdict(times),
-        "spectra": [
-            {"title": layer[0].layer, "factors": [_curve(entry) for entry in layer]}
-            for layer in _by_layer(spectra)
-        ],
-    }
-
-
-def _curve(entry: SpectrumEntry) -> dict[str, Any]:
-    """Return the eigenvalues of a factor that are above their rounding errors."""
-    floor = entry.resolution * (entry.largest or 0.0)
-    points = [
-        (100 * (rank - 1) / max(1, (entry.count or 1) - 1), value)
-        for rank, value in zip(entry.ranks, entry.eigenvalues, strict=True)
-        if value > max(floor, 0.0)
-    ]
-    return {
-        "name": entry.factor,
-        "damping": entry.damping,
-        "parts": [part for part, _ in points],
-        "eigenvalues": [value for _, value in points],
-    }
 
 
 def _by_layer(spectra: Sequence[SpectrumEntry]) -> Sequence[Sequence[SpectrumEntry]]:
@@ -141,21 +108,8 @@ def _by_layer(spectra: Sequence[SpectrumEntry]) -> Sequence[Sequence[SpectrumEnt
     return list(layers.values())
 
 
-def _figures(lines: Sequence[Chart]) -> str:
-    figures = (
-        _figure(f"chart-{index}", chart.title, chart.note, wide=index == 0)
-        for index, chart in enumerate(lines)
-    )
+def _grid(figures: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
-
-
-def _stage_figure(times: Stages, steps: int) -> str:
-    note = (
-        f"Mean time of a step over {len(times.last)} ranges of steps. The stage “other” is the "
-        f"time between two steps, such as validation and reading of data."
-    )
-    figure = _figure("chart-stages", "Time of a step by stage", note, wide=True)
-    return f'<div class="charts">{figure}</div>{stage_table(times, steps)}'
 
 
 def _refreshes(factors: Sequence[FactorRefreshes], log: RunLog) -> str:
@@ -172,32 +126,61 @@ def _spectra(spectra: Sequence[SpectrumEntry]) -> str:
         "them. Along eigenvectors of eigenvalues far below the damping, the damping alone is "
         "inverted. Eigenvalues below their rounding errors are not drawn."
     )
-    figures = (
-        _figure(f"spectrum-{index}", layer[0].layer, "")
-        for index, layer in enumerate(_by_layer(spectra))
-    )
-    return (
-        f'<p class="note">{note}</p><div class="charts small">{"".join(figures)}</div>'
-        f"{spectrum_table(spectra)}"
-    )
+    figures = _grid(map(_spectrum, _by_layer(spectra)))
+    return f'<p class="note">{note}</p>{figures}{spectrum_table(spectra)}'
+
+
+def _spectrum(layer: Sequence[SpectrumEntry]) -> str:
+    """Return the eigenvalues of a layer's factors that are above their rounding errors."""
+    lines = []
+    for entry in layer:
+        floor = max(0.0, entry.resolution * (entry.largest or 0.0))
+        rows = zip(entry.ranks, entry.eigenvalues, strict=True)
+        last = max(1, (entry.count or 1) - 1)
+        pairs = [(100 * (rank - 1) / last, value) for rank, value in rows if value > floor]
+        parts, values = [part for part, _ in pairs], [value for _, value in pairs]
+        lines.append(Series(entry.factor, "line", parts, [], values))
+    dampings = [(e.damping, f"damping of {e.factor}") for e in layer if e.damping and e.damping > 0]
+    chart = Chart(layer[0].layer, "", "", True, lines, dampings)
+    return _figure(chart, ["step"], "% of the eigenvalues, from the largest")
 
 
 def _settings(log: RunLog) -> str:
     titles = {"settings": "Settings", "versions": "Versions"}
     return '<div class="pairs">{}</div>'.format(
         "".join(
-            pair_table(title, ("name", "value"), named_texts(log.run.get(key)))
+            table(title, ("name", "value"), named_texts(log.run.get(key)))
             for key, title in titles.items()
             if named_texts(log.run.get(key))
         )
     )
 
 
-def _figure(key: str, title: str, note: str, *, wide: bool = False) -> str:
-    kind = ' class="wide"' if wide else ""
-    text = f"<p>{escape(note)}</p>" if note else ""
+def _figure(chart: Chart, axes: Sequence[str], label: str = "") -> str:
+    """Return a figure: a drawing for each axis, of which the style shows one, and its points."""
+    text = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    plots = "".join(
+        f'<div class="plot {axis if len(axes) > 1 else ""}">'
+        f"{drawing(chart, axis, label or axis)}</div>"
+        for axis in axes
+    )
+    ends = [(line.name, line.value[-1]) for line in chart.series if line.value]
+    last = " · ".join(f"{name} {value:.5g}" for name, value in ends if value is not None)
+    tables = "".join(
+        table(
+            f"{chart.title}: {line.name}",
+            [*(label or axis for axis in axes), f"value, {chart.unit}" if chart.unit else "value"],
+            [
+                ["" if value is None else f"{value:.8g}" for value in row]
+                for row in zip(*(getattr(line, axis) for axis in axes), line.value, strict=True)
+            ],
+        )
+        for line in chart.series
+    )
     return (
-        f'<figure id="{key}"{kind}><figcaption><h3>{escape(title)}</h3>{text}</figcaption></figure>'
+        f"<figure><figcaption><h3>{escape(chart.title)}</h3>{text}</figcaption>"
+        f'{legend(chart.series)}{plots}<p class="readout">last: {escape(last)}</p>'
+        f"<details><summary>Table of the points</summary>{tables}</details></figure>"
     )
 
 
@@ -212,12 +195,3 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the source expression that allows this text in a security policy."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
-
-
-def _embedded(data: object) -> str:
-    """Return JSON that cannot end the element that contains it, or begin a comment in it."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return "".join(_ESCAPES.get(character, character) for character in text)
-
-
-_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}

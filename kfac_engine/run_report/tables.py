@@ -53,10 +53,10 @@ def summary(log: RunLog, stages: Stages | None) -> str:
 
 def stage_table(stages: Stages, steps: int) -> str:
     """Return the time of the run by stage."""
-    total = sum(stages.totals) or 1.0
+    total = sum(stages.totals.values()) or 1.0
     rows = [
         (name, f"{seconds:.3f}", f"{1e3 * seconds / steps:.3f}", f"{100 * seconds / total:.1f}")
-        for name, seconds in zip(stages.names, stages.totals, strict=True)
+        for name, seconds in stages.totals.items()
     ]
     heads = ("stage", " seconds", " mean of a step, ms", " share, %")
     return table("Time of the run by stage", heads, rows)
@@ -110,11 +110,6 @@ def spectrum_table(spectra: Sequence[SpectrumEntry]) -> str:
         " below the damping", " condition", " condition with damping",
     )  # fmt: skip
     return table("Factors", heads, [_spectrum_row(entry) for entry in spectra])
-
-
-def pair_table(title: str, heads: Cells, pairs: Sequence[tuple[str, str]]) -> str:
-    """Return a table of names and values."""
-    return table(title, heads, pairs)
 
 
 def table(title: str, heads: Cells, rows: Sequence[Cells]) -> str:
@@ -183,11 +178,9 @@ def _spectrum_row(entry: SpectrumEntry) -> Cells:
 
 def _curvature_share(stages: Stages | None) -> float | None:
     """Return the share of the time that a run spends on curvature; None without curvature."""
-    if stages is None or not sum(stages.totals):
-        return None
-    times = dict(zip(stages.names, stages.totals, strict=True))
+    times = {} if stages is None else stages.totals
     spent = [times[stage] for stage in CURVATURE_STAGES if stage in times]
-    return sum(spent) / sum(stages.totals) if spent else None
+    return sum(spent) / sum(times.values()) if spent and sum(times.values()) else None
 
 
 def _last(values: object) -> float:

@@ -34,16 +34,16 @@ def read(log, tmp_path_factory):
 
 
 def drawn(read):
-    (chart,) = [chart for chart in read.data["charts"] if chart["title"] == "Refreshes by factor"]
-    (line,) = chart["series"]
-    return line
+    return read.lines["Refreshes by factor", "factor"]
 
 
 def test_each_mark_is_a_refresh_of_the_log(read, log):
     names = [row[1] for row in read.tables["Refreshes of the factors"][1:]]
     assert sorted(names) == sorted(SIZES)
     line = drawn(read)
-    marks = {(step, names[row - 1]) for step, row in zip(line["step"], line["value"], strict=True)}
+    marks = {
+        (step, names[int(row) - 1]) for step, row in zip(line["step"], line["value"], strict=True)
+    }
     records = log[0].records
     assert marks == {(r["step"], name) for r in records for name in r["refreshed"]}
     assert len(marks) == len(line["step"])
@@ -78,7 +78,7 @@ def record(step, **numbers):
 def test_a_log_without_names_has_no_refreshes(wrong):
     read = PageReader(page(gathered([record(1, refreshed=wrong), record(2)])))
     assert "Refreshes of the factors" not in read.tables
-    assert all(chart["title"] != "Refreshes by factor" for chart in read.data["charts"])
+    assert ("Refreshes by factor", "factor") not in read.lines
 
 
 @pytest.mark.parametrize(
