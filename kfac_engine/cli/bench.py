@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.options import debug_option, file_path
+from kfac_engine.cli.options import debug_option
 from kfac_engine.cli.training_options import separated, training_options
 
 
@@ -37,16 +37,15 @@ from kfac_engine.cli.training_options import separated, training_options
     metavar="N",
     help="Number of threads of each contender; by default the number of usable cores.",
 )
-@Group.MEASUREMENTS.option(
+@Group.MEASUREMENTS.count(
     "--repeats",
-    type=click.IntRange(min=2),
+    least=2,
     metavar="N",
     help="Number of rounds of each job; by default as many as fit into eight seconds, 2 to 7.",
 )
-@Group.OUTPUT.option(
+@Group.OUTPUT.file(
     "--json",
     "json_path",
-    type=file_path,
     metavar="FILE",
     help="Write the measurements into this file, too, after each suite.",
 )
@@ -56,11 +55,8 @@ from kfac_engine.cli.training_options import separated, training_options
     help="Skip the suites that the file of --json has without gaps; refuse a file of another "
     "machine.",
 )
-@Group.OUTPUT.option(
-    "--plot",
-    type=file_path,
-    metavar="DIR",
-    help="Draw a chart of each suite into this folder; needs matplotlib.",
+@Group.OUTPUT.file(
+    "--plot", metavar="DIR", help="Draw a chart of each suite into this folder; needs matplotlib."
 )
 @Group.MEASUREMENTS.option(
     "--profile",

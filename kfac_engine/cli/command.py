@@ -1,15 +1,35 @@
 """A command whose help has a heading for each group of options, and an example at its end."""
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from kfac_engine.suggestions import suggestion
+from kfac_engine.system.writing import checked_path
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class _FilePath(click.Path):
+    """A path without zero bytes and lone surrogates, which no file has."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        """Return the path that an argument of the command line names."""
+        return checked_path(super().convert(str(checked_path(value)), param, ctx))
+
+
+file_path = _FilePath()
 
 
 class Group(Enum):
@@ -39,14 +59,25 @@ class Group(Enum):
         """Return the decorator of an option of this group; see ``Option``."""
         return click.option(*flags, cls=Option, group=self, **settings)
 
+    def file(self, *flags: str, **settings: Any) -> Callable[[Decorated], Decorated]:
+        """Return the decorator of an option whose value is a path."""
+        return self.option(*flags, type=file_path, **settings)
+
+    def count(
+        self, *flags: str, least: int = 1, **settings: Any
+    ) -> Callable[[Decorated], Decorated]:
+        """Return the decorator of an option whose value is a whole number."""
+        return self.option(*flags, type=click.IntRange(min=least), **settings)
+
 
 class Option(click.Option):
     """An option of a group.
 
     Args:
         group: The group.
-        names: Return the values that the option accepts, for the help page and for shells. It is
-            not called before, because it may import much.
+        names: The values that the option accepts, for the help page and for shells, or their places
+            in the package, such as ``"losses.LOSSES"``. These are imported when a page or a shell
+            needs the names, because that takes time.
         settings: Arguments of ``click.Option``.
 
     Attributes:
@@ -58,11 +89,19 @@ class Option(click.Option):
         self,
         *args: Any,
         group: Group,
-        names: Callable[[], Iterable[str]] = tuple,
+        names: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        self.group, self._names = group, names
+        self.group, self._sources = group, names
+        if settings.get("default") and not settings.get("is_flag"):
+            settings.setdefault("show_default", True)
         super().__init__(*args, **settings)
+
+    def _names(self) -> Iterator[str]:
+        for source in self._sources:
+            module, _, attribute = source.rpartition(".")
+            place = getattr(import_module(f"kfac_engine.{module}"), attribute) if module else source
+            yield from [place] if isinstance(place, str) else get_args(place) or place
 
     @property
     def help(self) -> str:

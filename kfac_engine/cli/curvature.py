@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group
+from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.curvature_files import batch_option
 from kfac_engine.cli.display import report_beside, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand, curvature_record
-from kfac_engine.cli.options import debug_option, file_path, gathered, json_option, keywords
+from kfac_engine.cli.options import debug_option, gathered, json_option, keywords
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -36,38 +36,28 @@ class Form:
 
 
 _FILES = (
-    Group.DATA.option(
+    Group.DATA.file(
         "--inputs",
-        type=file_path,
         required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
         "--targets or without targets: the inputs, .npz or .npy.",
     ),
-    Group.DATA.option(
+    Group.DATA.file(
         "--targets",
-        type=file_path,
         help="Targets in a file of their own, .npz or .npy. Only --fisher empirical needs targets.",
     ),
-    Group.OUTPUT.option(
+    Group.OUTPUT.file(
         "--plot",
-        type=file_path,
         help="Picture of the eigenvalues of the blocks, next to --damping: .png, .svg, .pdf or "
         ".html. All but .html need matplotlib.",
     ),
-    Group.OUTPUT.option(
-        "-o",
-        "--out",
-        type=file_path,
-        required=True,
-        help="File of the curvature (.safetensors).",
-    ),
+    Group.OUTPUT.file("-o", "--out", required=True, help="File of the curvature (.safetensors)."),
 )
 _FORM = (
     Group.OUTPUT.option(
         "--damping",
         type=click.FloatRange(min=0, min_open=True),
         default=1e-3,
-        show_default=True,
         help="Damping λ > 0 of the log-determinants and effective dimensions of the table. The "
         "file is stored without damping.",
     ),

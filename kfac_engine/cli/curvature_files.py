@@ -3,25 +3,20 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.display import shown_warnings, working
-from kfac_engine.cli.options import file_path
 
 if TYPE_CHECKING:
     import kfac_engine as ke
 
-curvature_option = Group.DATA.option(
+curvature_option = Group.DATA.file(
     "--curvature",
-    type=file_path,
     required=True,
     help="Curvature of the model, a file that the command curvature wrote.",
 )
 
-batch_option = Group.DATA.option(
+batch_option = Group.DATA.count(
     "--batch",
-    type=click.IntRange(min=1),
     help="Number of examples in a batch, 128 by default. The result does not depend on it.",
 )
 

@@ -11,7 +11,7 @@ import click
 from kfac_engine.cli.command import Command, Group
 from kfac_engine.cli.display import progress, say, working
 from kfac_engine.cli.inspect import print_layers
-from kfac_engine.cli.options import debug_option, file_path
+from kfac_engine.cli.options import debug_option
 from kfac_engine.cli.precondition import norm_rows, print_norms
 from kfac_engine.cli.tables import print_table
 
@@ -30,26 +30,15 @@ OURS = "K-FAC"
 
 @click.command(cls=Command, example="kfac-engine demo --seconds 0.1 --seeds 1")
 @Group.LENGTH.option(
-    "--seconds",
-    type=click.FloatRange(0.01, 60),
-    default=0.8,
-    show_default=True,
-    help="CPU seconds of each run.",
+    "--seconds", type=click.FloatRange(0.01, 60), default=0.8, help="CPU seconds of each run."
 )
 @Group.LENGTH.option(
     "--seeds",
     type=click.IntRange(1, 20),
     default=3,
-    show_default=True,
     help="Number of seeds; the tables have medians.",
 )
-@Group.OUTPUT.option(
-    "--out",
-    type=file_path,
-    default=Path("demo-output"),
-    show_default=True,
-    help="Folder of the picture.",
-)
+@Group.OUTPUT.file("--out", default=Path("demo-output"), help="Folder of the picture.")
 @debug_option
 def demo(seconds: float, seeds: int, out: Path) -> None:
     """Train a small CNN on digits with K-FAC, Muon, Adam and SGD."""

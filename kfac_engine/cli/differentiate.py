@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group
+from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import report_beside, say, working
-from kfac_engine.cli.engine_options import OBJECTIVE, EngineCommand, losses
+from kfac_engine.cli.engine_options import LOSSES, OBJECTIVE, EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     keywords,
     one_or_all,
     provider_option,
@@ -27,7 +26,7 @@ _OPTIONS = (
         metavar="NAME",
         multiple=True,
         callback=one_or_all,
-        names=losses,
+        names=LOSSES,
         help="Name of the loss; without a loss, the result has an input for the cotangent. May be "
         "repeated: the result is the gradient of the sum.",
     ),
@@ -60,13 +59,7 @@ _OPTIONS = (
 @click.argument("model", type=file_path)
 @keywords(*_OPTIONS)
 @sample_option
-@Group.OUTPUT.option(
-    "-o",
-    "target",
-    type=file_path,
-    required=True,
-    help="File of the result (.onnx).",
-)
+@Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx).")
 @debug_option
 def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
     """Write the gradient of a model as a plain ONNX model."""

@@ -1,20 +1,19 @@
 """The options of an engine on the command line, derived from the fields of ``EngineOptions``.
 
-A field gives its option the name, the type and the default, and ``TEXTS`` the help text.
-``SPELLINGS`` has its group, and where the command line differs the rest. The record is imported
+A field gives its option the name, the type and the default. ``ROWS`` has its group, its help
+text, and where the command line differs the rest. The record is imported
 when a command runs or shows its help, not before.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 
 from kfac_engine.cli.command import Choice, Command, Group, Option
-from kfac_engine.cli.engine_texts import CURVATURE_TEXTS, TEXTS
 from kfac_engine.cli.options import one_or_all, one_or_more
 
 HEADING = "Options of the engine"
@@ -75,126 +74,110 @@ def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
     return click.BadParameter(f"expected {parameter.metavar or 'KEY=VALUE'}{such}; got '{text}'.")
 
 
-def losses() -> Collection[str]:
-    """Return the names of the losses."""
-    from kfac_engine.losses import LOSSES
-    from kfac_engine.losses.kinds import OUTPUT
+class Row:
+    """What an option of the command line says besides its field.
 
-    return (*LOSSES, OUTPUT)
-
-
-def _modes() -> Collection[str]:
-    from kfac_engine.curvature.estimation_modes import MODES
-
-    return MODES
-
-
-def _passes() -> Collection[str]:
-    from kfac_engine.runtime.cpu.passes import PASSES
-
-    return ("all", "none", *PASSES)
-
-
-def _policies() -> Collection[str]:
-    from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES
-
-    return (*POLICIES, *ADAPTIVE)
-
-
-def _structures() -> Collection[str]:
-    from kfac_engine.curvature_result.options import STRUCTURES
-
-    return STRUCTURES
-
-
-def _fishers() -> Collection[str]:
-    from kfac_engine.curvature_result.options import FISHERS
-
-    return FISHERS
-
-
-def _biases() -> Collection[str]:
-    from kfac_engine.curvature_result.options import BIASES
-
-    return BIASES
-
-
-def _layers() -> Collection[str]:
-    from kfac_engine.curvature_result.options import LAYERS
-
-    return LAYERS
-
-
-def _backends() -> Collection[str]:
-    from kfac_engine.backend.select import BackendName
-
-    return get_args(BackendName)
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """The differences between an option of the command line and its field.
-
-    Attributes:
+    Args:
         group: Group of the option.
+        text: Help text. It is no docstring, because ``python -OO`` removes docstrings.
         flag: Name of the option; by default that of the field, with hyphens.
+        names: The values that the option accepts: see ``Option``.
         settings: Arguments of ``click.Option``, in place of those that follow from the type.
-        names: Return the values that the option accepts, for its help text and for shells.
     """
 
-    group: Group
-    flag: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    names: Callable[[], Collection[str]] = tuple
+    def __init__(
+        self, group: Group, text: str, flag: str = "", names: Sequence[str] = (), **settings: Any
+    ) -> None:
+        self.group, self.text, self.flag = group, text, flag
+        self.names, self.settings = names, settings
 
 
+LOSSES = "losses.LOSSES", "losses.kinds.OUTPUT"
 # An option whose value is a file with a list of numbers.
-_NUMBERS = {"metavar": "FILE", "callback": _numbers, "multiple": False, "type": str}
+_NUMBERS: Mapping[str, Any] = {
+    "metavar": "FILE",
+    "callback": _numbers,
+    "multiple": False,
+    "type": str,
+}
 
-SPELLINGS: Mapping[str, Spelling] = {
-    "loss": Spelling(
-        Group.LOSS, settings={"metavar": "NAME", "default": ("categorical",)}, names=losses
-    ),
-    "output": Spelling(Group.LOSS, settings={"metavar": "NAME"}),
-    "class_axis": Spelling(Group.LOSS),
-    "find_logits": Spelling(Group.LOSS),
-    "loss_weights": Spelling(Group.LOSS, "--loss-weight"),
-    "ignore_index": Spelling(Group.LOSS),
-    "class_weights": Spelling(Group.LOSS, settings=_NUMBERS),
-    "positive_weights": Spelling(Group.LOSS, settings=_NUMBERS),
-    "label_smoothing": Spelling(Group.LOSS),
-    "reduction": Spelling(Group.LOSS),
-    "trainable": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),
-    "freeze": Spelling(Group.MODEL, settings={"metavar": "PATTERN"}),
-    "gradient_dtype": Spelling(Group.MODEL),
-    "tie_weights": Spelling(Group.MODEL),
-    "batch_axes": Spelling(Group.MODEL, "--batch-axis", {"metavar": "INPUT=AXIS"}),
-    "train_form": Spelling(Group.MODEL),
-    "damping": Spelling(Group.CURVATURE),
-    "ema_decay": Spelling(Group.CURVATURE),
-    "estimation_mode": Spelling(Group.CURVATURE, "--mode", {"metavar": "NAME"}, _modes),
-    "approximations": Spelling(Group.CURVATURE, "--approx", {"metavar": "KIND=NAME"}),
-    "seed": Spelling(Group.CURVATURE),
-    "structure": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_structures),
-    "fisher": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_fishers),
-    "biases": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_biases),
-    "layers": Spelling(Group.CURVATURE, settings={"metavar": "NAME"}, names=_layers),
-    "covariance_every": Spelling(Group.REFRESHES),
-    "refresh_every": Spelling(Group.REFRESHES),
-    "policy": Spelling(Group.REFRESHES, "--refresh-policy", {"metavar": "NAME"}, _policies),
-    "drift": Spelling(Group.REFRESHES, "--refresh-drift"),
-    "budget": Spelling(Group.REFRESHES, "--refresh-budget"),
-    "periods": Spelling(Group.REFRESHES, "--refresh-period", {"metavar": "PATTERN=CALLS"}),
-    "threads": Spelling(Group.MACHINE),
-    "scratch_bytes": Spelling(
-        Group.MACHINE, "--scratch", {"metavar": "MB", "callback": _megabytes}
-    ),
-    "backend": Spelling(Group.MACHINE, settings={"metavar": "NAME"}, names=_backends),
-    "graph_passes": Spelling(
-        Group.MACHINE,
-        settings={"metavar": "NAMES", "callback": _names, "multiple": False, "default": "all"},
-        names=_passes,
-    ),
+ROWS: Mapping[str, Row] = {
+    "loss": Row(Group.LOSS, "Name of the loss.", names=LOSSES,
+        metavar="NAME", default=("categorical",)),
+    "output": Row(Group.LOSS, "Output that a loss by name reads; by default the only output of "
+        "the model.", metavar="NAME"),
+    "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output."),
+    "find_logits": Row(Group.LOSS, "Let a loss on probabilities read the logits from which the "
+        "model computes them."),
+    "loss_weights": Row(Group.LOSS, "Factor of each loss; by default 1.", flag="--loss-weight"),
+    "ignore_index": Row(Group.LOSS, "Target that does not count; by default -100 for classes "
+        "and binary targets."),
+    "class_weights": Row(Group.LOSS, "File with a weight ≥ 0 for the targets of each class, "
+        ".npy or numbers as text.", **_NUMBERS),
+    "positive_weights": Row(Group.LOSS, "File with the weight ≥ 0 of targets of 1 of a sigmoid "
+        "loss, one or one for each feature.", **_NUMBERS),
+    "label_smoothing": Row(Group.LOSS, "Part of each target, in [0, 1), that is divided among "
+        "all classes."),
+    "reduction": Row(Group.LOSS, "Reduction of the loss over examples and positions."),
+    "trainable": Row(Group.MODEL, "Pattern of the names of parameters to train; by default "
+        "every constant that the graph uses like a parameter.", metavar="PATTERN"),
+    "freeze": Row(Group.MODEL, "Pattern of the names of parameters to exclude from training.",
+        metavar="PATTERN"),
+    "gradient_dtype": Row(Group.MODEL, "Element type of the gradients and parameters of a "
+        "half-precision model: that of the file, or float32."),
+    "tie_weights": Row(Group.MODEL, "Train weights that are equal in the file as one "
+        "parameter."),
+    "batch_axes": Row(Group.MODEL, "Axis of the examples of an input; by default detected by "
+        "running the model.", flag="--batch-axis", metavar="INPUT=AXIS"),
+    "train_form": Row(Group.MODEL, "Put the normalizations and dropouts of a model that was "
+        "exported for inference into training form."),
+    "damping": Row(Group.CURVATURE, "Damping λ > 0, added to the Fisher matrix."),
+    "ema_decay": Row(Group.CURVATURE, "Decay of the moving averages, in [0, 1)."),
+    "estimation_mode": Row(Group.CURVATURE, "Estimation mode of the Fisher matrix.", flag="--mode",
+        names=("curvature.estimation_modes.MODES",), metavar="NAME"),
+    "approximations": Row(Group.CURVATURE, "Approximation of a kind of layer, in place of the "
+        "default.", flag="--approx", metavar="KIND=NAME"),
+    "seed": Row(Group.CURVATURE, "Seed of sampled targets."),
+    "structure": Row(Group.CURVATURE, "Structure of the matrix.",
+        names=("curvature_result.options.STRUCTURES",), metavar="NAME"),
+    "fisher": Row(Group.CURVATURE, "Which Fisher matrix: exact, an estimate from one sampled "
+        "target for each prediction, or the empirical matrix of the targets of the data.",
+        names=("curvature_result.options.FISHERS",), metavar="NAME"),
+    "biases": Row(Group.CURVATURE, "Blocks of biases: joint for a block of the weight with its "
+        "bias, separate for a block of the weight and a block of the bias.",
+        names=("curvature_result.options.BIASES",), metavar="NAME"),
+    "layers": Row(Group.CURVATURE, "Layers that are measured: all, or last for the last layer "
+        "before each loss.", names=("curvature_result.options.LAYERS",), metavar="NAME"),
+    "covariance_every": Row(Group.REFRESHES, "Number of calls from one update of the "
+        "covariances to the next: they are updated when counter % covariance_every == 0."),
+    "refresh_every": Row(Group.REFRESHES, "Number of calls from one refresh of a factor to the "
+        "next."),
+    "policy": Row(Group.REFRESHES, "Which factors a call refreshes.", flag="--refresh-policy",
+        names=("curvature.schedule.POLICIES", "curvature.schedule.ADAPTIVE"), metavar="NAME"),
+    "drift": Row(Group.REFRESHES, "Relative change of an average since the latest refresh, "
+        "from which the policy drift refreshes the factor.", flag="--refresh-drift"),
+    "budget": Row(Group.REFRESHES, "Largest share of refreshes in the time of all calls, in "
+        "(0, 1), with the policy budget.", flag="--refresh-budget"),
+    "periods": Row(Group.REFRESHES, "Period of the factors of parameters whose names match a "
+        "pattern, in place of --refresh-every.", flag="--refresh-period", metavar="PATTERN=CALLS"),
+    "threads": Row(Group.MACHINE, "Number of threads, also of ONNX Runtime; by default that of "
+        "BLAS."),
+    "scratch_bytes": Row(Group.MACHINE, "Bound of the temporary memory of a statistic or of a "
+        "gradient of convolution weights; by default 64 MiB, on a GPU 256 MiB.", flag="--scratch",
+        metavar="MB", callback=_megabytes),
+    "backend": Row(Group.MACHINE, "Array library.", names=("backend.select.BackendName",),
+        metavar="NAME"),
+    "graph_passes": Row(Group.MACHINE, "Graph passes that make sessions faster or smaller.",
+        names=("all", "none", "runtime.cpu.passes.PASSES"), metavar="NAMES", callback=_names,
+        multiple=False, default="all"),
+}  # fmt: skip
+# Those of a measurement of curvature that differ.
+CURVATURE_TEXTS: Mapping[str, str] = {
+    "trainable": "Pattern of the names of parameters to include; by default every constant that "
+    "the graph uses like a parameter.",
+    "freeze": "Pattern of the names of parameters to exclude.",
+    "approximations": "Approximation of a kind of layer, in place of that of the structure.",
+    "scratch_bytes": "Bound of the temporary memory of a statistic; by default 64 MiB.",
 }
 
 
@@ -276,43 +259,32 @@ def options_of(record: type[Any], names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a record.
 
     Args:
-        record: A dataclass; ``TEXTS`` has a text for each of its fields.
+        record: A dataclass; ``ROWS`` has a row for each of its fields.
         names: The fields; empty for all but those that the commands have as their own.
 
     Returns:
         The options, in the order of the fields.
     """
     types = get_type_hints(record)
-    texts = {**TEXTS, **(CURVATURE_TEXTS if record.__name__ == "CurvatureOptions" else {})}
+    other = CURVATURE_TEXTS if record.__name__ == "CurvatureOptions" else {}
     chosen = names or [f.name for f in fields(record) if f.name not in _ELSEWHERE]
-    return [_option(f, types[f.name], texts[f.name]) for f in fields(record) if f.name in chosen]
+    return [
+        _option(f, types[f.name], other.get(f.name)) for f in fields(record) if f.name in chosen
+    ]
 
 
-def _option(record_field: "Field[Any]", annotation: Any, text: str) -> Option:
+def _option(record_field: "Field[Any]", annotation: Any, text: str | None) -> Option:
     name, default = record_field.name, record_field.default
-    spelling = SPELLINGS[name]
-    settings = {**_settings(annotation), **spelling.settings}
+    row = ROWS[name]
+    settings = {**_settings(annotation), **row.settings}
     if default is not MISSING and default is not None:
         settings.setdefault("default", default)
-    flag = _flag(name)
+    flag = row.flag or f"--{name.replace('_', '-')}"
     if settings.get("is_flag") and default is True:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    words = [text]
-    if settings.get("multiple"):
-        words.append("May be repeated.")
-    return Option(
-        [flag, name],
-        group=spelling.group,
-        names=spelling.names,
-        help=" ".join(words),
-        show_default="default" in settings,
-        **settings,
-    )
-
-
-def _flag(name: str) -> str:
-    """Return the option of a field."""
-    return SPELLINGS[name].flag or f"--{name.replace('_', '-')}"
+    repeated = " May be repeated." if settings.get("multiple") else ""
+    settings |= {"help": (text or row.text) + repeated, "show_default": "default" in settings}
+    return Option([flag, name], group=row.group, names=row.names, **settings)
 
 
 def _settings(annotation: Any) -> dict[str, Any]:

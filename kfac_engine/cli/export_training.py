@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group
+from kfac_engine.cli.command import Choice, Group, file_path
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     keywords,
     provider_option,
     sample_option,
@@ -29,11 +28,7 @@ _NAMES = (
 )  # fmt: skip
 _OPTIONS = (
     Group.OPTIMIZER.option(
-        "--optimizer",
-        type=Choice(OPTIMIZERS),
-        default="kfac",
-        show_default=True,
-        help="The optimizer.",
+        "--optimizer", type=Choice(OPTIMIZERS), default="kfac", help="The optimizer."
     ),
     Group.OPTIMIZER.option(
         "--learning-rate",
@@ -43,25 +38,20 @@ _OPTIONS = (
     Group.OPTIMIZER.option(
         "--weight-decay", type=float, help="Weight decay; by default that of the optimizer's class."
     ),
-    Group.OUTPUT.option(
+    Group.OUTPUT.count(
         "--steps-per-call",
-        type=click.IntRange(min=1),
         default=1,
-        show_default=True,
         help="Number of steps in a call; with more than one, inputs have a first axis of steps.",
     ),
-    Group.OUTPUT.option(
+    Group.OUTPUT.count(
         "--accumulate",
-        type=click.IntRange(min=1),
         default=1,
-        show_default=True,
         help="Number of parts into which a step divides the batch, one after the other.",
     ),
     Group.OUTPUT.option(
         "--noise",
         type=Choice(("internal", "input")),
         default="internal",
-        show_default=True,
         help="Whether the file draws the random numbers of kfac, or has an input for them.",
     ),
     *target_options,
@@ -78,9 +68,7 @@ _OPTIONS = (
 @click.argument("model", type=file_path)
 @keywords(*_OPTIONS)
 @sample_option
-@Group.OUTPUT.option(
-    "-o", "target", type=file_path, required=True, help="Folder of the files; created if needed."
-)
+@Group.OUTPUT.file("-o", "target", required=True, help="Folder of the files; created if needed.")
 @debug_option
 def export_training(
     model: Path, options: dict[str, Any], inputs: Path | None, target: Path

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group
+from kfac_engine.cli.command import Choice, Group, file_path
 from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     gathered,
     json_option,
     keywords,
@@ -45,33 +44,27 @@ class Search:
 
 
 _FILES = (
-    Group.DATA.option(
-        "--data", type=file_path, required=True,
+    Group.DATA.file(
+        "--data", required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
-        "--targets: the inputs, .npz or .npy.",
-    ),
-    Group.DATA.option(
-        "--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."
-    ),
+        "--targets: the inputs, .npz or .npy."),
+    Group.DATA.file(
+        "--targets", help="Targets in a file of their own, .npz or .npy."),
     sample_option,
-    Group.OUTPUT.option("--plot", type=file_path, help="Picture of the losses (.png, .svg, .pdf)."),
+    Group.OUTPUT.file("--plot", help="Picture of the losses (.png, .svg, .pdf)."),
 )  # fmt: skip
 _SEARCH = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=Choice(OPTIMIZERS), default="adam", show_default=True,
-        help="The optimizer.",
-    ),
-    Group.OPTIMIZER.option(
-        "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
-        help="Examples in a batch.",
-    ),
+        "--optimizer", type=Choice(OPTIMIZERS), default="adam",
+        help="The optimizer."),
+    Group.OPTIMIZER.count(
+        "--batch-size", default=128,
+        help="Examples in a batch."),
     Group.SEARCH.option(
-        "--lowest", default=1e-6, show_default=True, help="Rate of the first step."
-    ),
+        "--lowest", default=1e-6, help="Rate of the first step."),
     Group.SEARCH.option(
-        "--highest", default=10.0, show_default=True, help="Rate of the last step."
-    ),
-    Group.SEARCH.option("--steps", default=100, show_default=True, help="Number of rates."),
+        "--highest", default=10.0, help="Rate of the last step."),
+    Group.SEARCH.option("--steps", default=100, help="Number of rates."),
 )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import batch_option, curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
-from kfac_engine.cli.options import debug_option, file_path, gathered, json_option
+from kfac_engine.cli.options import debug_option, gathered, json_option
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
@@ -35,30 +35,23 @@ class Files:
 
 _FILES = (
     curvature_option,
-    Group.DATA.option(
+    Group.DATA.file(
         "--inputs",
-        type=file_path,
         required=True,
         help="Training data: .npz with the inputs by name and 'targets', or a folder of such "
         "files. With --targets: the inputs, .npz or .npy.",
     ),
-    Group.DATA.option(
-        "--targets", type=file_path, help="Their targets in a file of their own, .npz or .npy."
-    ),
-    Group.DATA.option(
+    Group.DATA.file("--targets", help="Their targets in a file of their own, .npz or .npy."),
+    Group.DATA.file(
         "--queries",
-        type=file_path,
         help="Queries, in a form of --inputs; without them, each example has the score for itself.",
     ),
-    Group.DATA.option(
-        "--query-targets",
-        type=file_path,
-        help="Targets of the queries in a file of their own, .npz or .npy.",
+    Group.DATA.file(
+        "--query-targets", help="Targets of the queries in a file of their own, .npz or .npy."
     ),
-    Group.OUTPUT.option(
+    Group.OUTPUT.file(
         "-o",
         "--out",
-        type=file_path,
         required=True,
         help="File of the scores (.npz): scores (queries, examples), or self_scores (examples).",
     ),
@@ -80,13 +73,7 @@ _FILES = (
     help="Damping λ, added to the Fisher matrix; by default a tenth of the mean eigenvalue of each "
     "block.",
 )
-@Group.OUTPUT.option(
-    "--top",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of examples in each row of the table.",
-)
+@Group.OUTPUT.count("--top", default=5, help="Number of examples in each row of the table.")
 @json_option
 @debug_option
 def influence(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from kfac_engine.cli.command import Group
+from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
@@ -29,7 +29,6 @@ from kfac_engine.cli.layer_summary import (
 )
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     gathered,
     json_option,
     keywords,
@@ -74,16 +73,13 @@ class Size:
 
 
 _SIZES = (
-    Group.MODEL.option(
+    Group.MODEL.count(
         "--batch",
-        type=click.IntRange(min=1),
         help="Number of examples in a batch, for the peak memory; by default that of --inputs, or "
         "1.",
     ),
-    Group.MODEL.option(
-        "--ranks",
-        type=click.IntRange(min=1),
-        help="Number of processes. Show traffic, memory and work of one of them.",
+    Group.MODEL.count(
+        "--ranks", help="Number of processes. Show traffic, memory and work of one of them."
     ),
 )
 
@@ -96,9 +92,8 @@ _SIZES = (
 @click.argument("model", type=file_path)
 @gathered("size", Size, _SIZES)
 @sample_option
-@Group.OUTPUT.option(
+@Group.OUTPUT.file(
     "--plot",
-    type=file_path,
     help="Picture of the eigenvalues of the factors of the batch in --inputs, next to the damping: "
     ".png, .svg, .pdf or .html. All but .html need matplotlib.",
 )

@@ -1,16 +1,15 @@
 """``laplace``: predictions with their uncertainty, and a model that computes it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
-from kfac_engine.cli.options import debug_option, file_path, gathered, json_option
+from kfac_engine.cli.options import debug_option, gathered, json_option
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
@@ -52,12 +51,6 @@ class Prediction:
     joint: bool
 
 
-def _links() -> Iterable[str]:
-    from kfac_engine.laplace.links import LINKS
-
-    return LINKS
-
-
 def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str) -> float | str:
     """Return a number, or the word that asks for the evidence.
 
@@ -76,27 +69,17 @@ def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str
 
 _FILES = (
     curvature_option,
-    Group.DATA.option(
+    Group.DATA.file(
         "--inputs",
-        type=file_path,
         help="Queries: .npz by input name, one .npy, or a folder of shards. Needed for --out.",
     ),
-    Group.OUTPUT.option(
-        "-o",
-        "--out",
-        type=file_path,
-        help="File of mean, variance and probabilities of the queries (.npz).",
+    Group.OUTPUT.file(
+        "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."
     ),
-    Group.OUTPUT.option(
-        "--export",
-        type=file_path,
-        help="The model with one more output, the variance (.onnx).",
-    ),
-    Group.OUTPUT.option(
+    Group.OUTPUT.file("--export", help="The model with one more output, the variance (.onnx)."),
+    Group.OUTPUT.count(
         "--node-limit",
-        type=click.IntRange(min=1),
         default=20_000,
-        show_default=True,
         help="Largest number of nodes of the file of --export. It has a backward pass for each "
         "output of an example, unless the curvature is that of a last dense layer.",
     ),
@@ -106,7 +89,6 @@ _POSTERIOR = (
         "--prior",
         metavar="NUMBER|evidence",
         default=_BY_EVIDENCE,
-        show_default=True,
         callback=_number_or_evidence,
         help="Precision λ > 0 of the prior of each parameter, or evidence for the most probable "
         "precision, which needs a curvature with targets.",
@@ -115,17 +97,12 @@ _POSTERIOR = (
         "--noise",
         metavar="NUMBER|evidence",
         default="1.0",
-        show_default=True,
         callback=_number_or_evidence,
         help="Standard deviation of the targets of a normal loss, or evidence for the most "
         "probable deviation.",
     ),
     Group.POSTERIOR.option(
-        "--temperature",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="T > 0; the likelihood has the power 1/T.",
+        "--temperature", type=float, default=1.0, help="T > 0; the likelihood has the power 1/T."
     ),
 )
 _PREDICTION = (
@@ -133,24 +110,11 @@ _PREDICTION = (
         "--link",
         metavar="NAME",
         default="probit",
-        show_default=True,
-        names=_links,
+        names=("laplace.links.LINKS",),
         help="How means and variances of logits become probabilities.",
     ),
-    Group.POSTERIOR.option(
-        "--samples",
-        type=click.IntRange(min=1),
-        default=1000,
-        show_default=True,
-        help="Number of samples of monte_carlo.",
-    ),
-    Group.POSTERIOR.option(
-        "--seed",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Seed of monte_carlo.",
-    ),
+    Group.POSTERIOR.count("--samples", default=1000, help="Number of samples of monte_carlo."),
+    Group.POSTERIOR.count("--seed", least=0, default=0, help="Seed of monte_carlo."),
     Group.POSTERIOR.option(
         "--joint", is_flag=True, help="Write the covariance of the outputs of all queries, too."
     ),

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, show_shape, working
 from kfac_engine.cli.messages import tell
-from kfac_engine.cli.options import debug_option, file_path, json_option, sample_option
+from kfac_engine.cli.options import debug_option, json_option, sample_option
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
@@ -29,10 +29,9 @@ _MOST_NAMES = 5
     "  --curvature other.curvature.safetensors -o merged.onnx",
 )
 @click.argument("models", type=file_path, nargs=-1, required=True)
-@Group.DATA.option(
+@Group.DATA.file(
     "--curvature",
     "curvatures",
-    type=file_path,
     multiple=True,
     required=True,
     help="Curvature of each model, a file that the command curvature wrote; once for each model, "
@@ -46,7 +45,7 @@ _MOST_NAMES = 5
     help="Weight of each model, in their order; by default all are equal.",
 )
 @sample_option
-@Group.OUTPUT.option("-o", "--out", type=file_path, required=True, help="The merged model (.onnx).")
+@Group.OUTPUT.file("-o", "--out", required=True, help="The merged model (.onnx).")
 @json_option
 @debug_option
 def merge(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group
+from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
     report_beside,
@@ -21,7 +21,6 @@ from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     gathered,
     json_option,
     keywords,
@@ -58,36 +57,22 @@ class Outcome:
 
 
 _FILE_OPTIONS = (
-    Group.DATA.option(
+    Group.DATA.file(
         "--inputs",
-        type=file_path,
         required=True,
         help="Batch: .npz with the inputs by name and 'targets', or a folder of such files, which "
         "are one batch. With --targets: the inputs, .npz or .npy.",
     ),
-    Group.DATA.option(
+    Group.DATA.file(
         "--targets",
-        type=file_path,
         help="Targets in a file of their own, .npz or .npy. With --gradients, targets are "
         "optional.",
     ),
-    Group.DATA.option(
-        "--gradients",
-        type=file_path,
-        help="Gradients to precondition in place of the model's own (.safetensors).",
+    Group.DATA.file(
+        "--gradients", help="Gradients to precondition in place of the model's own (.safetensors)."
     ),
-    Group.OUTPUT.option(
-        "--state",
-        type=file_path,
-        help="Moving averages, loaded if the file exists, then saved.",
-    ),
-    Group.OUTPUT.option(
-        "-o",
-        "--out",
-        type=file_path,
-        required=True,
-        help="File of the result (.safetensors).",
-    ),
+    Group.OUTPUT.file("--state", help="Moving averages, loaded if the file exists, then saved."),
+    Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors)."),
 )
 
 
@@ -103,12 +88,7 @@ _SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "
 )
 @click.argument("model", type=file_path)
 @gathered("files", Files, _FILE_OPTIONS)
-@Group.CURVATURE.option(
-    "--exp",
-    default=-1.0,
-    show_default=True,
-    help="Power of the Fisher matrix.",
-)
+@Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix.")
 @keywords()
 @json_option
 @debug_option

@@ -31,7 +31,6 @@ def layer_owners_option() -> Option:
         ["--layer-owners"],
         type=IntRange(min=1),
         default=1,
-        show_default=True,
         group=Group.MACHINE,
         help="Largest number of processes that own a large dense layer or convolution with the "
         "distribution shard.",

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, show_shape, working
 from kfac_engine.cli.options import (
     debug_option,
-    file_path,
     json_option,
     keywords,
     one_or_more,
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
 
 _SELECTION = (
     Group.PRUNING.option(
-        "--sparsity",
-        type=float,
-        help="Fraction of the chosen weights to set to zero, in [0, 1).",
+        "--sparsity", type=float, help="Fraction of the chosen weights to set to zero, in [0, 1)."
     ),
     Group.PRUNING.option("--count", type=int, help="Number of weights to set to zero."),
     Group.PRUNING.option(
@@ -58,7 +55,7 @@ _SELECTION = (
 @curvature_option
 @sample_option
 @keywords(*_SELECTION)
-@Group.OUTPUT.option("-o", "--out", type=file_path, required=True, help="The pruned model (.onnx).")
+@Group.OUTPUT.file("-o", "--out", required=True, help="The pruned model (.onnx).")
 @json_option
 @debug_option
 def prune(

@@ -6,29 +6,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kfac_engine.cli.command import Command, Group
+from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, show_shape, working
-from kfac_engine.cli.options import debug_option, file_path, json_option, sample_option
+from kfac_engine.cli.options import debug_option, json_option, sample_option
 from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array
 
 
-def methods() -> "Mapping[str, object]":
-    """Return the methods of saliencies by name."""
-    from kfac_engine.pruning.saliency import METHODS
-
-    return METHODS
-
-
 method_option = Group.PRUNING.option(
     "--method",
     metavar="NAME",
     default="obd",
-    show_default=True,
-    names=methods,
+    names=("pruning.saliency.METHODS",),
     help="Saliency of a weight: obd, the rise of the loss if it alone becomes zero; obs, the rise "
     "if the other weights of its block make up for it; or its magnitude.",
 )
@@ -36,7 +28,6 @@ damping_option = Group.PRUNING.option(
     "--damping",
     type=click.FloatRange(min=0),
     default=0.0,
-    show_default=True,
     help="Damping λ, added to the Fisher matrix. obs needs a positive damping where the matrix is "
     "singular.",
 )
@@ -52,9 +43,7 @@ damping_option = Group.PRUNING.option(
 @sample_option
 @method_option
 @damping_option
-@Group.OUTPUT.option(
-    "-o", "--out", type=file_path, required=True, help="File of the result (.safetensors)."
-)
+@Group.OUTPUT.file("-o", "--out", required=True, help="File of the result (.safetensors).")
 @json_option
 @debug_option
 def saliency(

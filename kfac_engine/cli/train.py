@@ -1,7 +1,7 @@
 """``train``: train a model on a data set, and write it as an ONNX file."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group
+from kfac_engine.cli.command import Choice, Group, file_path
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.interruption import Interruption, SignalReceived
@@ -17,7 +17,6 @@ from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     Invocation,
     debug_option,
-    file_path,
     gathered,
     json_option,
     keywords,
@@ -96,25 +95,14 @@ def _path_or_fraction(
         return Path(str(value))
 
 
-def _metrics() -> Collection[str]:
-    from kfac_engine.engine.metrics import METRICS
-
-    return METRICS
-
-
 _FILES = (
-    Group.DATA.option(
+    Group.DATA.file(
         "--data",
-        type=file_path,
         required=True,
         help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
         "--targets: the inputs, .npz or .npy.",
     ),
-    Group.DATA.option(
-        "--targets",
-        type=file_path,
-        help="Targets in a file of their own, .npz or .npy.",
-    ),
+    Group.DATA.file("--targets", help="Targets in a file of their own, .npz or .npy."),
     Group.VALIDATION.option(
         "--validation",
         metavar="FILE|FRACTION",
@@ -122,79 +110,54 @@ _FILES = (
         help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
         "that is split off, such as 0.1.",
     ),
-    Group.CHECKPOINTS.option(
-        "--checkpoint",
-        type=file_path,
-        help="Folder for the state of the run, to resume from.",
-    ),
-    Group.OUTPUT.option("--log", type=file_path, help="File for a line of JSON for each step."),
-    Group.OUTPUT.option(
-        "--report",
-        type=file_path,
-        help="File for a page with the charts of the run (.html).",
-    ),
+    Group.CHECKPOINTS.file("--checkpoint", help="Folder for the state of the run, to resume from."),
+    Group.OUTPUT.file("--log", help="File for a line of JSON for each step."),
+    Group.OUTPUT.file("--report", help="File for a page with the charts of the run (.html)."),
     sample_option,
-    Group.OUTPUT.option(
-        "-o",
-        "--out",
-        type=file_path,
-        required=True,
-        help="The trained model (.onnx).",
-    ),
+    Group.OUTPUT.file("-o", "--out", required=True, help="The trained model (.onnx)."),
 )
 _UPDATE = (
     Group.OPTIMIZER.option(
-        "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0], show_default=True,
-        help="The optimizer.",
-    ),
+        "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0],
+        help="The optimizer."),
     Group.OPTIMIZER.option(
-        "--learning-rate", type=float, help="Learning rate; by default that of the optimizer."
-    ),
+        "--learning-rate", type=float, help="Learning rate; by default that of the optimizer."),
     Group.OPTIMIZER.option(
         "--damping", "optimizer_damping", type=float,
         help="Damping for kfac; without --learning-rate, relative to the mean eigenvalue of each "
-        "block, and 0.1 by default.",
-    ),
+        "block, and 0.1 by default."),
     Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer."
-    ),
+        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer."),
 )  # fmt: skip
 _COURSE = (
-    Group.LENGTH.option(
-        "--epochs", type=click.IntRange(min=1), help="Bound of the epochs; 10 without any bound."
-    ),
-    Group.LENGTH.option("--steps", type=click.IntRange(min=1), help="Bound of the steps."),
+    Group.LENGTH.count(
+        "--epochs", help="Bound of the epochs; 10 without any bound."),
+    Group.LENGTH.count("--steps", help="Bound of the steps."),
     Group.LENGTH.option("--seconds", type=float, help="Bound of the time, validation included."),
-    Group.OPTIMIZER.option(
-        "--batch-size", type=click.IntRange(min=1), default=128, show_default=True,
-        help="Examples in a batch, or in a part of it with --accumulate.",
-    ),
-    Group.OPTIMIZER.option(
-        "--accumulate", type=click.IntRange(min=1), default=1, metavar="PARTS",
+    Group.OPTIMIZER.count(
+        "--batch-size", default=128,
+        help="Examples in a batch, or in a part of it with --accumulate."),
+    Group.OPTIMIZER.count(
+        "--accumulate", default=1, metavar="PARTS",
         help="Parts of a step, computed one after the other: the step is that of a batch of "
-        "PARTS times --batch-size examples, in the memory of one part.",
-    ),
+        "PARTS times --batch-size examples, in the memory of one part."),
     Group.OPTIMIZER.option(
-        "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0], show_default=True,
+        "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0],
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "
-        "cosine, or constant.",
-    ),
+        "cosine, or constant."),
     Group.VALIDATION.option(
-        "--metrics", metavar="NAME", multiple=True, callback=one_or_more, names=_metrics,
+        "--metrics", metavar="NAME", multiple=True, callback=one_or_more,
+        names=("engine.metrics.METRICS",),
         help="Metric of --validation; by default the loss, and the accuracy of classes. top5 may "
-        "have another number. May be repeated.",
-    ),
+        "have another number. May be repeated."),
+    Group.CHECKPOINTS.count(
+        "--checkpoint-every", metavar="STEPS",
+        help="Steps from one checkpoint to the next; by default epochs."),
+    Group.CHECKPOINTS.count(
+        "--rollbacks", least=0, metavar="N", default=3,
+        help="Returns to earlier parameters, with smaller steps, where the loss explodes."),
     Group.CHECKPOINTS.option(
-        "--checkpoint-every", type=click.IntRange(min=1), metavar="STEPS",
-        help="Steps from one checkpoint to the next; by default epochs.",
-    ),
-    Group.CHECKPOINTS.option(
-        "--rollbacks", type=click.IntRange(min=0), metavar="N", default=3, show_default=True,
-        help="Returns to earlier parameters, with smaller steps, where the loss explodes.",
-    ),
-    Group.CHECKPOINTS.option(
-        "--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."
-    ),
+        "--resume", is_flag=True, help="Continue from --checkpoint, if it has a state."),
 )  # fmt: skip
 
 

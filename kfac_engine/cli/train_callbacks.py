@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Group
-from kfac_engine.cli.options import file_path
 
 if TYPE_CHECKING:
     from kfac_engine.training.hooks import Callback
@@ -46,25 +45,20 @@ def _number_or_text(_: click.Context, __: click.Parameter, value: str | None) ->
 
 
 OPTIONS = (
-    Group.LENGTH.option(
-        "--early-stop", type=click.IntRange(min=1), metavar="N",
-        help="End the run after N validations in a row without an improvement.",
-    ),
+    Group.LENGTH.count(
+        "--early-stop", metavar="N",
+        help="End the run after N validations in a row without an improvement."),
     Group.VALIDATION.option(
         "--best", is_flag=True, help="Write the weights of the best validation, not of the last "
-        "step.",
-    ),
+        "step."),
     Group.VALIDATION.option(
-        "--best-metric", metavar="NAME", default="validation_loss", show_default=True,
-        help="Metric that --early-stop and --best compare.",
-    ),
+        "--best-metric", metavar="NAME", default="validation_loss",
+        help="Metric that --early-stop and --best compare."),
     Group.VALIDATION.option(
         "--average", metavar="DECAY|tail", callback=_number_or_text,
         help="Evaluate and write an average of the weights: an exponential one with a decay such "
-        "as 0.99, or the mean over the last 40 % of the run.",
-    ),
-    Group.OUTPUT.option(
-        "--tensorboard", type=file_path, metavar="DIR",
-        help="Folder for event files of TensorBoard; needs the extra tensorboard.",
-    ),
+        "as 0.99, or the mean over the last 40 % of the run."),
+    Group.OUTPUT.file(
+        "--tensorboard", metavar="DIR",
+        help="Folder for event files of TensorBoard; needs the extra tensorboard."),
 )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import click
 
 from kfac_engine.cli.command import Group
-from kfac_engine.cli.options import file_path
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Entry = TypeVar("Entry")
@@ -28,9 +27,8 @@ def _list(convert: Callable[[str], Entry], context: Any, option: Any, text: str)
 
 
 _OPTIONS = (
-    Group.TRAINING_SUITE.option(
+    Group.TRAINING_SUITE.file(
         "--data-folder",
-        type=file_path,
         metavar="DIR",
         help="Folder of Fashion-MNIST, for the suite train; by default that of Debian's package "
         "dataset-fashion-mnist, or else the bundled digits.",
@@ -55,7 +53,7 @@ _OPTIONS = (
         default="0,1,2",
         metavar="NUMBERS",
         callback=partial(_list, int),
-        help="Seeds of the suite train; rates are tuned with the first one. Default: 0,1,2.",
+        help="Seeds of the suite train; rates are tuned with the first one.",
     ),
     Group.TRAINING_SUITE.option(
         "--seconds",
@@ -64,9 +62,8 @@ _OPTIONS = (
         callback=partial(_list, float),
         help="CPU seconds of each run of the suite train; by default those of the table of tasks.",
     ),
-    Group.TRAINING_SUITE.option(
+    Group.TRAINING_SUITE.file(
         "--runs",
-        type=file_path,
         metavar="FILE",
         help="JSON lines of the runs of the suite train: runs in it are skipped, new ones are "
         "added.",
@@ -76,9 +73,8 @@ _OPTIONS = (
         is_flag=True,
         help="Skip runs in the file of --runs also if the sources have changed since.",
     ),
-    Group.TRAINING_SUITE.option(
+    Group.TRAINING_SUITE.count(
         "--workers",
-        type=click.IntRange(min=1),
         default=1,
         metavar="N",
         help="Number of runs of the suite train at a time, each on a core of its own.",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Group
+from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import print_json, say, working
 from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import debug_option, file_path, json_option, keywords
+from kfac_engine.cli.options import debug_option, json_option, keywords
 from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -24,28 +24,19 @@ FAILED = 3
     example="kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
 )
 @click.argument("model", type=file_path)
-@Group.DATA.option(
+@Group.DATA.file(
     "--inputs",
-    type=file_path,
     required=True,
     help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
     "--targets: the inputs, .npz or .npy.",
 )
-@Group.DATA.option(
-    "--targets", type=file_path, help="Targets in a file of their own, .npz or .npy."
+@Group.DATA.file("--targets", help="Targets in a file of their own, .npz or .npy.")
+@Group.CHECKS.count(
+    "--examples", default=8, help="Largest number of examples that the checks read."
 )
-@Group.CHECKS.option(
-    "--examples",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Largest number of examples that the checks read.",
-)
-@Group.CHECKS.option(
+@Group.CHECKS.count(
     "--parameters",
-    type=click.IntRange(min=1),
     default=12,
-    show_default=True,
     help="Largest number of parameters, and of layers, that are checked one by one.",
 )
 @keywords()

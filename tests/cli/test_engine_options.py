@@ -14,8 +14,7 @@ import pytest
 
 from kfac_engine.cli.app import app
 from kfac_engine.cli.command import Group
-from kfac_engine.cli.engine_options import SPELLINGS, EngineCommand, Spelling, options_of
-from kfac_engine.cli.engine_texts import CURVATURE_TEXTS, TEXTS
+from kfac_engine.cli.engine_options import CURVATURE_TEXTS, ROWS, EngineCommand, Row, options_of
 from kfac_engine.cli.options import keywords
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.curvature_result.options import CurvatureOptions
@@ -42,9 +41,8 @@ class Extended(EngineOptions):
 def command(monkeypatch):
     """A command with the extended record; it returns what it was given."""
     monkeypatch.setattr("kfac_engine.engine.options.EngineOptions", Extended)
-    for name in {field.name for field in fields(Extended)} - set(SPELLINGS):
-        monkeypatch.setitem(SPELLINGS, name, Spelling(Group.MODEL))
-        monkeypatch.setitem(TEXTS, name, f"Weight of the {name}; for the test.")
+    for name in {field.name for field in fields(Extended)} - set(ROWS):
+        monkeypatch.setitem(ROWS, name, Row(Group.MODEL, f"Weight of the {name}; for the test."))
 
     @click.command(cls=EngineCommand, example="")
     @keywords()
@@ -86,14 +84,14 @@ def test_defaults_of_the_command_line_are_those_of_the_record(record):
     assert asdict(record(**values)) == asdict(record(loss="categorical"))
 
 
-def test_every_field_has_a_text_and_every_spelling_a_field():
+def test_every_field_has_a_text_and_every_row_a_field():
     records = EngineOptions, Schedule, CurvatureOptions
     names = {field.name for record in records for field in fields(record)}
-    assert set(CURVATURE_TEXTS) <= set(SPELLINGS) == set(TEXTS) <= names
+    assert set(CURVATURE_TEXTS) <= set(ROWS) <= names
     assert all(
         option.help.startswith(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
         for record in records
-        for option in options_of(record, names & set(SPELLINGS))
+        for option in options_of(record, names & set(ROWS))
     )
 
 
