@@ -121,6 +121,7 @@ DECODERS = (
             "vocab_size": 31,
             "use_cache": False,
         },
+        exporters=DYNAMO,
     ),
     small(
         "bloom",
