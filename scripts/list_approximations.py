@@ -6,7 +6,9 @@ Run from the repository root after changing `kfac_engine/curvature/approximation
 
 from pathlib import Path
 
-from kfac_engine.curvature.approximations import KINDS, NOTATION
+from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, NOTATION
+from kfac_engine.curvature.blocks.kronecker import LARGEST_DIVIDED
+from kfac_engine.curvature.factors.divided import LARGEST_BLOCK
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 
@@ -14,7 +16,7 @@ HEAD = """# Approximations
 
 This page lists the approximations of the Fisher block for each kind of layer. Select an
 approximation by `approx=` of the registration that is named after the kind, by
-`approximations={kind: name}` of the engine, or by `--approx KIND=NAME`.
+`approximations={{kind: name}}` of the engine, or by `--approx KIND=NAME`.
 
 `scripts/list_approximations.py` writes this page from the table in the code.
 
@@ -23,6 +25,24 @@ Formulas use these symbols, which `inspect` explains, too:
 {symbols}
 
 [Conventions](conventions.md) defines damping and powers.
+
+## Large layers
+
+An inverse takes time cubic in the rows of a factor, and a product with a gradient linear time. An
+engine therefore chooses the default approximation by the size of a layer:
+
+- A layer whose factors have at most {largest:,} rows has the default of its kind.
+- A layer with a larger factor has the default of large layers. `blocks` is the form of each of its
+  factors by itself: a matrix of at most {largest:,} rows is dense. A matrix of at most {divided:,}
+  rows is divided into equal blocks on its diagonal, of at most {largest:,} rows each. A matrix with
+  more rows, such as the outputs of a vocabulary, is a diagonal.
+- Scales and shifts are large with more than {scales} numbers.
+
+`inspect` and `engine.layers` show the approximation of each layer. `approximations={{kind: name}}`
+holds for layers of all sizes: `{{"fully_connected": "kron"}}` has dense factors whatever their
+size. A `LayerCollection` without an engine has the default of the kind for all sizes.
+
+## Table
 
 | kind of layer | approximation | block | source |
 |---|---|---|---|
@@ -34,11 +54,15 @@ def page() -> str:
     rows = []
     for kind, family in KINDS.items():
         for name, row in family.approximations.items():
-            default = " (default)" if name == family.default else ""
+            defaults = {family.large: " (default of large layers)", family.default: " (default)"}
+            default = defaults.get(name, "")
             symbols = row.formula.replace("|", "\\|")
             rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {row.source} |")
     symbols = "\n".join(f"- `{symbol}`: {meaning}" for symbol, meaning in NOTATION.items())
-    return HEAD.replace("{symbols}", symbols) + "\n".join(rows) + "\n"
+    head = HEAD.format(
+        symbols=symbols, largest=LARGEST_BLOCK, divided=LARGEST_DIVIDED, scales=LARGEST_FULL_SIDE
+    )
+    return head + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

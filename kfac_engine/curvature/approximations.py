@@ -1,9 +1,10 @@
 """Maps each layer kind and approximation to the function that creates its block."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TypeAlias
 
 from kfac_engine.curvature.blocks.base import FactorOwner, FisherBlock
@@ -11,13 +12,21 @@ from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_
 from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
-from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
+from kfac_engine.curvature.blocks.kronecker import (
+    BY_SIZE,
+    DENSE,
+    DIAGONAL,
+    LARGEST_DIVIDED,
+    KroneckerProductFB,
+    Side,
+)
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.blocks.reduced import ReducedKroneckerFB
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.divided import LARGEST_BLOCK
 from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.token_ids import TokenIdView
@@ -40,7 +49,6 @@ class Approximation:
         fills_scratch: Whether statistics compute gradients of examples, which use all scratch
             memory.
         eigenvectors: Whether refreshes decompose factors for every power.
-        dense: Whether the input factor and the output factor are matrices.
     """
 
     build: LayerRecipe
@@ -49,7 +57,6 @@ class Approximation:
     examples_first: bool = False
     fills_scratch: bool = False
     eigenvectors: bool = False
-    dense: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +65,32 @@ class LayerKind:
 
     Attributes:
         approximations: Name to row; the first row is the default.
-        large: Default of layers with more than ``LARGEST_FULL_SIDE`` numbers; empty for the same
-            default.
+        large: Default of layers with a larger matrix than ``largest``; empty for the same default.
+        largest: Largest number of rows of the matrices of a layer with the first default.
     """
 
     approximations: Mapping[str, Approximation]
     large: str = ""
+    largest: int = LARGEST_BLOCK
 
     @property
     def default(self) -> str:
-        """The default approximation of a layer with at most ``LARGEST_FULL_SIDE`` numbers."""
+        """The default approximation of a layer without larger matrices than ``largest``."""
         return next(iter(self.approximations))
+
+    def default_for(self, form: object, shapes: Sequence[tuple[int, ...]]) -> str:
+        """Return the default approximation of a layer.
+
+        Args:
+            form: Layout of the layer.
+            shapes: Shapes of its parameters.
+        """
+        if isinstance(form, LayerForm):
+            ids = isinstance(form.input_view, TokenIdView)  # their factor is a diagonal
+            rows = max(form.packing.matrix_shape(shapes[0])[ids:])
+        else:
+            rows = sum(map(prod, shapes))
+        return self.large or self.default if rows > self.largest else self.default
 
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
@@ -80,8 +102,10 @@ def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
     return build
 
 
-def _patches_kronecker(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-    return KroneckerProductFB(collection, form, input_side=patches_side(form))
+def _patches_kronecker(collection: FactorOwner, form: LayerForm, side: Side = DENSE) -> FisherBlock:
+    return KroneckerProductFB(
+        collection, form, input_side=patches_side(form, side), output_side=side
+    )
 
 
 def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
@@ -107,8 +131,10 @@ def _series(option: int) -> LayerRecipe:
     return build
 
 
-def _multi_patches(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-    return MultiUseKroneckerFB(collection, form, form.num_uses, input_side=patches_side(form))
+def _multi_patches(collection: FactorOwner, form: LayerForm, side: Side = DENSE) -> FisherBlock:
+    return MultiUseKroneckerFB(
+        collection, form, form.num_uses, input_side=patches_side(form, side), output_side=side
+    )
 
 
 _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
@@ -116,6 +142,7 @@ _KFC = "Grosse & Martens 2016, arXiv:1602.01407, equation 23"
 _SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
 _USES = "Martens, Ba & Johnson 2018, section 3.2"
 _SERIES = "Martens, Ba & Johnson 2018, section 3.5"
+_DIVIDED = "Shi et al. 2023, arXiv:2309.06497, section 3.3"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
@@ -123,11 +150,11 @@ _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFact
 _of_examples = partial(Approximation, examples_first=True, fills_scratch=True)
 _AFFINE = {
     "full": Approximation(ScaleShiftFB, "F", "second moment of per-example gradients"),
-    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL, dense=(False, False)),
+    "diagonal": Approximation(_SQUARES, "diag(F)", _DIAGONAL),
 }
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False)),
+    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
 }
 _REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
@@ -135,13 +162,26 @@ _REDUCE = _of_examples(
 _EKFAC = _of_examples(
     EigenbasisFB, "U diag(s) Uᵀ", "George et al. 2018, arXiv:1806.03884", eigenvectors=True
 )
-_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL, dense=(False, False))
+_LAYER_DIAGONAL = _of_examples(LayerDiagonalFB, "diag(F)", _DIAGONAL)
 _PATCHES = Approximation(_patches_kronecker, "t · A ⊗ G", _KFC)
-_CONVOLUTION_USES = {"kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES)}
+_PATCH_BLOCKS = {
+    "kron_blocks": Approximation(
+        partial(_patches_kronecker, side=BY_SIZE), "t · blocks(A) ⊗ blocks(G)", _DIVIDED
+    )
+}
+_CONVOLUTION_USES = LayerKind(
+    {
+        "kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES),
+        "kron_indep_blocks": Approximation(
+            partial(_multi_patches, side=BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
+        ),
+    },
+    large="kron_indep_blocks",
+)
 
 # A refresh of a full block of scales and shifts takes cubic time: 2048 channels of a normalization
-# would cost as much as the largest layer of a ResNet-50. Above this size (256 channels with scale
-# and shift), ``LayerKind.large`` is the default.
+# would cost as much as the largest layer of a ResNet-50. This is the size of 256 channels with
+# scale and shift.
 LARGEST_FULL_SIDE = 512
 
 KINDS: Registry[LayerKind] = Registry(
@@ -150,22 +190,21 @@ KINDS: Registry[LayerKind] = Registry(
         "fully_connected": LayerKind(
             {
                 "kron": Approximation(_kronecker(DENSE, DENSE), "A ⊗ G", _KFAC),
-                "kron_in_diag": Approximation(
-                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
-                ),
-                "kron_out_diag": Approximation(
-                    _kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC, dense=(True, False)
-                ),
+                "kron_in_diag": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
+                "kron_out_diag": Approximation(_kronecker(DENSE, DIAGONAL), "A ⊗ diag(G)", _KFAC),
                 "kron_both_diag": Approximation(
                     _kronecker(DIAGONAL, DIAGONAL),
                     "diag(A) ⊗ diag(G)",
                     _KFAC,
-                    dense=(False, False),
                 ),
                 "kron_reduce": _REDUCE,
                 "ekfac": _EKFAC,
                 "diagonal": _LAYER_DIAGONAL,
-            }
+                "kron_blocks": Approximation(
+                    _kronecker(BY_SIZE, BY_SIZE), "blocks(A) ⊗ blocks(G)", _DIVIDED
+                ),
+            },
+            large="kron_blocks",
         ),
         "conv2d": LayerKind(
             {
@@ -174,27 +213,34 @@ KINDS: Registry[LayerKind] = Registry(
                 "ekfac": _EKFAC,
                 "diagonal": _LAYER_DIAGONAL,
                 "kron_sua": Approximation(_uncorrelated, "t · (I ⊗ C + m mᵀ) ⊗ G", _SUA),
+                **_PATCH_BLOCKS,
             },
+            large="kron_blocks",
         ),
-        "conv1d": LayerKind({"kron": _PATCHES}),
-        "convolution": LayerKind({"kron": _PATCHES}),
+        "conv1d": LayerKind({"kron": _PATCHES, **_PATCH_BLOCKS}, large="kron_blocks"),
+        "convolution": LayerKind({"kron": _PATCHES, **_PATCH_BLOCKS}, large="kron_blocks"),
         "conv_transpose": LayerKind(
-            {"kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC)}
+            {
+                "kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC),
+                "kron_blocks": Approximation(
+                    _kronecker(BY_SIZE, BY_SIZE), "t · blocks(A) ⊗ blocks(G)", _DIVIDED
+                ),
+            },
+            large="kron_blocks",
         ),
         "fully_connected_multi": LayerKind(
             {
                 "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
                 "kron_indep_in_diag": Approximation(
-                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES, dense=(False, True)
+                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
                 ),
                 "kron_indep_out_diag": Approximation(
-                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES, dense=(True, False)
+                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
                 ),
                 "kron_indep_both_diag": Approximation(
                     _multi(DIAGONAL, DIAGONAL),
                     "u · diag(A) ⊗ diag(G)",
                     _USES,
-                    dense=(False, False),
                 ),
                 "kron_series_1": Approximation(
                     _series(1), "Σ_d (u − |d|) · A_d ⊗ G_d", _SERIES, eigenvectors=True
@@ -202,12 +248,22 @@ KINDS: Registry[LayerKind] = Registry(
                 "kron_series_2": Approximation(
                     _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True
                 ),
-            }
+                "kron_indep_blocks": Approximation(
+                    _multi(BY_SIZE, BY_SIZE), "u · blocks(A) ⊗ blocks(G)", _DIVIDED
+                ),
+            },
+            large="kron_indep_blocks",
         ),
-        "conv2d_multi": LayerKind(_CONVOLUTION_USES),
-        "convolution_multi": LayerKind(_CONVOLUTION_USES),
+        "conv2d_multi": _CONVOLUTION_USES,
+        "convolution_multi": _CONVOLUTION_USES,
         "conv_transpose_multi": LayerKind(
-            {"kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES)}
+            {
+                "kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES),
+                "kron_indep_blocks": Approximation(
+                    _multi(BY_SIZE, BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
+                ),
+            },
+            large="kron_indep_blocks",
         ),
         "grouped_convolution": LayerKind(_GROUPS),
         "grouped_convolution_multi": LayerKind(
@@ -217,26 +273,32 @@ KINDS: Registry[LayerKind] = Registry(
         "stacked_dense": LayerKind(_GROUPS),
         "embedding": LayerKind(
             {
-                "kron": Approximation(
-                    _kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC, dense=(False, True)
-                )
-            }
+                "kron": Approximation(_kronecker(DIAGONAL, DENSE), "diag(A) ⊗ G", _KFAC),
+                "kron_blocks": Approximation(
+                    _kronecker(DIAGONAL, BY_SIZE),
+                    "diag(A) ⊗ blocks(G)",
+                    _DIVIDED,
+                ),
+            },
+            large="kron_blocks",
         ),
         "embedding_multi": LayerKind(
             {
-                "kron_indep": Approximation(
-                    _multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES, dense=(False, True)
-                )
-            }
+                "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES),
+                "kron_indep_blocks": Approximation(
+                    _multi(DIAGONAL, BY_SIZE),
+                    "u · diag(A) ⊗ blocks(G)",
+                    _DIVIDED,
+                ),
+            },
+            large="kron_indep_blocks",
         ),
-        "scale_and_shift": LayerKind(_AFFINE, large="diagonal"),
-        "shift": LayerKind(_AFFINE, large="diagonal"),
+        "scale_and_shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
+        "shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
         # Parameters without a layer: blocks are created from names.
         "generic": LayerKind(
             {
-                "diagonal": Approximation(
-                    NaiveDiagonalFB, "diag(g²)", _DIAGONAL, dense=(False, False)
-                ),
+                "diagonal": Approximation(NaiveDiagonalFB, "diag(g²)", _DIAGONAL),
                 "full": Approximation(
                     NaiveFullFB, "g gᵀ", "second moment of per-example gradients"
                 ),
@@ -263,6 +325,8 @@ NOTATION: Mapping[str, str] = {
     "m": "mean of the channels of a pixel",
     "⊕": "one block for each group g, with the factors A_g and G_g",
     "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
+    "blocks": f"diagonal blocks of at most {LARGEST_BLOCK:,} rows of a matrix of at most "
+    f"{LARGEST_DIVIDED:,} rows; diagonal of a larger one",
     "g": "gradient of an example, or of the batch in blocks without an engine",
 }
 

@@ -7,14 +7,16 @@ proportional to the size of the matrix; the rows at that refresh are stored.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from math import inf, prod, sqrt
+from math import inf, isinf, prod, sqrt
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module
-from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
@@ -22,6 +24,12 @@ from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES, Planner, Schedule
 from kfac_engine.errors import UnsupportedError
 
 _SAMPLED_ROWS = 16
+# Largest share of the refreshes in the operations of the steps while periods grow.
+_EARLY_SHARE = 0.2
+# Operations in single precision that take the time of one in double precision, as of an inverse.
+_DOUBLE = 2
+# Number of operations of a refresh that takes milliseconds.
+_CHEAP = 1e9
 
 
 class Refreshes:
@@ -58,6 +66,40 @@ class Refreshes:
             Work(key, costs[key], tuple(parameters[id(factor)]), owners.get(key), ranks)
             for key, factor in factors.items()
         )
+
+    def early_rates(
+        self, repeats: Callable[[FisherBlock], float] | None = None
+    ) -> tuple[float, float]:
+        """Return the rates that bound the periods of the refreshes of an optimizer from below.
+
+        After ``least_period`` steps of a batch, a refresh of all factors is at most 20 % of the
+        operations. The numbers follow from sizes, so that periods are the same in each run and on
+        each process.
+
+        Args:
+            repeats: Returns the number of rows of each example in the factors of a block; by
+                default the measured one.
+
+        Returns:
+            The part of the steps between two refreshes for each example of a batch, and a
+            constant part; both infinite where a refresh takes milliseconds.
+        """
+        refresh = sum(work.cost for work in self.works)
+        if refresh < _CHEAP:
+            return inf, inf
+        refresh *= _DOUBLE * (1 / _EARLY_SHARE - 1)
+        measured = lambda block: max(factor.repeats or 1.0 for factor in block.factors)  # noqa: E731
+        rows_of = repeats or measured
+        passes = products = 0.0
+        for key, block in self._collection.fisher_blocks.items():
+            shapes = [self._collection.require_shape(name) for name in uses(key)]
+            numbers = sum(map(prod, shapes))
+            # A product of the forward pass, and two of the backward pass; token ids select rows.
+            if not isinstance(block, EmbeddingKroneckerFB):
+                passes += 3 * numbers * rows_of(block)
+            sides = block.factor_shapes(shapes)
+            products += numbers * sum(shape[-1] for shape in sides if len(shape) > 1)
+        return passes / refresh, products / refresh
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
         """Begin refreshes; see ``factors.refresh.begin_refresh``.
@@ -221,6 +263,19 @@ class Refreshes:
     def _factors(self) -> dict[str, FisherFactor]:
         factors = enumerate(self._collection.get_factors())
         return {str(index): factor for index, factor in factors if factor.has_inverses}
+
+
+def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
+    """Return the least number of steps between two refreshes.
+
+    Args:
+        rates: Result of ``Refreshes.early_rates``.
+        examples: Number of examples of a batch, or a recorded number.
+    """
+    if isinf(rates[0]):
+        return 1
+    steps = 1 / (rates[0] * examples + rates[1])
+    return 1 + (steps.astype(np.int64) if is_recorded(steps) else int(steps))
 
 
 def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:

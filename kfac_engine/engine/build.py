@@ -2,7 +2,6 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.activity import (
@@ -17,7 +16,7 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
-from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, row
+from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
@@ -333,6 +332,7 @@ def register_layers(
     apart = {layer.parameters[0]: (ParameterSlice(layer.parameters[0]),) for layer in unreached}
     matches = [m for layer in discovery.layers for m in _placed(layer, task.batch, chosen)]
     discovery = Discovery((*matches, *unreached), {**discovery.parts, **apart})
+    collection.sized = frozenset(kind for kind in KINDS if kind not in chosen)
     for layer in discovery.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         if layer.kind == "generic":
@@ -346,7 +346,6 @@ def register_layers(
                 key,
                 **read,
                 outputs=layer.outputs,
-                approx=_frugal(layer, collection) if layer.kind not in chosen else None,
                 **layer.options,
             )
             _check_places(layer, collection.approximation_of(key), task.batch)
@@ -391,9 +390,3 @@ def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
             f"approximation '{approximation}' of {', '.join(layer.parameters)} measures each "
             f"example's gradient, but {moved}; choose another approximation for {layer.kind}."
         )
-
-
-def _frugal(layer: LayerMatch, collection: LayerCollection) -> str | None:
-    """Return the approximation of a large layer; None for the default."""
-    side = sum(prod(collection.require_shape(name)) for name in layer.parameters)
-    return KINDS[layer.kind].large or None if side > LARGEST_FULL_SIDE else None

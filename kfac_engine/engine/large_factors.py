@@ -1,7 +1,6 @@
 """Notes on factors whose refreshes or bytes dominate a model, with a cheaper approximation."""
 
 from collections.abc import Iterator, Sequence
-from operator import and_
 
 from kfac_engine.curvature.approximations import KINDS
 from kfac_engine.curvature.refreshes import refresh_cost
@@ -27,8 +26,7 @@ def large_factor_notes(layers: Sequence[LayerReport], peak: int | None = None) -
         peak: Peak memory of a step in bytes; None if it is unknown.
 
     Yields:
-        Clauses with the cost, and with the approximation that has diagonals in place of the large
-        factors.
+        Clauses with the cost, and with the approximation that has smaller factors.
     """
     refreshes = sum(layer.inverse_flops for layer in layers)
     alike: dict[object, list[LayerReport]] = {}
@@ -39,7 +37,7 @@ def large_factor_notes(layers: Sequence[LayerReport], peak: int | None = None) -
             or layer.inverse_flops > _MOST_OF_REFRESHES * refreshes
             or (peak and layer.factor_bytes > _MOST_OF_MEMORY * peak)
         ):
-            alike.setdefault((layer.kind, *large, _ends(layer)), []).append(layer)
+            alike.setdefault((layer.kind, *large), []).append(layer)
     for group in alike.values():
         yield f"{_cost(group, refreshes, peak)}; {_advice(group[0])}"
 
@@ -65,19 +63,11 @@ def _cost(group: Sequence[LayerReport], refreshes: float, peak: int | None) -> s
 
 
 def _advice(layer: LayerReport) -> str:
-    """Return the approximation with diagonals in place of large factors."""
-    kind, ends = layer.kind, _ends(layer)
-    rows = KINDS[kind].approximations
-    spared = {n: r.dense for n, r in rows.items() if not any(map(and_, ends, r.dense))}
-    if not spared:
+    """Return the approximation without large factors."""
+    kind, better = layer.kind, KINDS[layer.kind].large
+    if not better:
         return f"{kind} has no approximation without them, so refresh them less often"
-    better = max(spared, key=lambda name: sum(spared[name]))
-    return f"'{better}' for {kind} (--approx {kind}={better}) has diagonals instead"
-
-
-def _ends(layer: LayerReport) -> tuple[bool, bool]:
-    """Return whether the input factor and the output factor are large."""
-    return _is_large(layer.factor_shapes[0]), _is_large(layer.factor_shapes[-1])
+    return f"'{better}' (--approx {kind}={better}), the default for this size, has smaller ones"
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:

@@ -5,7 +5,7 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
@@ -75,6 +75,7 @@ class AdaptiveLengthUpdate:
         roots: √outputs of the matrices of each weight: see ``root_outputs``.
         sides: Smaller side of the matrices of each weight.
         blocks: The block of the layer of each weight.
+        preconditioned: The parameters of these blocks.
         matmul: The product of two matrices.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
@@ -87,6 +88,7 @@ class AdaptiveLengthUpdate:
     roots: Mapping[str, float]
     sides: Mapping[str, int]
     blocks: Mapping[str, FisherBlock]
+    preconditioned: Collection[str]
     matmul: MatMul
     momentum: float
     adam_rate: Rate
@@ -138,7 +140,8 @@ class AdaptiveLengthUpdate:
         """Return the orthogonalized natural gradients of the weights."""
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
         alone = {n: m if n in self.roots else np.zeros_like(m) for n, m in means.items()}
-        vectors = self.units.join(alone, step.gradients)
+        blocks = {n: g for n, g in step.gradients.items() if n in self.preconditioned}
+        vectors = self.units.join(alone, blocks)
         natural = self.units.split(natural_gradients(self.engine, vectors))
         return {
             name: self._direction(name, means[name], natural[name], step.examples)
@@ -244,6 +247,7 @@ def adaptive_lengths(
         roots,
         sides,
         blocks,
+        frozenset(n for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)),
         engine.collection.backend.matmul,
         momentum,
         adam_rate,

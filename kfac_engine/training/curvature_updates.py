@@ -9,6 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
+from kfac_engine.curvature.refreshes import least_period
 from kfac_engine.curvature.schedule import Planner, PlannerState, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
@@ -123,7 +124,9 @@ class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
     The periods grow: an update is due as soon as ``min(period, max(1, steps // 2))`` steps have
-    passed, because the curvature changes quickly at the beginning of a run.
+    passed, because the curvature changes quickly at the beginning of a run. Refreshes have a
+    period of at least ``refreshes.least_period`` from the start, unless a budget of time limits
+    them.
 
     Args:
         engine: The engine.
@@ -142,10 +145,10 @@ class CurvatureUpdates:
         self._names = factor_names(engine)
         self._part = PartialBatch(engine, part)
 
-    def is_due(self, step: int, last: LastUpdates) -> bool:
-        """Return whether a step may update statistics or inverses."""
+    def is_due(self, step: int, last: LastUpdates, examples: int) -> bool:
+        """Return whether a step may update statistics or inverses; see ``update``."""
         return self._observes(step, last) or self._refreshes.may_run(
-            step, self._planner, _bound(step, last)
+            step, self._planner, self._bound(step, last, examples)
         )
 
     def update(
@@ -153,6 +156,7 @@ class CurvatureUpdates:
         step: int,
         last: LastUpdates,
         batch: Sequence[Batch],
+        examples: int,
         clock: StageClock,
     ) -> LastUpdates:
         """Update statistics and inverses where they are due.
@@ -161,12 +165,14 @@ class CurvatureUpdates:
             step: Number of the step, from 0.
             last: The latest updates.
             batch: The parts of the batch, each with inputs and targets.
+            examples: Number of examples of the batch, of all processes.
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
 
         Returns:
             The latest updates after this step.
         """
-        refreshes, planner, bound = self._refreshes, self._planner, _bound(step, last)
+        refreshes, planner = self._refreshes, self._planner
+        bound = self._bound(step, last, examples)
         refreshes.wait()
         if observes := self._observes(step, last):
             replaces = last.statistics == _NEVER and last.start != _NEVER
@@ -230,6 +236,14 @@ class CurvatureUpdates:
         """Return whether a step updates the statistics."""
         return is_due(step, last.statistics, self._every, step - max(last.start, 0))
 
+    def _bound(self, step: int, last: LastUpdates, examples: int) -> int:
+        """Return the largest period of the refreshes of a step."""
+        grown = max(1, (step - max(last.start, 0)) // 2)
+        if self._planner.schedule.policy == "budget":
+            return grown
+        least: int = least_period(self._refreshes.early_rates(), examples)
+        return max(grown, least)
+
     def observe(self, step: int, batch: Sequence[Batch], *, decay: float | None = None) -> None:
         """Average the statistics of a part of a batch.
 
@@ -242,11 +256,6 @@ class CurvatureUpdates:
         parts, examples = self._part(step, batch)
         with self._decay(decay):
             self._engine.update_statistics(parts, examples)
-
-
-def _bound(step: int, last: LastUpdates) -> int:
-    """Return the largest period of a step."""
-    return max(1, (step - max(last.start, 0)) // 2)
 
 
 def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:

@@ -269,8 +269,9 @@ class KfacOptimizer(Optimizer):
         # Only steps that update the curvature have a state of the estimator to restore.
         norm = inf if rate > _LARGE_RATE else None
         guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0, norm)
-        with guard if self._curvature.is_due(self.steps, self._last) else nullcontext() as undone:
-            last = self._curvature.update(self.steps, self._last, batch, clock)
+        due = self._curvature.is_due(self.steps, self._last, step.examples)
+        with guard if due else nullcontext() as undone:
+            last = self._curvature.update(self.steps, self._last, batch, step.examples, clock)
             move = self._update(step)
             require_finite(move.values if undone else {}, engine.collection.backend)
             engine.agreement.vote(place="KfacOptimizer")

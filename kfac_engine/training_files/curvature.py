@@ -19,9 +19,16 @@ from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, relative_
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.divided import DividedFactor, DividedMoment, split_rows
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.stacked import GroupedMoment
-from kfac_engine.curvature.factors.statistics import KroneckerMoment, rows_name
+from kfac_engine.curvature.factors.statistics import (
+    KroneckerDiagonal,
+    KroneckerMoment,
+    rows_name,
+)
+from kfac_engine.curvature.refreshes import least_period
 from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
@@ -40,8 +47,8 @@ from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
 Values = Mapping[str, Symbol]
 _NEVER = -1
 _TINY = 1e-30  # least divisor
-# Statistics whose averages are matrices, or stacks of them.
-_MOMENTS = (KroneckerMoment, GroupedMoment)
+# Statistics whose averages are matrices, stacks of them, or diagonals.
+_MOMENTS = (KroneckerMoment, GroupedMoment, DividedMoment, KroneckerDiagonal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,10 @@ class CurvatureSteps:
         """The constants that the nodes read."""
         return self._reads.constants if self._factors else {}
 
+    @cached_property
+    def _early_rates(self) -> tuple[float, float]:
+        return self._engine.estimator.refreshes.early_rates(self.repeats)
+
     def initial_state(self) -> dict[str, Array]:
         """Return the state before the first step, by name."""
         state: dict[str, Array] = {
@@ -201,7 +212,11 @@ class CurvatureSteps:
         totals = [state[name] for name in names]
         every = (int(self._options[k]) for k in ("statistics_every", "refresh_every"))  # type: ignore[call-overload] # whole numbers
         last = (state["last statistics"], state["last refresh"])
-        observes, refreshes = (_is_due(step, n, k) for n, k in zip(last, every, strict=True))
+        size: Any = batch.examples.recorded() if batch.examples else batch.assembly.task.batch.size
+        least = (1, least_period(self._early_rates, size))
+        observes, refreshes = (
+            _is_due(step, n, k, m) for n, k, m in zip(last, every, least, strict=True)
+        )
 
         def unchanged(arrays: list[Symbol]) -> list[Symbol]:
             return arrays if self._whole else [_empty(tape, array) for array in arrays]
@@ -219,7 +234,14 @@ class CurvatureSteps:
             return [*inverses, *self._natural(vectors, inverses).values()]
 
         def old() -> list[Symbol]:
-            return [*unchanged(stored), *self._natural(vectors, stored).values()]
+            latest = [*stored]
+            lines = [i for i in range(count) if averages[i].ndim == 1]  # they store no inverse
+            chosen = (lambda: [measured[i] for i in lines], lambda: [averages[i] for i in lines])
+            for i, average in zip(
+                lines, tape.branch(observes, *chosen) if lines else (), strict=True
+            ):
+                latest[i] = self._reciprocals(average)
+            return [*unchanged(stored), *self._natural(vectors, latest).values()]
 
         results = tape.branch(refreshes, fresh, old)
         natural: dict[str, Any] = {n: Missing(n, v) for n, v in vectors.items()}
@@ -369,13 +391,21 @@ class CurvatureSteps:
     def _inverses(self, averages: list[Symbol]) -> list[Symbol]:
         """Return the damped inverses; those of equal size are one stack."""
         results: list[Symbol] = [*averages]
-        for d in dict.fromkeys(average.shape[-1] for average in averages):
-            places = [i for i, a in enumerate(averages) if a.shape[-1] == d]
+        matrices = [i for i, average in enumerate(averages) if average.ndim > 1]
+        for i in range(len(averages)):
+            if i not in matrices:
+                results[i] = self._reciprocals(averages[i])
+        for d in dict.fromkeys(averages[i].shape[-1] for i in matrices):
+            places = [i for i in matrices if averages[i].shape[-1] == d]
             stacks: Any = [averages[i].reshape(-1, d, d) for i in places]
             stack: Any = np.concatenate(stacks, axis=0)
             traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
+            # The blocks of a divided factor are filled up to equal sizes.
+            sides = [_side(self._factors[i], averages[i]) for i in places]
+            rows: Any = np.repeat(sides, [len(part) for part in stacks]).astype(np.float32)
             # Before a target has counted, averages are zero, and their inverses are identities.
-            levels = np.where(traces > 0, relative_level(traces, d, self._root), 1.0)
+            means = relative_level(traces, rows[:, None, None], self._root)
+            levels = np.where(traces > 0, means, 1.0)
             smallest = self._root / (d + self._root)
             inverses: Any = damped_inverses(stack, levels, traces + levels, smallest)
             start = 0
@@ -383,6 +413,13 @@ class CurvatureSteps:
                 chosen = inverses[start : start + len(part)]
                 results[i], start = chosen.reshape(averages[i].shape), start + len(part)
         return results
+
+    def _reciprocals(self, average: Any) -> Symbol:
+        """Return the damped inverse of a diagonal."""
+        trace = average.sum()
+        level = relative_level(trace, average.shape[0], self._root)
+        inverse: Symbol = 1.0 / (average + np.where(trace > 0, level, 1.0))
+        return inverse
 
     # -- natural gradients -------------------------------------------------------------------------
 
@@ -403,7 +440,9 @@ class CurvatureSteps:
             V: Any = block.packing.pack(vector, key, array_module(vector[0]))
             statistic = block.output_factor.statistic
             repeats = statistic.repeats(self._samples(block.output_factor))
-            product: Any = block.packing.unpack(A @ V @ G * (1 / repeats), vector)
+            left, right = block.factors
+            V = _times(right, G, _times(left, A, V).swapaxes(-1, -2)).swapaxes(-1, -2)
+            product: Any = block.packing.unpack(V * (1 / repeats), vector)
             products |= dict(zip(names, product, strict=True))
         chosen = self._natural_names(vectors)
         return {n: join(slices[n], products, vectors[n], 1.0) for n in chosen}
@@ -418,11 +457,29 @@ class CurvatureSteps:
 
 
 def _has_matrices(block: KroneckerProductFB) -> bool:
-    """Return whether a block multiplies by two stored matrices, or stacks of them."""
+    """Return whether a block multiplies by two matrices that a file can compute."""
     return all(
-        isinstance(factor, DenseSquareMatrixFactor) and type(factor.statistic) in _MOMENTS
+        isinstance(factor, DenseSquareMatrixFactor | DiagonalFactor)
+        and type(factor.statistic) in _MOMENTS
         for factor in block.factors
     )
+
+
+def _side(factor: FisherFactor, average: Any) -> float:
+    """Return the mean number of rows of the matrices of a factor, or of its blocks."""
+    if isinstance(factor, DividedFactor):
+        return factor.side / int(average.shape[0])
+    return float(average.shape[-1])
+
+
+def _times(factor: FisherFactor, inverse: Any, V: Any) -> Any:
+    """Return the product of the inverse of a factor with a matrix, or with a stack of them."""
+    if inverse.ndim == 1:
+        return inverse[:, None] * V
+    if not isinstance(factor, DividedFactor):
+        return inverse @ V
+    product = inverse @ split_rows(V, inverse.shape, np)
+    return product.reshape(-1, V.shape[1])[: factor.side]
 
 
 def _add(
@@ -449,10 +506,21 @@ def _names(key: Params) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
 
 
-def _is_due(step: Symbol, last: Symbol, period: int) -> Symbol:
-    """Record ``curvature_updates.is_due``; before the first update, ``last`` is −1."""
-    grown = np.minimum(np.maximum(step // 2, 1), period)
-    return step - last >= grown
+def _is_due(step: Symbol, last: Symbol, period: int, least: Any) -> Symbol:
+    """Record whether an update is due, as for ``CurvatureUpdates``.
+
+    Args:
+        step: Number of steps so far.
+        last: Step of the last update; −1 before the first one.
+        period: Largest number of steps between two updates.
+        least: Least number of steps between two updates after the first one.
+
+    Returns:
+        A recorded truth value.
+    """
+    grown = np.minimum(np.maximum(step // 2, least), period)
+    due: Symbol = step - last >= grown
+    return due if isinstance(least, int) and least == 1 else np.logical_or(last < 0, due)
 
 
 def _empty(tape: Tape, like: Symbol) -> Symbol:

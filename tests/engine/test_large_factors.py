@@ -8,14 +8,20 @@ import kfac_engine as ke
 from kfac_engine.engine.large_factors import large_factor_notes
 from tests.models import Net
 
+# By default, wide layers have blocks.
+DENSE = {"approximations": {"fully_connected": "kron", "scale_and_shift": "full"}}
 
-def layers_of(*sides, **options):
-    """Return the layers of a chain of dense layers without biases, from input to output."""
+
+def chain(*sides):
+    """Return a chain of dense layers without biases, from input to output."""
     net, x = Net(), "input"
     for i, (d_in, d_out) in enumerate(pairwise(sides)):
         x = net.op("MatMul", x, net.weight(f"w{i}", d_in, d_out, spread=0.01), to=f"s{i}")
-    model = net.model({"input": ["n", sides[0]]}, {x: ["n", sides[-1]]})
-    return ke.Engine.from_onnx(model, loss="categorical", **options).layers
+    return net.model({"input": ["n", sides[0]]}, {x: ["n", sides[-1]]})
+
+
+def layers_of(*sides):
+    return ke.Engine.from_onnx(chain(*sides), loss="categorical", **DENSE).layers
 
 
 GIB = 1 << 30
@@ -25,9 +31,9 @@ CASES = {
     "2049 rows dominate refreshes": ([["w0"]], (2, 2049), None),
     "2300 rows in one layer of two": ([["w0"]], (2300, 10, 100), 10 * GIB),
     "2300 rows in each of four layers": ([], (2, 2300, 2, 2300, 2), 10 * GIB),
-    "a third of the memory": ([["w0", "w2"], ["w1", "w3"]], (2, 2300, 2, 2300, 2), 128 << 20),
+    "a third of the memory": ([["w0", "w1", "w2", "w3"]], (2, 2300, 2, 2300, 2), 128 << 20),
     "a tenth of the memory": ([], (2, 2300, 2, 2300, 2), 400 << 20),
-    "4097 rows": ([["w0", "w2"], ["w1", "w3"]], (2, 4097, 2, 4097, 2), 10 * GIB),
+    "4097 rows": ([["w0", "w1", "w2", "w3"]], (2, 4097, 2, 4097, 2), 10 * GIB),
 }
 
 
@@ -46,8 +52,8 @@ def test_a_note_has_the_shares_of_refreshes_and_of_the_memory():
     # (2300³ + 1000³) / (2300³ + 2·1000³ + 10³), and 2300³ operations for the large factor.
     assert note == (
         "each refresh of w0 inverts 2300×2300, 12.2 GFLOP; their factors take 93 % of the "
-        "operations of all refreshes and 10 % of the peak memory; 'kron_in_diag' for "
-        "fully_connected (--approx fully_connected=kron_in_diag) has diagonals instead"
+        "operations of all refreshes and 10 % of the peak memory; 'kron_blocks' "
+        "(--approx fully_connected=kron_blocks), the default for this size, has smaller ones"
     )
 
 
@@ -55,7 +61,7 @@ def test_an_engine_has_the_note_without_the_memory():
     net = Net()
     net.op("MatMul", "x", net.weight("w", 2, 2049, spread=0.01), to="y")
     model = net.model({"x": ["n", 2]}, {"y": ["n", 2049]})
-    engine = ke.Engine.from_onnx(model, loss="categorical")
+    engine = ke.Engine.from_onnx(model, loss="categorical", **DENSE)
     (note,) = (note for note in engine._standing_notes if "inverts" in note)
     assert "2049×2049" in note
     assert "memory" not in note
@@ -63,7 +69,39 @@ def test_an_engine_has_the_note_without_the_memory():
 
 def test_a_kind_without_another_approximation_is_refreshed_less_often():
     net = Net()
-    net.op("Conv", "x", net.weight("w", 2, 2100, 1, spread=0.01), to="y", kernel_shape=[1])
-    model = net.model({"x": ["n", 2100, 3]}, {"y": ["n", 2, 3]})
+    net.op("Conv", "x", net.weight("w", 4, 2100, 1, spread=0.01), to="y", kernel_shape=[1], group=2)
+    model = net.model({"x": ["n", 4200, 3]}, {"y": ["n", 4, 3]})
     (note,) = large_factor_notes(ke.Engine.from_onnx(model, loss="normal").layers)
-    assert note.endswith("conv1d has no approximation without them, so refresh them less often")
+    assert note.endswith(
+        "grouped_convolution has no approximation without them, so refresh them less often"
+    )
+
+
+# -- defaults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sides", "approximation", "shapes"),
+    [
+        ((2, 1024), "kron", ((2, 2), (1024, 1024))),
+        ((2, 1025), "kron_blocks", ((2, 2), (2, 513, 513))),
+        ((4608, 2), "kron_blocks", ((5, 922, 922), (2, 2))),
+        ((2, 8192), "kron_blocks", ((2, 2), (8, 1024, 1024))),
+        ((2, 8193), "kron_blocks", ((2, 2), (8193,))),
+    ],
+)
+def test_the_size_of_a_layer_decides_its_default(sides, approximation, shapes):
+    model = chain(*sides)
+    (layer,) = ke.Engine.from_onnx(model, loss="categorical").layers
+    assert layer.approximation == approximation
+    assert layer.factor_shapes == shapes
+    assert not list(large_factor_notes([layer]))
+    # A choice of the user holds for all sizes.
+    (layer,) = ke.Engine.from_onnx(model, loss="categorical", **DENSE).layers
+    assert layer.approximation == "kron"
+
+
+def test_a_collection_without_an_engine_has_one_default_for_all_sizes():
+    collection = ke.LayerCollection({"w": (2, 5000)})
+    collection.register_fully_connected("w", "x", "s")
+    assert collection.approximation_of("w") == "kron"

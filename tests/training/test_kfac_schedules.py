@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kfac_engine as ke
@@ -89,6 +89,61 @@ def test_periods_of_layers_grow_from_the_first_step():
     assert reports[1].refreshed == FACTORS
     assert all(("inverses" in report.seconds) == bool(report.refreshed) for report in reports)
     assert sum(not report.refreshed for report in reports) > 1
+
+
+# -- the first refreshes -------------------------------------------------------------------------
+
+
+def operations(examples):
+    """Those of a refresh; and of a step, by the sizes of the network."""
+    sides = {"w1": (net.D + 1, net.H), "w2": (net.H + 1, net.K)}
+    refresh = 2 * sum(d**3 for pair in sides.values() for d in pair)  # in double precision
+    step = sum(a * g * (3 * examples + a + g) for a, g in sides.values())
+    return refresh, step
+
+
+@pytest.mark.parametrize("share", [0.2, 0.03, 0.003])
+def test_the_first_refreshes_have_their_share_of_the_operations(share, monkeypatch):
+    monkeypatch.setattr(refreshes, "_CHEAP", 0)
+    monkeypatch.setattr(refreshes, "_EARLY_SHARE", share)
+    optimizer = optimizer_of(refresh_every=30)
+    reports = run(optimizer, range(STEPS))
+    refresh, step = operations(len(net.batch(0)[1]))
+    done = steps_of(reports, FACTORS[0])
+    assert all(report.refreshed in ((), FACTORS) for report in reports)
+    for count, t in enumerate(done[1:], 1):
+        spent, total = count * refresh, count * refresh + t * step
+        assert spent <= share * total or t - done[count - 1] == 30
+    # One refresh more would exceed the share, unless the period was that of a growing period.
+    plain = growing(30)
+    assert len(done) < len(plain) if share < 0.2 else len(done) <= len(plain)
+    least = int(refresh * (1 / share - 1) / step) + 1
+    assert done[1] == min(30, least)
+
+
+def test_cheap_refreshes_have_growing_periods_alone():
+    assert steps_of(run(optimizer_of(refresh_every=9), range(STEPS)), FACTORS[0]) == growing(9)
+
+
+def test_a_budget_of_time_alone_limits_its_early_refreshes(monkeypatch):
+    monkeypatch.setattr(refreshes, "_CHEAP", 0)
+    monkeypatch.setattr(refreshes, "_EARLY_SHARE", 1e-6)
+    reports = run(optimizer_of(policy="budget", budget=0.9), range(8))
+    assert any(report.refreshed for report in reports[1:])
+
+
+def test_a_run_that_resumes_refreshes_at_the_same_steps(monkeypatch, tmp_path):
+    monkeypatch.setattr(refreshes, "_CHEAP", 0)
+    monkeypatch.setattr(refreshes, "_EARLY_SHARE", 0.02)
+    whole, first = optimizer_of(refresh_every=30), optimizer_of(refresh_every=30)
+    expected = run(whole, range(STEPS))
+    run(first, range(7))
+    first.save(tmp_path / "state")
+    second = optimizer_of(refresh_every=30)
+    second.load(tmp_path / "state")
+    for seed in range(7, STEPS):
+        assert step(second, seed).refreshed == expected[seed].refreshed
+    assert_same(second, whole)
 
 
 # -- drift -----------------------------------------------------------------------------------------
@@ -262,6 +317,7 @@ def test_the_schedule_of_the_engine_is_left_alone():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@settings(deadline=None)
 @given(periods=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_no_factor_waits_longer_than_its_period_or_the_bound(policy, periods):
     works = [Work(f"f{i}", float(i + 1), (f"p{i}",)) for i in range(len(periods))]

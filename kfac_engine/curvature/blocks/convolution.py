@@ -12,10 +12,15 @@ from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.views import PatchView, RowView, View
 
 
-def patches_side(form: LayerForm) -> Side:
-    """Return a dense input factor over the sampled part of a batch."""
+def patches_side(form: LayerForm, side: Side = DENSE) -> Side:
+    """Return the form of an input factor, which is dense where it samples a part of a batch.
+
+    Args:
+        form: Layout of the convolution.
+        side: The form without sampling.
+    """
     if not form.sampling.active:
-        return DENSE
+        return side
     return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
 
 

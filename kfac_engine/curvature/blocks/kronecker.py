@@ -10,7 +10,8 @@ Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); G
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod, sqrt
 
 import numpy as np
@@ -23,11 +24,18 @@ from kfac_engine.curvature.blocks.base import (
     TowerNames,
     Towers,
     shape_of,
+    uses,
 )
 from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.divided import (
+    LARGEST_BLOCK,
+    DividedFactor,
+    DividedMoment,
+    block_shape,
+)
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.sampled import SampledFactor
@@ -63,15 +71,35 @@ class Side:
         statistic: Creates the statistic; takes the arguments of ``KroneckerMoment``.
         factor: Class of the factor.
         shape: Returns the shape of the average for a matrix of a given size.
+        sized: Returns the form for a matrix of a given size; None for one form of all sizes.
     """
 
     statistic: Callable[..., KroneckerMoment]
     factor: type[FisherFactor]
     shape: Callable[[int], tuple[int, ...]] = _square
+    sized: "Callable[[int], Side] | None" = None
+
+    def of(self, d: int) -> "Side":
+        """Return the form for a matrix of ``d`` rows."""
+        return self if self.sized is None else self.sized(d)
 
 
 DENSE = Side(KroneckerMoment, DenseSquareMatrixFactor)
 DIAGONAL = Side(KroneckerDiagonal, DiagonalFactor, _line)
+# Largest number of rows of a side that ``BY_SIZE`` divides into blocks; a wider one is diagonal.
+LARGEST_DIVIDED = 8192
+
+
+def _by_size(d: int) -> Side:
+    """Return the form of a side of ``d`` rows: dense, block-diagonal or diagonal."""
+    if d <= LARGEST_BLOCK:
+        return DENSE
+    if d <= LARGEST_DIVIDED:
+        return Side(partial(DividedMoment, side=d), DividedFactor, block_shape)
+    return DIAGONAL
+
+
+BY_SIZE = replace(DENSE, sized=_by_size)
 
 
 class KroneckerProductFB(FisherBlock):
@@ -130,6 +158,10 @@ class KroneckerProductFB(FisherBlock):
         gradients = self._towers.gradients(grads_list)
         form, collection = self.form, self._collection
         input_side, output_side = self._sides
+        if input_side.sized or output_side.sized:
+            weight = collection.require_shape(uses(self.params or ())[0])
+            sizes = form.packing.matrix_shape(weight)
+            input_side, output_side = (s.of(d) for s, d in zip(self._sides, sizes, strict=True))
         a = input_side.statistic(
             (tuple(self._towers.inputs),),
             form.input_view,
@@ -171,7 +203,7 @@ class KroneckerProductFB(FisherBlock):
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.packing.matrix_shape(shapes[0])
         pairs = zip(self._sides, (d_in, d_out), strict=True)
-        return tuple(side.shape(d) for side, d in pairs)
+        return tuple(side.of(d).shape(d) for side, d in pairs)
 
     @property
     def repeats(self) -> float:

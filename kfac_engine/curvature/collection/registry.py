@@ -78,6 +78,8 @@ class BlockRegistry(LossCollection):
         self._uses: dict[str, float] = {}
         self._defaults = {kind: row.default for kind, row in KINDS.items()}
         self._linked: dict[frozenset[str], str | None] = {}
+        # Kinds of layers whose default depends on the size of a layer.
+        self.sized: frozenset[str] = frozenset()
         self._rows: dict[Params, tuple[object, ...]] = {}
 
     def __repr__(self) -> str:
@@ -395,6 +397,9 @@ class BlockRegistry(LossCollection):
                 raise RegistrationError(
                     f"inputs and outputs of {key} must be names of tensors, got {names!r}."
                 )
+        if approx is None and kind in self.sized and not self._linked.get(frozenset(names_of(key))):
+            shapes = [self.require_shape(name) for name in names_of(key)]
+            approx = KINDS[kind].default_for(form, shapes)
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
         block = self._find_or_use(key, row_of(kind, approx).build(self, form), reuse, row)

@@ -5,7 +5,7 @@ that stores the results. Requests of one operation are computed together for all
 backend can stack matrices of equal shape and read a device once.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +40,8 @@ class Request:
 
     Attributes:
         operation: Row of ``OPERATIONS``.
-        matrix: Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)`` except for ``"inverse"``.
-            ``"inverse"`` and ``"cholesky"`` read its lower triangle only.
+        matrix: Symmetric matrix ``(d, d)``, or a stack ``(g, d, d)``. ``"inverse"`` and
+            ``"cholesky"`` read its lower triangle only.
         damping: Damping of ``"inverse"`` and ``"cholesky"``; a stack has a number for each matrix.
         powers: Pairs of exponent and damping, of ``"powers"``.
         clip: Least eigenvalue before damping, of ``"powers"``.
@@ -291,22 +291,34 @@ def _begin(backend: Backend, requests: Sequence[Request]) -> Callable[[], Mappin
 
 
 def _inverses(backend: Backend, requests: Sequence[Request]) -> Finish:
-    matrices, dampings = [r.matrix for r in requests], [r.damping for r in requests]
-    finish = backend.linalg.begin_damped_inverses(matrices, dampings)
-    return lambda: [(inverse,) for inverse in finish()]
+    finish = backend.linalg.begin_damped_inverses(*_matrices(requests))
+    return lambda: _by_request(backend, requests, ((inverse,) for inverse in finish()))
 
 
 def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:
+    lower = backend.linalg.damped_choleskys(*_matrices(requests))
+    inverses = backend.linalg.triangular_inverses(lower)
+    return _by_request(backend, requests, zip(lower, inverses, strict=True))
+
+
+def _matrices(requests: Sequence[Request]) -> tuple[list[Array], list[float]]:
+    """Return the matrices of all requests, those of stacks one by one, and their dampings."""
     stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
     levels = [np.ravel(r.damping).tolist() for r in requests]
-    lower = backend.linalg.damped_choleskys([m for s in stacks for m in s], list(chain(*levels)))
-    pairs = zip(lower, backend.linalg.triangular_inverses(lower), strict=True)
-    results: list[Result] = []
-    for request, stack in zip(requests, stacks, strict=True):
-        both = list(zip(*islice(pairs, len(stack)), strict=True))
-        single = request.matrix.ndim == 2
-        results.append([array[0] if single else backend.xp.stack(array) for array in both])
-    return results
+    return list(chain(*stacks)), list(chain(*levels))
+
+
+def _by_request(
+    backend: Backend, requests: Sequence[Request], results: Iterator[tuple[Array, ...]]
+) -> list[Result]:
+    """Return the results of each request, from the results of its matrices."""
+    sizes = [len(r.matrix) if r.matrix.ndim > 2 else 0 for r in requests]
+    return [
+        [backend.xp.stack(array) for array in zip(*islice(results, size), strict=True)]
+        if size
+        else next(results)
+        for size in sizes
+    ]
 
 
 def _eighs(backend: Backend, requests: Sequence[Request]) -> Sequence[Result]:

@@ -113,8 +113,8 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
 
     def get_cov(self) -> Array:
         stack = self._matrix()
-        dense: Array = self.backend.xp.zeros((self.side, self.side), stack.dtype)
-        d = stack.shape[1]
+        groups, d, _ = stack.shape
+        dense: Array = self.backend.xp.zeros((groups * d, groups * d), stack.dtype)
         for group, matrix in enumerate(stack):
             where = slice(group * d, (group + 1) * d)
             dense[where, where] = matrix

@@ -7,7 +7,7 @@ towers. Statistics are frozen: layers with equal statistics share a factor.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -237,20 +237,23 @@ class KroneckerMoment:
                 self._add_rows(out, part, share, backend, alpha / total)
 
     def _row_chunks(
-        self, x: Array, weights: Array, backend: Backend
-    ) -> Iterator[tuple[Array, Array]]:
-        """Yield rows of a tensor that count, ``(m, d)``, with their weights."""
+        self, x: Array, weights: Array | None, backend: Backend
+    ) -> Iterator[tuple[Array, Any]]:
+        """Yield rows of a tensor that count, ``(m, d)``, with their weights if they have any."""
+        width = self.view.width(x.shape)
         if is_recorded(x):  # a file keeps all rows: those that do not count are multiplied by zero
-            yield self.view.rows(x, backend).reshape(weights.shape[0], -1), weights
+            yield self.view.rows(x, backend).reshape(-1, width), weights
             return
         positions = self.view.count(x.shape) // max(len(x), 1)
-        numbers = positions * self.view.width(x.shape)
-        step = max(1, backend.scratch_bytes // max(1, numbers * x.itemsize))
+        step = max(1, backend.scratch_bytes // max(1, positions * width * x.itemsize))
         for start in range(0, len(x), step):
+            rows = self.view.rows(x[start : start + step], backend).reshape(-1, width)
+            if weights is None:
+                yield rows, None
+                continue
             share = weights[start * positions : (start + step) * positions]
             counting = share > 0
-            rows = self.view.rows(x[start : start + step], backend)
-            yield rows.reshape(len(share), -1)[counting], share[counting]
+            yield rows[counting], share[counting]
 
     def _add_rows(
         self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
@@ -294,20 +297,28 @@ class KroneckerDiagonal(KroneckerMoment):
                 self._add_weighted(out, arrays, weights, backend, alpha / towers, 1.0)
                 continue
             rows = sum(self.view.count(x.shape) for x in arrays)
+            share = alpha / (rows * towers)
             for array in arrays:
+                if is_recorded(array):
+                    self._add_rows(out, self.view.rows(array, backend), None, backend, share)
+                    continue
                 x, window = self.view.images(array, backend)
-                share = alpha / (rows * towers)
                 backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
-            if self.homogeneous:
+            if self.homogeneous and not is_recorded(out):
                 out[-1] += alpha / towers
 
     def _add_rows(
-        self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
+        self, out: Array, rows: Array, weights: Any, backend: Backend, alpha: float
     ) -> None:
-        squares = alpha * (weights.astype(rows.dtype)[:, None] * rows * rows).sum(axis=0)
-        out[: out.size - self.homogeneous] += squares
+        rows = rows.reshape(-1, rows.shape[-1]).astype(out.dtype, copy=False)
+        squares = (
+            rows * rows if weights is None else weights.astype(out.dtype)[:, None] * rows * rows
+        )
+        sums = squares.sum(axis=0)
         if self.homogeneous:
-            out[-1] += alpha * float(weights.sum())
+            ones = backend.xp.ones((rows.shape[0],), out.dtype) if weights is None else weights
+            sums = backend.xp.concatenate([sums, ones.astype(out.dtype).sum().reshape(1)])
+        out += alpha * sums
 
 
 @dataclass(frozen=True, slots=True)
