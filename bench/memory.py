@@ -1,18 +1,17 @@
 """Measured and announced peak memory of a step; each case has a process of its own."""
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 
 from rich.console import Console
 
+from kfac_engine.bench.environment import answer_of
 from kfac_engine.bench.jobs import DECAY
 from kfac_engine.bench.report import print_table
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
-from kfac_engine.errors import BackendError
 
 # Network, batch and estimation mode: modes differ in the number of backward passes.
 CASES = (
@@ -69,24 +68,8 @@ def run_memory(console: Console, name: str) -> list[Peak]:
 
 
 def in_new_process(network: str, batch: int, mode: str) -> Peak:
-    """Measure one case in a new process.
-
-    Args:
-        network: Name of the network.
-        batch: Number of examples.
-        mode: Estimation mode.
-
-    Returns:
-        The peak.
-
-    Raises:
-        BackendError: The process failed.
-    """
-    command = [sys.executable, "-m", "kfac_engine.bench.memory", network, str(batch), mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BackendError(f"measuring '{network}' failed: {done.stderr.strip()}")
-    announced, measured = json.loads(done.stdout)
+    """Measure the memory of one network, batch and estimation mode in a new process."""
+    announced, measured = answer_of("memory", network, batch, mode)
     return Peak(f"{network}, batch {batch}, {mode}", announced, measured)
 
 

@@ -6,20 +6,18 @@ builds an engine for a graph of 100,000 nodes, and prints CPU seconds and bytes.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from kfac_engine.bench.environment import environment, keep_to_cores
+from kfac_engine.bench.environment import answer_of, keep_to_cores
 from kfac_engine.bench.report import print_table
 from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling import Point, Steps, fitted_points
 from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.step_networks import classifier
 from kfac_engine.engine.engine import Engine
-from kfac_engine.errors import BackendError
 
 SIZES = (1_000, 3_000, 10_000, 100_000)
 _WIDTH = 4
@@ -36,7 +34,7 @@ def run_nodes(console: Console, name: str, sizes: Sequence[int] = SIZES) -> list
     Returns:
         A point for each size.
     """
-    builds = [_in_new_process(size) for size in sizes]
+    builds = [Steps(*answer_of("nodes", size, threads=1)) for size in sizes]
     points: list[Point] = fitted_points("nodes, CPU time", sizes, builds, time=1, memory=1)
     heads = ("nodes",), ("CPU seconds", "µs a node", "peak MB", "time grows as", "memory as")
     title = f"Suite {name}, chains of dense layers"
@@ -51,19 +49,6 @@ def _cells(point: Point) -> tuple[str, ...]:
         f"{point.peak_bytes / 1e6:.0f}", growth(point.exponent, point.expected),
         growth(point.memory_exponent, point.memory_expected),
     )  # fmt: skip
-
-
-def _in_new_process(nodes: int) -> Steps:
-    """Return the result of ``build`` in a new process with one thread.
-
-    Raises:
-        BackendError: The process failed.
-    """
-    command = [sys.executable, "-m", "kfac_engine.bench.nodes", str(nodes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(1))
-    if done.returncode:
-        raise BackendError(f"a build of {nodes} nodes failed: {done.stderr.strip()}")
-    return Steps(*json.loads(done.stdout))
 
 
 def build(nodes: int) -> Steps:

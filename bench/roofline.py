@@ -6,7 +6,6 @@ The measurement runs in a process of its own, whose BLAS loads with this number 
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kfac_engine.bench.environment import environment, keep_to_cores
-from kfac_engine.errors import BackendError
+from kfac_engine.bench.environment import answer_of, keep_to_cores
 
 _SIDE = 2048
 _BYTES = 256 << 20
@@ -109,24 +107,8 @@ def ceilings(threads: int) -> list[Roofline]:
 
 
 def ceiling(threads: int) -> Roofline:
-    """Measure the rates of a number of threads, in a process of its own.
-
-    Args:
-        threads: Number of threads.
-
-    Returns:
-        The rates.
-
-    Raises:
-        BackendError: The process failed.
-    """
-    command = [sys.executable, "-m", "kfac_engine.bench.roofline", str(threads)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(threads)
-    )
-    if done.returncode:
-        raise BackendError(f"measuring the machine's ceiling failed: {done.stderr.strip()}")
-    return Roofline(**json.loads(done.stdout))
+    """Measure the rates of a number of threads, in a process of its own."""
+    return Roofline(**answer_of("roofline", threads, threads=threads))
 
 
 def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Roofline:

@@ -7,14 +7,13 @@ own, without memory from an earlier shape.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from kfac_engine.bench.environment import environment, keep_to_cores
+from kfac_engine.bench.environment import answer_of, keep_to_cores
 from kfac_engine.bench.report import print_table
 from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling_fit import fitted, growth
@@ -23,7 +22,6 @@ from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
-from kfac_engine.errors import BackendError
 from kfac_engine.registry import Registry
 
 _ROUNDS = 5
@@ -210,19 +208,9 @@ def fitted_points(
 
 
 def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:
-    """Return the result of ``take_steps`` in a new process.
-
-    Raises:
-        BackendError: The process failed.
-    """
-    arguments = json.dumps(asdict(shape)), str(threads), str(rounds)
-    command = [sys.executable, "-m", "kfac_engine.bench.scaling", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment(threads)
-    )
-    if done.returncode:
-        raise BackendError(f"steps of {shape} failed: {done.stderr.strip()}")
-    return Steps(**json.loads(done.stdout))
+    """Return the result of ``take_steps`` in a new process."""
+    text = json.dumps(asdict(shape))
+    return Steps(**answer_of("scaling", text, threads, rounds, threads=threads))
 
 
 def take_steps(shape: Shape, threads: int, rounds: int) -> Steps:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
 from kfac_engine.bench.jobs import SELDOM
 from kfac_engine.bench.scaling_fit import MARGIN
+from scripts import markdown
 
 # The name of the fastest peer that is a library, instead of a contender.
 BEST = "the best library"
@@ -114,22 +115,15 @@ def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) 
     if not shown:
         return
     yield ""
-    columns = (
-        "case",
-        "compared with",
-        "at most",
-        "measured",
-        *(("older kernel",) if older else ()),
-    )
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
+    columns = ["case", "compared with", "at most", "measured", *["older kernel"] * bool(older)]
+    rows = []
     for finding in shown:
         beside = others.get(finding[:2])
-        cells = (
+        rows.append((
             finding.case, finding.beside, f"{finding.bound:.2f}", _shown(finding),
             *([_shown(beside) if beside else ""] if older else []),
-        )  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
+        ))  # fmt: skip
+    yield from markdown.table(columns, rows)
 
 
 def measured(suites: Suites) -> Iterator[Finding]:

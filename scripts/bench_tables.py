@@ -21,6 +21,7 @@ from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
 from scripts import bench_goals, training_tables, uses_tables
+from scripts.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -83,15 +84,13 @@ def readme(text: str) -> str:
         for case, times in suites.get(suite, ())
         if part in case
     ]
-    texts = [f"| {words} | {' | '.join(_beside_columns(times))} |" for words, times in chosen]
+    texts = [(words, *_beside_columns(times)) for words, times in chosen]
     lines = [
         *_training_summary(),
         "Steps with an update of the factors, and of the inverses every tenth step: milliseconds, "
         "and the time of the fastest implementation in each library divided by ours.",
         "",
-        f"| network | ours, ms | {' | '.join(COLUMNS)} |",
-        f"|---|{'---|' * (1 + len(COLUMNS))}",
-        *texts,
+        *table(("network", "ours, ms", *COLUMNS), texts),
         "",
         _extremes(suites),
         "",
@@ -129,13 +128,11 @@ def performance(text: str) -> str:
     assert newest is not None, "no measurements"
     report = load(newest)
     steps = [
-        f"| {case} | {' | '.join(list(_beside_columns(times))[:1] + _beside_libraries(times))} |"
+        (case, *list(_beside_columns(times))[:1], *_beside_libraries(times))
         for case, times in _cases(report["suites"]["step"])
     ]
     lines = [
-        "| step | ms | PyTorch | kfac-jax | curvlinops |",
-        "|---|---|---|---|---|",
-        *steps,
+        *table(("step", "ms", "PyTorch", "kfac-jax", "curvlinops"), steps),
         "",
         *bench_goals.table(report["suites"], missed=True),
         "",
@@ -157,16 +154,16 @@ def with_sections(text: str) -> str:
 
 
 def _gpu_section(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table of the work of a GPU, without single layers."""
-    yield "| work | backend | ms | of floor | torch, ms |"
-    yield "|---|---|---|---|---|"
+    """Return a table of the work of a GPU, without single layers."""
+    lines = []
     for case, alike in groupby(rows, key=lambda row: row["case"]):
         ours, *others = alike
         if case.startswith("A: "):
             continue
         beside = ", ".join(f"{1e3 * row['seconds']['median']:.2f}" for row in others)
         milli = f"{1e3 * ours['seconds']['median']:.3g}"
-        yield f"| {case} | {ours['contender']} | {milli} | {ours['fraction']:.0%} | {beside} |"
+        lines.append((case, ours["contender"], milli, f"{ours['fraction']:.0%}", beside))
+    return table(("work", "backend", "ms", "of floor", "torch, ms"), lines)
 
 
 def _beside_libraries(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -273,9 +270,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         heads, cells = FORMS.get(mark, (list(kind[0]), _any))
         if number:
             yield ""
-        yield f"| {' | '.join(heads)} |"
-        yield f"|{'---|' * len(heads)}"
-        yield from (f"| {' | '.join(cells(row))} |" for row in kind)
+        yield from table(heads, map(cells, kind))
 
 
 def _mark(row: Mapping[str, Any]) -> str:

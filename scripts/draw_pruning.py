@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from scripts import measure_merging
+from scripts import markdown, measure_merging
 from scripts.measure_pruning import (
     METHODS,
     PATTERN,
@@ -80,14 +80,12 @@ def _table(
     entries: list[Pruned], data: str, rows: tuple[float | str, ...], steps: int
 ) -> Iterator[str]:
     """Yield the lines of a table: rows of zeros, columns of methods."""
-    yield f'| {data} | magnitude | `"obd"` | `"obs"` |'
-    yield "|---|---|---|---|"
+    lines = []
     for zeros in rows:
         name = f'`"{zeros}"`' if isinstance(zeros, str) else f"{100 * zeros:g} %"
         cells = (accuracies(entries, data, method, zeros, steps) for method in METHODS)
-        yield (
-            " | ".join((f"| {name}", *(", ".join(f"{a:.3f}" for a in row) for row in cells))) + " |"
-        )
+        lines.append((name, *(", ".join(f"{a:.3f}" for a in row) for row in cells)))
+    yield from markdown.table((data, "magnitude", '`"obd"`', '`"obs"`'), lines)
     yield ""
 
 
@@ -95,18 +93,16 @@ def merging_table() -> str:
     """Return the table of the accuracies of merged networks in Markdown."""
     with measure_merging.RESULTS.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    lines = [
-        "| copies trained on | first | second | plain mean | `ke.merge` |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for parts in dict.fromkeys(row["parts"] for row in rows):
         alike = sorted((r for r in rows if r["parts"] == parts), key=lambda row: row["seed"])
         cells = (
             ", ".join(f"{row[name]:.3f}" for row in alike)
             for name in ("first", "second", "mean", "fisher")
         )
-        lines.append(" | ".join((f"| {parts}", *cells)) + " |")
-    return "\n".join(lines)
+        lines.append((parts, *cells))
+    heads = "copies trained on", "first", "second", "plain mean", "`ke.merge`"
+    return "\n".join(markdown.table(heads, lines))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.data import demo_model, digits
+from scripts import markdown
 from scripts.measure_pruning import Task
 from scripts.measure_uncertainty import RESULTS, ROOT, Predicted, entropy, measured
 from scripts.pictures import GREY, grey_svg
@@ -28,16 +29,17 @@ def read() -> list[Predicted]:
 
 
 def table(entries: list[Predicted]) -> Iterator[str]:
-    """Yield the lines of the table of the page."""
-    yield "| data | prediction | AUROC of turned images | log loss | accuracy |"
-    yield "|---|---|---|---|---|"
+    """Return the lines of the table of the page."""
+    cells = []
     for key in dict.fromkeys((entry.data, entry.method) for entry in entries):
         rows = [entry for entry in entries if (entry.data, entry.method) == key]
         numbers = (
             ", ".join(f"{getattr(row, field):.2f}" for row in rows)
             for field in ("auroc", "log_loss", "accuracy")
         )
-        yield f"| {key[0]} | {key[1]} | {' | '.join(numbers)} |"
+        cells.append((*key, *numbers))
+    heads = "data", "prediction", "AUROC of turned images", "log loss", "accuracy"
+    return markdown.table(heads, cells)
 
 
 def draw() -> Any:

@@ -16,6 +16,7 @@ from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.symmetric import Floor, widen
 from kfac_engine.kernels.variants import MACROS
+from scripts import markdown
 from scripts.compile_kernels import Compiled, compiled
 from tests.backend.truths import patches
 from tests.cuda_on_cpu import nvrtc
@@ -74,12 +75,14 @@ def resources() -> Iterator[str]:
     yield "Each cell is the largest number of registers of a thread over all variants of a source (types of images, lengths of"
     yield "rows, tensor cores). Brackets contain the kilobytes of shared memory of a block. `python -m scripts.compile_kernels` compiles every variant"
     yield f"that a launch can choose for every architecture: {len(each)} kernels, of which {spilling or 'none'} spill{'s' * (spilling == 1)} registers to memory.\n"
-    yield f"| kernel | {' | '.join(nvrtc.ARCHITECTURES)} |"
-    yield "|---" * (len(nvrtc.ARCHITECTURES) + 1) + "|"
-    for table in tables.values():
-        for kernel in dict.fromkeys(kernel for kernels in table.values() for kernel in kernels):
-            cells = (cell(most(table, kernel, name)) for name in nvrtc.ARCHITECTURES)
-            yield f"| `{kernel}` | {' | '.join(cells)} |"
+    yield from markdown.table(
+        ("kernel", *nvrtc.ARCHITECTURES),
+        (
+            (f"`{kernel}`", *(cell(most(table, kernel, name)) for name in nvrtc.ARCHITECTURES))
+            for table in tables.values()
+            for kernel in dict.fromkeys(kernel for kernels in table.values() for kernel in kernels)
+        ),
+    )
 
 
 def most(table: Compiled, kernel: str, architecture: str) -> nvrtc.Resources:
@@ -101,11 +104,8 @@ def _exactness() -> Iterator[str]:
     yield "## Errors\n"
     yield "Each number is the largest error of a result, divided by the largest entry of the result in float64. A CPU executes"
     yield "the threads of a block one after the other; each column is an order of the threads.\n"
-    yield f"| kernel | case | {' | '.join(ORDERS)} |"
-    yield "|---" * (len(ORDERS) + 2) + "|"
-    for kernel, case, error in cases():
-        cells = (f"{error(order):.1e}" for order in ORDERS)
-        yield f"| {kernel} | {case} | {' | '.join(cells)} |"
+    errors = ((k, c, *(f"{error(order):.1e}" for order in ORDERS)) for k, c, error in cases())
+    yield from markdown.table(("kernel", "case", *ORDERS), errors)
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[str], float]]]:

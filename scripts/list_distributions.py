@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kfac_engine.ranks.cost import DISTRIBUTIONS, rank_cost
 from kfac_engine.ranks.sizes import Periods
+from scripts.markdown import table
 from tests.ranks.known_models import MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,12 +42,12 @@ def page(text: str) -> str:
 
 def _tables() -> Iterator[tuple[str, Iterable[str]]]:
     """Yield the name and the lines of each table."""
-    yield "traffic", _table(("model", "refresh, statistics every", *DISTRIBUTIONS), _traffic())
-    yield "memory", _table(("model", "replicate", "shard"), _memory())
+    yield "traffic", table(("model", "refresh, statistics every", *DISTRIBUTIONS), _traffic())
+    yield "memory", table(("model", "replicate", "shard"), _memory())
     heads = (
         "distribution", "ranks", "layer owners", "slowest rank, ms", "mean, ms", "plain ÷ slowest",
     )  # fmt: skip
-    yield "measured", _table(heads, _measured())
+    yield "measured", table(heads, _measured())
 
 
 def _traffic() -> Iterator[tuple[str, ...]]:
@@ -74,13 +75,6 @@ def _measured() -> Iterator[tuple[str, ...]]:
         ratio = plain["slowest"] / row["slowest"]
         name = row["distribution"] or "no communicator"
         yield name, f"{row['ranks']}", f"{row['layer_owners']}", *times, f"{ratio:.2f}"
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    heads = tuple(heads)
-    for row in (heads, ("---",) * len(heads), *rows):
-        yield f"| {' | '.join(row)} |"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import onnx
 
 import kfac_engine as ke
 from kfac_engine.graph.load import load_graph
+from scripts import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -119,9 +120,8 @@ def networks_of_the_page() -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     """Return a Markdown table."""
-    lines = ["| model | layers | generic because | result |", "|---|---|---|---|"]
-    lines += [f"| `{row.name}` | {row.layers} | {row.reasons} | {row.result} |" for row in rows]
-    return "\n".join(lines)
+    cells = [(f"`{row.name}`", f"{row.layers}", row.reasons, row.result) for row in rows]
+    return "\n".join(markdown.table(("model", "layers", "generic because", "result"), cells))
 
 
 def page(large: list[Row], small: list[Row]) -> str:

@@ -8,6 +8,8 @@ import ast
 from itertools import groupby
 from pathlib import Path
 
+from scripts.markdown import table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "modules.md"
 
@@ -35,11 +37,10 @@ def page() -> str:
             if path.name == "__init__.py":
                 about = f"{summary(path)}\n\n"
             else:
-                rows.append(f"| `{path.stem}` | {summary(path).replace('|', chr(92) + '|')} |\n")
-        table = f"| module | contents |\n|---|---|\n{''.join(rows)}" if rows else ""
-        parts.append(
-            f"## `{folder.relative_to(ROOT).as_posix()}`\n\n{about}{table}".rstrip() + "\n"
-        )
+                rows.append((f"`{path.stem}`", summary(path).replace("|", "\\|")))
+        lines = "\n".join(table(("module", "contents"), rows) if rows else ())
+        name = folder.relative_to(ROOT).as_posix()
+        parts.append(f"## `{name}`\n\n{about}{lines}".rstrip() + "\n")
     return "\n".join(parts)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from scripts.markdown import table
+
 RESULTS = [
     "task", "method", "rate, schedule", "budget, s", "steps", "ms a step", "loss", "all seeds",
     "accuracy", "runs that died",
@@ -40,12 +42,12 @@ def comparison_cells(row: Mapping[str, Any]) -> list[str]:
 
 def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table of comparisons; a task is named in its first row."""
-    lines = [f"| {' | '.join(COMPARISONS)} |", f"|{'---|' * len(COMPARISONS)}"]
+    lines = []
     chosen = (comparison_cells(row) for row in rows if RIVAL in row)
     for _, cells_of_task in groupby(chosen, key=lambda cells: cells[0]):
         for number, (task, *cells) in enumerate(cells_of_task):
-            lines.append(f"| {' | '.join(['' if number else task, *cells])} |")
-    return lines
+            lines.append(["" if number else task, *cells])
+    return [*table(COMPARISONS, lines)]
 
 
 def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -59,17 +61,16 @@ def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, s
     Returns:
         The lines.
     """
-    lines = ["| task | Adam | K-FAC | ratio |", "|---|---|---|---|"]
+    lines = []
     for label, task, rival in shown:
         row = max(
             (row for row in rows if (row["task"], row.get(RIVAL)) == (task, rival)),
             key=lambda row: float(row["rival_seconds"]),
         )
         needed = row["seconds"] / row["seconds_ratio"]
-        lines.append(
-            f"| {label} | {needed:.1f} s | {row['seconds']:.1f} s | {row['seconds_ratio']:.2f} |"
-        )
-    return lines
+        times = f"{needed:.1f} s", f"{row['seconds']:.1f} s"
+        lines.append((label, *times, f"{row['seconds_ratio']:.2f}"))
+    return [*table(("task", "Adam", "K-FAC", "ratio"), lines)]
 
 
 def _number(value: float | None, form: str, missing: str = "") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kfac_engine.bench.contenders import OURS
 from kfac_engine.bench.timing import milliseconds
-from scripts import bench_goals
+from scripts import bench_goals, markdown
 
 HEADS = ["use", "CPU ms", "peer", "its CPU ms", "ours ÷ peer", "peak MB", "its peak MB"]
 
@@ -19,23 +19,19 @@ def section(suites: bench_goals.Suites) -> Iterator[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table.
+    """Return the lines of the table: a line for each use that was compared.
 
     Args:
         rows: Rows of the suite; the rows of one case are adjacent.
-
-    Yields:
-        A line for each use that was compared.
     """
-    yield f"| {' | '.join(HEADS)} |"
-    yield f"|{'---|' * len(HEADS)}"
+    lines = []
     for case, group in groupby(rows, key=lambda row: row["case"]):
         by_contender = {row["contender"]: row for row in group}
         ours = by_contender.pop(OURS)
         for peer, other in by_contender.items():
-            cells = (
+            lines.append((
                 case, milliseconds(ours["cpu_seconds"]), peer, milliseconds(other["cpu_seconds"]),
                 f"{ours['cpu_seconds'] / other['cpu_seconds']:.3f}",
                 *(f"{row['peak_bytes'] / 1e6:.0f}" for row in (ours, other)),
-            )  # fmt: skip
-            yield f"| {' | '.join(cells)} |"
+            ))  # fmt: skip
+    return markdown.table(HEADS, lines)

@@ -7,7 +7,6 @@ from rich.console import Console
 from kfac_engine.bench import nodes
 from kfac_engine.bench.build import measure_build
 from kfac_engine.bench.networks import NETWORKS
-from kfac_engine.bench.scaling import Steps
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
 from tests import models
@@ -39,8 +38,8 @@ def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> No
 def test_exponents_of_builds_stand_beside_the_expected_ones(
     power: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    builds = {size: Steps([size**power / 1e3], 5_000 * size) for size in (100, 1_000)}
-    monkeypatch.setattr(nodes, "_in_new_process", builds.__getitem__)
+    builds = {size: ([size**power / 1e3], 5_000 * size) for size in (100, 1_000)}
+    monkeypatch.setattr(nodes, "answer_of", lambda _, size, **__: builds[size])
     points = nodes.run_nodes(Console(width=160), "build", sizes=(100, 1_000))
     assert [point.size for point in points] == [100, 1_000]
     assert [point.exponent for point in points] == pytest.approx([power] * 2)
