@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature_result.blocks import Block
 from kfac_engine.curvature_result.example_gradients import LayerGradients, numbered, whole_rows
 from kfac_engine.curvature_result.gradient_forms import Gradients, WholeGradients
@@ -28,6 +27,8 @@ Sources = tuple[Trace, list[Mapping[str, Array]]]
 def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targets) -> Sources:
     """Return the batch and the cotangents of the negative log-likelihood of each example.
 
+    Its terms have the weights of their targets.
+
     Args:
         layout: The model with its layers.
         inputs: Input name to array.
@@ -41,9 +42,9 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
     """
     require_gradient(layout.assembly, inputs)
     trace = TrainableModel(layout.assembly).trace(inputs, targets)
-    layout.assembly.task.objective.require_alike(trace, "an analysis of single examples")
-    losses = layout.assembly.task.objective.losses
-    return trace, list(MODES["empirical"](losses, trace, np.random.default_rng()))
+    objective = layout.assembly.task.objective
+    # Those of the sum over the batch: the reduction of a curvature divides by the examples.
+    return trace, [objective.cotangents(trace, objective.examples(trace))]
 
 
 def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:

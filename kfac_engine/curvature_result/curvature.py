@@ -38,7 +38,7 @@ class Curvature:
         blocks: All blocks.
         examples: Number of examples.
         log_likelihood: Sum of the log-likelihoods of the targets.
-        predictions: Number of values of all examples that the losses read.
+        predictions: Number of values of all examples that the losses read, each with its weight.
 
     Attributes:
         model: The model with its losses: ``parameters``, ``predict``, ``trace``.
@@ -49,7 +49,8 @@ class Curvature:
         examples: Number of examples.
         log_likelihood: Sum over all examples of the log-likelihood of the targets, in nats; None
             for data without targets.
-        predictions: Number of values of all examples that the losses read, such as logits or means.
+        predictions: Number of values of all examples that the losses read, such as logits or
+            means; with weights, their sum.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Curvature:
         blocks: Sequence[Block],
         examples: int,
         log_likelihood: float | None,
-        predictions: int,
+        predictions: float,
     ) -> None:
         self.model = TrainableModel(layout.assembly)
         self.options = layout.options
@@ -266,11 +267,11 @@ class Curvature:
 
         Args:
             inputs: Input name to array.
-            targets: The targets of the loss; for several losses, by output.
+            targets: The targets of the loss, also ``Weighted``; for several losses, by output.
 
         Yields:
-            Tiles of consecutive examples, all of one layer before the next layer. The sum over the
-            positions of an example is not divided.
+            Tiles of consecutive examples, all of one layer before the next layer. The weighted sum
+            over the positions of an example is not divided.
 
         Raises:
             InputError: Inputs or targets are wrong.

@@ -252,10 +252,10 @@ def _is_header(header: Any) -> bool:
     if header["about"].keys() != set(NUMBERS):
         return False
     likelihood = header["about"]["log_likelihood"]
-    counts = [header["about"]["examples"], header["about"]["predictions"]]
+    examples = header["about"]["examples"]
     means = [mean for mean in header["positions"] if mean is not None]
-    are_counts = all(type(count) is int and count > 0 for count in counts)
-    are_means = all(_is_number(mean) and mean > 0 for mean in means)
+    are_counts = type(examples) is int and examples > 0
+    are_means = all(_is_number(n) and n > 0 for n in (*means, header["about"]["predictions"]))
     return are_counts and are_means and (likelihood is None or _is_number(likelihood))
 
 

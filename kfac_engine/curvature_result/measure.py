@@ -106,7 +106,7 @@ class _Measurement:
         moments: Sums over gradients of single examples; ``prepare`` sets them.
         examples: Examples so far.
         log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
-        predictions: Number of values so far that the losses read.
+        predictions: Number of values so far that the losses read, each with its weight.
         draws: The draws of the user that are not used yet, by name of targets.
         inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
         averages: Bytes of the averages of factors, which the first batch allocates.
@@ -118,7 +118,7 @@ class _Measurement:
     moments: ExampleMoments = field(init=False)
     examples: int = 0
     log_likelihood: float | None = 0.0
-    predictions: int = 0
+    predictions: float = 0
     draws: dict[str, Array] = field(default_factory=dict)
     inputs: dict[int, Float] = field(default_factory=dict)
     averages: int = 0
@@ -224,7 +224,7 @@ class _Measurement:
             with trace.explain():
                 self._measure(trace, examples, factors)
             self.examples += examples
-            self.predictions += sum(trace[name].size for name in objective.inputs)
+            self.predictions += self._number(trace)
             if has_targets and self.log_likelihood is not None:
                 self.log_likelihood -= examples * objective.value(trace)
         if not self.examples:
@@ -236,6 +236,15 @@ class _Measurement:
                 raise InputError(
                     f"draws have {len(rest)} more targets for '{name}' than the data have examples."
                 )
+
+    def _number(self, trace: Trace) -> float:
+        """Return the number of values that the losses read, each with the weight of its term."""
+        objective, number = self.layout.assembly.task.objective, 0.0
+        observed = objective.observe(trace, targets=False).towers
+        for tower, seen in zip(objective.towers, observed, strict=True):
+            mean = 1 if seen.weights is None else float(seen.weights.mean(dtype=np.float64))
+            number += mean * sum(trace[name].size for name in tower.inputs)
+        return int(number) if number == int(number) else number
 
     def _measure(self, trace: Trace, examples: int, factors: Sequence[FisherFactor]) -> None:
         """Add a batch to factors and to sums over examples, with the same sampled targets."""

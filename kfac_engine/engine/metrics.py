@@ -5,9 +5,10 @@ once, so that the result does not depend on the sizes of the batches.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from inspect import Parameter, signature
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeAlias
 
@@ -16,15 +17,16 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.arguments import listed
 from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import Objective, Observation
-from kfac_engine.losses.observed import Targets, times
+from kfac_engine.losses.observed import Targets, Weighted, times
 from kfac_engine.registry import Registry
 
-# Takes the outputs of the model, as ``Engine.predict`` returns them, and the targets of a batch.
-# Returns an array with the examples on the first axis.
-MetricFunction: TypeAlias = Callable[[Any, Any], Any]
+# Takes the outputs of the model, as ``Engine.predict`` returns them, the targets of a batch, and
+# their weights if it has three arguments. Returns an array with the examples on the first axis.
+MetricFunction: TypeAlias = Callable[..., Any]
 # What a caller names: an entry of ``METRICS``, ``"topK"``, or a function.
 MetricChoice: TypeAlias = str | MetricFunction
 
@@ -62,6 +64,45 @@ class Evaluated:
         """The targets, and how much each counts."""
         return self.objective.observe(self.values)
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether targets are ignored or have weights."""
+        return any(seen.counts is not None for seen in self.observation.towers)
+
+    def weights(self) -> Array | Mapping[str, Array]:
+        """Return the weight of each prediction, or of each target where these differ.
+
+        Returns:
+            An array; for several losses, by output.
+        """
+        arrays = dict[str, Array]()
+        for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
+            like, value = self.values[tower.inputs[0]], tower.inputs[0]
+            xp, axis = array_module(like), tower.class_axis % like.ndim
+            counts = xp.ones((1,) * like.ndim) if seen.counts is None else seen.counts
+            entries = like.ndim == 1 or counts.shape[axis] > 1
+            shape = tuple(n for k, n in enumerate(like.shape) if entries or k != axis)
+            counts = counts if entries else xp.squeeze(counts, axis)
+            output = self.objective.outputs.get(value, value)
+            arrays[output] = xp.broadcast_to(counts, shape).astype(np.float64)
+        return arrays if len(arrays) > 1 else next(iter(arrays.values()))
+
+    def weights_like(self, results: Array) -> Array | None:
+        """Return the weights of values of a metric; None if they belong to nothing with weights.
+
+        Args:
+            results: A value for each example, or for each entry of ``weights``.
+        """
+        if results.ndim == 1:
+            towers = zip(self.objective.towers, self.observation.towers, strict=True)
+            pairs = [(tower, seen.counts) for tower, seen in towers]
+            arguments = self.values, self.examples, self.objective.axes
+            weights = ExampleWeights.of(pairs, *arguments)
+            return None if weights is None else weights.weights
+        counts = self.weights()
+        fits = not isinstance(counts, Mapping) and counts.shape == results.shape
+        return counts if fits else None  # type: ignore[return-value] # an array
+
     def measured(self, measure: Callable[[LossFunction, Values, Array], Array]) -> Sum:
         """Return the sum of a measure of all predictions that count, and their number.
 
@@ -73,7 +114,6 @@ class Evaluated:
             times the number of examples without weights.
         """
         total = number = 0.0
-        weighted = any(seen.counts is not None for seen in self.observation.towers)
         for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
             assert seen.labels is not None, "observe requires targets"
             results = measure(tower, self.values, seen.labels)
@@ -87,7 +127,7 @@ class Evaluated:
                 number += float(counts.sum(dtype=np.float64))
                 results = times(results.astype(np.float64), counts)
             total += float(results.sum(dtype=np.float64))
-        if weighted:
+        if self.is_weighted:
             return total, number
         return total / number * self.examples, self.examples
 
@@ -113,10 +153,9 @@ class Metric:
 def _loss(batch: Evaluated) -> Sum:
     """The loss times the number that it is divided by; under the reduction ``"sum"`` the loss."""
     size, objective = batch.observation.size, batch.objective
-    weighted = any(seen.counts is not None for seen in batch.observation.towers)
     divisor: float = batch.examples
     if objective.reduction == "mean" and (
-        weighted or any(t.weighs_classes for t in objective.towers)
+        batch.is_weighted or any(t.weighs_classes for t in objective.towers)
     ):
         divisor = size.totals[0]
         if len(set(size.totals)) > 1:
@@ -211,15 +250,31 @@ def _named(choice: object) -> tuple[str, Metric]:
 
 def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
     """Return the sum of a function of the caller over a batch."""
-    results = as_array(function(batch.outputs, batch.targets))
+    targets = batch.targets.targets if isinstance(batch.targets, Weighted) else batch.targets
+    weights = (batch.weights(),) if _reads_weights(function) else ()
+    results = as_array(function(batch.outputs, targets, *weights))
     if results.shape[:1] != (batch.examples,):
         raise ShapeError(
             f"the metric '{name}' returns an array of shape {results.shape} for a batch of "
             f"{batch.examples} examples; it must return a value for each example, without a mean."
         )
-    if any(seen.counts is not None for seen in batch.observation.towers):
+    if not batch.is_weighted:
+        return _mean([results], batch)
+    counts = batch.weights_like(results)
+    if counts is None:
         raise UnsupportedError(
-            f"the metric '{name}' does not see which targets count; compute it from predict, or "
-            f"use one of {', '.join(METRICS)}."
+            f"the metric '{name}' returns an array of shape {results.shape}, whose values have no "
+            f"weights; return a value for each example, or for each weight."
         )
-    return _mean([results], batch)
+    total = times(results.astype(np.float64), counts).sum(dtype=np.float64)
+    return float(total), float(counts.sum(dtype=np.float64))
+
+
+def _reads_weights(function: MetricFunction) -> bool:
+    """Return whether a function has a third argument, for the weights."""
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function without Python code
+        return False
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.kind in kinds and p.default is Parameter.empty]) == 3

@@ -22,14 +22,14 @@ class Likelihood:
         log_likelihood: ``Σ log p(y|x, θ)`` of the loss; None without targets.
         temperature: ``T > 0``.
         variance: ``v``; None for targets without noise.
-        predictions: Number ``m`` of predicted means of all examples.
+        predictions: Number ``m`` of predicted means of all examples, each with its weight.
     """
 
     examples: int
     log_likelihood: float | None
     temperature: float
     variance: float | None = None
-    predictions: int = 0
+    predictions: float = 0
 
     @classmethod
     def of(cls, curvature: Curvature, temperature: float) -> "Likelihood":

@@ -307,14 +307,14 @@ class Laplace:
     def _validated(self, inputs: Mapping[str, Array], targets: Targets) -> float:
         """Return the precision with the largest log-likelihood of targets, in two rounds."""
         outputs, linear = Outputs.of(self.curvature), Linearization(self.curvature)
-        checked = outputs.checked_targets(inputs, targets)
+        observed = outputs.observed(inputs, targets)
         candidates, best = _PRECISIONS, 0
         for _ in range(2):
             with single_threaded_blas(), quiet():
                 powers = [self._powers(float(precision)) for precision in candidates]
                 mean, variances = linear.variances(inputs, powers)
                 scores = [
-                    outputs.log_likelihood(mean, variance, checked, self.noise)
+                    outputs.log_likelihood(mean, variance, observed, self.noise)
                     for variance in variances
                 ]
             best = int(np.argmax(scores))

@@ -14,6 +14,7 @@ from kfac_engine.laplace.links import LINKS, Link, Logits
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
+from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.observed import Targets
 
 
@@ -75,46 +76,72 @@ class Outputs:
         logits = Logits(mean.reshape(-1, k), _of_positions(variance, k), exclusive)
         return link(logits, samples, rng).reshape(mean.shape)
 
-    def checked_targets(self, inputs: Mapping[str, Array], targets: Targets) -> Array:
-        """Return targets after a check against the outputs for some inputs.
+    def observed(self, inputs: Mapping[str, Array], targets: Targets) -> tuple[Array, Array | None]:
+        """Return targets, and their weights, after a check against the outputs for some inputs.
 
         Raises:
             InputError: Inputs or targets are wrong.
+            NonFiniteError: No target counts.
         """
         objective = self.curvature.layout.assembly.task.objective
         require_gradient(self.curvature.layout.assembly, inputs)
         trace = self.curvature.model.trace(inputs, targets)
-        objective.require_alike(trace, "a Laplace approximation")
-        self.loss.read(trace, targets=True)
-        (array,) = objective.named_targets(targets).values()
-        return np.asarray(self.curvature.on_host({"targets": array})["targets"])
+        observation = objective.observe(trace)
+        objective.weights(observation.whole)
+        (seen,) = observation.towers
+        values = {"targets": seen.targets, "weights": seen.weights}
+        present = {name: array for name, array in values.items() if array is not None}
+        arrays = self.curvature.on_host(present)
+        return arrays["targets"], arrays.get("weights")
 
-    def log_likelihood(self, mean: Float, variance: Float, targets: Array, noise: float) -> float:
+    def log_likelihood(
+        self,
+        mean: Float,
+        variance: Float,
+        observed: tuple[Array, Array | None],
+        noise: float,
+    ) -> float:
         """Return the mean log-likelihood of targets of the predictive distribution.
 
         Args:
             mean: ``(n, …, k)``.
             variance: ``(n, K, K)``.
-            targets: Checked targets.
+            observed: Targets and their weights, of ``observed``.
             noise: Standard deviation of the targets of a normal loss.
+
+        Raises:
+            UnsupportedError: The loss is another one.
         """
-        rng = np.random.default_rng(0)
+        rng, (targets, weights) = np.random.default_rng(0), observed
         p = self.probabilities(mean, variance, LINKS["probit"], 1, rng)
         if p is None:
+            if not isinstance(self.loss, NormalMeanNegativeLogProbLoss):
+                raise UnsupportedError(
+                    f"a Laplace approximation has no likelihood of the targets of "
+                    f"{type(self.loss).__name__}; choose the prior by the evidence: leave "
+                    f"validation out."
+                )
             spread = np.diagonal(variance, axis1=1, axis2=2).reshape(mean.shape) + noise**2
             terms = -0.5 * ((targets - mean) ** 2 / spread + np.log(2 * np.pi * spread))
-            return float(terms.mean())
+            return _mean(terms, weights)
         tiny = np.finfo(float).tiny
         if isinstance(self.loss, MultiBernoulliNegativeLogProbLoss):
             # Not 1 − p, which is zero for large logits.
             q = self.probabilities(-mean, variance, LINKS["probit"], 1, rng)
             assert q is not None
             terms = targets * np.log(p.clip(tiny)) + (1 - targets) * np.log(q.clip(tiny))
-            return float(terms.mean())
-        rows = np.log(p.clip(tiny)).reshape(-1, p.shape[-1])
-        if targets.ndim == p.ndim:  # one-hot rows
-            return float((targets.reshape(rows.shape) * rows).sum() / len(rows))
-        return float(rows[np.arange(len(rows)), targets.ravel()].mean())
+            return _mean(terms, weights)
+        log_p = np.log(p.clip(tiny))
+        if targets.ndim == p.ndim:  # rows of probabilities
+            return _mean((targets * log_p).sum(axis=-1, keepdims=True), weights)
+        return _mean(np.take_along_axis(log_p, targets[..., None], axis=-1), weights)
+
+
+def _mean(terms: Float, weights: Array | None) -> float:
+    """Return the mean of terms with weights that broadcast to them."""
+    if weights is None:
+        return float(terms.mean())
+    return float(np.average(terms, weights=np.broadcast_to(weights, terms.shape)))
 
 
 def _of_positions(variance: Float, k: int) -> Float:

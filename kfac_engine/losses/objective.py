@@ -235,25 +235,6 @@ class Objective:
         size = BatchSize(self.examples(values), tuple(observed.total for observed in towers))
         return Observation(towers, size, size)
 
-    def require_alike(self, values: Values, analysis: str) -> None:
-        """Check that all targets of a batch count alike.
-
-        Args:
-            values: Loss inputs, targets and weights by name.
-            analysis: What needs it, for the message.
-
-        Raises:
-            UnsupportedError: A target is ignored or has a weight, of its own or of its class.
-        """
-        observed = self.observe(values, targets=False).towers
-        for tower, seen in zip(self.towers, observed, strict=True):
-            if seen.weights is not None:
-                raise UnsupportedError(
-                    f"{analysis} counts all targets alike, but targets of the loss on "
-                    f"'{tower.inputs[0]}' are ignored or have weights; leave these targets and "
-                    f"weights out of the data and the loss."
-                )
-
     def value(self, values: Values, observation: Observation | None = None) -> float:
         """Return the reduced loss on the targets of a batch.
 

@@ -119,7 +119,6 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
                 )
             require_gradient(self._assembly, inputs)
             trace = self.model.trace(inputs, targets)
-            self.model.objective.require_alike(trace, "a curvature operator")
             entry = (
                 self.model.objective.examples(trace),
                 self._product(self.model.curvature_products(trace)),
@@ -138,7 +137,8 @@ def curvature_operator(
     """Return a curvature matrix of all parameters as a linear operator.
 
     The matrix is the mean over all examples, whatever the sizes of the batches are, for the
-    negative log-likelihood of an example, summed over its positions.
+    negative log-likelihood of an example, summed over its positions with the weights of its
+    targets.
 
     Args:
         model: Path, bytes or ``ModelProto``.

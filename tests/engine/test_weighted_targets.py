@@ -240,6 +240,79 @@ def test_metrics_count_what_counts():
     assert tested.evaluate((inputs, targets)) != pytest.approx(expected, rel=1e-3)
 
 
+def of_tokens(outputs, targets):
+    return (outputs.argmax(-1) == targets).astype(float)
+
+
+def of_texts(outputs, targets):
+    return abs(outputs).max(axis=(1, 2))
+
+
+def share_of_hits(outputs, targets, weights):
+    hits = (outputs.argmax(-1) == targets) * weights
+    return hits.sum(axis=1) / weights.sum(axis=1).clip(1e-9)
+
+
+def of_logits(outputs, targets):
+    return outputs
+
+
+def test_functions_as_metrics_are_weighted_means():
+    model = models.token_mlp()
+    inputs, rng = models.random_inputs(model, batch=5), np.random.default_rng(0)
+    targets = targets_of(model, inputs)
+    weights = rng.random((5, 4)) * (rng.random((5, 4)) > 0.4)
+    weights[3] = 0
+    tested = engine(model)
+    z = tested.predict(inputs)
+    hits, largest = (z.argmax(-1) == targets), abs(z).max(axis=(1, 2))
+    texts = np.array([w[w > 0].mean() if w.any() else 0 for w in weights])
+    shares = (hits * weights).sum(1) / weights.sum(1).clip(1e-9)
+    expected = {
+        "of_tokens": (hits * weights).sum() / weights.sum(),
+        "of_texts": (largest * texts).sum() / texts.sum(),
+        "share_of_hits": (shares * texts).sum() / texts.sum(),
+    }
+    functions = [of_tokens, of_texts, share_of_hits]
+    batches = [
+        (rows(inputs, s), targets[s], weights[s]) for s in (slice(0, 1), slice(1, 4), slice(4, 5))
+    ]
+    for data in ((inputs, targets, weights), batches):
+        assert tested.evaluate(data, functions) == pytest.approx(expected, rel=1e-5)
+    assert tested.evaluate((inputs, targets, weights > 0), ["accuracy"])["accuracy"] == (
+        pytest.approx(tested.evaluate((inputs, targets, weights > 0), [of_tokens])["of_tokens"])
+    )
+    plain = tested.evaluate((inputs, targets), functions)
+    assert plain == pytest.approx(
+        {"of_tokens": hits.mean(), "of_texts": largest.mean(), "share_of_hits": hits.mean()}
+    )
+    with pytest.raises(ke.UnsupportedError, match=r"of_logits.*whose values have no weights"):
+        tested.evaluate((inputs, targets, weights), [of_logits])
+
+
+def test_functions_as_metrics_have_the_weights_of_examples_and_of_entries():
+    model = models.mlp()
+    inputs, rng = models.random_inputs(model, batch=5), np.random.default_rng(0)
+    t, seen = rng.standard_normal((5, 3)), []
+
+    def errors(outputs, targets, weights):
+        seen.append(np.asarray(weights))
+        return (outputs - targets) ** 2
+
+    def error(outputs, targets):
+        return ((outputs - targets) ** 2).sum(axis=1)
+
+    tested = engine(model, loss="normal")
+    z, w = tested.predict(inputs), rng.random((5, 3))
+    found = tested.evaluate((inputs, t, w), [errors, "mean_squared_error"])
+    expected = (w * (z - t) ** 2).sum() / w.sum()
+    assert found == pytest.approx({"errors": expected, "mean_squared_error": expected}, rel=1e-5)
+    np.testing.assert_array_equal(seen[0], w)
+    found = tested.evaluate((inputs, t, w[:, 0]), [error])["error"]
+    squares = ((z - t) ** 2).sum(axis=1)
+    assert found == pytest.approx((w[:, 0] * squares).sum() / w[:, 0].sum(), rel=1e-5)
+
+
 BAD = {
     "another shape": (np.ones((5, 3)), ke.ShapeError, "weights of 'output' have shape"),
     "negative": (np.full(5, -1.0), ke.InputError, "finite and not negative"),
@@ -339,22 +412,104 @@ def test_a_model_learns_from_half_of_its_targets():
     assert history.engine.evaluate(({"input": x}, y), ["accuracy"])["accuracy"] > 0.8
 
 
-def test_analyses_that_count_all_targets_alike_refuse_weights():
-    model = models.mlp()
-    inputs = models.random_inputs(model, batch=6)
-    targets = targets_of(model, inputs)
-    data = inputs, targets, np.arange(6.0)
-    calls = {
-        "operator": lambda: ke.curvature_operator(model, data, loss="categorical").matvec(
-            np.ones(sum(array.size for array in engine(model).parameters.values()))
-        ),
-        "influence": lambda: ke.Influence(
-            ke.curvature(model, (inputs, targets), loss="categorical")
-        ).self_scores(data),
-    }
-    for name, call in calls.items():
-        with pytest.raises(ke.UnsupportedError, match="counts all targets alike"):
-            pytest.fail(f"{name} took {call()}")
+@pytest.fixture(scope="module")
+def tokens():
+    """Model, inputs, targets, weights, parameter names, Jacobian and the probabilities."""
+    model, rng = models.token_mlp("tokens", (2, 3), dtype="float64"), np.random.default_rng(0)
+    x, y = rng.standard_normal((6, 4, 2)), rng.integers(0, 3, (6, 4))
+    w = rng.random((6, 4)) * (rng.random((6, 4)) > 0.3)
+    w[4] = 0
+    names = list(engine(model).parameters)
+    z = engine(model).trace({"input": x})["output"]
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    return (
+        model,
+        {"input": x},
+        y,
+        w,
+        names,
+        oracle.jacobian(model, {"input": x}, "output", names),
+        p,
+    )
+
+
+def dense_fisher(w, jac, p):
+    """``Σ w Jᵀ F J``, divided by the number of examples."""
+    blocks = (
+        w[at] * jac[at].T @ (np.diag(p[at]) - np.outer(p[at], p[at])) @ jac[at]
+        for at in np.ndindex(w.shape)
+    )
+    return sum(blocks) / len(w)
+
+
+@pytest.mark.parametrize("matrix", ["ggn", "fisher", "hessian"])
+def test_an_operator_is_the_weighted_sum_over_the_data(tokens, matrix):
+    model, inputs, y, w, names, jac, p = tokens
+    batches = [(rows(inputs, s), y[s], w[s]) for s in (slice(0, 2), slice(2, 6))]
+    A = ke.curvature_operator(model, batches, matrix, loss="categorical", threads=1)
+    places = [A.vector.starts[name] + np.arange(np.prod(A.vector.shapes[name])) for name in names]
+    order = np.concatenate(places)
+    found = (A @ np.eye(len(order)))[np.ix_(order, order)]
+    # The model is linear, so that its Hessian matrix is the same.
+    np.testing.assert_allclose(found, dense_fisher(w, jac, p), atol=1e-12)
+    assert abs(found - dense_fisher(w > 0, jac, p)).max() > 1e-3
+    ignored = np.where(w > 0, y, -100)
+    B = ke.curvature_operator(model, (inputs, ignored), matrix, loss="categorical", threads=1)
+    found = (B @ np.eye(len(order)))[np.ix_(order, order)]
+    np.testing.assert_allclose(found, dense_fisher(w > 0, jac, p), atol=1e-12)
+
+
+def test_influence_is_that_of_weighted_gradients(tokens):
+    model, inputs, y, w, names, jac, p = tokens
+    curvature = ke.curvature(model, (inputs, y, w), loss="categorical", structure="full")
+    influence = ke.Influence(curvature, damping=0.3)
+    score = w[..., None] * (p - np.eye(3)[y])
+    gradients = np.einsum("ntc,ntcp->np", score, jac)
+    F = dense_fisher(w, jac, p)
+    expected = gradients @ np.linalg.solve(F + 0.3 * np.eye(len(F)), gradients.T)
+    batches = [(rows(inputs, s), y[s], w[s]) for s in (slice(0, 1), slice(1, 6))]
+    found = influence.scores((inputs, y, w), batches)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+    np.testing.assert_allclose(influence.self_scores(batches), np.diag(expected), atol=1e-10)
+    assert not found[4].any()  # an example in which nothing counts
+    assert abs(influence.scores((inputs, y), (inputs, y)) - expected).max() > 1e-2
+    tile = next(curvature.example_gradients(inputs, ke.Weighted(y, w)))
+    flat = np.concatenate([tile.arrays[n].reshape(6, -1) for n in names], axis=1)
+    np.testing.assert_allclose(flat, gradients, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["categorical", "normal", "multi_bernoulli"])
+def test_a_posterior_of_whole_weights_is_that_of_repeated_examples(loss, tmp_path):
+    model = models.mlp(dtype="float64")
+    x, rng = models.random_inputs(model, batch=5), np.random.default_rng(0)
+    y = rng.integers(0, 3, 5) if loss == "categorical" else rng.integers(0, 2, (5, 3)).astype(float)
+    data, repeated = (x, y, WEIGHTS), (rows(x, REPEATED), y[REPEATED])
+    found = []
+    for entries in (data, repeated, (x, y)):
+        curvature = ke.curvature(model, entries, loss=loss, structure="full")
+        curvature.save(tmp_path / "c.safetensors")
+        curvature = ke.Curvature.load(tmp_path / "c.safetensors", model)
+        posterior = ke.Laplace(curvature)
+        numbers = [curvature.predictions, posterior.log_marginal_likelihood()]
+        numbers += [posterior.fit_prior(noise=loss == "normal").prior_precision, posterior.noise]
+        numbers.append(posterior.fit_prior(validation=entries).prior_precision)
+        found.append(numbers)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert found[0] != pytest.approx(found[2], rel=1e-3)
+
+
+def test_an_analysis_of_nothing_is_one_clear_error(tokens):
+    model, inputs, y, w, *_ = tokens
+    data = inputs, y, 0 * w
+    curvature = ke.curvature(model, (inputs, y), loss="categorical")
+    calls = [
+        lambda: ke.curvature_operator(model, data, loss="categorical").matvec(np.ones(9)),
+        lambda: ke.Influence(curvature).self_scores(data),
+        lambda: ke.Laplace(curvature).fit_prior(validation=data),
+    ]
+    for call in calls:
+        with pytest.raises(ke.NonFiniteError, match="no target of the loss on 'output' counts"):
+            call()
 
 
 def test_verify_checks_weighted_targets():

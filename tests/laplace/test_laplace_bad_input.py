@@ -190,3 +190,14 @@ def test_joint_covariance_that_does_not_fit_is_refused(curvature, monkeypatch):
     inputs = {"input": np.ones((5, 4))}
     with pytest.raises(ke.MemoryLimitError, match="joint covariance of 15 outputs"):
         ke.Laplace(curvature).predict(inputs, joint=True)
+
+
+@pytest.mark.parametrize("loss", ["l1", "huber", "poisson"])
+def test_other_losses_have_no_likelihood_of_validation_data(loss):
+    model = models.mlp((4, 3, 3), dtype="float64")
+    data = models.random_inputs(model, batch=N), np.ones((N, 3))
+    posterior = ke.Laplace(measured(model, data, loss))
+    with pytest.raises(ke.UnsupportedError, match="leave validation out"):
+        posterior.fit_prior(validation=data)
+    assert posterior.prior_precision == 1
+    assert posterior.fit_prior().prior_precision > 0

@@ -249,7 +249,7 @@ def test_binary_targets_have_the_likelihood_of_the_complement_for_any_logit():
     model = models.mlp((4, 3, 3), dtype="float64")
     curvature = measured(model, (models.random_inputs(model), np.ones((3, 3))), "multi_bernoulli")
     mean, targets = np.array([[40.0, -40.0, 2.0]]), np.array([[0.0, 1.0, 0.25]])
-    found = Outputs.of(curvature).log_likelihood(mean, np.zeros((1, 3, 3)), targets, 1.0)
+    found = Outputs.of(curvature).log_likelihood(mean, np.zeros((1, 3, 3)), (targets, None), 1.0)
     softplus = np.log1p(np.exp(-2.0))
     assert found == pytest.approx(-(40 + 40 + softplus + 0.75 * 2) / 3, rel=1e-12)
 
