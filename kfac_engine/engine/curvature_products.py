@@ -44,6 +44,9 @@ class CurvatureProducts:
         traced: The batch. The Hessian matrix needs its targets.
         shards: The shards of the batch.
         examples: Number of examples of the batch, if the traces have a part of them.
+
+    Attributes:
+        counts: Whether a target of each loss counts; if not, products raise a ``NonFiniteError``.
     """
 
     def __init__(
@@ -63,9 +66,7 @@ class CurvatureProducts:
 
         with shards.together():
             traced.count(shards, meet, examples)
-        # The products are those of the measured examples: means, or estimates of the whole sum.
-        ratio = traced.size.examples / traced.measured
-        self._weights = [ratio * weight for weight in objective.weights(traced.size)]
+        self.counts = all(traced.size.totals)
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Fisher matrix times a vector.
@@ -157,10 +158,13 @@ class CurvatureProducts:
         return tuple(self._model.parameters)
 
     def _computer(self, trace: Trace, names: Sequence[str]) -> _Computer:
-        observed = self._objective.observe(trace, targets=False).towers
+        objective, size = self._objective, self._traced.size
+        observed = objective.observe(trace, targets=False).towers
+        # The products are those of the measured examples: means, or estimates of the whole sum.
+        ratio = size.examples / self._traced.measured
         weights = [
-            TowerWeight(weight, seen.weights)
-            for weight, seen in zip(self._weights, observed, strict=True)
+            TowerWeight(ratio * weight, seen.weights)
+            for weight, seen in zip(objective.weights(size), observed, strict=True)
         ]
         return _Computer(self._assembly.collection, names, trace, weights)
 

@@ -321,7 +321,7 @@ class Engine(Summarized, PreconditioningModel):
 
     def update_statistics(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
-    ) -> None:
+    ) -> bool:
         """Update the averages by one batch, whatever the schedule; inverses do not change.
 
         All processes of a communicator call it, each with its shard of the batch.
@@ -333,6 +333,9 @@ class Engine(Summarized, PreconditioningModel):
             examples: Number of examples of the batch, if the trace is that of a part of the batch.
                 Under the reduction ``"sum"``, the statistics are multiplied by the ratio of the
                 numbers. A part in which no target counts changes nothing.
+
+        Returns:
+            Whether targets count, so that the averages have changed.
 
         Raises:
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
@@ -350,9 +353,10 @@ class Engine(Summarized, PreconditioningModel):
                 counts = examples is None or all(observation.whole.totals)
                 update = self._measure(only, observation) if counts else None
             if update is None:
-                return  # no target of the examples counts
+                return False
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
+            return True
 
     def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate | None:
         """Measure the statistics of a batch in parts; its random targets are those of the batch.

@@ -1,9 +1,10 @@
 """When an optimizer updates statistics and inverses, and on which part of the batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.errors import InputError
 from kfac_engine.ranks.shards import Rows
 from kfac_engine.training.report import StageClock
+
+Result = TypeVar("Result")
 
 _NEVER = -1
 # Fields of the planner's state that are numbers.
@@ -83,6 +86,31 @@ class PartialBatch:
         if self._engine.agreement.alone:
             chosen = self._joined(chosen, max(counts))
         return chosen, sum(counts)
+
+    def first(
+        self,
+        step: int,
+        batch: Sequence[Batch],
+        use: Callable[[Sequence[Batch], int | None], Result | None],
+    ) -> Result:
+        """Return the result of a function of the first part in which targets count, from a step on.
+
+        Args:
+            step: Number of the step, from 0.
+            batch: The parts of the batch.
+            use: Takes the results of a call of this object; returns None if no target counts.
+
+        Returns:
+            The result; that of the whole batch, if no part has targets of all losses that count.
+        """
+        # The parts of so many steps cover the batch, also with rounded sizes.
+        for later in range(ceil(1.5 / self._part)):
+            result = use(*self(step + later, batch))
+            if result is not None:
+                return result
+        result = use(batch, None)
+        assert result is not None, "a whole batch without targets that count raises an error"
+        return result
 
     def _joined(self, parts: Sequence[Batch], most: int) -> list[Batch]:
         """Join consecutive parts of equal shapes to parts of at most so many examples."""
@@ -253,9 +281,9 @@ class CurvatureUpdates:
             decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
                 the decay of the engine.
         """
-        parts, examples = self._part(step, batch)
+        update = self._engine.update_statistics
         with self._decay(decay):
-            self._engine.update_statistics(parts, examples)
+            self._part.first(step, batch, lambda *part: update(*part) or None)
 
 
 def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:

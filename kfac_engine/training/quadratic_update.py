@@ -1,9 +1,11 @@
 """The update whose learning rate and momentum minimize the quadratic model of the loss."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.engine import Engine
 from kfac_engine.training.curvature_updates import PartialBatch
@@ -36,13 +38,17 @@ class QuadraticUpdate:
         """Return velocities of zero."""
         return {"momentum": zeros(parameters)}
 
+    def _products(self, parts: Sequence[Batch], examples: int | None) -> CurvatureProducts | None:
+        """Return products with the Fisher matrix of examples; None if no target of them counts."""
+        products = self.engine.curvature_products(parts, examples=examples)
+        return products if products.counts or examples is None else None
+
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new velocities."""
         with step.clock("precondition"):
             natural = natural_gradients(self.engine, step.gradients)
         with step.clock("curvature"):
-            parts, examples = self.part(step.step, step.batch)
-            products = self.engine.curvature_products(parts, examples=examples)
+            products = self.part.first(step.step, step.batch, self._products)
         old, new = step.slots["momentum"], step.new_slots["momentum"]
         moves = any(bool(array.any()) for array in old.values())
         model = _model(step, products, (natural, old) if moves else (natural,))

@@ -313,6 +313,7 @@ class CurvatureSteps:
         share = n.astype(np.float32) * part
         rounded = share.new("Round", shape=())
         size = np.maximum(rounded, 1.0).astype(np.int64)
+        step = step + self._later(batch, step, size, n)
         bounds = [tape.constant(0, np.int64), size.name, tape.constant(1, np.int64)]
         examples = Size(size)
         j = Recorded(tape, tape.record("Range", bounds), (examples,), np.int64)
@@ -323,6 +324,28 @@ class CurvatureSteps:
         moving |= {name for node in self._reads.nodes for name in node.outputs if name}
         names |= {name: f"{prefix}{name}" for name in (*moving, *batch.target_axes)}
         return replace(batch, examples=examples, names=names, selection=index, visible=True)
+
+    def _later(self, batch: Evaluation, step: Symbol, size: Symbol, n: Symbol) -> Symbol | int:
+        """Return how many steps later the part is that has targets that count.
+
+        It is 0 if all targets count, and for several losses, whose targets may have no common part,
+        and where examples and positions share an axis.
+        """
+        seen = batch.observe(self._engine.objective).towers if self._weighted else ()
+        if len(seen) != 1 or seen[0].weights is None:
+            return 0
+        task = batch.assembly.task
+        place = task.batch.places[task.heads[0].output]
+        if place.repeats > 1:
+            return 0
+        weights: Any = seen[0].weights
+        rest = tuple(axis for axis in range(weights.ndim) if axis != place.axis)
+        counts = (weights > 0).astype(np.int64).sum(axis=rest) > 0
+        j = array_module(weights).arange(batch.examples)
+        # The part of a step s has the examples j with a remainder below its size.
+        remainder = ((j + 1 + step) * size) % n
+        steps = np.where(remainder < size, 0, (n - remainder + size - 1) // size)
+        return -np.max(np.where(counts, -steps, -n))
 
     def _measured(
         self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer

@@ -386,6 +386,48 @@ def test_statistics_of_a_part_in_which_nothing_counts_stay():
         tested.update_statistics(trace)
 
 
+RULES = {
+    "auto": lambda e, part: ke.KfacOptimizer(e, statistics_part=part),
+    "quadratic": lambda e, part: ke.KfacOptimizer(
+        e, "quadratic", 1.0, "quadratic", statistics_part=part, curvature_part=part
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [0, 5, 7])
+@pytest.mark.parametrize("part", [0.125, 0.25, 0.3])
+@pytest.mark.parametrize("rule", RULES)
+def test_statistics_are_those_of_the_next_part_in_which_something_counts(rule, part, kept):
+    model = models.mlp()
+    inputs = models.random_inputs(model, batch=8)
+    targets = np.full(8, -100)
+    targets[kept] = 1
+    tested = engine(model)
+    report = RULES[rule](tested, part).step(inputs, targets)
+    assert np.isfinite(report.loss)
+    x = np.append(inputs["input"][kept], 1)
+    np.testing.assert_allclose(tested.estimator.factors[0].cov, np.outer(x, x), atol=1e-5)
+
+
+def test_losses_that_count_in_no_common_part_have_the_statistics_of_the_whole_batch():
+    model = models.two_outputs()
+    inputs = models.random_inputs(model, batch=8)
+    tested = ke.Engine.from_onnx(
+        model, loss=["categorical", "normal"], output=["logits", "mean"], threads=1
+    )
+    shape = tested.trace(inputs)["mean"].shape
+    counts = {"logits": np.arange(8) == 1, "mean": np.arange(8) == 6}
+    targets = {"logits": np.zeros(8, int), "mean": np.zeros(shape)}
+    batch = inputs, ke.Weighted(targets, counts)
+    ke.KfacOptimizer(tested, statistics_part=0.125).step(*batch)
+    whole = ke.Engine.from_onnx(
+        model, loss=["categorical", "normal"], output=["logits", "mean"], threads=1
+    )
+    ke.KfacOptimizer(whole, statistics_part=1).step(*batch)
+    for one, two in zip(tested.estimator.factors, whole.estimator.factors, strict=True):
+        np.testing.assert_allclose(one.cov, two.cov, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [ke.Adam, ke.Muon])
 def test_optimizers_take_the_steps_of_a_batch_without_what_does_not_count(make):
     model = models.mlp()

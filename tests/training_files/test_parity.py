@@ -74,7 +74,17 @@ def features(rng, n):
 
 
 WEIGHTS = [0.5, 2.0, 1.0]
+
+
+def alone(rng, n):
+    """Targets of which one is known, in no part but one of the batch."""
+    targets = np.full(n, -100)
+    targets[rng.integers(0, n)] = rng.integers(0, CLASSES)
+    return targets
+
+
 OPTIONS = {
+    "all but one ignored": ("dense", "categorical", alone),
     "ignored by default": ("conv2d", "categorical", hidden(classes())),
     "ignored class": ("dense", ke.Categorical(ignore_index=2), classes()),
     "ignored positions": ("tokens", ke.Categorical(ignore_index=7), hidden(classes((5,)), 7)),
