@@ -1,4 +1,4 @@
-"""Building an engine, and a step, take calls in proportion to the nodes of the graph."""
+"""Building, and first and later steps, take work in proportion to the nodes and arrays."""
 
 import sys
 
@@ -7,6 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
+from kfac_engine.training.units import Units
 
 # What is linear doubles; what is quadratic, even with a small constant, comes nearer to four.
 GROWTH = 2.3
@@ -132,8 +133,8 @@ def calls(action):
     return count
 
 
-def counted(shape, count):
-    """Calls of a build and of the second step."""
+def model(shape, count):
+    """The bytes of a model, and a batch with targets."""
     nodes, constants, output = shape(count)
     graph = helper.make_graph(
         nodes,
@@ -144,12 +145,37 @@ def counted(shape, count):
     )
     version = helper.make_opsetid("", 18)
     data = helper.make_model(graph, opset_imports=[version], ir_version=10).SerializeToString()
+    inputs = {"r0": RNG.uniform(0.1, 0.9, (4, 4)).astype(np.float32)}
+    return data, (inputs, np.zeros(4, np.int64))
+
+
+def counted(shape, count):
+    """Calls of a build and of the second step."""
+    data, batch = model(shape, count)
     built = []
     build = calls(lambda: built.append(ke.Engine.from_onnx(data, loss="categorical", threads=1)))
-    batch = {"r0": RNG.uniform(0.1, 0.9, (4, 4)).astype(np.float32)}
-    targets = np.zeros(4, np.int64)
-    built[0].step(batch, targets)
-    return build, calls(lambda: built[0].step(batch, targets))
+    built[0].step(*batch)
+    return build, calls(lambda: built[0].step(*batch))
+
+
+def counted_training(optimizer, shape, count):
+    """Calls that make an optimizer, and of its first and its second step."""
+    data, batch = model(shape, count)
+    engine = ke.Engine.from_onnx(data, loss="categorical", threads=1)
+    made = []
+    make = calls(lambda: made.append(optimizer(engine)))
+    return make, *(calls(lambda: made[0].step(*batch)) for _ in range(2))
+
+
+class Name(str):
+    """A name that counts its comparisons with other names."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Name.compared += 1
+        return str.__eq__(self, other)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
@@ -165,3 +191,23 @@ def test_uses_above_recursion_limit_are_supported(shape):
     uses = 1200
     assert uses > sys.getrecursionlimit()
     assert min(counted(shape, uses)) > uses  # every use is visited, and no call overflows the stack
+
+
+@pytest.mark.parametrize("shape", [chain, norms], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("optimizer", [ke.AdamW, ke.KfacOptimizer])
+def test_calls_of_first_steps_grow_linearly_with_arrays(optimizer, shape):
+    counted_training(optimizer, shape, 4)  # imports and caches
+    small, large = (counted_training(optimizer, shape, count) for count in (60, 120))
+    for before, after in zip(small, large, strict=True):
+        assert after <= GROWTH * before
+
+
+def test_comparisons_of_names_grow_linearly_with_arrays():
+    def comparisons(count):
+        engine = ke.Engine.from_onnx(model(norms, count)[0], loss="categorical", threads=1)
+        names = tuple(map(Name, engine.parameters))
+        Name.compared = 0
+        assert len(Units(engine, names, lambda _: False).split(engine.parameters)) == 2 * count
+        return Name.compared
+
+    assert comparisons(100) <= GROWTH * comparisons(50)

@@ -1,5 +1,7 @@
 """Names of factors for reports and logs."""
 
+from collections import Counter
+
 from kfac_engine.engine.engine import Engine
 
 
@@ -15,8 +17,10 @@ def factor_names(engine: Engine) -> dict[str, str]:
         factors of equal names have numbers.
     """
     names: dict[int, str] = {}
+    counts: Counter[str] = Counter()
     for view in engine.factors.views():
         if id(view.factor) not in names:
-            count = sum(other.partition(" #")[0] == view.name for other in names.values())
-            names[id(view.factor)] = f"{view.name} #{count + 1}" if count else view.name
+            counts[view.name] += 1
+            count = counts[view.name]
+            names[id(view.factor)] = f"{view.name} #{count}" if count > 1 else view.name
     return {str(i): names[id(f)] for i, f in enumerate(engine.collection.get_factors())}

@@ -31,11 +31,12 @@ class Units:
     ) -> None:
         self.weights: dict[str, Piece] = {}
         self._parts: dict[str, tuple[ParameterSlice, ...]] = {}
+        trained = frozenset(names)
         for name, pieces in engine.pieces.items():
             weights = [piece for piece in pieces if piece.packing is not None and is_matrix(piece)]
             divided = len(pieces) > 1 and bool(weights)
             whole = (ParameterSlice(name),)
-            if name in names:
+            if name in trained:
                 self._parts[name] = tuple(piece.part for piece in pieces) if divided else whole
                 for piece in weights:
                     unit = piece.part.name if divided else name

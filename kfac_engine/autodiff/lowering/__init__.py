@@ -58,9 +58,11 @@ def lowering(*ops: str) -> Callable[[Lowering], Lowering]:
 
 def find_lowering(node: Node, graph: Graph) -> Lowering | None:
     """Return the lowering of a node; None if it has a derivative rule, or no lowering."""
-    row = load_lowerings().get(node.qualified_op)
-    if row is not None or node.qualified_op in load_rules() or node.qualified_op in ZERO_DERIVATIVE:
-        return row
+    op, rows = node.qualified_op, load_lowerings()
+    if op in rows:
+        return rows[op]
+    if op in load_rules() or op in ZERO_DERIVATIVE:
+        return None
     versions = {"": graph.opset, **graph.domains}
     return write_definition if has_definition(node, versions) else None
 
