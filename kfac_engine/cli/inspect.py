@@ -135,7 +135,7 @@ def inspect(
         )
         divided = None if size.ranks is None else engine.ranks_report(size.ranks)
         # The step is the last measurement: it changes the statistics and the schedule.
-        step = measure_step(engine, batch, refresh)
+        step = measure_step(engine, batch, refresh, memory)
         report = _Report(
             engine, batch, schedule, memory, refresh, step, untrained, spectra, divided
         )

@@ -126,7 +126,7 @@ class Footprint:
             The report; sessions are built to measure sizes.
         """
         task, model = self.assembly.task, self.assembly.model
-        return self._report(examples, activation_bytes(model, task.batch, examples, task.inputs))
+        return self._report(examples, activation_bytes(model, task.batch, examples))
 
     def require(self, examples: int, more: int = 0) -> None:
         """Raise an error for a batch that does not fit; reserve the memory of a GPU.

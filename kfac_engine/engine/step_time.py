@@ -6,11 +6,14 @@ from time import perf_counter
 
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.refresh_time import RefreshEstimate
 from kfac_engine.errors import KfacError
+from kfac_engine.system.memory_limits import spelled
 
-# Steps are measured unless their first refresh takes longer, in seconds.
-_LONGEST_REFRESH = 10.0
+# Steps are measured unless their first refresh takes longer, in seconds, or they need more memory:
+# of large models, a step takes several times the time and the memory of building the engine.
+_LONGEST_REFRESH, _MOST_BYTES = 10.0, 500_000_000
 # Steps are repeated up to this number, and within this time in seconds.
 _MOST_STEPS, _ENOUGH = 5, 1.0
 _NEVER = 1_000_000_000
@@ -31,19 +34,24 @@ class StepTime:
     reason: str = ""
 
 
-def measure_step(engine: Engine, examples: int, refresh: RefreshEstimate) -> StepTime:
+def measure_step(
+    engine: Engine, examples: int, refresh: RefreshEstimate, memory: MemoryReport
+) -> StepTime:
     """Measure steps of an engine, which has other statistics and another schedule afterwards.
 
     Args:
         engine: The engine.
         examples: Number of examples in a batch.
         refresh: Cost of a refresh; the first step refreshes all inverses.
+        memory: Peak memory of a step.
 
     Returns:
         The time, or the reason why there is none.
     """
     if refresh.seconds > _LONGEST_REFRESH:
         return StepTime(examples, None, "its first refresh takes too long")
+    if memory.total > _MOST_BYTES:
+        return StepTime(examples, None, f"it needs more than {spelled(_MOST_BYTES)} of memory")
     times: list[float] = []
     try:
         inputs, targets = engine.sample_batch(examples)

@@ -67,6 +67,7 @@ class TrainableModel(Sealed):
         self._history = LossHistory(warns=self.agreement.rank == 0)  # the first process warns
         self._standing_notes = assembly.notes
         self._part_sizes: tuple[tuple[int, ...], ...] = ()
+        self._losses: tuple[LossReport, ...] = ()
 
     @property
     def name(self) -> str:
@@ -311,7 +312,10 @@ class TrainableModel(Sealed):
     @property
     def losses(self) -> tuple[LossReport, ...]:
         """A report for each loss: the value that it reads, and the axis of the examples."""
-        return loss_reports(self._task.heads, self._task.batch, self._model, self._task.inputs)
+        if not self._losses:
+            task = self._task
+            self._losses = loss_reports(task.heads, task.batch, self._model, task.inputs)
+        return self._losses
 
     @property
     def inference_notes(self) -> tuple[str, ...]:

@@ -148,6 +148,8 @@ class _Probe:
         self._run = open_run(graph, facts)
         self._is_generated = inputs is None
         self._feeds = sample_batch(graph, facts, inputs)
+        # The latest values of the sample batch, of a few names.
+        self._before: tuple[list[str], dict[str, Array]] = [], {}
 
     def batch_of_user(self, axes: Axes, outputs: Sequence[str]) -> Batch:
         """Return the batch along axes that the user names."""
@@ -253,10 +255,20 @@ class _Probe:
         self, names: Iterable[str], changed: int, batch: Batch
     ) -> Iterator[tuple[str, Array, Array]]:
         """Yield values before and after a change of one example, a few in memory at a time."""
-        feeds = self._with_other(changed, batch)
+        candidates = list(self._with_other(changed, batch))
         for few in self._chunks(names):
-            before, after = self._run.values(self._feeds, few), self._run.values(feeds, few)
+            if few != self._before[0]:
+                self._before = few, self._run.values(self._feeds, few)
+            before, after = self._before[1], self._values(candidates, few)
             yield from ((name, before[name], after[name]) for name in few)
+
+    def _values(self, candidates: list[dict[str, Array]], names: list[str]) -> dict[str, Array]:
+        """Return values for the first candidate that runs; the others are removed."""
+        while True:
+            try:
+                return self._run.values(candidates[0], names)
+            except BackendError:
+                del candidates[0]
 
     def _chunks(self, names: Iterable[str]) -> Iterator[list[str]]:
         chunk: list[str] = []
@@ -271,18 +283,14 @@ class _Probe:
         if chunk:
             yield chunk
 
-    def _with_other(self, changed: int, batch: Batch) -> dict[str, Array]:
-        """Return the inputs with one example replaced where a valid replacement is known."""
+    def _with_other(self, changed: int, batch: Batch) -> Iterator[dict[str, Array]]:
+        """Yield inputs with one example replaced, for which the model may not run, and without."""
         for new_id in (_next_id, _same_id) if self._is_generated else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():
                 feeds[name] = with_example(feeds[name], axis, changed, new_id)
-            try:
-                self._run.facts(feeds)
-            except BackendError:
-                continue
-            return feeds
-        return self._feeds
+            yield feeds
+        yield self._feeds
 
     def _place_from_length(
         self, name: str, axes: Axes, size: int, unmoved: frozenset[int] | None

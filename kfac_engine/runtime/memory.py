@@ -1,8 +1,9 @@
 """Computes the memory of the sessions of a model for a batch, from its sample run."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from math import ceil, prod
+from typing import cast
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.analysis.subgraph import of_data
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
 from kfac_engine.runtime.cpu.nchwc_layout import BlockedGraph
@@ -19,19 +21,23 @@ from kfac_engine.runtime.cpu.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.runtime.cpu.transposed_products import fused_products
 from kfac_engine.runtime.cpu.weight_gradient_session import split_backward
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.runtime.sample_run import measured_facts, open_run, sample_batch
+from kfac_engine.runtime.sample_run import SampleRun
 
 # Memory of an arena divided by the sum of its arrays, measured between 1.09 and 1.19.
 _ARENA_OVERHEAD = 1.15
+
+_WHAT = "the sizes"
+# Sizes are computed from constants of at most so many entries, and not by operators whose results
+# may be large.
+_MOST_ENTRIES = 1024
+_FILLING = frozenset({"ConstantOfShape", "Expand", "Tile"})
 
 # Upper bound of the peak divided by the sum of forward values and parameter gradients. In small
 # networks the ratio is up to 4.6, because shifted operands of convolutions exceed the images.
 _PEAK_RATIO = 8
 
 
-def activation_bytes(
-    model: OnnxModel, batch: Batch, size: int, inputs: Mapping[str, Array] | None
-) -> int:
+def activation_bytes(model: OnnxModel, batch: Batch, size: int) -> int:
     """Return the peak memory of the values of a forward pass and a backward pass, in bytes.
 
     The estimate assumes that a value is freed after its last use unless the session returns it. It
@@ -41,14 +47,12 @@ def activation_bytes(
         model: A model whose backward graphs have been built.
         batch: Batch axes of inputs and values.
         size: Number of examples.
-        inputs: The batch of the sample run; None if it was generated.
 
     Returns:
         Number of bytes, for axes other than the batch as long as in the sample run.
     """
-    feeds = sample_batch(model.graph, model.facts, inputs)
     peaks = (
-        _pass_bytes(model, backward, _sizes_at(model, backward, batch, size, feeds))
+        _pass_bytes(model, backward, _sizes_at(model, backward, batch, size))
         for backward in model.backwards()
     )
     # The passes use the same memory, one after the other.
@@ -73,25 +77,125 @@ def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
     return ceil(_PEAK_RATIO * (values + sum(array.nbytes for array in model.parameters.values())))
 
 
-def _sizes_at(
-    model: OnnxModel, backward: Backward, batch: Batch, size: int, feeds: Mapping[str, Array]
-) -> dict[str, float]:
-    """Return the number of bytes of each value for a batch size, by linear extrapolation."""
-    graph = _joint(model, backward)
-    if batch.fixed:
-        return _sizes(model, graph, backward, feeds)
-    # Two small batches suffice, because each example takes as much memory as in a step.
-    for fewer in dict.fromkeys((1, batch.size)):
-        try:
-            few = _sizes(model, graph, backward, with_examples(feeds, batch, fewer))
-            if size == fewer:
-                return few
-            one_more = with_examples(feeds, batch, fewer + 1)
-            more = _sizes(model, graph, backward, one_more)
-        except BackendError:
-            continue
-        return {name: few[name] + (size - fewer) * (more[name] - few[name]) for name in few}
-    raise AssertionError("the sample run failed")
+def _sizes_at(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> dict[str, float]:
+    """Return the number of bytes of each value of a batch, from shapes alone: nothing is run.
+
+    Sizes of forward values are those of the sample run, in proportion to the examples. Those of
+    other values follow from them by the shape inference of ONNX Runtime.
+    """
+    size = batch.size if batch.fixed else size
+    try:
+        return _Sizes(model, backward, batch, size).bytes()
+    except BackendError:  # a size that is not in proportion
+        sampled = _Sizes(model, backward, batch, batch.size).bytes()
+        return {name: max(size / batch.size, 1) * nbytes for name, nbytes in sampled.items()}
+
+
+class _Sizes:
+    """Shapes of the values of a forward and a backward graph.
+
+    Args:
+        model: The model.
+        backward: A backward graph of it.
+        batch: Batch axes of inputs and values.
+        size: Number of examples.
+    """
+
+    def __init__(self, model: OnnxModel, backward: Backward, batch: Batch, size: int) -> None:
+        self._graph = graph = _joint(model, backward)
+        self._parameters = model.parameters
+        self._facts = {name: _at(fact, name, batch, size) for name, fact in model.facts.items()}
+        data = of_data(graph)
+        # Values whose size is not in proportion to the batch, and those that losses have added.
+        self._given = {
+            name: fact
+            for name, fact in self._facts.items()
+            if name in batch.places or name in batch.inputs or name not in data
+        }
+        self._given |= {
+            cotangent: self._facts[name] for name, cotangent in backward.cotangents.items()
+        }
+
+    def bytes(self) -> dict[str, float]:
+        """Return the number of bytes of each value by name."""
+        shapes = {
+            node.outputs[0]: _shape_of(node, self._given[node.inputs[0]].shape)
+            for node in self._graph.nodes
+            if node.op == "Shape" and node.inputs[0] in self._given
+        }
+        nodes = tuple(node for node in self._graph.nodes if shapes.keys().isdisjoint(node.outputs))
+        graph = replace(
+            self._graph, nodes=nodes, inputs=(), constants={**self._graph.constants, **shapes}
+        )
+        computed = _computed(graph, set(self._parameters))
+        unknown = tuple(
+            node
+            for node in nodes
+            if not self._given.keys() >= {*node.outputs} - {""} and node.outputs[0] not in computed
+        )
+        reads = dict.fromkeys(name for node in unknown for name in (*node.inputs, *node.captures))
+        sizes = [name for name in reads if name in computed and name not in graph.constants]
+        constants = {**graph.constants, **SampleRun(graph, _WHAT).values({}, sizes)}
+        inputs = tuple(
+            Input(name, self._given[name].dtype, self._given[name].shape)
+            for name in reads
+            if name in self._given and name not in constants
+        )
+        run = SampleRun(
+            replace(graph, nodes=unknown, inputs=inputs, outputs=(), constants=constants), _WHAT
+        )
+        return self._completed(unknown, {**constants, **self._given}, run)
+
+    def _completed(
+        self, nodes: Iterable[Node], known: Mapping[str, Fact | Array], run: SampleRun
+    ) -> dict[str, float]:
+        """Return the bytes of all values; unknown results divide those of the largest operand."""
+        sizes: dict[str, float] = {
+            name: fact.dtype.itemsize * prod(fact.shape) for name, fact in known.items()
+        }
+        inferred, dtypes = run.inferred_shapes(), run.dtypes
+        for node in nodes:
+            largest = max((sizes.get(name, 0.0) for name in node.inputs), default=0.0)
+            for name in filter(None, node.outputs):
+                if name in inferred:
+                    sizes[name] = dtypes[name].itemsize * prod(inferred[name])
+                else:
+                    fact = self._facts.get(name)
+                    sizes[name] = value_bytes(fact) if fact else largest / len(node.outputs)
+        return sizes
+
+
+def _computed(graph: Graph, parameters: Container[str]) -> set[str]:
+    """Return the values that follow from small constants, among them sizes."""
+    known = {
+        name
+        for name, array in graph.constants.items()
+        if name not in parameters and array.size <= _MOST_ENTRIES
+    }
+    for node in graph.nodes:
+        if node.op not in _FILLING and known.issuperset(
+            filter(None, (*node.inputs, *node.captures))
+        ):
+            known.update(node.outputs)
+    return known - {""}
+
+
+def _at(fact: Fact, name: str, batch: Batch, size: int) -> Fact:
+    """Return the shape of a value for a number of examples."""
+    if name in batch.inputs:
+        axis, length = batch.inputs[name], size
+    elif name in batch.places:
+        axis = batch.places[name].axis
+        length = fact.shape[axis] * size // batch.size
+    else:
+        return fact
+    return replace(fact, shape=(*fact.shape[:axis], length, *fact.shape[axis + 1 :]))
+
+
+def _shape_of(node: Node, shape: tuple[int, ...]) -> Array:
+    """Return the result of a Shape node."""
+    start, end = (cast("int | None", node.attributes.get(name)) for name in ("start", "end"))
+    return np.array(shape[start:end], np.int64)
 
 
 def with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
@@ -141,19 +245,6 @@ def _joint(model: OnnxModel, backward: Backward) -> Graph:
     added = {node.name for node in backward.forward_nodes}
     nodes = tuple(node for node in graph.nodes if node.name not in added)
     return joint_graph(replace(graph, nodes=nodes), backward)
-
-
-def _sizes(
-    model: OnnxModel, graph: Graph, backward: Backward, feeds: Mapping[str, Array]
-) -> dict[str, float]:
-    """Return the number of bytes of each value by name."""
-    known = open_run(model.graph, model.facts).facts(feeds)
-    cotangents = {
-        cotangent: np.zeros(known[name].shape, known[name].dtype)
-        for name, cotangent in backward.cotangents.items()
-    }
-    facts = measured_facts(graph, {**feeds, **cotangents})
-    return {name: value_bytes(fact) for name, fact in facts.items()}
 
 
 def value_bytes(fact: Fact) -> int:

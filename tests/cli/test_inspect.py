@@ -335,6 +335,9 @@ def test_step_has_a_reason_where_none_is_measured(report, monkeypatch):
     step = report(demo_model("mlp"))["step"]
     assert step["seconds"] is None
     assert step["reason"] == "its first refresh takes too long"
+    monkeypatch.undo()
+    monkeypatch.setattr("kfac_engine.engine.step_time._MOST_BYTES", 1_000_000)
+    assert report(demo_model("mlp"))["step"]["reason"] == "it needs more than 1.0 MB of memory"
 
 
 def test_error_of_a_step_is_its_reason(report, monkeypatch):
