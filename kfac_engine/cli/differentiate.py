@@ -9,6 +9,7 @@ from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import report_beside, say, working
 from kfac_engine.cli.engine_options import LOSSES, OBJECTIVE, EngineCommand
 from kfac_engine.cli.options import (
+    by_output,
     debug_option,
     keywords,
     one_or_all,
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 _OPTIONS = (
     Group.LOSS.option(
         "--loss",
-        metavar="NAME",
+        metavar="[OUTPUT=]NAME",
         multiple=True,
-        callback=one_or_all,
+        callback=by_output,
         names=LOSSES,
         help="Name of the loss; without a loss, the result has an input for the cotangent. May be "
         "repeated: the result is the gradient of the sum.",
@@ -35,8 +36,8 @@ _OPTIONS = (
         metavar="NAME",
         multiple=True,
         callback=one_or_all,
-        help="Value that is differentiated, one for each loss; by default the only output of the "
-        "model.",
+        help="Value that is differentiated, one for each loss; by default the one that no other "
+        "output is computed from.",
     ),
     Group.MODEL.option(
         "--wrt",

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import click
 
 from kfac_engine.cli.command import Choice, Command, Group, Option
-from kfac_engine.cli.options import one_or_all, one_or_more
+from kfac_engine.cli.options import by_output, one_or_all, one_or_more
 
 HEADING = "Options of the engine"
 # Fields that a command has as an option of its own (--exp, --refresh-every, --inputs) or sets
@@ -102,11 +102,13 @@ _NUMBERS: Mapping[str, Any] = {
 }
 
 ROWS: Mapping[str, Row] = {
-    "loss": Row(Group.LOSS, "Name of the loss.", names=LOSSES,
-        metavar="NAME", default=("categorical",)),
-    "output": Row(Group.LOSS, "Output that a loss by name reads; by default the only output of "
-        "the model.", metavar="NAME"),
-    "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output."),
+    "loss": Row(Group.LOSS, "Name of the loss; box*=normal puts it on the outputs that match "
+        "box*.", names=LOSSES, metavar="[OUTPUT=]NAME", default=("categorical",),
+        callback=by_output, type=str),
+    "output": Row(Group.LOSS, "Output that a loss by name reads; by default the one that no "
+        "other output is computed from.", metavar="NAME"),
+    "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output; by default "
+        "found for classes, else the last."),
     "find_logits": Row(Group.LOSS, "Let a loss on probabilities read the logits from which the "
         "model computes them."),
     "loss_weights": Row(Group.LOSS, "Factor of each loss; by default 1.", flag="--loss-weight"),

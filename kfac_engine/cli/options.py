@@ -108,6 +108,23 @@ def one_or_all(
     return values[0] if len(values) == 1 else values or None
 
 
+def by_output(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> str | tuple[str, ...] | dict[str, str] | None:
+    """Return names of losses, or a map from outputs to them for values OUTPUT=NAME."""
+    pairs = [value.rpartition("=") for value in values]
+    if len(values) < 1 or not any(equals for _, equals, _ in pairs):
+        return one_or_all(context, parameter, values)
+    if not all(output and name for output, _, name in pairs):
+        raise click.BadParameter(
+            f"expected NAME or OUTPUT=NAME in all of them, such as 'box*=normal'; got "
+            f"{', '.join(values)}."
+        )
+    if len({output for output, _, _ in pairs}) < len(pairs):
+        raise click.BadParameter(f"an output is given twice: {', '.join(values)}.")
+    return {output: name for output, _, name in pairs}
+
+
 def one_or_more(
     _: click.Context, __: click.Parameter, values: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:

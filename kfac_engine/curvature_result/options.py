@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kfac_engine._types import Array
 from kfac_engine.arguments import dictionary, one_of
 from kfac_engine.curvature.approximations import KINDS
-from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import InputError
 
@@ -34,8 +34,10 @@ class CurvatureOptions:
             loss.
         draws: Targets for ``fisher="sampled"`` in the order of the examples, in place of random
             targets; for several losses by output.
-        output: Output that a loss by name reads; by default the only output of the model.
-        class_axis: Axis of the classes or features in that output.
+        output: Output that a loss by name reads; by default as for ``Engine.from_onnx``.
+        class_axis: Axis of the classes or features in that output. By default that of the softmax,
+            of the channels or of the columns of the operator that computes the classes, and else
+            the last axis.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
         ignore_index: Target that does not count, for losses given by name.
@@ -55,14 +57,14 @@ class CurvatureOptions:
         batch_axes: Axis of the examples of an input; by default detected by running the model.
     """
 
-    loss: LossChoice | Sequence[LossChoice]
+    loss: LossChoices
     structure: str = "kron"
     fisher: str = "exact"
     biases: str = "joint"
     layers: str = "all"
     draws: Array | Mapping[str, Array] | None = None
     output: str | Sequence[str] | None = None
-    class_axis: int = -1
+    class_axis: int | None = None
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
     ignore_index: int | None = None

@@ -176,8 +176,9 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     """
     threads = _threads(options.threads, options.communicator)
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
-    inputs, losses, reduction = options.sample_inputs, options.losses, options.reduction
+    inputs, reduction = options.sample_inputs, options.reduction
     loaded = load_model(source, train_form=options.train_form)
+    losses = options.losses.on(loaded.graph)
     file_loss = taken_loss(loaded, losses)
     if file_loss is not None:
         loaded, losses = file_loss.loaded, file_loss.options(losses)
@@ -227,7 +228,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
 def _with_named_axes(loaded: LoadedModel, losses: LossOptions) -> LoadedModel:
     """Return a model with its batch axes; its outputs are chosen before anything runs."""
     if loaded.float_outputs and losses.output is None:
-        losses.outputs_among(loaded.graph.outputs, loaded.float_outputs)
+        losses.outputs_among(loaded.graph, loaded.float_outputs)
     named = with_batch_axes(loaded.graph.inputs, losses.batch_axes)
     return replace(loaded, graph=replace(loaded.graph, inputs=named))
 

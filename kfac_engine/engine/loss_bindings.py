@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, number, texts, whole
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.graph.analysis.subgraph import final_outputs
+from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses import LOSSES, LossKind
 from kfac_engine.losses.base import LossFunction
@@ -14,7 +16,7 @@ from kfac_engine.losses.checks import require_class_axis
 from kfac_engine.losses.kinds import OUTPUT, FileOutput
 from kfac_engine.losses.logits import (
     Logits,
-    channels_elsewhere,
+    find_class_axis,
     logits_before,
     logits_of_probabilities,
     possible_probabilities,
@@ -27,6 +29,10 @@ from kfac_engine.runtime.sample_run import open_run, sample_batch
 from kfac_engine.suggestions import suggestion
 
 LossChoice: TypeAlias = str | LossKind | LossFunction
+# A loss, a loss for each output, or a map from outputs and patterns of outputs to losses.
+LossChoices: TypeAlias = LossChoice | Sequence[LossChoice] | Mapping[str, LossChoice]
+# The reason for the choice of an output among several.
+_FINAL = "has the loss, because other outputs are only on the way to it; output=… names another"
 # Gives a value of the model in a sample run.
 Sampled: TypeAlias = Callable[[str], Array]
 
@@ -55,18 +61,19 @@ class LossOptions:
 
     Attributes:
         loss: A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object,
-            or a list of them, one an output.
-        output: Output of each loss that is a name; optional for a model of one output.
-        class_axis: Axis of the classes, for losses given by name.
+            a list of them, one an output, or a map from outputs to them.
+        output: Output of each loss that is a name; by default those that no other output is
+            computed from.
+        class_axis: Axis of the classes, for losses given by name; None finds it.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
         weights: Factor of each loss; 1 by default.
         batch_axes: Input name to the axis of its examples; found by sample runs when left out.
         settings: Options of the losses that are given by name.
     """
 
-    loss: LossChoice | Sequence[LossChoice]
+    loss: LossChoices
     output: str | Sequence[str] | None = None
-    class_axis: int = -1
+    class_axis: int | None = None
     find_logits: bool = True
     weights: Sequence[float] | None = None
     batch_axes: Axes | None = None
@@ -78,19 +85,21 @@ class LossOptions:
         Raises:
             InputError: An option is of a wrong type.
         """
-        several = isinstance(self.loss, list | tuple) and self.loss
-        listed_choices = self.loss if several else [self.loss]
-        for choice in listed_choices:  # type: ignore[union-attr] # a list
+        for choice in self._listed():
             if not isinstance(choice, LossChoice):
                 raise InputError(
                     f"loss must be a name ({', '.join((*LOSSES, OUTPUT))}), a loss with options "
                     f"such as kfac_engine.Categorical(label_smoothing=0.1), a loss object such as "
-                    f"NormalMeanNegativeLogProbLoss('output'), or a list of them, got {choice!r}."
+                    f"NormalMeanNegativeLogProbLoss('output'), a list of them, or a map from "
+                    f"outputs to them, got {choice!r}."
                 )
+        if isinstance(self.loss, Mapping):
+            self._check_map(self.loss)
         self.choices  # noqa: B018 (they check themselves)
         if not isinstance(self.output, str | None):
             texts("output", self.output, "['logits']")
-        whole("class_axis", self.class_axis, least=None)
+        if self.class_axis is not None:
+            whole("class_axis", self.class_axis, least=None)
         flag("find_logits", self.find_logits)
         if self.weights is not None:
             for weight in listed("loss_weights", self.weights, "[1.0]"):
@@ -104,7 +113,7 @@ class LossOptions:
             UnknownNameError: There is no loss of a name, or it does not have an option.
             InputError: Options are given, but no loss by name.
         """
-        choices = [self.loss] if isinstance(self.loss, LossChoice) else list(self.loss)
+        choices = self._listed()
         if self.settings and not any(isinstance(choice, str) for choice in choices):
             raise InputError(
                 f"{', '.join(self.settings)} are options of losses that are given by name; give "
@@ -117,11 +126,65 @@ class LossOptions:
             for choice in choices
         ]
 
-    def outputs_among(self, outputs: Sequence[str], real: Sequence[str]) -> list[str]:
+    def _listed(self) -> list[LossChoice]:
+        """Return the losses as a list."""
+        if isinstance(self.loss, Mapping) and self.loss:
+            return list(self.loss.values())
+        several = isinstance(self.loss, list | tuple) and self.loss
+        return list(self.loss) if several else [self.loss]  # type: ignore[arg-type,list-item] # checked
+
+    def _check_map(self, losses: Mapping[str, LossChoice]) -> None:
+        """Check a map from outputs to losses.
+
+        Raises:
+            InputError: A loss has an output already.
+        """
+        texts("the outputs of loss", list(losses), "{'boxes': 'normal'}")
+        if self.output is not None:
+            raise InputError(
+                f"loss={losses!r} names the outputs already; leave output={self.output!r} out."
+            )
+        for output, choice in losses.items():
+            if isinstance(choice, LossFunction):
+                raise InputError(
+                    f"the loss of '{output}' is a loss object, which names its output itself; give "
+                    f"a list of loss objects, or a name such as 'normal' here."
+                )
+
+    def on(self, graph: Graph) -> "LossOptions":
+        """Return the options with a loss for each output, by the outputs of a model.
+
+        Args:
+            graph: The model; its outputs are compared with the patterns of a map.
+
+        Returns:
+            The options. The loss of a pattern and its weight are repeated.
+
+        Raises:
+            UnknownNameError: A pattern matches no output.
+            InputError: Several entries name an output, or there are more or fewer weights.
+        """
+        if not isinstance(self.loss, Mapping):
+            return self
+        losses: list[LossChoice] = []
+        names: list[str] = []
+        weights: list[float] = []
+        values = frozenset(graph.values())
+        for (pattern, choice), weight in zip(self.loss.items(), self.coefficients, strict=True):
+            inner = pattern in values
+            for name in [pattern] if inner else matching([pattern], graph.outputs, "output"):
+                if name in names:
+                    raise InputError(f"two losses are put on the output '{name}'; give it one.")
+                losses.append(choice)
+                names.append(name)
+                weights.append(weight)
+        return replace(self, loss=losses, output=names, weights=weights)
+
+    def outputs_among(self, graph: Graph, real: Sequence[str]) -> list[str]:
         """The outputs of the losses that are given by name.
 
         Args:
-            outputs: Those of the model.
+            graph: The model.
             real: Outputs with floating-point numbers; others are left out.
 
         Returns:
@@ -132,14 +195,19 @@ class LossOptions:
             InputError: It is not clear which outputs are meant.
         """
         count = len([choice for choice in self.choices if isinstance(choice, LossKind)])
-        if self.output is None and count in (len(real), 0):
-            return list(real[:count])
+        if self.output is None:
+            for outputs in (real, final_outputs(graph, real)):
+                if count in (len(outputs), 0):
+                    return list(outputs[:count])
         chosen = [self.output] if isinstance(self.output, str) else list(self.output or ())
         if len(chosen) != count:
+            several = f"{len(chosen)} outputs and {count} {'loss' if count == 1 else 'losses'}"
+            known = f"{several} are given; the" if chosen else "the"
             raise InputError(
-                f"the model has the outputs {', '.join(outputs)}; name "
+                f"{known} model has the outputs {', '.join(graph.outputs)}; name "
                 f"{'the one that the loss is' if count == 1 else f'those {count} that losses are'} "
-                f"put on with output=…."
+                f"put on with output=…, or give a loss for each output, such as "
+                f"loss={{'{(*real, *graph.outputs)[0]}': 'normal'}}."
             )
         return chosen
 
@@ -184,17 +252,21 @@ def bind_losses(
         InputError: The losses cannot be assigned to the outputs.
         ShapeError: The classes lie on another axis, or an output has no examples.
     """
-    choices, axis = options.choices, options.class_axis
-    real = real_outputs(graph, facts)
+    choices, real = options.choices, real_outputs(graph, facts)
     if options.output is None and not real and any(isinstance(c, LossKind) for c in choices):
         check_real(graph, facts, graph.outputs)
-    named = options.outputs_among(graph.outputs, real)
+    named = options.outputs_among(graph, real)
+    doubt = _FINAL if options.output is None and 0 < len(named) < len(real) else ""
     heads = []
     for choice in choices:
         if isinstance(choice, LossKind):
             value = named.pop(0)
             targets = "targets" if len(choices) == 1 else f"targets of {value}"
-            heads.append(LossBinding(choice.on(value, targets=targets, class_axis=axis), value))
+            axis, links = options.class_axis, choice.on(value).links
+            if axis is None:
+                axis = find_class_axis(graph, facts, value, links) if value in facts else -1
+            loss = choice.on(value, targets=targets, class_axis=axis)
+            heads.append(LossBinding(loss, value, doubt=doubt and f"'{value}' {doubt}"))
         else:
             heads.append(LossBinding(choice, choice.inputs[0]))
     _check_known(graph, facts, heads)
@@ -227,10 +299,9 @@ def _before_link(
         logits = logits_of_probabilities(graph, facts, loss, output, lambda: run(output))
     if logits is None:
         doubt = possible_probabilities(loss, lambda: run(output))
-        doubt = doubt or channels_elsewhere(graph, facts, loss, output)
-        return replace(head, doubt=doubt and f"'{output}' {doubt}")
+        return replace(head, doubt=f"'{output}' {doubt}") if doubt else head
     moved = kind.on(logits.value, targets=loss.targets, class_axis=loss.class_axis)
-    return LossBinding(moved, output, logits)
+    return LossBinding(moved, output, logits, head.doubt)
 
 
 def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:

@@ -1,11 +1,11 @@
 """Preconditions the gradients of a single batch with a temporary engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions, check_names
 from kfac_engine.engine.result import Result
 from kfac_engine.graph.load import ModelSource
@@ -16,7 +16,7 @@ def precondition(
     model: ModelSource,
     inputs: Mapping[str, Array],
     targets: Targets,
-    loss: LossChoice | Sequence[LossChoice],
+    loss: LossChoices,
     **options: object,
 ) -> Result:
     """Return gradients and natural gradients of one batch.

@@ -23,7 +23,7 @@ from kfac_engine.arguments import (
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.batch_shards import check_communicator
-from kfac_engine.engine.loss_bindings import LossChoice, LossOptions, named_settings
+from kfac_engine.engine.loss_bindings import LossChoices, LossOptions, named_settings
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
@@ -61,10 +61,13 @@ class EngineOptions:
     Attributes:
         loss: Name of the loss; ``"output"`` for a file that computes its loss itself. A loss with
             options, such as ``Categorical(ignore_index=255)``, and a loss object are accepted too,
-            and a list with a loss for each output.
-        output: Output that a loss by name reads; by default the only output of the model. With
-            several losses, a list.
-        class_axis: Axis of the classes or features in that output.
+            and a list with a loss for each output. A dictionary puts losses on outputs by name or
+            pattern, such as ``{"box*": "normal", "class*": "multi_bernoulli"}``.
+        output: Output that a loss by name reads; by default the output that no other output is
+            computed from. With several losses, a list.
+        class_axis: Axis of the classes or features in that output. By default that of the softmax,
+            of the channels or of the columns of the operator that computes the classes, and else
+            the last axis.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
         ignore_index: Target that does not count, for losses given by name. By default the loss
@@ -118,9 +121,9 @@ class EngineOptions:
             divides its preconditioning, and receives its gradient.
     """
 
-    loss: LossChoice | Sequence[LossChoice]
+    loss: LossChoices
     output: str | Sequence[str] | None = None
-    class_axis: int = -1
+    class_axis: int | None = None
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
     ignore_index: int | None = None

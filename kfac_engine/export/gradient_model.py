@@ -26,6 +26,7 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.differentiate import differentiate as backward_graph
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.engine.loss_bindings import (
+    LossChoices,
     LossOptions,
     bind_losses,
     check_real,
@@ -35,6 +36,7 @@ from kfac_engine.engine.loss_bindings import (
 from kfac_engine.errors import InputError, ModelError, UnknownNameError, UnsupportedError
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.export.target_inputs import Form, TargetInputs
+from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
@@ -43,7 +45,6 @@ from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_type
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model
-from kfac_engine.losses import LossKind
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.leading_examples import with_batch_axes
@@ -57,12 +58,12 @@ DeclaredShape: TypeAlias = tuple[int | str | None, ...]
 
 def differentiate(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
-    loss: str | LossKind | Sequence[str | LossKind] | None = None,
+    loss: LossChoices | None = None,
     output: str | Sequence[str] | None = None,
     wrt: str | Sequence[str] | None = None,
     *,
     freeze: str | Sequence[str] | None = None,
-    class_axis: int = -1,
+    class_axis: int | None = None,
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
@@ -83,12 +84,13 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        loss: Name of a loss, a loss with options such as ``Categorical(…)``, or a list with a loss
-            for each output. Without a loss, the function is ``⟨cotangent, output⟩``.
-        output: Name of the differentiated output, or a list; may be omitted for a single output.
+        loss: Name of a loss, a loss with options such as ``Categorical(…)``, a list with a loss for
+            each output, or a dictionary from outputs to losses. Without a loss, the function is
+            ``⟨cotangent, output⟩``.
+        output: Name of the differentiated output, or a list; as for ``Engine.from_onnx``.
         wrt: Pattern of parameter and input names, or several; the trainable parameters by default.
         freeze: Pattern of parameter names to exclude, or several.
-        class_axis: Axis of the classes or features in the output.
+        class_axis: Axis of the classes or features in the output, as for ``Engine.from_onnx``.
         find_logits: Whether a loss on an output of probabilities reads the logits from which the
             model computes them.
         loss_weights: Factor of each loss; ones by default.
@@ -155,7 +157,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
                 ignore_index=ignore_index, class_weights=class_weights,
                 positive_weights=positive_weights, label_smoothing=label_smoothing,
             ),
-        )  # fmt: skip
+        ).on(loaded.graph)  # fmt: skip
         graph, facts = _append_losses(
             loaded, (graph, facts), options, reduction, sample_inputs, target_inputs
         )
@@ -287,7 +289,7 @@ def _only_output(
             f"'{graph.name}'."
         )
     check_real(graph, facts, graph.outputs if output is None else [output])
-    real = real_outputs(graph, facts)
+    real = final_outputs(graph, real_outputs(graph, facts))
     if output is None and len(real) != 1:
         raise InputError(
             f"the model has the outputs {', '.join(graph.outputs)}; name one with output=…."

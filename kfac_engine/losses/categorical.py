@@ -250,7 +250,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         if ((targets < 0) | off).any():
             raise InputError(
                 f"targets of '{self.logits}' must be one-hot rows or probabilities: non-negative, "
-                f"with sum 1 along the class axis."
+                f"with sum 1 along the class axis; for other real numbers give loss='normal'."
             )
 
     def _classes(self, values: Values, targets: Array) -> Array:

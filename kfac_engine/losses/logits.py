@@ -20,11 +20,20 @@ from kfac_engine.graph.node_builder import NodeBuilder
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.losses.base import LossFunction
 
-# Operators that preserve the meaning of the first two axes, examples and channels, if the sizes of
-# these axes do not change.
-_KEEP_CHANNELS = frozenset(
-    {"Add", "AveragePool", "Concat", "Identity", "Mul", "Relu", "Reshape", "Resize", "Sigmoid"}
-)
+# Operators that preserve the meaning of the axis of the classes if its size does not change.
+_KEEP_CHANNELS = frozenset({"Add", "AveragePool", "Clip", "Concat", "Mul", "Relu", "Resize"})
+
+_SOFTMAX = ("LogSoftmax", "Softmax")
+
+# The axis of the classes in the result of an operator; that of a softmax is an attribute.
+_CLASSES = {
+    "Conv": 1,
+    "ConvTranspose": 1,
+    "Gemm": -1,
+    "MatMul": -1,
+    "LogSoftmax": -1,
+    "Softmax": -1,
+}
 
 # Largest accepted distance of a sum of probabilities from one: the rounding of half precision.
 _SUM_TOLERANCE = 1e-3
@@ -143,36 +152,51 @@ def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> s
     )
 
 
-def channels_elsewhere(
-    graph: Graph, facts: Mapping[str, Fact], loss: LossFunction, output: str
-) -> str:
-    """Return a warning if the classes of an output may be the channels of a convolution on axis 1.
+def find_class_axis(
+    graph: Graph, facts: Mapping[str, Fact], output: str, links: frozenset[str]
+) -> int:
+    """Return the axis of the classes of an output; -1, the last axis, where nothing else is known.
+
+    A softmax normalizes over the classes. Otherwise the channels of a convolution and the columns
+    of a matrix product are the classes. Views such as ``Transpose`` move them.
 
     Args:
         graph: The model.
         facts: Element type and shape of every value.
-        loss: A loss with the class axis to check; only losses on softmax have classes.
-        output: Name of the output on which the user put the loss.
+        output: Name of the output on which the user put a loss.
+        links: Operators that convert the logits of the loss to probabilities; only losses on
+            softmax have classes.
 
     Returns:
-        A sentence without its subject, the output; empty without a reason for a warning.
+        The axis.
     """
-    shape = facts[output].shape
-    if "Softmax" not in loss.links or len(shape) < 3 or loss.class_axis % len(shape) == 1:
-        return ""
-    node = graph.producers.get(output)
-    while node is not None and not node.domain and node.op in _KEEP_CHANNELS:
-        node = graph.producers.get(node.inputs[0])
-        if node is not None and facts[node.outputs[0]].shape[:2] != shape[:2]:
-            return ""
-    if node is None or node.domain or node.op not in ("Conv", "ConvTranspose"):
-        return ""
-    axis = loss.class_axis % len(shape)
-    return (
-        f"is read with its {shape[axis]} classes on axis {axis}, but {node.op} (node "
-        f"'{node.name}') computes it with {shape[1]} channels on axis 1; if the channels are the "
-        f"classes, pass class_axis=1 (--class-axis 1)"
-    )
+    rank = len(facts[output].shape)
+    axis = _classes_of(graph, facts, output) if "Softmax" in links and rank > 2 else None
+    return axis if axis and axis < rank - 1 else -1
+
+
+def _classes_of(graph: Graph, facts: Mapping[str, Fact], value: str) -> int | None:
+    """Return the axis of a value that holds softmax classes, channels or columns."""
+    path: list[Node] = []
+    node = graph.producers.get(value)
+    while node is not None and not node.domain and node.op in _KEEP_CHANNELS | RELAYS:
+        path.append(node)
+        like = len(facts[node.outputs[0]].shape)
+        same = [name for name in node.inputs if name and len(facts[name].shape) == like]
+        node = graph.producers.get(node.inputs[0] if node.op in RELAYS else (*same, "")[0])
+    if node is None or node.domain or node.op not in _CLASSES:
+        return None
+    shape = facts[node.outputs[0]].shape
+    attribute = node.attributes.get("axis", -1) if node.op in _SOFTMAX else _CLASSES[node.op]
+    assert isinstance(attribute, int)  # by the operator's definition
+    axis: int | None = attribute % len(shape)
+    for later in reversed(path):
+        before, after = facts[later.inputs[0]].shape, facts[later.outputs[0]].shape
+        if axis is not None and later.op in RELAYS:
+            axis = _axis_after(later, facts, axis)
+        elif axis is None or (len(before) == len(after) and before[axis] != after[axis]):
+            return None
+    return axis
 
 
 class _LogitsBuilder(NodeBuilder):
@@ -267,6 +291,8 @@ def _axis_after(view: Node, facts: Mapping[str, Fact], axis: int) -> int | None:
     The result is None if the view splits the axis or joins it with another axis.
     """
     before, after = facts[view.inputs[0]].shape, facts[view.outputs[0]].shape
+    if view.op != "Transpose" and before == after:
+        return axis
     if view.op == "Transpose":
         perm = view.attributes.get("perm", tuple(reversed(range(len(before)))))
         assert isinstance(perm, tuple)  # by the operator's definition

@@ -3,7 +3,8 @@
 A run returns shapes, and returns values only on request.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -244,8 +245,11 @@ def _sample_feeds(graph: Graph, inputs: Mapping[str, Array] | None) -> Iterator[
     """Yield candidates for the inputs of a sample run, in the order of trial."""
     if inputs is None:
         for first, other in _TRIED_SIZES:
-            symbols: dict[str, int] = {}
-            yield {entry.name: _generated(entry, first, other, symbols) for entry in graph.inputs}
+            yield _generated_feeds(graph.inputs, first, other)
+        # A mask over past states and tokens is as long as both together.
+        for entry in graph.inputs:
+            if entry.dtype.kind in "iu":
+                yield _generated_feeds(graph.inputs, *_TRIED_SIZES[0], mask=entry.name)
     else:
         checked = check_inputs(graph, inputs)
         few = first_examples(graph.inputs, checked)
@@ -267,18 +271,44 @@ def _pools_fit(graph: Graph, facts: Mapping[str, Fact]) -> bool:
     return True
 
 
-def _generated(entry: Input, first: int, other: int, symbols: dict[str, int]) -> Array:
+def _generated_feeds(
+    inputs: Sequence[Input], first: int, other: int, mask: str = ""
+) -> dict[str, Array]:
+    """Return generated inputs whose axes without a declared size have the given sizes.
+
+    Axes of the input ``mask`` whose symbol no other input has are twice as long.
+    """
+    symbols: dict[str, int] = {}
+    uses = Counter(size for entry in inputs for size in {*(entry.shape or ())})
+    sums: list[str] = []
+    for entry in inputs:
+        for axis, declared in enumerate(entry.shape or ()):
+            if isinstance(declared, str):
+                size = first if axis == 0 or says_batch(declared) else other
+                twice = axis > 0 and entry.name == mask and uses[declared] == 1
+                symbols.setdefault(declared, 2 * size if twice else size)
+                sums += [declared] if "+" in declared else []
+    for total in sums:
+        terms = [term.strip() for term in total.split("+")]
+        if all(term in symbols or term.isdecimal() for term in terms):
+            symbols[total] = sum(symbols.get(term) or int(term) for term in terms)
+    return {entry.name: _generated(entry, first, other, symbols) for entry in inputs}
+
+
+def _generated(entry: Input, first: int, other: int, symbols: Mapping[str, int]) -> Array:
     """Return an input of small positive numbers, zeros for indices, or True for masks."""
     if entry.shape is None:
         raise ModelError(
             f"input '{entry.name}' declares no shape; pass sample_inputs, a real batch."
         )
-    shape = []
-    for axis, declared in enumerate(entry.shape):
-        size = first if axis == 0 or says_batch(declared) else other
-        if isinstance(declared, str):
-            size = symbols.setdefault(declared, size)  # axes of one symbol have one size
-        shape.append(declared if isinstance(declared, int) else size)
+    shape = [
+        symbols[size]
+        if isinstance(size, str)
+        else (other if axis else first)
+        if size is None
+        else size
+        for axis, size in enumerate(entry.shape)
+    ]
     if not 0 < prod(shape) <= _MOST_ENTRIES:
         raise ModelError(
             f"input '{entry.name}' declares the shape ({spelled(entry.shape)}), which "

@@ -16,7 +16,7 @@ from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.forms import Data
 from kfac_engine.datasets.shards import Share
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoice, named_settings
+from kfac_engine.engine.loss_bindings import LossChoices, named_settings
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning
 from kfac_engine.graph.load import ModelSource
@@ -59,7 +59,7 @@ OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry(
 def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     model_or_engine: ModelSource | Engine,
     data: Data,
-    loss: LossChoice | Sequence[LossChoice] = "categorical",
+    loss: LossChoices = "categorical",
     optimizer: str | Optimizer = "kfac",
     epochs: int | None = None,
     steps: int | None = None,
@@ -311,7 +311,7 @@ def _train(
 
 def _optimizer(
     source: ModelSource | Engine,
-    loss: LossChoice | Sequence[LossChoice],
+    loss: LossChoices,
     optimizer: str | Optimizer,
     seed: int,
     settings: Mapping[str, Any],

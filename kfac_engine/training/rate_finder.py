@@ -1,7 +1,7 @@
 """Search for a learning rate: steps with growing rates on a copy of a model."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,7 +19,7 @@ from kfac_engine.arguments import check_seed, flag, positive, whole
 from kfac_engine.datasets.examples import TARGETS, Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.errors import (
     BackendError,
     DivergenceWarning,
@@ -108,7 +108,7 @@ def check_plot(path: str | Path) -> Path:
 def find_rate(  # noqa: PLR0913 (the options of a run)
     model_or_engine: ModelSource | Engine,
     data: Data,
-    loss: LossChoice | Sequence[LossChoice] = "categorical",
+    loss: LossChoices = "categorical",
     optimizer: str = "adam",
     batch_size: int = 128,
     *,
@@ -195,9 +195,7 @@ def suggested_rate(rates: Array, losses: Array) -> float | None:
 
 
 @contextmanager
-def _copy(
-    source: ModelSource | Engine, loss: LossChoice | Sequence[LossChoice], seed: int
-) -> Iterator[Engine]:
+def _copy(source: ModelSource | Engine, loss: LossChoices, seed: int) -> Iterator[Engine]:
     """Return a context with an engine of its own for a model or for the model of an engine."""
     if not isinstance(source, Engine):
         yield Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32")

@@ -17,7 +17,7 @@ from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.loss_bindings import LossChoice
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.export.target_inputs import Form, TargetInputs
@@ -62,12 +62,12 @@ _KFAC_ONLY: Mapping[str, tuple[object, str]] = {
 
 def export_training(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
-    loss: LossChoice | Sequence[LossChoice] = "categorical",
+    loss: LossChoices = "categorical",
     optimizer: str = "kfac",
     *,
     path: str | Path,
     output: str | Sequence[str] | None = None,
-    class_axis: int = -1,
+    class_axis: int | None = None,
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
@@ -103,7 +103,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         optimizer: ``"kfac"``, ``"adamw"``, ``"adam"``, ``"muon"`` or ``"sgd"``.
         path: Folder of the files; it is created if it does not exist.
         output: As in ``Engine.from_onnx``, as the following ones.
-        class_axis: Axis of the classes in the output.
+        class_axis: Axis of the classes in the output; None to find it.
         find_logits: Whether a loss on an output of probabilities reads the logits.
         loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.

@@ -162,10 +162,12 @@ def test_softmax_along_another_axis_names_the_right_class_axis():
     net.op("Softmax", x, to="output", axis=1)
     model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
     with pytest.raises(ke.ShapeError, match="classes on axis 1; pass class_axis=1"):
-        ke.Engine.from_onnx(model, loss="categorical")
+        ke.Engine.from_onnx(model, loss="categorical", class_axis=-1)
     with pytest.raises(ke.ShapeError, match="class_axis=1"):
-        ke.differentiate(model, "categorical")
-    assert ke.Engine.from_onnx(model, loss="categorical", class_axis=1).losses[0].reads == "conv"
+        ke.differentiate(model, "categorical", class_axis=-1)
+    for axis in (1, None):
+        engine = ke.Engine.from_onnx(model, loss="categorical", class_axis=axis)
+        assert engine.losses[0].reads == "conv"
 
 
 # -- the batch elsewhere ---------------------------------------------------------------------------
@@ -286,39 +288,149 @@ def detector(ending):
     last = len(ending) - 1
     for index, (op, extra, attributes) in enumerate(ending):
         x = net.op(op, x, *extra, to="output" if index == last else f"end{index}", **attributes)
-    sides = ["batch", "a", "b", "c"] if op in ("Relu", "Transpose") else ["batch", "a", "b"]
+    sides = (
+        ["batch", "a", "b", "c"] if op in ("Relu", "Softmax", "Transpose") else ["batch", "a", "b"]
+    )
     return net.model({"input": ["batch", 2, 4, 4]}, {"output": sides})
 
 
-CHANNELS_SECOND = [
-    [("Relu", (), {})],
-    [("Relu", (), {}), ("Reshape", ("pixels last",), {})],
-]
-CHANNELS_LAST = [
-    [("Transpose", (), {"perm": [0, 2, 3, 1]})],
-    [("Transpose", (), {"perm": [0, 2, 3, 1]}), ("Reshape", ("pixels second",), {})],
-]
+# Operators behind a convolution with 3 channels, and the axis on which they put the channels.
+CLASSES = {
+    "activation": ([("Relu", (), {})], 1),
+    "pixels in one axis": ([("Relu", (), {}), ("Reshape", ("pixels last",), {})], 1),
+    "softmax": ([("Softmax", (), {"axis": 1})], 1),
+    "log-softmax of pixels": (
+        [("Reshape", ("pixels last",), {}), ("LogSoftmax", (), {"axis": 1})],
+        1,
+    ),
+    "channels last": ([("Transpose", (), {"perm": [0, 2, 3, 1]})], 3),
+    "channels and pixels last": (
+        [("Transpose", (), {"perm": [0, 2, 3, 1]}), ("Reshape", ("pixels second",), {})],
+        2,
+    ),
+    "channels third": ([("Transpose", (), {"perm": [0, 2, 1, 3]})], 2),
+}
 
 
-@pytest.mark.parametrize("ending", CHANNELS_SECOND)
-def test_channels_of_a_convolution_on_another_axis_are_told_of(ending):
-    engine = ke.Engine.from_onnx(detector(ending), loss="categorical")
-    assert (
-        "3 channels on axis 1; if the channels are the classes, pass class_axis=1"
-        in (engine.losses[0].doubts[0])
-    )
-    engine = ke.Engine.from_onnx(detector(ending), loss="categorical", class_axis=1)
-    assert engine.losses[0].doubts == ()
-    assert ke.Engine.from_onnx(detector(ending), loss="normal").losses[0].doubts == ()
+@pytest.mark.parametrize(("ending", "axis"), CLASSES.values(), ids=CLASSES)
+def test_the_axis_of_the_classes_is_found(ending, axis):
+    model, rng = detector(ending), np.random.default_rng(0)
+    inputs = {"input": rng.standard_normal((5, 2, 4, 4)).astype(np.float32)}
+    predicted = ke.Engine.from_onnx(model, loss="normal").predict(inputs)
+    targets = rng.integers(0, 3, np.delete(predicted.shape, axis))
+    found = ke.precondition(model, inputs, targets, "categorical", damping=0.1)
+    said = ke.precondition(model, inputs, targets, "categorical", damping=0.1, class_axis=axis)
+    assert found.loss == said.loss
+    for name, gradient in said.natural_gradients.items():
+        np.testing.assert_array_equal(found.natural_gradients[name], gradient)
+    # The truth: the cross-entropy of the logits, with their classes last.
+    logits = np.moveaxis(predicted.astype(np.float64), axis, -1).reshape(-1, 3)
+    if "softmax" in ending[-1][0].lower():
+        logits = logits if ending[-1][0] == "LogSoftmax" else np.log(logits)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    truth = -np.take_along_axis(logits, targets.reshape(-1, 1), axis=1).mean()
+    assert found.loss == pytest.approx(truth, rel=1e-5)
 
 
-@pytest.mark.parametrize("ending", CHANNELS_LAST)
-def test_channels_that_were_put_last_are_the_classes(ending):
-    assert ke.Engine.from_onnx(detector(ending), loss="categorical").losses[0].doubts == ()
+def test_columns_of_a_product_are_the_classes():
+    """Scores (n, classes, tokens), as PyTorch's cross-entropy reads them, from tokens (n, t, d)."""
+    net = models.Net()
+    x = net.op("MatMul", "input", net.weight("w", 4, 3), to="s")
+    net.op("Transpose", net.op("Add", x, net.weight("b", 3), to="sb"), to="output", perm=[0, 2, 1])
+    model = net.model({"input": ["batch", 6, 4]}, {"output": ["batch", 3, 6]})
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    inputs, targets = {"input": np.ones((5, 6, 4), np.float32)}, np.zeros((5, 6), int)
+    said = ke.Engine.from_onnx(model, loss="categorical", class_axis=1)
+    assert engine.loss(inputs, targets) == said.loss(inputs, targets)
 
 
-def test_tokens_have_their_classes_last():
-    assert ke.Engine.from_onnx(tokens("plain"), loss="categorical").losses[0].doubts == ()
+def test_an_axis_that_no_operator_tells_is_the_last():
+    net = models.Net()
+    net.op("CumSum", net.conv("conv", "input", 2, 3, 1), net.constant("axis", np.array(3)),
+           to="output")  # fmt: skip
+    model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    inputs = {"input": np.ones((5, 2, 4, 4), np.float32)}
+    assert engine.loss(inputs, np.zeros((5, 3, 4), int)) > 0
+    with pytest.raises(ke.ShapeError, match="give class_axis=1, if that axis"):
+        engine.loss(inputs, np.zeros((5, 4, 4), int))
+
+
+# -- several outputs -------------------------------------------------------------------------------
+
+
+def cached():
+    """Attention-like states on the way to the logits, one of them behind a rearrangement."""
+    net = models.Net(seed=1)
+    key = net.op("Concat", "past", net.dense("key", "input", 4, 3), to="present", axis=1)
+    net.op("Reshape", key, net.constant("to", np.array([0, 2, -1])), to="view")
+    net.dense("logits", net.op("Tanh", key, to="act"), 6, 3)
+    sides = {"logits": ["batch", 3], "present": ["batch", 6], "view": ["batch", 2, 3]}
+    return net.model({"input": ["batch", 4], "past": ["batch", 3]}, {**sides, "act": ["batch", 6]})
+
+
+def test_outputs_on_the_way_to_another_need_no_loss():
+    rng = np.random.default_rng(0)
+    inputs = {name: rng.standard_normal((6, n)).astype(np.float32)
+              for name, n in {"input": 4, "past": 3}.items()}  # fmt: skip
+    targets = rng.integers(0, 3, 6)
+    found = ke.precondition(cached(), inputs, targets, "categorical")
+    said = ke.precondition(cached(), inputs, targets, "categorical", output="logits")
+    assert found.loss == said.loss
+    assert ke.Engine.from_onnx(cached(), loss="categorical").losses[0].doubts[0].startswith(
+        "'logits' has the loss, because other outputs are only on the way to it"
+    )  # fmt: skip
+    assert next(o.name for o in ke.differentiate(cached(), "categorical").graph.output) == "loss"
+    assert "cotangent" in [i.name for i in ke.differentiate(cached()).graph.input]
+
+
+def test_two_ends_are_not_chosen_from():
+    with pytest.raises(ke.InputError, match=r"outputs logits, mean; name .* loss=\{'logits': 'no"):
+        ke.Engine.from_onnx(models.two_outputs(), loss="categorical")
+
+
+HEADS = {"logits": "categorical", "mean": "normal"}
+REFUSED = {
+    "an unknown output": ({"loss": {"logit": "categorical"}}, "no output matches 'logit'"),
+    "two losses": (
+        {"loss": {"mean": "normal", "*": "normal"}},
+        "two losses are put on the output 'mean'",
+    ),
+    "outputs twice": ({"loss": HEADS, "output": ["mean", "logits"]}, "names the outputs already"),
+    "a loss object": (
+        {"loss": {"mean": ke.NormalMeanNegativeLogProbLoss("mean")}},
+        "names its output itself",
+    ),
+    "a weight too few": ({"loss": HEADS, "loss_weights": [1]}, "1 loss weights for 2"),
+    "nothing": ({"loss": {}}, "loss must be a name"),
+}
+
+
+def test_losses_are_put_on_outputs_by_name_and_pattern():
+    model, rng = models.two_outputs(), np.random.default_rng(0)
+    inputs = {"input": rng.standard_normal((6, 5)).astype(np.float32)}
+    targets = {"logits": rng.integers(0, 3, 6), "mean": rng.standard_normal((6, 2))}
+    said = ke.precondition(
+        model, inputs, targets, ["normal", "categorical"],
+        output=["mean", "logits"], loss_weights=[0.5, 2],
+    )  # fmt: skip
+    for loss in {"mean": "normal", "logits": "categorical"}, {"m*n": "normal", "l*": "categorical"}:
+        found = ke.precondition(model, inputs, targets, loss, loss_weights=[0.5, 2])
+        assert found.loss == said.loss
+        for name, gradient in said.natural_gradients.items():
+            np.testing.assert_array_equal(found.natural_gradients[name], gradient)
+    everything = ke.Engine.from_onnx(model, loss={"*": "normal"}, loss_weights=[0.5])
+    assert [loss.output for loss in everything.losses] == ["logits", "mean"]
+    means = {"logits": np.ones((6, 3)), "mean": np.ones((6, 2))}
+    one = ke.Engine.from_onnx(model, loss=["normal", "normal"], loss_weights=[0.5, 0.5])
+    assert everything.loss(inputs, means) == one.loss(inputs, means)
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("call", [ke.Engine.from_onnx, ke.differentiate])
+def test_losses_that_fit_no_output_are_refused(call, options, said):
+    with pytest.raises(ke.KfacError, match=said):
+        call(models.two_outputs(), **options)
 
 
 # -- outputs that hold no real numbers -------------------------------------------------------------
@@ -358,9 +470,10 @@ def test_the_only_output_of_real_numbers_is_differentiated(loss):
 def test_the_output_is_asked_for_before_a_model_runs():
     """No made-up input fits this model: its sample run would fail, and with another error."""
     model = dense_net(("Relu", (), {}))
-    model.graph.output.append(helper.make_tensor_value_info("act0", 1, ["batch", 5]))
+    model.graph.node.append(helper.make_node("Neg", ["act0"], ["other"], name="other"))
+    model.graph.output.append(helper.make_tensor_value_info("other", 1, ["batch", 5]))
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 9
-    with pytest.raises(ke.InputError, match="has the outputs output, act0; name the one"):
+    with pytest.raises(ke.InputError, match="has the outputs output, other; name the one"):
         ke.Engine.from_onnx(model, loss="categorical")
     with pytest.raises(ke.UnknownNameError, match="unknown loss 'catgorical'"):
         ke.Engine.from_onnx(model, loss="catgorical")

@@ -153,6 +153,25 @@ def test_generated_axes_of_one_symbol_have_one_size():
     assert facts["x"].shape[1] == facts["b"].shape[0]
 
 
+@pytest.mark.parametrize("length", ["past + tokens", "s3"])
+def test_generated_masks_cover_past_states_and_tokens(length):
+    """The declaration names the sum, or gives the mask a symbol of its own."""
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        m (float[n,past] state, float[n,tokens] x, int64[n,LENGTH] mask) => (float[n,k] y)
+          <float[1] w = {2}> {
+          both = Concat <axis = 1> (state, x)
+          weight = Cast <to = 1> (mask)
+          y = Mul (both, weight)  z = Mul (y, w)
+        }""".replace("LENGTH", "k").replace("float[n,k] y", "float[n,k] z")
+    )
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_param = length
+    assert ke.load_model(model, trainable="w").facts["mask"].shape == (2, 16)
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_value = 9
+    with pytest.raises(ke.ModelError, match="pass sample_inputs"):
+        ke.load_model(model, trainable="w")
+
+
 @pytest.mark.parametrize(
     ("side", "words"), [(2**33, "no batch can have"), (0, "has no entries")], ids=["huge", "empty"]
 )

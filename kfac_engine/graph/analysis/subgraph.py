@@ -45,6 +45,31 @@ def of_constants(graph: Graph) -> frozenset[str]:
     return frozenset(known - {""})
 
 
+def final_outputs(graph: Graph, outputs: Iterable[str]) -> list[str]:
+    """Return the outputs that no other output is computed from, in their order.
+
+    States of attention, hidden states and attention weights are on the way to an output. A copy of
+    such a value, or a rearrangement of it, is too.
+    """
+    outputs = list(outputs)
+    sources = {name: rearranged(graph, name) for name in outputs}
+    final = []
+    for name in outputs:
+        after = dependents(graph.nodes, [sources[name]])
+        if not any(o != name and s != sources[name] and s in after for o, s in sources.items()):
+            final.append(name)
+    return final
+
+
+def rearranged(graph: Graph, value: str) -> str:
+    """Return the value that ``value`` is a view of, or itself."""
+    maker = graph.producers.get(value)
+    while maker is not None and maker.qualified_op in RELAYS:
+        value = maker.inputs[0]
+        maker = graph.producers.get(value)
+    return value
+
+
 def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
