@@ -31,7 +31,8 @@ Formulas use these symbols, which `inspect` explains, too:
 An inverse takes time cubic in the rows of a factor, and a product with a gradient linear time. An
 engine therefore chooses the default approximation by the size of a layer:
 
-- A layer whose factors have at most {largest:,} rows has the default of its kind.
+- A layer whose factors have at most {largest:,} rows, those of 1,024 inputs and a bias, has the
+  default of its kind.
 - A layer with a larger factor has the default of large layers. `blocks` is the form of each of its
   factors by itself: a matrix of at most {largest:,} rows is dense. A matrix of at most {divided:,}
   rows is divided into equal blocks on its diagonal, of at most {largest:,} rows each. A matrix with

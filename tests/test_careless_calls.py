@@ -58,6 +58,7 @@ OPTIONS = [
     ("output", 3, "output must be a list"),
     ("output", [3], "output must be a list of names"),
     ("class_axis", "1", "class_axis must be a whole number"),
+    ("class_axis", None, "class_axis must be a whole number"),
     ("class_axis", 0.5, "class_axis must be a whole number"),
     ("find_logits", "no", "find_logits must be True or False"),
     ("loss_weights", 1, "loss_weights must be a list"),

@@ -107,8 +107,8 @@ ROWS: Mapping[str, Row] = {
         callback=by_output, type=str),
     "output": Row(Group.LOSS, "Output that a loss by name reads; by default the one that no "
         "other output is computed from.", metavar="NAME"),
-    "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output; by default "
-        "found for classes, else the last."),
+    "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output; -1 is found "
+        "for classes, and else the last."),
     "find_logits": Row(Group.LOSS, "Let a loss on probabilities read the logits from which the "
         "model computes them."),
     "loss_weights": Row(Group.LOSS, "Factor of each loss; by default 1.", flag="--loss-weight"),

@@ -35,9 +35,9 @@ class CurvatureOptions:
         draws: Targets for ``fisher="sampled"`` in the order of the examples, in place of random
             targets; for several losses by output.
         output: Output that a loss by name reads; by default as for ``Engine.from_onnx``.
-        class_axis: Axis of the classes or features in that output. By default that of the softmax,
-            of the channels or of the columns of the operator that computes the classes, and else
-            the last axis.
+        class_axis: Axis of the classes or features in that output. -1 is the axis of the softmax,
+            of the channels or of the columns of the operator that computes the classes, and where
+            there is no such operator, the last axis.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
         ignore_index: Target that does not count, for losses given by name.
@@ -64,7 +64,7 @@ class CurvatureOptions:
     layers: str = "all"
     draws: Array | Mapping[str, Array] | None = None
     output: str | Sequence[str] | None = None
-    class_axis: int | None = None
+    class_axis: int = -1
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
     ignore_index: int | None = None
@@ -141,10 +141,13 @@ class CurvatureOptions:
 def approximations_of(structure: str) -> dict[str, str]:
     """Return the approximation of each kind of layer that has the approximation of a structure.
 
-    Other kinds keep their default, which has the form of a Kronecker product or a full matrix.
+    Other kinds have the form of a Kronecker product, without blocks for large layers, or keep
+    their default.
     """
-    return {
-        kind: structure
-        for kind, row in KINDS.items()
-        if structure in row.approximations and row.default != structure
-    }
+    chosen = {}
+    for kind, row in KINDS.items():
+        if structure in row.approximations and structure != row.default:
+            chosen[kind] = structure
+        elif row.large and row.large != "diagonal":
+            chosen[kind] = row.default
+    return chosen

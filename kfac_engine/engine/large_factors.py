@@ -67,7 +67,7 @@ def _advice(layer: LayerReport) -> str:
     kind, better = layer.kind, KINDS[layer.kind].large
     if not better:
         return f"{kind} has no approximation without them, so refresh them less often"
-    return f"'{better}' (--approx {kind}={better}), the default for this size, has smaller ones"
+    return f"'{better}' (--approx {kind}={better}) has smaller ones"
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:

@@ -64,7 +64,7 @@ class LossOptions:
             a list of them, one an output, or a map from outputs to them.
         output: Output of each loss that is a name; by default those that no other output is
             computed from.
-        class_axis: Axis of the classes, for losses given by name; None finds it.
+        class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
         weights: Factor of each loss; 1 by default.
         batch_axes: Input name to the axis of its examples; found by sample runs when left out.
@@ -73,7 +73,7 @@ class LossOptions:
 
     loss: LossChoices
     output: str | Sequence[str] | None = None
-    class_axis: int | None = None
+    class_axis: int = -1
     find_logits: bool = True
     weights: Sequence[float] | None = None
     batch_axes: Axes | None = None
@@ -98,8 +98,7 @@ class LossOptions:
         self.choices  # noqa: B018 (they check themselves)
         if not isinstance(self.output, str | None):
             texts("output", self.output, "['logits']")
-        if self.class_axis is not None:
-            whole("class_axis", self.class_axis, least=None)
+        whole("class_axis", self.class_axis, least=None)
         flag("find_logits", self.find_logits)
         if self.weights is not None:
             for weight in listed("loss_weights", self.weights, "[1.0]"):
@@ -263,8 +262,8 @@ def bind_losses(
             value = named.pop(0)
             targets = "targets" if len(choices) == 1 else f"targets of {value}"
             axis, links = options.class_axis, choice.on(value).links
-            if axis is None:
-                axis = find_class_axis(graph, facts, value, links) if value in facts else -1
+            if axis == -1 and value in facts:
+                axis = find_class_axis(graph, facts, value, links)
             loss = choice.on(value, targets=targets, class_axis=axis)
             heads.append(LossBinding(loss, value, doubt=doubt and f"'{value}' {doubt}"))
         else:

@@ -65,9 +65,9 @@ class EngineOptions:
             pattern, such as ``{"box*": "normal", "class*": "multi_bernoulli"}``.
         output: Output that a loss by name reads; by default the output that no other output is
             computed from. With several losses, a list.
-        class_axis: Axis of the classes or features in that output. By default that of the softmax,
-            of the channels or of the columns of the operator that computes the classes, and else
-            the last axis.
+        class_axis: Axis of the classes or features in that output. -1 is the axis of the softmax,
+            of the channels or of the columns of the operator that computes the classes, and where
+            there is no such operator, the last axis.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
         loss_weights: Factor of each loss; by default 1.
         ignore_index: Target that does not count, for losses given by name. By default the loss
@@ -123,7 +123,7 @@ class EngineOptions:
 
     loss: LossChoices
     output: str | Sequence[str] | None = None
-    class_axis: int | None = None
+    class_axis: int = -1
     find_logits: bool = True
     loss_weights: Sequence[float] | None = None
     ignore_index: int | None = None

@@ -63,7 +63,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     wrt: str | Sequence[str] | None = None,
     *,
     freeze: str | Sequence[str] | None = None,
-    class_axis: int | None = None,
+    class_axis: int = -1,
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",

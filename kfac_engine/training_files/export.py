@@ -67,7 +67,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     *,
     path: str | Path,
     output: str | Sequence[str] | None = None,
-    class_axis: int | None = None,
+    class_axis: int = -1,
     find_logits: bool = True,
     loss_weights: Sequence[float] | None = None,
     reduction: Reduction = "mean",
@@ -103,7 +103,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         optimizer: ``"kfac"``, ``"adamw"``, ``"adam"``, ``"muon"`` or ``"sgd"``.
         path: Folder of the files; it is created if it does not exist.
         output: As in ``Engine.from_onnx``, as the following ones.
-        class_axis: Axis of the classes in the output; None to find it.
+        class_axis: Axis of the classes in the output, as for ``Engine.from_onnx``.
         find_logits: Whether a loss on an output of probabilities reads the logits.
         loss_weights: Factor of each loss; ones by default.
         reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.

@@ -116,10 +116,7 @@ def test_a_warning_is_yellow_and_wraps_at_spaces(tmp_path):
     end = next(i for i in range(start, len(screen.lines)) if screen.lines[i].endswith("."))
     text = " ".join(screen.lines[start : end + 1])
     assert text.startswith("warning: each refresh of w inverts 2100×2100, 9.26 GFLOP; ")
-    assert text.endswith(
-        "'kron_blocks' (--approx fully_connected=kron_blocks), the default for this size, has "
-        "smaller ones."
-    )
+    assert text.endswith("'kron_blocks' (--approx fully_connected=kron_blocks) has smaller ones.")
 
 
 def test_spectra_have_their_numbers_below_the_names(tmp_path):

@@ -170,7 +170,7 @@ def test_two_pairs_are_not_taken_for_one():
     assert engine.evaluate(tuple(pairs)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("axis", [1, 3])
 def test_accuracy_counts_along_the_class_axis(axis):
     net = models.Net()
     net.conv("output", "input", 3, 4, 1)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 import kfac_engine as ke
@@ -53,7 +54,7 @@ def test_a_note_has_the_shares_of_refreshes_and_of_the_memory():
     assert note == (
         "each refresh of w0 inverts 2300×2300, 12.2 GFLOP; their factors take 93 % of the "
         "operations of all refreshes and 10 % of the peak memory; 'kron_blocks' "
-        "(--approx fully_connected=kron_blocks), the default for this size, has smaller ones"
+        "(--approx fully_connected=kron_blocks) has smaller ones"
     )
 
 
@@ -83,8 +84,8 @@ def test_a_kind_without_another_approximation_is_refreshed_less_often():
 @pytest.mark.parametrize(
     ("sides", "approximation", "shapes"),
     [
-        ((2, 1024), "kron", ((2, 2), (1024, 1024))),
-        ((2, 1025), "kron_blocks", ((2, 2), (2, 513, 513))),
+        ((2, 1025), "kron", ((2, 2), (1025, 1025))),
+        ((2, 1026), "kron_blocks", ((2, 2), (2, 513, 513))),
         ((4608, 2), "kron_blocks", ((5, 922, 922), (2, 2))),
         ((2, 8192), "kron_blocks", ((2, 2), (8, 1024, 1024))),
         ((2, 8193), "kron_blocks", ((2, 2), (8193,))),
@@ -105,3 +106,11 @@ def test_a_collection_without_an_engine_has_one_default_for_all_sizes():
     collection = ke.LayerCollection({"w": (2, 5000)})
     collection.register_fully_connected("w", "x", "s")
     assert collection.approximation_of("w") == "kron"
+
+
+def test_a_measured_structure_has_no_blocks():
+    """A is of rank 1, and G of the rank of three examples; each of two blocks would have it."""
+    data = np.ones((3, 2), np.float32), np.array([0, 700, 1025])
+    curvature = ke.curvature(chain(2, 1026), data, loss="categorical", fisher="empirical")
+    eigenvalues = curvature.blocks[0].spectrum.eigenvalues
+    assert (eigenvalues > 1e-4 * eigenvalues.max()).sum() == 3

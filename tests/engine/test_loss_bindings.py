@@ -162,10 +162,10 @@ def test_softmax_along_another_axis_names_the_right_class_axis():
     net.op("Softmax", x, to="output", axis=1)
     model = net.model({"input": ["batch", 2, 4, 4]}, {"output": ["batch", 3, 4, 4]})
     with pytest.raises(ke.ShapeError, match="classes on axis 1; pass class_axis=1"):
-        ke.Engine.from_onnx(model, loss="categorical", class_axis=-1)
+        ke.Engine.from_onnx(model, loss="categorical", class_axis=3)
     with pytest.raises(ke.ShapeError, match="class_axis=1"):
-        ke.differentiate(model, "categorical", class_axis=-1)
-    for axis in (1, None):
+        ke.differentiate(model, "categorical", class_axis=3)
+    for axis in (1, -1):
         engine = ke.Engine.from_onnx(model, loss="categorical", class_axis=axis)
         assert engine.losses[0].reads == "conv"
 

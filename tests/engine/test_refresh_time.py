@@ -47,7 +47,7 @@ def test_small_factors_are_all_measured(measured):
 
 
 def test_large_factors_are_cut_and_scaled(measured):
-    result = estimate(chain(2000, 1500, 2))
+    result = estimate(chain(2000, 1500, 2), approximations={"fully_connected": "kron"})
     assert result.flops == 2000**3 + 2 * 1500**3 + 2**3
     assert result.seconds == pytest.approx(result.flops / RATE)
     assert measured == {refresh_time._INVERSE: [768]}

@@ -20,8 +20,8 @@ from kfac_engine.curvature.factors.refresh import Damping
 from kfac_engine.curvature.factors.stacked import StackedSquareFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 
-# Largest number of rows of a block.
-LARGEST_BLOCK = 1024
+# Largest number of rows of a block: 1,024 inputs, and the row of a bias.
+LARGEST_BLOCK = 1025
 
 
 def block_shape(side: int) -> tuple[int, int, int]:

@@ -123,7 +123,7 @@ def test_a_relative_damping_is_that_of_each_block():
 
 
 @pytest.mark.parametrize(
-    ("side", "shape"), [(1024, (1, 1024)), (1025, (2, 513)), (4608, (5, 922)), (8192, (8, 1024))]
+    ("side", "shape"), [(1025, (1, 1025)), (1026, (2, 513)), (4608, (5, 922)), (8192, (8, 1024))]
 )
 def test_the_least_number_of_blocks_of_equal_size(side, shape):
     assert block_shape(side) == (*shape, shape[1])
