@@ -98,9 +98,9 @@ class MeasuredModel(TrainableModel):
             MemoryLimitError: The batch does not fit; the message names what would fit.
         """
         parts = parts_of(inputs)
-        footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
         sizes = (unchecked(self._assembly, part, statistics=statistics) for part, _ in parts)
         if largest := max(sizes):
+            footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
             footprint.require(largest, more())
 
     def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 
@@ -14,13 +15,18 @@ from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.quadratic_model import QuadraticModel
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
 
+# Largest change of a parameter in a step, as a part of its norm.
+_LARGEST_CHANGE = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class QuadraticUpdate:
     """``v ← μ v − α p``, ``θ ← θ − v`` for the natural gradient p, with α from the quadratic model.
 
     The model is that of the update ``α p + μ d`` with the previous update ``d = −v``. Its curvature
-    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given.
+    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given. Both
+    are multiplied by a part if a parameter would otherwise change by more than its norm, in a
+    network of several layers.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
 
@@ -56,9 +62,16 @@ class QuadraticUpdate:
         last = None if step.momentum is None or not moves else -step.momentum
         x = model.minimum(last)
         mu = -float(x[1]) if moves else step.momentum or 0.0
+        for name, array in natural.items():
+            combine(new[name], mu, old[name], -float(x[0]), array)
+        # The model of a single layer is exact, or nearly so.
+        several = len(self.engine.collection.fisher_blocks) > 1
+        if several and (part := _allowed_part(new, step)) < 1:
+            x, mu = part * x, part * mu
+            for array in new.values():
+                array *= part
         predicted = model.change(step.rate * x)
         for name, array in natural.items():  # their memory receives the new values
-            combine(new[name], mu, old[name], -float(x[0]), array)
             shrunk = 1 - step.rate * self.weight_decay
             combine(array, -step.rate, new[name], shrunk, step.parameters[name])
         if self.weight_decay and step.predicts:
@@ -66,6 +79,20 @@ class QuadraticUpdate:
             predicted = _model(step, products, (change,)).change(np.ones(1))
         exact = step.predicts or not self.weight_decay
         return Move(natural, predicted if exact else None, -step.rate * float(x[0]), mu)
+
+
+def _allowed_part(velocity: Vector, step: StepInputs) -> float:
+    """Return the part of an update in which no parameter changes by more than its norm.
+
+    A norm below 1 counts as 1, so that parameters that start at zero move. Far from the parameters
+    the quadratic model of a network is wrong: layers multiply each other's changes.
+    """
+    part = 1.0
+    for name, value in step.parameters.items():
+        change = step.rate * sqrt(dot({name: velocity[name]}, velocity))
+        allowed = _LARGEST_CHANGE * max(1.0, sqrt(dot({name: value}, step.parameters)))
+        part = min(part, allowed / change) if change > allowed else part
+    return part
 
 
 def _model(

@@ -227,6 +227,10 @@ class Reference:
             sol /= m[0, 0] * m[1, 1] - m[0, 1] ** 2
         else:
             sol = np.array([-(self.momentum * m[0, 1] + c[0]) / m[0, 0], self.momentum])
+        whole = sol.copy()
+        step = {n: rescale * (sol[1] * self.v[n] - sol[0] * p[n]) for n in g}
+        norms = {n: max(1.0, np.linalg.norm(self.theta[n])) for n in g}
+        sol /= max(1.0, *(np.linalg.norm(step[n]) / norms[n] for n in g))
         s = rescale * sol
         change = 0.5 * s @ m @ s + c @ s - (1 - self.l2 / damping) * 0.5 * s @ b @ s
         self.v = {n: sol[1] * self.v[n] - sol[0] * p[n] for n in g}
@@ -234,7 +238,8 @@ class Reference:
         if self.decay:  # the decay is part of the update, and of its prediction
             u = flat(update)
             change = 0.5 * u @ F @ u + 0.5 * self.l2 * u @ u - flat({n: g[n] for n in g}) @ u
-        mu = sol[1] if c[1] or self.quadratic == "both" else self.momentum
+        part = sol[0] / whole[0]
+        mu = sol[1] if c[1] or self.quadratic == "both" else part * self.momentum
         self.solution = (-rescale * sol[0], mu, change)
         return update
 

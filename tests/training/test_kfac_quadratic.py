@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.bench.training.models import perceptron
 from kfac_engine.training.quadratic_model import QuadraticModel
 from tests.training import softmax_net as net
 from tests.training.kfac_reference import Reference
@@ -155,6 +156,27 @@ def test_one_step_reaches_the_minimum_of_a_linear_regression(l2, reduction, part
     best = weight * ((x @ w - y) ** 2).sum() + 0.5 * l2 * (w**2).sum()
     constant = {"mean": 1, "sum": n}[reduction] * d * 0.5 * np.log(np.pi)  # 2πv with v = ½
     assert report.loss + report.predicted_change == pytest.approx(best + constant, rel=1e-9)
+
+
+def test_targets_of_any_scale_are_learned_without_a_roll_back():
+    """The first steps multiply the weights of several layers, whose product grows faster."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, 4)).astype(np.float32)
+    y = np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    model = perceptron((4, 16, 16, 1), "Relu", 0)
+    for scale in (1.0, 1e3, 1e6):
+        targets = (scale * y).astype(np.float32)
+        built = ke.Engine.from_onnx(model.data, loss="normal", threads=1)
+        before = built.parameters
+        optimizer = ke.KfacOptimizer(built, curvature_part=1.0, statistics_part=1.0, **BOTH)
+        for _ in range(60):
+            optimizer.step({"x": x}, targets)
+            for name, value in built.parameters.items():
+                norms = np.linalg.norm(value - before[name]), np.linalg.norm(before[name])
+                assert norms[0] < (1 + 1e-3) * max(1.0, norms[1])
+            before = built.parameters
+        errors = built.predict({"x": x}) - targets
+        assert (errors**2).mean() < 0.2 * targets.var()
 
 
 def test_two_solved_steps_are_the_method_of_conjugate_gradients():
