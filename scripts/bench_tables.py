@@ -32,6 +32,8 @@ NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.js
 # Sections of pages by the name of their marks: file, and lines from its suites.
 SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
     "training": (TRAINING, lambda suites: training_tables.comparisons(suites["train"])),
+    "tables": ("*-tables.json", lambda suites: training_tables.quotients(suites["train"])),
+    "modern": ("*-modern.json", lambda suites: training_tables.quotients(suites["train"])),
     "uses": ("*-uses.json", uses_tables.section),
     "gpu": ("*-gpu.json", lambda suites: _gpu_section(suites["gpu"])),
 }

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from math import exp, log
 from typing import Any
 
+from kfac_engine.bench.training.run import budget_text
 from scripts.markdown import table
 
 RESULTS = [
-    "task", "method", "rate, schedule", "budget, s", "steps", "ms a step", "loss", "all seeds",
-    "accuracy", "runs that died",
+    "task", "method", "rate, schedule", "budget", "steps", "ms a step", "loss", "all seeds",
+    "last ÷ lowest", "accuracy", "runs that died",
 ]  # fmt: skip
 COMPARISONS = [
     "task", "rival", "its loss", "K-FAC, s", "÷ rival's", "steps", "÷ rival's",
@@ -20,11 +22,12 @@ RIVAL = "rival"
 
 def result_cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row of losses under ``RESULTS``."""
-    accuracy = row["accuracy"]
+    accuracy, rise = row["accuracy"], row.get("rise")  # older reports have no rise
     return [
-        row["task"], row["method"], row["setting"], f"{row['seconds']:g}", f"{row['steps']:g}",
+        row["task"], row["method"], row["setting"], _budget(row, "seconds", "budget_steps"),
+        f"{row['steps']:g}",
         f"{row['milliseconds']:.1f}", f"{row['loss']:.4g}",
-        ", ".join(f"{loss:.4g}" for loss in row["losses"]),
+        ", ".join(f"{loss:.4g}" for loss in row["losses"]), _number(rise, ".2f"),
         "" if accuracy is None else f"{accuracy:.2%}", str(row["died"] or ""),
     ]  # fmt: skip
 
@@ -33,7 +36,8 @@ def comparison_cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a comparison under ``COMPARISONS``."""
     variant = "" if row["method"] == "kfac" else f" ({row['method']})"
     return [
-        row["task"], f"{row['rival']}, {row['rival_seconds']:g} s{variant}", f"{row['level']:.4g}",
+        row["task"], f"{row['rival']}, {_budget(row, 'rival_seconds', 'rival_steps')}{variant}",
+        f"{row['level']:.4g}",
         _number(row["seconds"], ".1f", "not reached"), _number(row["seconds_ratio"], ".2f"),
         _number(row["steps"], ".0f"), _number(row["steps_ratio"], ".2f"),
         _number(row["loss_ratio"], ".3f"), _number(row["accuracy_gain"], "+.2f"),
@@ -48,6 +52,43 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for number, (task, *cells) in enumerate(cells_of_task):
             lines.append(["" if number else task, *cells])
     return [*table(COMPARISONS, lines)]
+
+
+def quotients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table of K-FAC's losses divided by those of the other methods.
+
+    Args:
+        rows: Rows of a collection of tasks: the losses of K-FAC, and comparisons at equal budgets.
+
+    Returns:
+        A line for each task, and one with the geometric means.
+    """
+    ours = {(row["task"], row["budget_steps"]): row for row in rows if row.get("method") == "kfac"
+            and "losses" in row}  # fmt: skip
+    compared = {
+        (row["task"], row["rival_steps"], row["rival"]): row["loss_ratio"]
+        for row in rows
+        if RIVAL in row and row["loss_ratio"] is not None
+    }
+    columns = list(dict.fromkeys((steps, rival) for _, steps, rival in compared))
+    heads = [f"÷ {rival}, {budget_text(0, steps) if steps else 'equal time'}"
+             for steps, rival in columns]  # fmt: skip
+    budgets = list(dict.fromkeys(steps for _, steps in ours))
+    rises = [f"last ÷ lowest, {budget_text(0, s) if s else 'equal time'}" for s in budgets]
+    head = ["task", "steps", "loss", *heads, *rises]
+    lines = []
+    for task in dict.fromkeys(task for task, _ in ours):
+        row = ours[task, 0]
+        cells = [task, f"{row['steps']:g}", f"{row['loss']:.4g}"]
+        cells += [_number(compared.get((task, *column)), ".3f") for column in columns]
+        cells += [f"{ours[task, steps]['rise']:.2f}" for steps in budgets]
+        lines.append(cells)
+    means = []
+    for column in columns:
+        values = [value for (_, *key), value in compared.items() if tuple(key) == column]
+        means.append(f"{exp(sum(map(log, values)) / len(values)):.3f}")
+    lines.append(["geometric mean", "", "", *means, *[""] * len(rises)])
+    return [*table(head, lines)]
 
 
 def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -71,6 +112,11 @@ def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, s
         times = f"{needed:.1f} s", f"{row['seconds']:.1f} s"
         lines.append((label, *times, f"{row['seconds_ratio']:.2f}"))
     return [*table(("task", "Adam", "K-FAC", "ratio"), lines)]
+
+
+def _budget(row: Mapping[str, Any], seconds: str, steps: str) -> str:
+    """Return the budget of a row; older reports have seconds alone."""
+    return budget_text(row[seconds], row.get(steps, 0))
 
 
 def _number(value: float | None, form: str, missing: str = "") -> str:

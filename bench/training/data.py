@@ -201,12 +201,12 @@ def load_text() -> Text:
     return Text(symbols, hashlib.sha256(symbols.tobytes()).hexdigest()[:12])
 
 
-def next_characters() -> Data:
+def next_characters(held_out: int = _HELD_OUT_TEXTS) -> Data:
     """Return pieces of the text, with the character that follows each position as target."""
     symbols = load_text().symbols.astype(np.int64)
     count = (len(symbols) - 1) // POSITIONS
     x = symbols[: count * POSITIONS].reshape(count, POSITIONS)
     y = symbols[1 : count * POSITIONS + 1].reshape(count, POSITIONS)
     order = np.random.default_rng(5).permutation(count)
-    x, y, k = x[order], y[order], _HELD_OUT_TEXTS
+    x, y, k = x[order], y[order], held_out
     return Data(x[k:], y[k:], x[:k], y[:k])

@@ -57,6 +57,14 @@ def uniform(rng: np.random.Generator, shape: tuple[int, ...], fan_in: int, fan_o
     return rng.uniform(-bound, bound, shape).astype(np.float32)
 
 
+def small_normal(
+    rng: np.random.Generator, shape: tuple[int, ...], fan_in: int, fan_out: int
+) -> Array:
+    """Return normal numbers of deviation 0.02, as language models of transformers have."""
+    del fan_in, fan_out
+    return (0.02 * rng.standard_normal(shape)).astype(np.float32)
+
+
 class ModelBuilder:
     """Collects nodes, weights and constants of a model.
 
@@ -102,14 +110,29 @@ class ModelBuilder:
         bias = self.weight(f"{name}.bias", uniform(self.rng, (d_out,), d_in, d_out))
         return self.op("Gemm", x, weight, bias, to=to or name, transB=1)
 
-    def product(self, name: str, x: str, d_in: int, d_out: int, *, to: str = "") -> str:
-        """Append a dense layer as PyTorch exports it for three axes: ``x weight + bias``."""
-        weight = self.weight(f"{name}.weight", uniform(self.rng, (d_in, d_out), d_in, d_out))
-        bias = self.weight(f"{name}.bias", uniform(self.rng, (d_out,), d_in, d_out))
-        return self.op("Add", self.op("MatMul", x, weight, to=f"{name}/product"), bias,
-                       to=to or name)  # fmt: skip
+    def product(
+        self,
+        name: str,
+        x: str,
+        d_in: int,
+        d_out: int,
+        *,
+        to: str = "",
+        draw: Initializer = uniform,
+        bias: bool = True,
+    ) -> str:
+        """Append a dense layer as PyTorch exports it for three axes: ``x weight + bias``.
 
-    def conv(
+        Biases are zero, but for the default initializer, PyTorch's.
+        """
+        weight = self.weight(f"{name}.weight", draw(self.rng, (d_in, d_out), d_in, d_out))
+        if not bias:
+            return self.op("MatMul", x, weight, to=to or name)
+        drawn = draw(self.rng, (d_out,), d_in, d_out) if draw is uniform else np.zeros(d_out)
+        return self.op("Add", self.op("MatMul", x, weight, to=f"{name}/product"),
+                       self.weight(f"{name}.bias", drawn), to=to or name)  # fmt: skip
+
+    def conv(  # noqa: PLR0913 (sizes and forms of a layer)
         self,
         name: str,
         x: str,
@@ -118,19 +141,32 @@ class ModelBuilder:
         stride: int = 1,
         *,
         bias: bool = True,
+        pad: int | None = None,
+        groups: int = 1,
         to: str = "",
     ) -> str:
-        """Append a convolution with ``kernel // 2`` zeros of padding, initialized as PyTorch's."""
+        """Append a convolution, initialized as PyTorch's; by default ``kernel // 2`` zeros pad."""
         c_in, c_out = channels
-        fan_in = c_in * kernel**2
-        shape = (c_out, c_in, kernel, kernel)
+        fan_in = c_in // groups * kernel**2
+        shape = (c_out, c_in // groups, kernel, kernel)
         operands = [self.weight(f"{name}.weight", uniform(self.rng, shape, fan_in, c_out))]
         if bias:
             operands.append(self.weight(f"{name}.bias", uniform(self.rng, (c_out,), fan_in, c_out)))
         return self.op(
             "Conv", x, *operands, to=to or name, kernel_shape=(kernel,) * 2, strides=(stride,) * 2,
-            pads=(kernel // 2,) * 4,
+            pads=(kernel // 2 if pad is None else pad,) * 4, group=groups,
         )  # fmt: skip
+
+    def transposed_conv(self, name: str, x: str, channels: tuple[int, int], stride: int) -> str:
+        """Append a transposed convolution that writes ``stride × stride`` pixels for each pixel."""
+        c_in, c_out = channels
+        fan = c_out * stride**2
+        operands = (
+            self.weight(f"{name}.weight", uniform(self.rng, (c_in, c_out, stride, stride), fan, 0)),
+            self.weight(f"{name}.bias", uniform(self.rng, (c_out,), fan, 0)),
+        )
+        sizes = (stride,) * 2
+        return self.op("ConvTranspose", x, *operands, to=name, kernel_shape=sizes, strides=sizes)
 
     def batch_norm(self, name: str, x: str, channels: int) -> str:
         """Append a normalization in training form; its running statistics decay by 0.9."""

@@ -119,24 +119,31 @@ def restorer(side: int, seed: int) -> Model:
 def recurrent(side: int, seed: int) -> Model:
     """Return a GRU that reads the rows of an image, and a dense layer."""
     net, d = ModelBuilder(seed), RECURRENT_WIDTH
-    bound = d**-0.5
-    shapes = {"input": (1, 3 * d, side), "state": (1, 3 * d, d), "bias": (1, 6 * d)}
-    operands = [
-        net.weight(f"gru.{name}", net.rng.uniform(-bound, bound, shape))
-        for name, shape in shapes.items()
-    ]
     rows = net.op("Transpose", INPUT, to="rows", perm=(1, 0, 2))
-    last = net.op("Squeeze", _gru(net, rows, operands), net.constant("axis", np.array([0])),
+    last = net.op("Squeeze", append_gru(net, rows, side, d), net.constant("axis", np.array([0])),
                   to="last")  # fmt: skip
     net.linear("head", last, d, CLASSES, to=OUTPUT)
     return net.model((side, side), (CLASSES,))
 
 
-def _gru(net: ModelBuilder, x: str, operands: Sequence[str]) -> str:
-    """Append a GRU in PyTorch's form; return the name of its last state."""
-    attributes = {"hidden_size": RECURRENT_WIDTH, "linear_before_reset": 1}
-    net.nodes.append(Node("GRU", (x, *operands), ("", "states"), attributes, name="/gru"))
+def append_gru(net: ModelBuilder, x: str, features: int, d: int, *, every: bool = False) -> str:
+    """Append a GRU in PyTorch's form; return the name of its last state, or of every state."""
+    bound = d**-0.5
+    shapes = {"input": (1, 3 * d, features), "state": (1, 3 * d, d), "bias": (1, 6 * d)}
+    operands = [
+        net.weight(f"gru.{name}", net.rng.uniform(-bound, bound, shape))
+        for name, shape in shapes.items()
+    ]
+    attributes = {"hidden_size": d, "linear_before_reset": 1}
+    outputs = ("states",) if every else ("", "states")
+    net.nodes.append(Node("GRU", (x, *operands), outputs, attributes, name="/gru"))
     return "states"
+
+
+def scalars(net: ModelBuilder, **values: float) -> None:
+    """Add numbers that are not trained, and those of the GELU."""
+    for name, value in {"root": 2**0.5, "one": 1.0, "half": 0.5, **values}.items():
+        net.constant(name, np.array(value, np.float32))
 
 
 def transformer(seed: int, *, padded: bool = False) -> Model:
@@ -153,12 +160,8 @@ def transformer(seed: int, *, padded: bool = False) -> Model:
     net = ModelBuilder(seed)
     net.constant("split", np.array([0, 0, HEADS, WIDTH // HEADS]))
     net.constant("joined", np.array([0, 0, WIDTH]))
-    net.constant("scale", np.array((WIDTH // HEADS) ** -0.5, np.float32))
     net.constant("future", np.triu(np.ones((POSITIONS, POSITIONS), bool), 1))
-    net.constant("lowest", np.array(-1e9, np.float32))
-    net.constant("root", np.array(2**0.5, np.float32))
-    net.constant("one", np.array(1, np.float32))
-    net.constant("half", np.array(0.5, np.float32))
+    scalars(net, scale=(WIDTH // HEADS) ** -0.5, lowest=-1e9)
     x = net.op("Gather", net.drawn("symbols", (SYMBOLS, WIDTH), 0.1), INPUT, to="embedded")
     places, unread = net.drawn("positions", (POSITIONS, WIDTH), 0.02), "future"
     if padded:
@@ -168,7 +171,7 @@ def transformer(seed: int, *, padded: bool = False) -> Model:
         y = _attention(net, f"{i}.attention", net.layer_norm(f"{i}.norm0", x, WIDTH), unread)
         x = net.op("Add", x, y, to=f"{i}/attended")
         y = net.product(f"{i}.up", net.layer_norm(f"{i}.norm1", x, WIDTH), WIDTH, INNER)
-        y = net.product(f"{i}.down", _gelu(net, f"{i}/gelu", y), INNER, WIDTH)
+        y = net.product(f"{i}.down", gelu(net, f"{i}/gelu", y), INNER, WIDTH)
         x = net.op("Add", x, y, to=f"{i}/sum")
     net.product("head", net.layer_norm("norm", x, WIDTH), WIDTH, SYMBOLS, to=OUTPUT)
     length, mask = ("length" if padded else POSITIONS), {READ: BOOL} if padded else {}
@@ -194,18 +197,39 @@ def _attention(net: ModelBuilder, name: str, x: str, unread: str) -> str:
         y = net.product(f"{name}.{part}", x, WIDTH, WIDTH)
         y = net.op("Reshape", y, "split", to=f"{name}/{part}/split")
         net.op("Transpose", y, to=f"{name}/{part}", perm=perm)
-    scores = net.op("MatMul", f"{name}/q", f"{name}/k", to=f"{name}/products")
-    scores = net.op("Mul", scores, "scale", to=f"{name}/scores")
-    scores = net.op("Where", unread, "lowest", scores, to=f"{name}/masked")
-    shares = net.op("Softmax", scores, to=f"{name}/shares", axis=-1)
-    y = net.op("MatMul", shares, f"{name}/v", to=f"{name}/mixed")
-    y = net.op("Transpose", y, to=f"{name}/back", perm=(0, 2, 1, 3))
-    y = net.op("Reshape", y, "joined", to=f"{name}/joined")
+    y = attended(net, name, f"{name}/q", f"{name}/k", f"{name}/v", unread, "joined")
     result: str = net.product(f"{name}.out", y, WIDTH, WIDTH)
     return result
 
 
-def _gelu(net: ModelBuilder, name: str, x: str) -> str:
+def attended(net: ModelBuilder, name: str, q: str, k: str, v: str, unread: str, joined: str) -> str:
+    """Append attention of ``(examples, heads, positions, features)``, and join the heads.
+
+    Args:
+        net: The builder; its constant ``scale`` multiplies the scores.
+        name: Prefix of the names of values.
+        q: Queries.
+        k: Keys with the last two axes exchanged.
+        v: Values.
+        unread: Truth for the keys that a query does not read; empty if it reads all.
+        joined: Name of the shape of the result, ``(examples, positions, features)``.
+
+    Returns:
+        Name of the result.
+    """
+    scores = net.op("MatMul", q, k, to=f"{name}/products")
+    scores = net.op("Mul", scores, "scale", to=f"{name}/scores")
+    if unread:
+        scores = net.op("Where", unread, "lowest", scores, to=f"{name}/masked")
+    shares = net.op("Softmax", scores, to=f"{name}/shares", axis=-1)
+    y = net.op("MatMul", shares, v, to=f"{name}/mixed")
+    y = net.op("Transpose", y, to=f"{name}/back", perm=(0, 2, 1, 3))
+    result: str = net.op("Reshape", y, joined, to=f"{name}/joined")
+    return result
+
+
+def gelu(net: ModelBuilder, name: str, x: str) -> str:
+    """Append the GELU of ``scalars``."""
     erf = net.op("Erf", net.op("Div", x, "root", to=f"{name}/x"), to=f"{name}/erf")
     gate = net.op("Add", erf, "one", to=f"{name}/gate")
     twice = net.op("Mul", x, gate, to=f"{name}/twice")

@@ -1,12 +1,48 @@
 """Which runs the suite makes: rates are tried with the first seed, the best one has all seeds."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 
-from kfac_engine.bench.training.methods import parse_method
-from kfac_engine.bench.training.run import Outcome, Run
-from kfac_engine.bench.training.tasks import TASKS, find_task
+from kfac_engine.bench.training.methods import TAIL, parse_method
+from kfac_engine.bench.training.run import Outcome, Point, Run
+from kfac_engine.bench.training.tasks import MODERN, TABULAR, TASKS, find_task
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Tasks that run together; the loss after the last step counts, not the lowest one.
+
+    Attributes:
+        tasks: Names of the tasks.
+        seconds: CPU seconds of a run.
+        steps: Number of steps of further runs; 0 for no further runs.
+        settings: Method to the rates that are tried, by variant of the method; with the schedule
+            ``"tail"``.
+    """
+
+    tasks: tuple[str, ...]
+    seconds: float
+    steps: int
+    settings: Mapping[str, Mapping[str, tuple[float | None, ...]]] = field(repr=False)
+
+
+_MUON = (0.01, 0.02, 0.04)
+COLLECTIONS: Mapping[str, Collection] = {
+    "tables": Collection(
+        tuple(TABULAR), 0.5, 300,
+        {"kfac": {"kfac": (None,)}, "adam": {"adam": (0.001, 0.003, 0.01)}},
+    ),
+    "modern": Collection(
+        tuple(MODERN), 6, 0,
+        {
+            "kfac": {"kfac": (None,)},
+            "adam": {"adam": (0.0003, 0.001, 0.003, 0.01)},
+            "muon": {"muon": _MUON, "muon:adam_rate=0.001": _MUON},
+        },
+    ),
+}  # fmt: skip
+_COLLECTION_OF = {task: c for c in COLLECTIONS.values() for task in c.tasks}
 
 # Task to method to the CPU seconds of its budgets.
 BUDGETS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
@@ -38,6 +74,7 @@ BUDGETS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "restorer": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     "function": {"kfac": (2, 4), "adam": (4,), "sgd": (4,), "muon": (4,)},
     "recurrent": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
+    **{task: dict.fromkeys(c.settings, (c.seconds,)) for task, c in _COLLECTION_OF.items()},
 }  # fmt: skip
 
 
@@ -49,23 +86,40 @@ class Group:
         task: Name of the task.
         method: Name of the method, with its options.
         seconds: CPU seconds of the budget.
+        budget_steps: Number of steps of the budget, in place of seconds; 0 for seconds.
     """
 
     task: str
     method: str
     seconds: float
+    budget_steps: int = 0
 
     def candidates(self, seed: int) -> list[Run]:
-        """Return a run for each learning rate and schedule that is tried."""
+        """Return a run for each learning rate, schedule and variant that is tried."""
         method, _ = parse_method(self.method)
+        collection, schedules = self._collection, method.schedules
+        variants = {self.method: method.rates_of(self.task)}
+        if collection is not None and self.method in collection.settings:
+            variants, schedules = dict(collection.settings[self.method]), (TAIL,)
         return [
-            Run(self.task, self.method, rate, schedule, seed, self.seconds)
-            for schedule in method.schedules
-            for rate in method.rates_of(self.task)
+            Run(self.task, variant, rate, schedule, seed, self.seconds, self.budget_steps)
+            for schedule in schedules
+            for variant, rates in variants.items()
+            for rate in rates
         ]
 
+    @property
+    def _collection(self) -> Collection | None:
+        return _COLLECTION_OF.get(self.task.partition("@")[0])
+
+    def counted(self, outcome: Outcome) -> Point:
+        """Return the evaluation of a run that counts: the lowest, or the last of a collection."""
+        if self._collection is not None:
+            return outcome.curve[-1]
+        return min(outcome.curve, key=lambda point: point.loss)
+
     def best(self, outcomes: Mapping[Run, Outcome], seed: int) -> Run | None:
-        """Return the candidate with the lowest validation loss.
+        """Return the candidate with the lowest validation loss that counts.
 
         Args:
             outcomes: Results so far.
@@ -79,7 +133,7 @@ class Group:
         if any(run not in outcomes for run in candidates):
             return None
         alive = [run for run in candidates if not outcomes[run].died]
-        return min(alive or candidates, key=lambda run: outcomes[run].lowest)
+        return min(alive or candidates, key=lambda run: self.counted(outcomes[run]).loss)
 
     def chosen(self, outcomes: Mapping[Run, Outcome], seeds: Sequence[int]) -> list[Run]:
         """Return the runs of the best candidate with all seeds; none if it is not known."""
@@ -93,7 +147,7 @@ def groups(
     """Return the groups of a suite.
 
     Args:
-        tasks: Names of tasks.
+        tasks: Names of tasks and of collections.
         methods: Names of methods, with options.
         seconds: Budgets in place of those of ``BUDGETS``.
 
@@ -102,20 +156,24 @@ def groups(
         usual size.
     """
     chosen = []
-    for task in tasks:
+    expanded = (COLLECTIONS[name].tasks if name in COLLECTIONS else (name,) for name in tasks)
+    for task in dict.fromkeys(chain.from_iterable(expanded)):
         find_task(task)
         budgets = BUDGETS.get(task) or BUDGETS[task.partition("@")[0]]
         for method in methods:
             parse_method(method)
             chosen_budgets = seconds or budgets.get(method.partition(":")[0], ())
             chosen += [Group(task, method, budget) for budget in chosen_budgets]
+            collection = _COLLECTION_OF.get(task.partition("@")[0])
+            if collection is not None and collection.steps and chosen_budgets and not seconds:
+                chosen.append(Group(task, method, 0.0, collection.steps))
     return chosen
 
 
 def all_tasks() -> list[str]:
-    """Return the tasks with budgets, in order."""
+    """Return the tasks with budgets that belong to no collection, in order."""
     assert {name.partition("@")[0] for name in BUDGETS} == set(TASKS)
-    return list(BUDGETS)
+    return [name for name in BUDGETS if name not in _COLLECTION_OF]
 
 
 def tuning_runs(chosen: Sequence[Group], seed: int) -> list[Run]:

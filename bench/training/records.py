@@ -40,7 +40,9 @@ class Record:
         """Return the record of a line; a KeyError, TypeError or ValueError if it is none."""
         entries: dict[str, Any] = json.loads(line)
         data, revision = entries.pop("data"), entries.pop("revision")
-        run = Run(**{name: entries.pop(name) for name in Run.__dataclass_fields__})
+        # Records of earlier versions have no budget in steps.
+        known = [name for name in Run.__dataclass_fields__ if name in entries]
+        run = Run(**{name: entries.pop(name) for name in known})
         return cls(run, Outcome.parse(entries), data, revision)
 
 

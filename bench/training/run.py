@@ -4,8 +4,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -39,6 +40,7 @@ class Run:
         schedule: Name of the schedule.
         seed: Seed of the initial weights, the order of the examples and the engine.
         seconds: CPU seconds of the budget.
+        budget_steps: Number of steps of the budget, in place of seconds; 0 for seconds.
     """
 
     task: str
@@ -47,13 +49,19 @@ class Run:
     schedule: str
     seed: int
     seconds: float
+    budget_steps: int = 0
 
     def __str__(self) -> str:
         rate = "" if self.rate is None else f" {self.rate:g}"
         return (
             f"{self.task}, {self.method}{rate} {self.schedule}, seed {self.seed}, "
-            f"{self.seconds:g} s"
+            f"{budget_text(self.seconds, self.budget_steps)}"
         )
+
+
+def budget_text(seconds: float, steps: int) -> str:
+    """Return a budget in words."""
+    return f"{steps} steps" if steps else f"{seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +198,8 @@ def train(
     """
     task, batch = find_task(run.task)
     method, options = parse_method(run.method)
-    images = load_images(folder)
+    # The files of images take seconds to read.
+    images = load_images(folder if task.images else None)
     data, model = task.data(images), task.model(images.side, run.seed)
     trainer: Trainer
     if method.peer:
@@ -199,7 +208,8 @@ def train(
     else:
         trainer = EngineTrainer(model, task, method, run.rate, options, run.seed)
     trainer.warm_up(*next(data.batches(batch, run.seed)))
-    course = _Course(run, method, trainer, lambda: data.held_batches(task.evaluated))
+    held_out = partial(data.held_batches, task.evaluated)
+    course = _Course(run, method, trainer, held_out, task.least * prod(data.y.shape[1:]))
     with warnings.catch_warnings():
         # A run that diverges is reported as its result.
         warnings.simplefilter("ignore", DivergenceWarning)
@@ -215,35 +225,43 @@ class _Course:
         method: Method,
         trainer: Trainer,
         held_out: Callable[[], Iterable[Batch]],
+        least: float,
     ) -> None:
         self._run, self._method, self._trainer, self._held_out = run, method, trainer, held_out
+        self._least = least
         self._steps, self._cpu, self._wall = 0, 0.0, 0.0
         self._curve: list[Point] = []
 
     def follow(self, batches: Iterator[Batch], cpu_clock: Clock, wall_clock: Clock) -> Outcome:
         """Train and evaluate; return the result."""
-        died, budget, first = "", self._run.seconds, None
-        marks = [budget * mark for mark in MARKS]
+        died, first, marks = "", None, list(MARKS)
         self._evaluate()
         try:
-            while self._cpu < budget and not died:
+            while (spent := self._spent()) < 1 and not died:
                 wall, cpu = wall_clock(), cpu_clock()
-                scale = self._method.scale(self._run.schedule, self._cpu / budget)
+                scale = self._method.scale(self._run.schedule, spent)
                 loss = self._trainer.step(*next(batches), scale)
                 self._cpu += cpu_clock() - cpu
                 self._wall += wall_clock() - wall
                 self._steps += 1
                 first = loss if first is None else first
                 died = _explosion(first, loss)
-                if marks and self._cpu >= marks[0]:
-                    marks = [mark for mark in marks if mark > self._cpu]
+                if marks and self._spent() >= marks[0]:
+                    marks = [mark for mark in marks if mark > self._spent()]
                     self._evaluate()
         except KfacError as error:
             died = str(error)
         return Outcome(self._steps, self._cpu, self._wall, tuple(self._curve), died)
 
+    def _spent(self) -> float:
+        """Return the part of the budget that is spent."""
+        if self._run.budget_steps:
+            return self._steps / self._run.budget_steps
+        return self._cpu / self._run.seconds
+
     def _evaluate(self) -> None:
         loss, accuracy = self._trainer.evaluate(self._held_out())
+        loss -= self._least
         self._curve.append(Point(self._steps, self._cpu, self._wall, loss, accuracy))
 
 

@@ -20,9 +20,11 @@ from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
 from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, group_row
 from kfac_engine.bench.training.tables import print_comparisons, print_results
+from kfac_engine.bench.training.tasks import OF_TEXT
 from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import BackendError, InputError
 
+_STEP = 0.002  # CPU seconds of a step of a table of data
 # The methods that run without another library.
 METHODS = ("kfac", "adam", "sgd", "muon", "soap")
 
@@ -34,7 +36,7 @@ class TrainingOptions:
     Attributes:
         data_folder: Folder of Fashion-MNIST; None for the folder of Debian's package, or the
             bundled digits if it does not exist.
-        tasks: Names of tasks; empty for all.
+        tasks: Names of tasks and of collections; empty for all tasks of no collection.
         methods: Names of methods; empty for all.
         seeds: Seeds; rates are tuned with the first one.
         seconds: CPU seconds of each run; empty for the budgets of the suite.
@@ -98,7 +100,7 @@ def run_training(
     _require_peers(chosen)
     data_folder = _image_folder(console, options.data_folder)
     images = load_images(data_folder)
-    if any(group.task.startswith("transformer") for group in chosen):
+    if any(group.task.partition("@")[0] in OF_TEXT for group in chosen):
         console.print(f"text: hash {load_text().digest}")
     suite = _Suite(console, options, data_folder, images.source, executor or Workers())
     suite.run_missing(tuning_runs(chosen, options.seeds[0]))
@@ -166,7 +168,7 @@ class _Suite:
     def run_missing(self, runs: Sequence[Run]) -> None:
         """Execute the runs without a result."""
         missing = [run for run in runs if run not in self.outcomes]
-        seconds = sum(run.seconds for run in missing)
+        seconds = sum(run.seconds or _STEP * run.budget_steps for run in missing)
         self._console.print(
             f"{len(runs) - len(missing)} runs are done; {len(missing)} runs of {seconds:.0f} CPU "
             f"seconds follow"

@@ -38,19 +38,22 @@ class GroupRow:
         method: Name of the method, with its options.
         setting: Learning rate and schedule with the lowest loss for the first seed.
         seconds: CPU seconds of the budget.
+        budget_steps: Steps of the budget, in place of seconds; 0 for seconds.
         seeds: Number of runs.
         steps: Number of steps.
         milliseconds: CPU milliseconds of a step.
-        loss: Lowest validation loss of a run.
-        losses: The lowest validation losses of all runs, in order of the seeds.
-        accuracy: Accuracy where the validation loss is lowest; None without classes.
+        loss: Validation loss of a run that counts: the lowest one, or that after the last step.
+        losses: These losses of all runs, in order of the seeds.
+        accuracy: Accuracy at this moment; None without classes.
         died: Number of runs that ended early.
+        rise: Largest quotient of the last and the lowest validation loss of a run.
     """
 
     task: str
     method: str
     setting: str
     seconds: float
+    budget_steps: int
     seeds: int
     steps: float
     milliseconds: float
@@ -58,25 +61,27 @@ class GroupRow:
     losses: tuple[float, ...]
     accuracy: float | None
     died: int
+    rise: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """K-FAC beside another method on a task.
 
-    The level is the median over the seeds of the lowest validation loss of the other method.
+    The level is the median over the seeds of the validation loss of the other method that counts.
 
     Attributes:
         task: Name of the task.
         rival: Name of the other method.
         rival_seconds: CPU seconds of its budget.
+        rival_steps: Steps of its budget, in place of seconds; 0 for seconds.
         level: The level.
         method: Name of the method, with its options.
         budget: CPU seconds of the budget with which the level is reached first.
         seconds: CPU seconds until the level is reached, a median; None if it is not reached.
-        seconds_ratio: These seconds divided by those of the rival until its lowest loss.
+        seconds_ratio: These seconds divided by those of the rival until its loss that counts.
         steps: Steps until the level is reached, a median.
-        steps_ratio: These steps divided by those of the rival until its lowest loss.
+        steps_ratio: These steps divided by those of the rival until its loss that counts.
         loss_ratio: Quotient of the median losses at equal budgets; None without equal budgets.
         accuracy_gain: Difference of the median accuracies at equal budgets, in percentage points.
     """
@@ -84,6 +89,7 @@ class Comparison:
     task: str
     rival: str
     rival_seconds: float
+    rival_steps: int
     level: float
     method: str
     budget: float
@@ -127,11 +133,6 @@ def reached(curve: Sequence[Point], level: float) -> Moment:
     return NEVER
 
 
-def lowest_point(outcome: Outcome) -> Point:
-    """Return the first evaluation with the lowest loss."""
-    return min(outcome.curve, key=lambda point: point.loss)
-
-
 def group_row(group: Group, runs: Mapping[Run, Outcome]) -> GroupRow:
     """Return the results of a group.
 
@@ -144,14 +145,17 @@ def group_row(group: Group, runs: Mapping[Run, Outcome]) -> GroupRow:
     """
     run, outcomes = next(iter(runs)), list(runs.values())
     rate = "" if run.rate is None else f"{run.rate:g} "
-    points = [lowest_point(outcome) for outcome in outcomes]
+    options = run.method.partition(":")[2] if run.method != group.method else ""
+    points = [group.counted(outcome) for outcome in outcomes]
     return GroupRow(
-        group.task, group.method, f"{rate}{run.schedule}", group.seconds, len(outcomes),
+        group.task, group.method, f"{rate}{run.schedule}{options and ' ' + options}",
+        group.seconds, group.budget_steps, len(outcomes),
         median(outcome.steps for outcome in outcomes),
         median(1e3 * outcome.cpu / max(1, outcome.steps) for outcome in outcomes),
         median(point.loss for point in points), tuple(point.loss for point in points),
         _median_of([point.accuracy for point in points]),
         sum(bool(outcome.died) for outcome in outcomes),
+        max(outcome.curve[-1].loss / outcome.lowest for outcome in outcomes),
     )  # fmt: skip
 
 
@@ -169,16 +173,17 @@ def compare(results: Mapping[Group, Mapping[Run, Outcome]]) -> list[Comparison]:
     Returns:
         A comparison for each rival and each variant of K-FAC.
     """
-    contenders: dict[tuple[str, str], list[Group]] = {}
+    contenders: dict[tuple[str, str, bool], list[Group]] = {}
     for group in results:
         if _is_ours(group):
-            contenders.setdefault((group.task, group.method), []).append(group)
+            key = group.task, group.method, bool(group.budget_steps)
+            contenders.setdefault(key, []).append(group)
     return [
         _comparison(rival, ours, results)
         for rival in results
         if not _is_ours(rival)
-        for (task, _), ours in contenders.items()
-        if task == rival.task
+        for (task, _, in_steps), ours in contenders.items()
+        if task == rival.task and in_steps == bool(rival.budget_steps)
     ]
 
 
@@ -191,7 +196,7 @@ def _comparison(
     rival: Group, ours: Sequence[Group], results: Mapping[Group, Mapping[Run, Outcome]]
 ) -> Comparison:
     """Compare the budgets of one method with a rival."""
-    points = [lowest_point(outcome) for outcome in results[rival].values()]
+    points = [rival.counted(outcome) for outcome in results[rival].values()]
     level = median(point.loss for point in points)
     moments = {
         group: [reached(outcome.curve, level) for outcome in results[group].values()]
@@ -202,7 +207,8 @@ def _comparison(
     steps = median(moment.steps for moment in moments[quickest])
     loss_ratio, gain = _at_equal_budgets(rival, ours, results)
     return Comparison(
-        rival.task, rival.method, rival.seconds, level, quickest.method, quickest.seconds,
+        rival.task, rival.method, rival.seconds, rival.budget_steps, level, quickest.method,
+        quickest.seconds,
         _finite(seconds[quickest]),
         _finite(seconds[quickest] / median(point.cpu for point in points)),
         _finite(steps), _finite(steps / median(point.step for point in points)),
@@ -214,7 +220,8 @@ def _at_equal_budgets(
     rival: Group, ours: Sequence[Group], results: Mapping[Group, Mapping[Run, Outcome]]
 ) -> tuple[float | None, float | None]:
     """Return the quotient of the losses and the difference of the accuracies, or None."""
-    equal = next((group for group in ours if group.seconds == rival.seconds), None)
+    budget = rival.seconds, rival.budget_steps
+    equal = next((group for group in ours if (group.seconds, group.budget_steps) == budget), None)
     if equal is None:
         return None, None
     kfac, other = (group_row(group, results[group]) for group in (equal, rival))

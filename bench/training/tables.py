@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kfac_engine.bench.report import print_table
+from kfac_engine.bench.training.run import budget_text
 from kfac_engine.bench.training.summary import Comparison, GroupRow
 
-_RESULTS = ("budget, s", "steps", "ms a step", "loss", "losses of all seeds", "accuracy", "died")
+_RESULTS = ("budget", "steps", "ms a step", "loss", "losses of all seeds", "last ÷ lowest",
+            "accuracy", "died")  # fmt: skip
 _COMPARISONS = (
     "loss", "seconds", "÷ rival's", "steps", "÷ rival's", "loss ÷ rival's", "accuracy, points",
 )  # fmt: skip
@@ -23,13 +25,14 @@ def print_results(console: Console, rows: Sequence[GroupRow]) -> None:
     cells = [
         (
             task, f"{row.method} {row.setting}",
-            f"{row.seconds:g}", f"{row.steps:g}", f"{row.milliseconds:.1f}", f"{row.loss:.4g}",
-            " ".join(f"{loss:.4g}" for loss in row.losses),
+            budget_text(row.seconds, row.budget_steps), f"{row.steps:g}",
+            f"{row.milliseconds:.1f}", f"{row.loss:.4g}",
+            " ".join(f"{loss:.4g}" for loss in row.losses), f"{row.rise:.2f}",
             "" if row.accuracy is None else f"{row.accuracy:.2%}", str(row.died or ""),
         )
         for task, row in zip(_new_tasks(rows), rows, strict=True)
     ]  # fmt: skip
-    title = "Suite train: lowest validation losses, medians over the seeds"
+    title = "Suite train: validation losses, medians over the seeds"
     print_table(console, title, (("task", "method"), _RESULTS), cells)
 
 
@@ -42,8 +45,8 @@ def print_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     """
     cells = [
         (
-            task, f"{row.rival}, {row.rival_seconds:g} s",
-            f"{row.method}, {row.budget:g} s", f"{row.level:.4g}",
+            task, f"{row.rival}, {budget_text(row.rival_seconds, row.rival_steps)}",
+            f"{row.method}, {budget_text(row.budget, row.rival_steps)}", f"{row.level:.4g}",
             _number(row.seconds, ".2f", "not reached"), _number(row.seconds_ratio, ".2f"),
             _number(row.steps, ".0f"), _number(row.steps_ratio, ".2f"),
             _number(row.loss_ratio, ".3f"), _number(row.accuracy_gain, "+.2f"),

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from math import log, pi
 
-from kfac_engine.bench.training import models
+from kfac_engine.bench.training import models, modern
 from kfac_engine.bench.training.data import (
     Data,
     Images,
@@ -16,6 +18,7 @@ from kfac_engine.bench.training.data import (
     smooth_function,
 )
 from kfac_engine.bench.training.layers import Model
+from kfac_engine.bench.training.table_data import TABLES, Table
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 
@@ -36,6 +39,8 @@ class Task:
         batch: Number of examples of a batch.
         evaluated: Number of examples of a batch of the validation. Normalizations in training form
             use the statistics of these batches, for every method.
+        images: Whether the data are images.
+        least: Loss of an output without an error; it is no part of validation losses.
     """
 
     title: str
@@ -44,6 +49,12 @@ class Task:
     loss: str
     batch: int
     evaluated: int = _EVALUATED
+    images: bool = True
+    least: float = 0.0
+
+
+# The loss "normal" of an output without an error.
+_OF_OUTPUT = 0.5 * log(pi)
 
 
 def _planes(images: Images, held_out: int | None = _HELD_OUT) -> Data:
@@ -53,6 +64,47 @@ def _planes(images: Images, held_out: int | None = _HELD_OUT) -> Data:
 def _flat(images: Images) -> Data:
     return classified(images, (images.side**2,))
 
+
+def _table(name: str, table: Table, *, raw: bool) -> Task:
+    """Return the task of an MLP on a table of data."""
+    widths = (table.columns, 64, 32, table.outputs)
+    return Task(
+        f"{name}, {'raw' if raw else 'standardized'}, MLP 64-32, ReLU",
+        lambda side, seed: models.perceptron(widths, "Relu", seed),
+        lambda images: table.data(raw=raw), "categorical" if table.classes else "normal", 64,
+        images=False, least=0.0 if table.classes else _OF_OUTPUT,
+    )  # fmt: skip
+
+
+# Groups of tasks with short names; the figures of these tasks are those of the last step.
+MODERN: Mapping[str, Task] = {
+    "llama": Task(
+        "character Llama", lambda side, seed: modern.llama(seed),
+        lambda images: next_characters(100), "categorical", 16, evaluated=100, images=False,
+    ),
+    "gpt": Task(
+        "the same with LayerNorm, biases, GELU",
+        lambda side, seed: modern.llama(seed, classic=True),
+        lambda images: next_characters(100), "categorical", 16, evaluated=100, images=False,
+    ),
+    "vit": Task("ViT", modern.vit, partial(_planes, held_out=1_000), "categorical", 128),
+    "mobilenet": Task("MobileNet with batch normalization", modern.mobilenet,
+                      partial(_planes, held_out=1_000), "categorical", 64),
+    "gru": Task(
+        "character GRU", lambda side, seed: modern.character_gru(seed),
+        lambda images: next_characters(100), "categorical", 32, evaluated=100, images=False,
+    ),
+    "unet": Task(
+        "blurred images, U-Net with GroupNorm", modern.unet,
+        lambda images: blurred(images, images.training // 5, 500), "normal", 64, evaluated=250,
+        least=_OF_OUTPUT,
+    ),
+}  # fmt: skip
+TABULAR: Mapping[str, Task] = {
+    f"{name}{suffix}": _table(name, table, raw=bool(suffix))
+    for name, table in TABLES.items()
+    for suffix in ("", "-raw")
+}
 
 TASKS: Mapping[str, Task] = Registry(
     "training task",
@@ -66,7 +118,7 @@ TASKS: Mapping[str, Task] = Registry(
                        256),
         "transformer": Task(
             "character transformer", lambda side, seed: models.transformer(seed),
-            lambda images: next_characters(), "categorical", 32, evaluated=100,
+            lambda images: next_characters(), "categorical", 32, evaluated=100, images=False,
         ),
         "mlp": Task(
             "MLP 784-512-256-10, ReLU",
@@ -82,7 +134,7 @@ TASKS: Mapping[str, Task] = Registry(
         "digits": Task(
             "digits, MLP 64-100-50-10, tanh",
             lambda side, seed: models.perceptron((64, 100, 50, 10), "Tanh", seed),
-            lambda images: _flat(load_digits()), "categorical", 128,
+            lambda images: _flat(load_digits()), "categorical", 128, images=False,
         ),
         "cnn": Task("CNN without normalization, ReLU", models.cnn, _planes, "categorical", 256),
         "restorer": Task(
@@ -92,15 +144,18 @@ TASKS: Mapping[str, Task] = Registry(
         "function": Task(
             "smooth function, dense regression",
             lambda side, seed: models.perceptron((8, 64, 64, 4), "Tanh", seed),
-            lambda images: smooth_function(), "normal", 256,
+            lambda images: smooth_function(), "normal", 256, images=False,
         ),
         "recurrent": Task(
             "GRU over the rows of images", models.recurrent,
             lambda images: classified(images, (images.side,) * 2, _HELD_OUT), "categorical", 256,
         ),
+        **MODERN,
+        **TABULAR,
     },
 )  # fmt: skip
 
+OF_TEXT = ("transformer", "llama", "gpt", "gru")
 # The tasks that no choice in the optimizers was made on.
 UNSEEN = ("autoencoder-relu", "digits", "cnn", "restorer", "function", "recurrent")
 # A task and another size of its batches.

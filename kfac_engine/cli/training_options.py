@@ -38,7 +38,8 @@ _OPTIONS = (
         default="",
         metavar="NAMES",
         callback=partial(_list, str),
-        help="Tasks of the suite train, separated by commas; NAME@N has batches of N examples.",
+        help="Tasks of the suite train, separated by commas; NAME@N has batches of N examples. "
+        "'tables' and 'modern' are collections of tasks.",
     ),
     Group.TRAINING_SUITE.option(
         "--methods",

@@ -8,6 +8,7 @@ import pytest
 
 from kfac_engine.bench.training import data
 from kfac_engine.bench.training.image_files import read_idx
+from kfac_engine.bench.training.table_data import TABLES
 from kfac_engine.errors import InputError
 
 
@@ -157,3 +158,27 @@ def test_the_text_is_cut_after_a_number_of_characters(tmp_path, monkeypatch):
     finally:
         data.load_text.cache_clear()
     assert "".join(chr(s + 31) for s in symbols) == "a" * 50 + "b" * 20
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_divided_into_rows_to_train_on_and_to_validate_on(name):
+    pytest.importorskip("sklearn")
+    table = TABLES[name]
+    x, y = table.read()
+    raw, standard = table.data(raw=True), table.data(raw=False)
+    assert raw.x.shape == (int(0.8 * len(x)), table.columns)
+    assert len(raw.x) + len(raw.held_x) == len(x)
+    # Each row once, with its own target.
+    rows = np.concatenate([raw.x, raw.held_x])
+    targets = np.concatenate([raw.y, raw.held_y])
+    order = np.lexsort(np.c_[rows, targets].T)
+    expected = np.lexsort(np.c_[x.astype(np.float32), y.astype(targets.dtype)].T)
+    np.testing.assert_array_equal(rows[order], x[expected].astype(np.float32))
+    np.testing.assert_array_equal(targets[order], y[expected].astype(targets.dtype))
+    both = np.concatenate([standard.x, standard.held_x]).astype(float)
+    np.testing.assert_allclose(both.mean(axis=0), 0, atol=1e-5)
+    assert np.all((abs(both.std(axis=0) - 1) < 1e-5) | (both.std(axis=0) == 0))
+    if table.classes:
+        assert set(targets) == set(range(table.outputs))
+    else:
+        assert np.concatenate([standard.y, standard.held_y]).std() == pytest.approx(1, rel=1e-5)

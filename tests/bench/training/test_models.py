@@ -8,7 +8,8 @@ from scipy.special import erf, expit
 
 import kfac_engine as ke
 from kfac_engine.bench.training import models
-from kfac_engine.bench.training.tasks import TASKS
+from kfac_engine.bench.training.table_data import TABLES
+from kfac_engine.bench.training.tasks import OF_TEXT, TASKS
 
 # Float32 sums of up to 800 terms; outputs are of order 1.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
@@ -40,7 +41,29 @@ COUNTS = {
     "restorer": dense(25, 12) + dense(9 * 12, 12) + dense(25 * 12, 1),
     "function": dense(8, 64, 64, 4),
     "recurrent": 3 * 64 * (28 + 64 + 2) + dense(64, 10),
-}
+    "llama": 96 * 96 + 3 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 256 + 2 * 96) + 96,
+    "gpt": (
+        96 * 96 + 3 * (2 * dense(96, 96) + 2 * dense(96, 48) + dense(96, 256, 96) + 4 * 96) + 192
+    ),
+    "vit": (
+        dense(49, 64) + 16 * 64 + 3 * (4 * dense(64, 64) + dense(64, 128, 64) + 4 * 64) + 2 * 64
+    )
+    + dense(64, 10),
+    "mobilenet": 9 * 16 + 32 + dense(64, 10) + sum(
+        a * 4 * a + 9 * 4 * a + 4 * a * b + 2 * (8 * a + b)
+        for a, b in ((16, 16), (16, 32), (32, 32), (32, 64))
+    ),
+    "gru": 96 * 64 + 3 * 128 * (64 + 128 + 2) + dense(128, 96),
+    "unet": (
+        dense(9, 16) + dense(9 * 16, 32) + dense(9 * 32, 32) + dense(9 * 32, 16) + dense(9 * 16, 1)
+    )
+    + 4 * 32 * 16 + 16 + 2 * (16 + 32 + 32 + 16),
+    **{
+        f"{name}{suffix}": dense(table.columns, 64, 32, table.outputs)
+        for name, table in TABLES.items()
+        for suffix in ("", "-raw")
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -124,16 +147,25 @@ def run_restorer(w, x):
     return y.reshape(len(y), -1)
 
 
-def run_recurrent(w, x):
+def states_of_gru(w, x):
     """The equations of torch.nn.GRU; gates in the order of ONNX: update, reset, new."""
     W, R = (np.split(w[f"gru.{name}"][0], 3) for name in ("input", "state"))
     b, c = (np.split(part, 3) for part in np.split(w["gru.bias"][0], 2))
-    h = np.zeros((len(x), models.RECURRENT_WIDTH))
+    h = np.zeros((len(x), w["gru.state"].shape[-1]))
     for row in x.transpose(1, 0, 2):
         z, r = (expit(row @ W[i].T + b[i] + h @ R[i].T + c[i]) for i in (0, 1))
         n = np.tanh(row @ W[2].T + b[2] + r * (h @ R[2].T + c[2]))
         h = (1 - z) * n + z * h
-    return linear(w, "head", h)
+        yield h
+
+
+def run_recurrent(w, x):
+    *_, last = states_of_gru(w, x)
+    return linear(w, "head", last)
+
+
+def run_character_gru(w, x):
+    return product(w, "head", np.stack(list(states_of_gru(w, w["symbols"][x])), axis=1))
 
 
 def attention(w, name, x, read):
@@ -160,6 +192,110 @@ def run_transformer(w, x, read=None):
     return product(w, "head", layer_norm(x))
 
 
+def swish(x):
+    return x * expit(x)
+
+
+def gelu(x):
+    return x * (1 + erf(x / np.sqrt(2))) / 2
+
+
+def softmax(x):
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def rotated(x):
+    """Rotate feature j and feature j + d/2 of position t by the angle t / 10000^(2j/d)."""
+    length, d = x.shape[-2:]
+    pairs = x[..., : d // 2] + 1j * x[..., d // 2 :]
+    pairs = pairs * np.exp(1j * np.outer(np.arange(length), 1e4 ** (-2 * np.arange(d // 2) / d)))
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def run_llama(w, x, classic):
+    def layer(name, x):
+        y = x @ w[f"{name}.weight"]
+        return y + w[f"{name}.bias"] if classic else y
+
+    def norm(x):
+        return layer_norm(x) if classic else x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    x = w["symbols"][x]
+    length = x.shape[1]
+    future = np.triu(np.full((length, length), -np.inf), 1)
+    for i in range(3):
+        y, heads = norm(x), []
+        q, k, v = (layer(f"{i}.attention.{part}", y) for part in "qkv")
+        for head in range(4):
+            own, shared = (
+                slice(24 * head, 24 * head + 24),
+                slice(24 * (head // 2), 24 * (head // 2) + 24),
+            )
+            scores = rotated(q[..., own]) @ rotated(k[..., shared]).transpose(0, 2, 1)
+            heads.append(softmax(scores / np.sqrt(24) + future) @ v[..., shared])
+        x = x + layer(f"{i}.attention.out", np.concatenate(heads, axis=-1))
+        y = norm(x)
+        y = (
+            gelu(layer(f"{i}.up", y))
+            if classic
+            else swish(layer(f"{i}.gate", y)) * layer(f"{i}.up", y)
+        )
+        x = x + layer(f"{i}.down", y)
+    return norm(x) @ w["symbols"].T
+
+
+def run_vit(w, x):
+    patch = w["patches.weight"].shape[-1]
+    n = len(x)
+    cut = x[:, 0].reshape(n, 4, patch, 4, patch).transpose(0, 1, 3, 2, 4).reshape(n, 16, -1)
+    x = cut @ w["patches.weight"].reshape(64, -1).T + w["patches.bias"] + w["positions"]
+    for i in range(3):
+        y = layer_norm(x)
+        q, k, v = (product(w, f"{i}.{part}", y) for part in "qkv")
+        heads = [slice(16 * h, 16 * h + 16) for h in range(4)]
+        mixed = [softmax(q[..., h] @ k[..., h].transpose(0, 2, 1) / 4) @ v[..., h] for h in heads]
+        x = x + product(w, f"{i}.out", np.concatenate(mixed, axis=-1))
+        x = x + product(w, f"{i}.down", gelu(product(w, f"{i}.up", layer_norm(x))))
+    return linear(w, "head", layer_norm(x).mean(1))
+
+
+def depthwise(w, name, x, stride):
+    n, c = x.shape[:2]
+    cut = patches(x, 3, stride)
+    cut = cut.reshape(n, c, 9, *cut.shape[2:])
+    return np.einsum("ck,nckhw->nchw", w[f"{name}.weight"].reshape(c, 9), cut)
+
+
+def run_mobilenet(w, x):
+    x = relu(batch_norm(conv(w, "stem", x, 2)))
+    for i, (stride, adds) in enumerate(((1, True), (2, False), (1, True), (2, False))):
+        y = relu(batch_norm(conv(w, f"{i}.expand", x)))
+        y = relu(batch_norm(depthwise(w, f"{i}.depth", y, stride)))
+        y = batch_norm(conv(w, f"{i}.project", y))
+        x = x + y if adds else y
+    return linear(w, "head", x.mean((2, 3)))
+
+
+def group_norm(x):
+    n, c, h, width = x.shape
+    x = x.reshape(n, 4, -1)
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return x.reshape(n, c, h, width)
+
+
+def run_unet(w, x):
+    def block(name, x, stride=1):
+        return swish(group_norm(conv(w, name, x, stride)))
+
+    fine = block("fine", x)
+    x = block("middle", block("coarse", fine, 2))
+    up = np.einsum("nchw,coab->nohawb", x, w["up.weight"])
+    up = up.reshape(fine.shape) + w["up.bias"][:, None, None]
+    y = conv(w, "last", block("merged", np.concatenate([fine, up], axis=1)))
+    return y.reshape(len(y), -1)
+
+
 def run_perceptron(w, x, activation):
     count = sum(name.endswith("weight") for name in w)
     for i in range(count - 1):
@@ -180,6 +316,17 @@ RUNS = {
     "restorer": (run_restorer, (1, 12, 12)),
     "function": (lambda w, x: run_perceptron(w, x, np.tanh), (8,)),
     "recurrent": (run_recurrent, (12, 12)),
+    "llama": (lambda w, x: run_llama(w, x, classic=False), (64,)),
+    "gpt": (lambda w, x: run_llama(w, x, classic=True), (64,)),
+    "vit": (run_vit, (1, 12, 12)),
+    "mobilenet": (run_mobilenet, (1, 12, 12)),
+    "gru": (run_character_gru, (64,)),
+    "unet": (run_unet, (1, 12, 12)),
+    **{
+        f"{name}{suffix}": (lambda w, x: run_perceptron(w, x, relu), (table.columns,))
+        for name, table in TABLES.items()
+        for suffix in ("", "-raw")
+    },
 }
 
 
@@ -189,12 +336,12 @@ def test_a_model_computes_the_function_of_its_name(name):
     model = task.model(12, 3)
     rng = np.random.default_rng(5)
     x = rng.random((3, *shape), np.float32)
-    if name == "transformer":
+    if name in OF_TEXT:
         x = rng.integers(0, 96, (3, *shape))
     engine = ke.Engine.from_onnx(model.data, loss=task.loss, threads=1)
     output = engine.objective.inputs[0]
     weights = {key: value.astype(float) for key, value in model.weights.items()}
-    wide = x if name == "transformer" else x.astype(float)
+    wide = x if name in OF_TEXT else x.astype(float)
     np.testing.assert_allclose(engine.trace({"x": x})[output], forward(weights, wide), **TOLERANCE)
 
 

@@ -5,6 +5,7 @@ import pytest
 from kfac_engine.bench.training.methods import METHODS, parse_method
 from kfac_engine.bench.training.plan import (
     BUDGETS,
+    COLLECTIONS,
     Group,
     all_tasks,
     final_runs,
@@ -22,7 +23,9 @@ def result(*losses, died=""):
 
 
 def test_every_task_has_budgets_of_known_methods():
-    assert {name.partition("@")[0] for name in all_tasks()} == set(TASKS)
+    named = {task for collection in COLLECTIONS.values() for task in collection.tasks}
+    assert {name.partition("@")[0] for name in all_tasks()} == set(TASKS) - named
+    assert named < set(BUDGETS)
     assert {method for budgets in BUDGETS.values() for method in budgets} <= set(METHODS)
     assert set(UNSEEN) < set(TASKS)
 
@@ -121,3 +124,26 @@ def test_learning_rates_rise_at_first_and_follow_the_schedule():
 def test_a_run_is_described_by_its_settings():
     assert str(Run("mlp", "adam", 0.001, "tail", 2, 16)) == "mlp, adam 0.001 tail, seed 2, 16 s"
     assert str(Run("mlp", "kfac", None, "tail", 2, 0.5)) == "mlp, kfac tail, seed 2, 0.5 s"
+
+
+def test_a_collection_has_its_own_budgets_rates_and_variants():
+    tables = groups(["tables"], ["kfac", "adam", "sgd"])
+    assert {(g.method, g.seconds, g.budget_steps) for g in tables if g.task == "wine-raw"} == {
+        ("kfac", 0.5, 0), ("kfac", 0.0, 300), ("adam", 0.5, 0), ("adam", 0.0, 300),
+    }  # fmt: skip
+    assert {g.task for g in tables} == set(COLLECTIONS["tables"].tasks)
+    (adam,) = groups(["wine"], ["adam"], [2.0])
+    assert [(r.rate, r.schedule) for r in adam.candidates(0)] == [
+        (0.001, "tail"), (0.003, "tail"), (0.01, "tail"),
+    ]  # fmt: skip
+    (muon,) = groups(["llama"], ["muon"])
+    assert {(run.method, run.rate) for run in muon.candidates(0)} == {
+        (method, rate) for method in ("muon", "muon:adam_rate=0.001") for rate in (0.01, 0.02, 0.04)
+    }
+    # The last loss counts: a run that overfits is not the best one.
+    first, second, third = adam.candidates(0)
+    outcomes = {first: result(9, 1, 5), second: result(9, 3, 4), third: result(9, 6)}
+    assert adam.best(outcomes, 0) == second
+    assert (
+        str(groups(["wine"], ["kfac"])[1].candidates(3)[0]) == "wine, kfac tail, seed 3, 300 steps"
+    )

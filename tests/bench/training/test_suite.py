@@ -29,6 +29,13 @@ def test_a_record_is_restored_from_its_line():
     assert {"task", "method", "rate", "seed", "curve", "died"} <= set(json.loads(record.line()))
 
 
+def test_a_record_without_a_budget_in_steps_is_one_of_seconds():
+    line = Record(RUN, OUTCOME, "digits", "abc").line()
+    entries = json.loads(line)
+    del entries["budget_steps"]
+    assert Record.parse(json.dumps(entries)) == Record.parse(line)
+
+
 def test_runs_of_other_data_or_sources_do_not_count(tmp_path):
     path = tmp_path / "runs.jsonl"
     records, other = Records(path), replace(OUTCOME, steps=9)

@@ -11,7 +11,6 @@ from kfac_engine.bench.training.summary import (
     best_so_far,
     compare,
     group_row,
-    lowest_point,
     reached,
 )
 
@@ -55,8 +54,9 @@ def test_a_run_without_an_evaluation_reaches_nothing():
     assert reached((), 1.0) == Moment(inf, inf)
 
 
-def test_the_lowest_point_is_the_first_of_equal_ones():
-    assert lowest_point(outcome(8, 3, 5, 3)).cpu == 1
+def test_the_lowest_evaluation_counts_and_in_collections_the_last_one():
+    assert ADAM.counted(outcome(8, 3, 5, 3)).cpu == 1
+    assert Group("wine", "adam", 1.0).counted(outcome(8, 3, 5, 4)).loss == 4
 
 
 def runs(method, seconds, outcomes, rate=None):
@@ -95,6 +95,8 @@ def test_a_row_has_medians_over_the_seeds():
     assert (row.loss, row.accuracy) == (4, 0.8)
     assert (row.setting, row.seeds, row.steps, row.died) == ("0.001 tail", 3, 40, 0)
     assert row.milliseconds == 100
+    # The last loss divided by the lowest one: 4.5 / 4, 3 / 3 and 7 / 5.
+    assert row.rise == 1.4
 
 
 def test_runs_that_died_are_counted():
@@ -132,3 +134,21 @@ def test_variants_of_kfac_and_tasks_are_compared_apart():
         ("mlp", "kfac"),
         ("mlp", "kfac:damping=0.1"),
     ]
+
+
+def test_runs_of_equal_steps_are_compared_with_each_other():
+    """A wine run of 300 steps; the variant of Muon with the best loss names its options."""
+    steps = [Group("wine", method, 0.0, 300) for method in ("kfac", "adam")]
+    timed = [Group("wine", method, 1.0) for method in ("kfac", "adam")]
+    losses = dict(zip([*steps, *timed], (1.0, 4.0, 2.0, 3.0), strict=True))
+    results = {
+        group: {Run("wine", group.method, None, "tail", 0, group.seconds, group.budget_steps):
+                outcome(8, loss)}
+        for group, loss in losses.items()
+    }  # fmt: skip
+    assert {(row.rival_steps, row.loss_ratio) for row in compare(results)} == {
+        (300, 1 / 4), (0, 2 / 3),
+    }  # fmt: skip
+    muon = Group("llama", "muon", 1.0)
+    runs = {Run("llama", "muon:adam_rate=0.001", 0.02, "tail", 0, 1.0): outcome(8, 1)}
+    assert group_row(muon, runs).setting == "0.02 tail adam_rate=0.001"

@@ -53,6 +53,23 @@ def test_evaluations_are_those_of_the_marks():
     assert [point.cpu for point in trained("sgd", 0.01, seconds=2.5).curve] == [0, 1, 2, 3]
 
 
+def test_a_budget_of_steps_has_that_many_and_its_part_of_the_schedule():
+    outcome = train(Run("moons", "adam", 0.01, "tail", 0, 0.0, 20), None)
+    assert outcome.steps == 20
+    assert [point.step for point in outcome.curve] == [0, *(round(20 * mark) for mark in MARKS)]
+    assert outcome.curve[-1].loss < outcome.curve[0].loss
+
+
+def test_validation_losses_of_a_regression_are_squared_errors():
+    """The loss "normal" has a constant, which no prediction lowers, for each output."""
+    outcome = train(Run("unet", "adam", 0.001, "tail", 0, 0.0, 1), None)
+    task, images = TASKS["unet"], load_digits()
+    data = task.data(images)
+    engine = ke.Engine.from_onnx(task.model(8, 0).data, loss="normal", threads=1)
+    errors = engine.predict({"x": data.held_x}) - data.held_y
+    assert outcome.curve[0].loss == pytest.approx((errors**2).sum(axis=1).mean(), rel=1e-5)
+
+
 def test_the_steps_are_those_of_the_optimizer():
     """SGD by hand on the same batches, with the rise and the fall of the rate."""
     task, images = TASKS["digits"], load_digits()

@@ -2,7 +2,7 @@
 
 import json
 
-from scripts import bench_tables
+from scripts import bench_tables, training_tables
 
 RESULT = {
     "task": "mlp", "method": "adam", "setting": "0.001 tail", "seconds": 16.0, "seeds": 3,
@@ -31,7 +31,8 @@ REPORT = {
 def test_a_report_of_training_has_a_table_of_losses_and_one_of_comparisons():
     page = bench_tables.page(REPORT)
     assert (
-        "| mlp | adam | 0.001 tail | 16 | 1790 | 8.9 | 0.2859 | 0.2859, 0.2866, 0.28 | 89.49% | 1 |"
+        "| mlp | adam | 0.001 tail | 16 s | 1790 | 8.9 | 0.2859 | 0.2859, 0.2866, 0.28 |  "
+        "| 89.49% | 1 |"
     ) in page
     assert "| mlp | adam, 16 s | 0.2859 | 4.0 | 0.25 | 212 | 0.12 | 0.930 | +0.51 |" in page
     heads = [line for line in page.splitlines() if line.startswith("| task")]
@@ -55,3 +56,21 @@ def test_the_page_about_performance_shows_the_newest_comparisons(tmp_path, monke
     ]
     assert "From [2026-01-02-train]" in lines[-3]
     assert "abacus, 2 cores, BLAS kernel Haswell, numpy 2.4." in lines[-3]
+
+
+def test_quotients_of_a_collection_have_a_column_for_each_rival_and_budget():
+    def rows(task, steps, quotient, rise):
+        ours = {**RESULT, "task": task, "method": "kfac", "budget_steps": steps, "rise": rise}
+        beside = {**REACHED, "task": task, "rival_steps": steps, "loss_ratio": quotient}
+        return [ours, beside]
+
+    chosen = [("a", 0, 0.5, 1.0), ("a", 300, 1.5, 1.25), ("b", 0, 2.0, 1.5), ("b", 300, 1.5, 1.0)]
+    report = [row for arguments in chosen for row in rows(*arguments)]
+    assert training_tables.quotients(report) == [
+        "| task | steps | loss | ÷ adam, equal time | ÷ adam, 300 steps "
+        "| last ÷ lowest, equal time | last ÷ lowest, 300 steps |",
+        "|---|---|---|---|---|---|---|",
+        "| a | 1790 | 0.2859 | 0.500 | 1.500 | 1.00 | 1.25 |",
+        "| b | 1790 | 0.2859 | 2.000 | 1.500 | 1.50 | 1.00 |",
+        "| geometric mean | | | 1.000 | 1.500 | | |",
+    ]
