@@ -28,6 +28,7 @@ class CovarianceUpdates:
         updater: Updates the factors that read whole batches.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         divided: Whether batches are divided among processes, which combine what they measure.
+        by_example: Whether factors that read gradients of single examples are measured, too.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class CovarianceUpdates:
         self.sources = sources
         self.params_stats: list[Array] = []
         self.divided = False
+        self.by_example = True
         self._batch_size, self._name = batch_size, name
         self._round: ThunkRound | None = None
         self.updater = self._updater_of(f for f in factors if f not in sources.alone)
@@ -69,10 +71,13 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``FisherEstimator.update_covariances``.
         """
-        alone = self.sources.alone
         return self._measured(
-            self.updater, alone, trace, draws, scales, release, propagated, weights
+            self.updater, self._alone, trace, draws, scales, release, propagated, weights
         )
+
+    @property
+    def _alone(self) -> tuple[FisherFactor, ...]:
+        return self.sources.alone if self.by_example else ()
 
     def measure_part(
         self,
@@ -95,7 +100,7 @@ class CovarianceUpdates:
             KfacError: As for ``measure``.
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
-        alone = () if bases else self.sources.alone
+        alone = () if bases else self._alone
         singles = self.sources.measure_examples(alone, trace, None, scales)
         stats: dict[str, Array] = {}
         batch = self.sources.of_batch(updater.factors, trace, None, scales, stats, weights)
@@ -120,7 +125,7 @@ class CovarianceUpdates:
 
     def joined(self, sums: PartSums) -> PendingUpdate:
         """Return the update by the batch whose parts have been measured."""
-        return sums.update((*self.updater.factors, *self.sources.alone))
+        return sums.update((*self.updater.factors, *self._alone))
 
     def update(
         self,

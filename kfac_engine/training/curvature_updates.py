@@ -161,10 +161,15 @@ class CurvatureUpdates:
         schedule: The policy of the refreshes and the largest periods; ``covariance_every`` is that
             of the statistics.
         part: Part of the batch whose statistics are computed, in (0, 1].
+        by_example: Whether each statistics contain the gradients of single examples, which
+            parameters without a layer need; if not, once in ``refresh_every`` steps.
     """
 
-    def __init__(self, engine: Engine, schedule: Schedule, part: float) -> None:
+    def __init__(
+        self, engine: Engine, schedule: Schedule, part: float, *, by_example: bool = True
+    ) -> None:
         check_part("statistics_part", part)
+        self._by_example = by_example
         self._engine = engine
         self._every = schedule.covariance_every
         self._refreshes = engine.estimator.refreshes
@@ -204,7 +209,9 @@ class CurvatureUpdates:
         refreshes.wait()
         if observes := self._observes(step, last):
             replaces = last.statistics == _NEVER and last.start != _NEVER
-            with clock("statistics"):
+            every = planner.schedule.refresh_every
+            late = last.statistics == _NEVER or step // every > last.statistics // every
+            with clock("statistics"), self._examples(late or self._by_example):
                 self.observe(step, batch, decay=0.0 if replaces else None)
             last = replace(last, statistics=step)
         reads_drifts = observes and planner.reads_drifts
@@ -259,6 +266,16 @@ class CurvatureUpdates:
             yield
         finally:
             estimator.cov_ema_decay = present
+
+    @contextmanager
+    def _examples(self, measured: bool) -> Iterator[None]:
+        """Return a context in which gradients of single examples are measured, or not."""
+        statistics = self._engine.estimator.statistics
+        statistics.by_example = measured
+        try:
+            yield
+        finally:
+            statistics.by_example = True
 
     def _observes(self, step: int, last: LastUpdates) -> bool:
         """Return whether a step updates the statistics."""

@@ -194,7 +194,9 @@ class KfacOptimizer(Optimizer):
         whole("statistics_every", statistics_every, least=1)
         every, periods = (statistics_every, refresh_every), {} if periods is None else periods
         schedule = Schedule(*every, policy, drift=drift, budget=budget, periods=periods)
-        self._curvature = CurvatureUpdates(engine, schedule, statistics_part)
+        # Adam updates the parameters without a layer, unless a change is predicted.
+        by_example = rule != AUTO or self._adaptation is not None
+        self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
         self._last = LastUpdates()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0

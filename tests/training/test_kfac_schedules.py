@@ -1,15 +1,19 @@
 """Refreshes of the K-FAC optimizer by drift, by a budget and with periods of layers."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.curvature import refreshes
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.schedule import POLICIES, Planner, Work
 from kfac_engine.training import report
+from kfac_engine.training.curvature_updates import CurvatureUpdates
 from tests.training import softmax_net as net
 
 FACTORS = ("w1: A", "w1: G", "w2: A", "w2: G")
@@ -348,3 +352,51 @@ def test_refreshes_are_spread_once_the_period_has_grown(policy, period, number):
     last = sizes[-period:]
     assert sum(last) == number
     assert max(last) - min(last) <= 1
+
+
+def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes(monkeypatch):
+    """A matrix that is read twice has no layer; Adam updates it, and the run keeps its bits."""
+    rng = np.random.default_rng(0)
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        tied (float[n, 4] x) => (float[n, 4] y) {
+            h = MatMul(x, W)
+            s = Tanh(h)
+            t = Transpose<perm=[1, 0]>(W)
+            r = MatMul(s, t)
+            y = MatMul(r, V)
+        }""")
+    for name in ("W", "V"):
+        value = rng.standard_normal((4, 4)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    x, y = rng.standard_normal((64, 4)).astype(np.float32), rng.integers(0, 4, 64)
+
+    def trained(**options):
+        engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
+        optimizer = ke.KfacOptimizer(engine, refresh_every=10, statistics_every=2, **options)
+        sources, steps = engine.estimator.statistics.sources, []
+        assert sources.alone
+        real = type(sources).measure_examples
+
+        def counted(self, factors, *arguments):
+            steps.extend([optimizer.steps] if factors else [])
+            return real(self, factors, *arguments)
+
+        monkeypatch.setattr(type(sources), "measure_examples", counted)
+        for t in range(32):
+            part = slice(32 * (t % 2), 32 * (t % 2) + 32)
+            optimizer.step({"x": x[part]}, y[part])
+        monkeypatch.undo()
+        return steps, engine.parameters
+
+    rarely, parameters = trained()
+    assert len(rarely) == 4
+    assert rarely[0] == 0
+    assert [step // 10 for step in rarely] == [0, 1, 2, 3]
+    # A predicted change reads all blocks: each statistics contain them.
+    always, _ = trained(adapt_damping=True)
+    assert len(always) > 12
+    monkeypatch.setattr(CurvatureUpdates, "_examples", lambda self, measured: nullcontext())
+    whole, same = trained()
+    assert whole == always
+    for name, value in parameters.items():
+        np.testing.assert_array_equal(value, same[name])
