@@ -114,10 +114,10 @@ def _rotated(net: ModelBuilder, x: str) -> str:
         net.op("Slice", x, f"shape/{a}", f"shape/{b}", "shape/last", to=f"{x}/{a}")
         for a, b in (("from", "half"), ("half", "to"))
     )
-    turned = net.op("Concat", net.op("Neg", second, to=f"{x}/negative"), first, to=f"{x}/turned",
+    rotated = net.op("Concat", net.op("Neg", second, to=f"{x}/negative"), first, to=f"{x}/turned",
                     axis=-1)  # fmt: skip
     along = net.op("Mul", x, "cos", to=f"{x}/cos")
-    across = net.op("Mul", turned, "sin", to=f"{x}/sin")
+    across = net.op("Mul", rotated, "sin", to=f"{x}/sin")
     y: str = net.op("Add", along, across, to=f"{x}/rotated")
     return y
 

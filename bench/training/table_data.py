@@ -42,8 +42,8 @@ class Table:
             x, y = _standardized(x), y if self.classes else _standardized(y)
         x, y = x.astype(np.float32), y if self.classes else y.astype(np.float32)
         order = np.random.default_rng(0).permutation(len(x))
-        training, held = np.split(order, [int(_TRAINING_PART * len(x))])
-        return Data(x[training], y[training], x[held], y[held])
+        training, validation = np.split(order, [int(_TRAINING_PART * len(x))])
+        return Data(x[training], y[training], x[validation], y[validation])
 
 
 def _standardized(x: Array) -> Array:
