@@ -72,5 +72,5 @@ def test_quotients_of_a_collection_have_a_column_for_each_rival_and_budget():
         "|---|---|---|---|---|---|---|",
         "| a | 1790 | 0.2859 | 0.500 | 1.500 | 1.00 | 1.25 |",
         "| b | 1790 | 0.2859 | 2.000 | 1.500 | 1.50 | 1.00 |",
-        "| geometric mean | | | 1.000 | 1.500 | | |",
+        "| geometric mean |  |  | 1.000 | 1.500 |  |  |",
     ]
