@@ -283,7 +283,8 @@ def loss_options(
         if loss.weight is not None:
             raise UnsupportedError(
                 "BCEWithLogitsLoss(weight=…) divides by the number of targets, not by the sum of "
-                "their weights; leave weight out, and pass Weighted targets to step."
+                "their weights; pass loss='multi_bernoulli' with reduction='batch_mean' and "
+                "loss_weights=[1 / features], and Weighted targets to step."
             )
         positive_weights = _numbers(loss.pos_weight)
         return MultiBernoulli(ignore_index=None, positive_weights=positive_weights), options

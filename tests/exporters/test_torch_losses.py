@@ -180,3 +180,22 @@ def test_other_criteria_are_refused_by_name(criterion):
     module = nn.Linear(5, 3)
     with pytest.raises(ke.UnsupportedError, match=type(criterion).__name__ + "|reduction='none'"):
         KFAC(module, torch.randn(8, 5), loss=criterion)
+
+
+@pytest.mark.quick
+def test_weights_of_binary_targets_are_those_of_weighted_targets():
+    """What the refusal of `BCEWithLogitsLoss(weight=…)` recommends is its loss and gradient."""
+    torch.manual_seed(0)
+    module, batch, targets = nn.Linear(5, 3), torch.randn(8, 5), torch.rand(8, 3).round()
+    weight = torch.rand(8, 3)
+    loss = nn.BCEWithLogitsLoss(weight=weight)(module(batch), targets)
+    loss.backward()
+    options = {"reduction": "batch_mean", "loss_weights": [1 / 3]}
+    kfac = KFAC(module, batch, loss="multi_bernoulli", **options)
+    (name,) = kfac._inputs
+    found = kfac.engine.gradients({name: batch}, ke.Weighted(targets, weight))
+    expected = kfac.matches.to_engine({n: p.grad for n, p in module.named_parameters()})
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    for key, gradient in found.gradients.items():
+        np.testing.assert_allclose(gradient, expected[key], atol=1e-6)
+    kfac.step(batch, ke.Weighted(targets, weight))
