@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 
 REMEDY = "torch.onnx.export(module.eval(), inputs, path, dynamo=True, optimize=False)"
 _GENERATED = re.compile(r"onnx::\w+_\d+|val_\d+")
+# Names of constants that a module computes with and that are not among its tensors.
+_COMPUTED = re.compile(r"val_\d+|(c_)?lifted_tensor_\d+|(/.*)?/Constant(_\d+)?_output_\d+")
 _FOLDED_WEIGHT = re.compile(r"onnx::(?:Conv|ConvTranspose)_\d+")
 _AFFINE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # The metadata with the path of modules of a node, as the representation of a list in Python.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 # Largest number of names in a note.
 _MOST_NAMES = 4
+
+
+def is_computed(name: str) -> bool:
+    """Return whether an exporter of PyTorch gives this name to constants of computations only.
+
+    Such constants are numbers in the code of a module, and results of its parameters.
+    """
+    return _COMPUTED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 In a file, weights, running statistics, masks, epsilons and interpolation factors are all float
 initializers. Their uses distinguish them. A constant is not a parameter if every use, followed
-through views such as ``Transpose``, is in a table below, or if its values are those of a computed
-table (see ``computed_tables``).
+through views such as ``Transpose``, is in a table below, if its values are those of a computed
+table (see ``computed_tables``), or if it is a number of an exporter (see ``exporter_changes``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError
 from kfac_engine.graph.analysis.computed_tables import is_count, is_mask
+from kfac_engine.graph.analysis.exporter_changes import is_computed
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import Graph, Node, Subgraph
@@ -190,6 +191,11 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
         return "the zero of a convolution without bias"
     if None not in reasons:
         return reasons[0]
+    # The scale of an attention is such a number, and the file computes its root. A function of a
+    # parameter that the exporter computed meets the data instead.
+    functions = [node for _, node, _ in uses if len(node.inputs) == 1]
+    if array.ndim == 0 and is_computed(name) and len(functions) == len(uses):
+        return f"a number of the exporter ({functions[0].op} node '{functions[0].name}')"
     # Masks and fill values may be non-finite and are not parameters. A non-finite weight of a layer
     # is an error, which is raised later.
     of_layer = any(node.op in _LAYERS for _, node, _ in uses)

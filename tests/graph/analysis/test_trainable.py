@@ -134,6 +134,53 @@ def test_weight_is_parameter(body: str, constants) -> None:
     assert excluded_reason(graph_of(body, **constants), "c") is None
 
 
+# -- numbers of exporters of PyTorch ---------------------------------------------------------------
+
+# The scale of an attention, as the exporter writes it without optimize.
+ATTENTION = """r = Sqrt ({0})  q = Mul (x, r)  s = Sqrt ({0})  t = Mul (x, s)  k = Transpose (t)
+    y = MatMul (q, k)"""
+
+
+def in_a_file(body: str, name: str, value) -> Graph:
+    """A file with this constant, whose name the parser of texts would refuse."""
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 18]> m (float[N,3] x) => (float[] y)'
+        f" {{ {body.format('c')} }}"
+    )
+    for node in model.graph.node:
+        node.input[:] = [name if entry == "c" else entry for entry in node.input]
+    array = np.asarray(value, np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return load_graph(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["val_240", "lifted_tensor_0", "c_lifted_tensor_12", "/block/Constant_3_output_0"]
+)
+@pytest.mark.parametrize("body", [ATTENTION, "r = Exp ({0})  y = Mul (x, r)"])
+def test_number_of_exporter_is_not_a_parameter(name: str, body: str) -> None:
+    graph = in_a_file(body, name, 0.125)
+    assert "a number of the exporter (" in excluded_reason(graph, name)
+    assert trainable_parameters(graph, [name]) == (name,)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "value"),
+    [
+        *((name, ATTENTION, 0.125) for name in ("scale", "attention.val_240", "layers.0.val_2.s")),
+        ("logit_scale", "r = Exp ({0})  y = Mul (x, r)", 0.125),  # of CLIP
+        ("temperature", "r = Softplus ({0})  y = Mul (x, r)", 0.125),
+        ("val_1", "y = PRelu (x, {0})", 0.25),  # a slope in another shape
+        ("val_1", "y = PRelu (x, {0})", [[0.25]]),
+        ("val_1", "r = Exp ({0})  y = Mul (x, r)", [0.1, 0.2, 0.3]),
+        ("val_1", "r = Exp ({0})  y = Mul (x, r)", [0.1]),
+        ("val_1", "r = Exp ({0})  p = PRelu (x, {0})  y = Mul (p, r)", 0.25),
+    ],
+)
+def test_number_of_a_module_is_a_parameter(name: str, body: str, value) -> None:
+    assert excluded_reason(in_a_file(body, name, value), name) is None
+
+
 SCATTERED = """h = ConstantOfShape <value = float[1] {{{0}}}> (n)
     k = ScatterElements (h, at, w)  c = Reshape (k, side)  y = MatMul (x, c)"""
 
