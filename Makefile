@@ -52,7 +52,7 @@ OLDEST_KERNEL := $(if $(filter x86_64,$(shell uname -m)),Prescott)
 OTHER_KERNELS := $(if $(OLDEST_KERNEL),$(OLDEST_KERNEL) Haswell)
 # Tests whose results are sums, which each kernel of BLAS adds up in an order of its own.
 NUMERICAL := tests/backend tests/curvature tests/engine tests/layers tests/losses tests/autodiff \
-	tests/runtime tests/export tests/training tests/ranks $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
+	tests/runtime tests/export tests/training tests/distributed $(patsubst %,tests/test_%.py,docs exactness half_precision two_heads)
 
 # $(call environment,FOLDER,REQUIREMENTS): a virtual environment of its own. Some systems ship venv
 # without its bundled pip; there the system's pip installs into the environment.

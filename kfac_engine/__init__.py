@@ -11,6 +11,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kfac_engine._types import Rows as Rows
+    from kfac_engine.analysis.fisher_matrix.curvature import Curvature as Curvature
+    from kfac_engine.analysis.fisher_matrix.measure import curvature as curvature
+    from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions as CurvatureOptions
+    from kfac_engine.analysis.influence.influence import Influence as Influence
+    from kfac_engine.analysis.laplace.posterior import Laplace as Laplace
+    from kfac_engine.analysis.laplace.predictive import Predictive as Predictive
+    from kfac_engine.analysis.pruning.merging import merge as merge
+    from kfac_engine.analysis.pruning.pruning import prune as prune
+    from kfac_engine.analysis.pruning.saliency import saliency as saliency
+    from kfac_engine.analysis.spectra.lanczos import SpectrumEstimate as SpectrumEstimate
+    from kfac_engine.analysis.spectra.lanczos import estimate_spectrum as estimate_spectrum
+    from kfac_engine.analysis.spectra.operator import CurvatureOperator as CurvatureOperator
+    from kfac_engine.analysis.spectra.operator import curvature_operator as curvature_operator
     from kfac_engine.compat.blocks import ConvDiagonalFB as ConvDiagonalFB
     from kfac_engine.compat.blocks import ConvKFCBasicFB as ConvKFCBasicFB
     from kfac_engine.compat.blocks import ConvKFCBasicMultiIndepFB as ConvKFCBasicMultiIndepFB
@@ -77,9 +90,9 @@ if TYPE_CHECKING:
         CurvatureMatrixVectorProductComputer as CurvatureMatrixVectorProductComputer,
     )
     from kfac_engine.curvature.schedule import Schedule as Schedule
-    from kfac_engine.curvature_result.curvature import Curvature as Curvature
-    from kfac_engine.curvature_result.measure import curvature as curvature
-    from kfac_engine.curvature_result.options import CurvatureOptions as CurvatureOptions
+    from kfac_engine.distributed.mpi import over_mpi as over_mpi
+    from kfac_engine.distributed.nccl import over_nccl as over_nccl
+    from kfac_engine.distributed.protocol import Communicator as Communicator
     from kfac_engine.engine.engine import Engine as Engine
     from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
     from kfac_engine.engine.factor_view import FactorView as FactorView
@@ -114,9 +127,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
-    from kfac_engine.influence.influence import Influence as Influence
-    from kfac_engine.laplace.posterior import Laplace as Laplace
-    from kfac_engine.laplace.predictive import Predictive as Predictive
+    from kfac_engine.html_report.report import report as report
     from kfac_engine.losses import L1 as L1
     from kfac_engine.losses import Categorical as Categorical
     from kfac_engine.losses import (
@@ -139,20 +150,9 @@ if TYPE_CHECKING:
     )
     from kfac_engine.losses import Poisson as Poisson
     from kfac_engine.losses import Weighted as Weighted
-    from kfac_engine.pruning.merging import merge as merge
-    from kfac_engine.pruning.pruning import prune as prune
-    from kfac_engine.pruning.saliency import saliency as saliency
-    from kfac_engine.ranks.mpi import over_mpi as over_mpi
-    from kfac_engine.ranks.nccl import over_nccl as over_nccl
-    from kfac_engine.ranks.protocol import Communicator as Communicator
-    from kfac_engine.run_report.report import report as report
     from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.trace import Trace as Trace
-    from kfac_engine.spectra.lanczos import SpectrumEstimate as SpectrumEstimate
-    from kfac_engine.spectra.lanczos import estimate_spectrum as estimate_spectrum
-    from kfac_engine.spectra.operator import CurvatureOperator as CurvatureOperator
-    from kfac_engine.spectra.operator import curvature_operator as curvature_operator
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
     from kfac_engine.training.callbacks.tensorboard import TensorBoard as TensorBoard
@@ -219,22 +219,22 @@ _HOMES = {
     "ParameterFactors": "engine.factors",
     "FactorView": "engine.factor_view",
     "MemoryReport": "engine.memory",
-    "curvature": "curvature_result.measure",
-    "Curvature": "curvature_result.curvature",
-    "CurvatureOptions": "curvature_result.options",
-    "curvature_operator": "spectra.operator",
-    "CurvatureOperator": "spectra.operator",
-    "estimate_spectrum": "spectra.lanczos",
-    "SpectrumEstimate": "spectra.lanczos",
-    "Influence": "influence.influence",
-    "Laplace": "laplace.posterior",
-    "Predictive": "laplace.predictive",
-    "saliency": "pruning.saliency",
-    "prune": "pruning.pruning",
-    "merge": "pruning.merging",
-    "over_mpi": "ranks.mpi",
-    "over_nccl": "ranks.nccl",
-    "Communicator": "ranks.protocol",
+    "curvature": "analysis.fisher_matrix.measure",
+    "Curvature": "analysis.fisher_matrix.curvature",
+    "CurvatureOptions": "analysis.fisher_matrix.options",
+    "curvature_operator": "analysis.spectra.operator",
+    "CurvatureOperator": "analysis.spectra.operator",
+    "estimate_spectrum": "analysis.spectra.lanczos",
+    "SpectrumEstimate": "analysis.spectra.lanczos",
+    "Influence": "analysis.influence.influence",
+    "Laplace": "analysis.laplace.posterior",
+    "Predictive": "analysis.laplace.predictive",
+    "saliency": "analysis.pruning.saliency",
+    "prune": "analysis.pruning.pruning",
+    "merge": "analysis.pruning.merging",
+    "over_mpi": "distributed.mpi",
+    "over_nccl": "distributed.nccl",
+    "Communicator": "distributed.protocol",
     "OnnxModel": "runtime.model",
     "OverfittingWarning": "errors",
     "Trace": "runtime.trace",
@@ -312,7 +312,7 @@ _HOMES = {
     "find_rate": "training.rate_finder",
     "RateSearch": "training.rate_finder",
     "SavedState": "training.checkpoint",
-    "report": "run_report.report",
+    "report": "html_report.report",
     "verify": "verification.verify",
     "Verification": "verification.checks",
     "Check": "verification.checks",

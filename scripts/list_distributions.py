@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kfac_engine.ranks.cost import DISTRIBUTIONS, rank_cost
-from kfac_engine.ranks.sizes import Periods
+from kfac_engine.distributed.cost import DISTRIBUTIONS, rank_cost
+from kfac_engine.distributed.sizes import Periods
 from scripts.markdown import table
-from tests.ranks.known_models import MODELS, model_size
+from tests.distributed.known_models import MODELS, model_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "distributed.md"

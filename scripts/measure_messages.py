@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 import kfac_engine as ke
 from kfac_engine.bench.step_networks import Network, mlp, resnet20, transformer
+from kfac_engine.distributed.mpi import OverMPI
 from kfac_engine.engine.options import DISTRIBUTIONS
-from kfac_engine.ranks.mpi import OverMPI
 
 # Network to the number of examples on each process.
 NETWORKS = {mlp: 256, resnet20: 64, transformer: 16}

@@ -27,10 +27,10 @@ import kfac_engine as ke
 from kfac_engine.bench.environment import environment
 from kfac_engine.bench.machine import machine
 from kfac_engine.bench.step_networks import mlp
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.options import DISTRIBUTIONS
-from kfac_engine.ranks.protocol import Alone
 from kfac_engine.system.writing import write_file
-from tests.ranks.threads import Ranks, ThreadRank
+from tests.distributed.threads import Ranks, ThreadRank
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-25-ranks.jsonl"
 ROWS, PERIOD, ROUNDS = 256, 10, 9

@@ -46,7 +46,7 @@ AREAS = (
     "graph",
     "losses",
     "training",
-    "ranks",
+    "distributed",
 )
 # Environment variables of the processes under test.
 PLAN, ACTIVE, REACHED = "MUTANTS_PLAN", "MUTANTS_ACTIVE", "MUTANTS_REACHED"

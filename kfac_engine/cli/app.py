@@ -26,9 +26,9 @@ from kfac_engine.cli.report import report
 from kfac_engine.cli.saliency import saliency
 from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
+from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.errors import KfacError
 from kfac_engine.printable import one_line, printable
-from kfac_engine.ranks.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.suggestions import suggestion
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
@@ -145,7 +145,7 @@ def _is_of_all_processes(error: BaseException) -> bool:
     """Return whether each process of a job has this error."""
     if isinstance(error, click.UsageError):  # all of them have the same command line
         return True
-    from kfac_engine.ranks.agreement import raised_by_all_ranks
+    from kfac_engine.distributed.agreement import raised_by_all_ranks
 
     return raised_by_all_ranks(error)
 

@@ -105,11 +105,11 @@ def _measured(
     model: Path, files: Files, size: int | None, options: dict[str, Any]
 ) -> "ke.Curvature":
     """Return the curvature of a model on the data of files."""
+    from kfac_engine.analysis.fisher_matrix.assembly import assembled
+    from kfac_engine.analysis.fisher_matrix.measure import measured
+    from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
     from kfac_engine.cli.curvature_data import file_batches, first_examples
     from kfac_engine.cli.files import read_data
-    from kfac_engine.curvature_result.assembly import assembled
-    from kfac_engine.curvature_result.measure import measured
-    from kfac_engine.curvature_result.options import CurvatureOptions
     from kfac_engine.system.arrays import map_arrays
 
     with working("reading"):

@@ -13,7 +13,7 @@ from kfac_engine.cli.tables import print_table
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Params
-    from kfac_engine.curvature_result.blocks import Block
+    from kfac_engine.analysis.fisher_matrix.blocks import Block
     from kfac_engine.engine.spectra import FactorSpectrum
 
 # Head of the column that a narrow terminal does not show.

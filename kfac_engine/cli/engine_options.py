@@ -141,15 +141,15 @@ ROWS: Mapping[str, Row] = {
         "default.", flag="--approx", metavar="KIND=NAME"),
     "seed": Row(Group.CURVATURE, "Seed of sampled targets."),
     "structure": Row(Group.CURVATURE, "Structure of the matrix.",
-        names=("curvature_result.options.STRUCTURES",), metavar="NAME"),
+        names=("analysis.fisher_matrix.options.STRUCTURES",), metavar="NAME"),
     "fisher": Row(Group.CURVATURE, "Which Fisher matrix: exact, an estimate from one sampled "
         "target for each prediction, or the empirical matrix of the targets of the data.",
-        names=("curvature_result.options.FISHERS",), metavar="NAME"),
+        names=("analysis.fisher_matrix.options.FISHERS",), metavar="NAME"),
     "biases": Row(Group.CURVATURE, "Blocks of biases: joint for a block of the weight with its "
         "bias, separate for a block of the weight and a block of the bias.",
-        names=("curvature_result.options.BIASES",), metavar="NAME"),
+        names=("analysis.fisher_matrix.options.BIASES",), metavar="NAME"),
     "layers": Row(Group.CURVATURE, "Layers that are measured: all, or last for the last layer "
-        "before each loss.", names=("curvature_result.options.LAYERS",), metavar="NAME"),
+        "before each loss.", names=("analysis.fisher_matrix.options.LAYERS",), metavar="NAME"),
     "covariance_every": Row(Group.REFRESHES, "Number of calls from one update of the "
         "covariances to the next: they are updated when counter % covariance_every == 0."),
     "refresh_every": Row(Group.REFRESHES, "Number of calls from one refresh of a factor to the "
@@ -192,7 +192,7 @@ def engine_record() -> type[Any]:
 
 def curvature_record() -> type[Any]:
     """Return the record of the options of a measurement of curvature."""
-    from kfac_engine.curvature_result.options import CurvatureOptions
+    from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 
     return CurvatureOptions
 

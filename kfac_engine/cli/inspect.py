@@ -44,13 +44,13 @@ from kfac_engine.errors import ExportWarning, InputError
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
+    from kfac_engine.distributed.cost import Distribution, RankCost
     from kfac_engine.engine.memory import MemoryReport
     from kfac_engine.engine.refresh_time import RefreshEstimate
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.engine.step_time import StepTime
     from kfac_engine.graph.analysis.ties import Tie
-    from kfac_engine.ranks.cost import Distribution, RankCost
     from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.

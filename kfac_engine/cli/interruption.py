@@ -15,7 +15,7 @@ from functools import partial
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType, TracebackType
 
-from kfac_engine.ranks.job import rank_in_job, wait_for_first_rank
+from kfac_engine.distributed.job import rank_in_job, wait_for_first_rank
 from kfac_engine.system.writing import abandon_files
 
 # Signals that end the program, where the system has them, and their messages.

@@ -16,7 +16,7 @@ from kfac_engine.errors import InputError
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
-    from kfac_engine.laplace.predictive import Predictive
+    from kfac_engine.analysis.laplace.predictive import Predictive
 
 _BY_EVIDENCE = "evidence"
 
@@ -110,7 +110,7 @@ _PREDICTION = (
         "--link",
         metavar="NAME",
         default="probit",
-        names=("laplace.links.LINKS",),
+        names=("analysis.laplace.links.LINKS",),
         help="How means and variances of logits become probabilities.",
     ),
     Group.POSTERIOR.count("--samples", default=1000, help="Number of samples of monte_carlo."),

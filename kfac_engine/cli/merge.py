@@ -86,7 +86,7 @@ def merge(
 
 def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
     """Name the constants that differ between the models and are no parameters."""
-    from kfac_engine.curvature_result.files import weight_hashes
+    from kfac_engine.analysis.fisher_matrix.files import weight_hashes
 
     first, *others = (weight_hashes(entry.layout.assembly) for entry in curvatures)
     names = [

@@ -9,7 +9,7 @@ from typing import Any
 from click import IntRange
 
 from kfac_engine.cli.command import Choice, Group, Option
-from kfac_engine.ranks.job import launched_by_mpi
+from kfac_engine.distributed.job import launched_by_mpi
 
 _DISTRIBUTION = "distribution"
 
@@ -53,8 +53,8 @@ def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
     if distribution is None and not launched_by_mpi():
         yield
         return
-    from kfac_engine.ranks.agreement import Agreement
-    from kfac_engine.ranks.mpi import over_mpi
+    from kfac_engine.distributed.agreement import Agreement
+    from kfac_engine.distributed.mpi import over_mpi
 
     communicator = over_mpi()
     options |= {"communicator": communicator, "distribution": distribution or "replicate"}

@@ -8,7 +8,7 @@ from kfac_engine.cli.tables import print_table
 from kfac_engine.text.summary import counted
 
 if TYPE_CHECKING:
-    from kfac_engine.ranks.cost import Distribution, RankCost
+    from kfac_engine.distributed.cost import Distribution, RankCost
 
 # Row of the table, field of a cost, and how it is shown.
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (

@@ -20,7 +20,7 @@ method_option = Group.PRUNING.option(
     "--method",
     metavar="NAME",
     default="obd",
-    names=("pruning.saliency.METHODS",),
+    names=("analysis.pruning.saliency.METHODS",),
     help="Saliency of a weight: obd, the rise of the loss if it alone becomes zero; obs, the rise "
     "if the other weights of its block make up for it; or its magnitude.",
 )

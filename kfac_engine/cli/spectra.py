@@ -103,7 +103,7 @@ def _write_drawing(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") 
 
 
 def _write_page(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
-    from kfac_engine.run_report.page import spectrum_page
+    from kfac_engine.html_report.page import spectrum_page
     from kfac_engine.training.description import described
 
     text = spectrum_page(title, [described(spectrum) for spectrum in spectra])

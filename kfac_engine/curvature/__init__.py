@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    """This package as the function ``curvature_result.measure.curvature``."""
+    """This package as the function ``analysis.fisher_matrix.measure.curvature``."""
 
     def __call__(self, *args: Any, **options: Any) -> object:
         return self.__wrapped__(*args, **options)
@@ -20,7 +20,7 @@ class _CallablePackage(ModuleType):
     @property
     def __wrapped__(self) -> Any:
         """The function, whose signature and documentation tools show."""
-        return import_module("kfac_engine.curvature_result.measure").curvature
+        return import_module("kfac_engine.analysis.fisher_matrix.measure").curvature
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -29,10 +29,10 @@ from typing import Literal, TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
+from kfac_engine.distributed.shards import AnyGenerator, generator_of
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
 from kfac_engine.losses.checks import Named, require_shape
-from kfac_engine.ranks.shards import AnyGenerator, generator_of
 from kfac_engine.registry import Registry
 
 MatType: TypeAlias = Literal["Fisher", "Empirical_Fisher", "GGN"]

@@ -12,8 +12,8 @@ from math import inf
 from typing import TypeAlias
 
 from kfac_engine.arguments import flag, is_amount, is_count, one_of, positive, whole
+from kfac_engine.distributed.owners import Load, slots
 from kfac_engine.errors import InputError, UnknownNameError
-from kfac_engine.ranks.owners import Load, slots
 from kfac_engine.registry import Registry
 from kfac_engine.suggestions import suggestion
 

@@ -13,9 +13,9 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import computed, take
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.updater import Measured
+from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, Rows
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.losses.observed import root, times
-from kfac_engine.ranks.shards import AnyGenerator, Placement, RowGenerator, Rows
 
 
 class Trace(Protocol):

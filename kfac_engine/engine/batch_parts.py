@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered_in_data
+from kfac_engine.distributed.agreement import raised_by_all_ranks
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.errors import InputError, KfacError
 from kfac_engine.losses.objective import BatchSize, Observation
 from kfac_engine.losses.observed import Targets, Weighted
-from kfac_engine.ranks.agreement import raised_by_all_ranks
-from kfac_engine.ranks.shards import Rows
 from kfac_engine.runtime.trace import Trace
 
 # Inputs of a batch by name, or the parts of a batch: inputs, targets and possibly their weights.

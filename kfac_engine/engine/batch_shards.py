@@ -7,12 +7,12 @@ from zlib import crc32
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.distributed.agreement import Agreement, checksums
+from kfac_engine.distributed.protocol import Alone, Communicator
+from kfac_engine.distributed.shards import Rows
+from kfac_engine.distributed.sums import sum_arrays, summed
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
-from kfac_engine.ranks.agreement import Agreement, checksums
-from kfac_engine.ranks.protocol import Alone, Communicator
-from kfac_engine.ranks.shards import Rows
-from kfac_engine.ranks.sums import sum_arrays, summed
 from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.

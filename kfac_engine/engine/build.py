@@ -21,6 +21,8 @@ from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
@@ -33,8 +35,6 @@ from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.leading_examples import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel

@@ -34,11 +34,11 @@ from kfac_engine.curvature.factors.refresh import (
     result_forms,
 )
 from kfac_engine.curvature.factors.updater import Measured, PendingUpdate
+from kfac_engine.distributed.messages import OwnedArrays
+from kfac_engine.distributed.packing import Form
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.ranks.messages import OwnedArrays
-from kfac_engine.ranks.packing import Form
 
 _WIDE = np.dtype(np.float64)
 

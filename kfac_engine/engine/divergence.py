@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.errors import DivergenceWarning, NonFiniteError
-from kfac_engine.ranks.agreement import raised_by_all_ranks
 
 CURES = (
     "take smaller steps (Result.clipped_rate bounds them), raise the damping, "

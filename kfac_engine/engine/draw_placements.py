@@ -1,7 +1,7 @@
 """Where the examples lie in the random numbers that the losses of an engine draw."""
 
+from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.build import Assembly
-from kfac_engine.ranks.shards import Placement
 from kfac_engine.runtime.position_order import find_position_orders
 
 

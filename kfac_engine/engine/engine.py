@@ -21,6 +21,8 @@ from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.backward import BackwardResult, reported_loss
 from kfac_engine.engine.batch_parts import Inputs, TracedParts
 from kfac_engine.engine.build import Assembly, build
@@ -45,8 +47,6 @@ from kfac_engine.engine.validation import check_load, checked_extras
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.objective import Observation
 from kfac_engine.losses.observed import Targets
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.text.summary import Summarized, Summary

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
+from kfac_engine.distributed.sizes import Periods
 from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
@@ -14,8 +16,6 @@ from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.layers.pieces import Piece
-from kfac_engine.ranks.cost import Distribution, RankCost, rank_costs
-from kfac_engine.ranks.sizes import Periods
 
 
 class MeasuredModel(TrainableModel):

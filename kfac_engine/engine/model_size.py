@@ -1,4 +1,4 @@
-"""The sizes of a model from which ``ranks.cost`` computes the cost of a rank."""
+"""The sizes of a model from which ``distributed.cost`` computes the cost of a rank."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,9 +10,9 @@ from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
+from kfac_engine.distributed.sizes import BlockSize, Divisible, FactorSize, ModelSize
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.ranks.sizes import BlockSize, Divisible, FactorSize, ModelSize
 
 
 def model_size(assembly: Assembly, layers: Sequence[LayerReport]) -> ModelSize:

@@ -22,13 +22,13 @@ from kfac_engine.arguments import (
 )
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.engine.batch_shards import check_communicator
 from kfac_engine.engine.loss_bindings import LossChoices, LossOptions, named_settings
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone, Communicator
 from kfac_engine.runtime.cpu.passes import chosen_passes
 from kfac_engine.suggestions import suggestion
 

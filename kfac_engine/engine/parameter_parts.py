@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.ranks.layer_owners import Part
-from kfac_engine.ranks.sizes import Divisible
+from kfac_engine.distributed.layer_owners import Part
+from kfac_engine.distributed.sizes import Divisible
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from kfac_engine.curvature.factors.refresh import (
     Result,
 )
 from kfac_engine.curvature.refreshes import refresh_cost
+from kfac_engine.distributed.owners import Load, owners
 from kfac_engine.engine.distribution import Distribution
-from kfac_engine.ranks.owners import Load, owners
 
 
 class Replicate(Distribution):

@@ -10,21 +10,21 @@ from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
 from kfac_engine.curvature.schedule import Schedule
+from kfac_engine.distributed.layer_owners import layer_owners
+from kfac_engine.distributed.messages import broadcast_arrays
+from kfac_engine.distributed.packing import Form
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_parts import ParameterPart, parameter_parts
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.ranks.layer_owners import layer_owners
-from kfac_engine.ranks.messages import broadcast_arrays
-from kfac_engine.ranks.packing import Form
 
 
 class Shard(Distribution):
     """The owner of a layer receives its gradient, and sends its natural gradient to all ranks.
 
-    Owners are chosen once; see ``ranks.layer_owners``. A large layer may have several.
+    Owners are chosen once; see ``distributed.layer_owners``. A large layer may have several.
     """
 
     def __init__(

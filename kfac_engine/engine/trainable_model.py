@@ -14,6 +14,7 @@ from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
+from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
 from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.batch_shards import BatchShards
@@ -33,7 +34,6 @@ from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_ch
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import BatchSize, Observation, Residuals
 from kfac_engine.losses.observed import Targets
-from kfac_engine.ranks.agreement import Agreement
 from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples
 from kfac_engine.runtime.sample_run import sample_batch

@@ -13,10 +13,10 @@ from kfac_engine.arguments import positive
 from kfac_engine.curvature.refreshes import least_period
 from kfac_engine.curvature.schedule import Planner, PlannerState, Schedule
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.errors import InputError
-from kfac_engine.ranks.shards import Rows
 from kfac_engine.training.report import StageClock
 
 Result = TypeVar("Result")

@@ -15,13 +15,13 @@ from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.forms import Data
 from kfac_engine.datasets.shards import Share
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices, named_settings
 from kfac_engine.engine.metrics import MetricChoice
 from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path

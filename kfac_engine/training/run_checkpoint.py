@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from kfac_engine.arguments import is_amount, is_count, whole
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.errors import InputError, RankError
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone
 from kfac_engine.system.locks import FileLock
 from kfac_engine.system.reading import exists
 from kfac_engine.system.writing import checked_path

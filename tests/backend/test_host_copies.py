@@ -17,7 +17,7 @@ COPIES = {
     "asnumpy": (
         "kfac_engine/backend/cuda/device.py",
         "kfac_engine/backend/cuda/solvers.py",
-        "kfac_engine/ranks/mpi.py",  # messages of an MPI that reads host memory only
+        "kfac_engine/distributed/mpi.py",  # messages of an MPI that reads host memory only
     ),
     "get()": (
         "kfac_engine/backend/threads.py",
@@ -46,11 +46,11 @@ COPIES = {
         "kfac_engine/graph/",
         "kfac_engine/layers/",
         # A measured curvature is in float64 on the host.
-        "kfac_engine/curvature_result/",
-        "kfac_engine/influence/",
-        "kfac_engine/laplace/",
+        "kfac_engine/analysis/fisher_matrix/",
+        "kfac_engine/analysis/influence/",
+        "kfac_engine/analysis/laplace/",
         # Records of a run, and checks in float64, are arrays of the host.
-        "kfac_engine/run_report/",
+        "kfac_engine/html_report/",
         "kfac_engine/verification/",
         # Numbers that were downloaded together.
         "kfac_engine/curvature/blocks/grouped.py",

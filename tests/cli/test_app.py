@@ -11,9 +11,9 @@ import pytest
 from kfac_engine.__main__ import main
 from kfac_engine.cli import app as frame
 from kfac_engine.cli.interruption import Interruption, SignalReceived
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.errors import InputError
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone
 from tests import models
 
 COMMANDS = sorted(frame.app.commands)

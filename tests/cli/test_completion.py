@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kfac_engine.__main__ import main
+from kfac_engine.analysis.fisher_matrix.options import FISHERS
 from kfac_engine.curvature.estimation_modes import MODES
-from kfac_engine.curvature_result.options import FISHERS
 from kfac_engine.engine.metrics import METRICS
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"

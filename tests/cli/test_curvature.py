@@ -278,7 +278,7 @@ def test_picture_has_the_format_of_its_name(suffix, start):
 
 def test_picture_without_matplotlib_is_one_error_before_the_measurement(monkeypatch, capsys):
     monkeypatch.setattr("kfac_engine.cli.spectra.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "kfac_engine.curvature_result.measure", None)
+    monkeypatch.setitem(sys.modules, "kfac_engine.analysis.fisher_matrix.measure", None)
     assert run("--plot", "p.png") == 2
     error = capsys.readouterr().err
     assert "pip install 'kfac-engine[plot]'" in error

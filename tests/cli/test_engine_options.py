@@ -12,12 +12,12 @@ from typing import Literal
 import click
 import pytest
 
+from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.cli.app import app
 from kfac_engine.cli.command import Group
 from kfac_engine.cli.engine_options import CURVATURE_TEXTS, ROWS, EngineCommand, Row, options_of
 from kfac_engine.cli.options import keywords
 from kfac_engine.curvature.schedule import Schedule
-from kfac_engine.curvature_result.options import CurvatureOptions
 from kfac_engine.engine.options import EngineOptions
 from scripts import list_options
 

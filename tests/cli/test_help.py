@@ -11,18 +11,18 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.analysis.fisher_matrix.options import FISHERS, STRUCTURES
+from kfac_engine.analysis.laplace.links import LINKS
+from kfac_engine.analysis.pruning.saliency import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app
 from kfac_engine.cli.command import Command, Group, Option
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.estimation_modes import MODES
-from kfac_engine.curvature_result.options import FISHERS, STRUCTURES
 from kfac_engine.data import demo_model, digits
 from kfac_engine.engine.metrics import METRICS
-from kfac_engine.laplace.links import LINKS
 from kfac_engine.losses import LOSSES
-from kfac_engine.pruning.saliency import METHODS
 from kfac_engine.training.fit import OPTIMIZERS
 from tests.nightly import nightly_but
 

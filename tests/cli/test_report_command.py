@@ -7,7 +7,7 @@ import pytest
 
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model, digits
-from tests.run_report.page_reader import PageReader
+from tests.html_report.page_reader import PageReader
 
 
 @pytest.fixture

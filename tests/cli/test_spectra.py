@@ -11,8 +11,8 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.spectra import figure
 from kfac_engine.data import demo_model, digits
+from tests.html_report.page_reader import PageReader
 from tests.models import linear
-from tests.run_report.page_reader import PageReader
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
 

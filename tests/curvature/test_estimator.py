@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.ranks.shards import Rows
+from kfac_engine.distributed.shards import Rows
 from tests.two_layers import (
     EXACT,
     TARGETS,

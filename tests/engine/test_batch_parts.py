@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.ranks.threads import run
+from tests.distributed.threads import run
 from tests.training import norm_net
 from tests.training import softmax_net as net
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.ranks.shards import Rows
+from kfac_engine.distributed.shards import Rows
 from tests import models
 
 # Of the largest entry, for sums of tens of products. ONNX Runtime has no convolution in float64.

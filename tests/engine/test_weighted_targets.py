@@ -10,7 +10,7 @@ from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from tests import models, oracle
-from tests.ranks.threads import run
+from tests.distributed.threads import run
 
 WEIGHTS = np.array([2, 1, 0, 3, 1])
 REPEATED = np.repeat(np.arange(5), WEIGHTS)

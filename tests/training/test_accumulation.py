@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.training.batches import run_data
-from tests.ranks.threads import run
+from tests.distributed.threads import run
 from tests.training import softmax_net as net
 
 STEPS, EXAMPLES, PARTS = 8, 24, [0, 7, 8, 24]

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.ranks.shards import Rows
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.training import adaptive_lengths
 from kfac_engine.training.curvature_updates import is_due, rotating_part
 from tests import models

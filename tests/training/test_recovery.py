@@ -8,8 +8,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
-from kfac_engine.ranks.agreement import Agreement
-from kfac_engine.ranks.protocol import Alone
+from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.protocol import Alone
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.report import StepReport
 

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.curvature_result.dense import assert_close, measured, uneven
+from tests.analysis.fisher_matrix.dense import assert_close, measured, uneven
 from tests.uses_of_peers.cases import (
     DAMPING,
     DAMPINGS,

@@ -8,7 +8,7 @@ of kronfluence.
 import pytest
 
 import kfac_engine as ke
-from tests.curvature_result.dense import assert_close
+from tests.analysis.fisher_matrix.dense import assert_close
 from tests.uses_of_peers.cases import DAMPINGS, LINKS, settings
 from tests.uses_of_peers.test_curvature_of_peers import (
     CASES,

@@ -17,11 +17,11 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
+from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
-from kfac_engine.ranks.sizes import Divisible
 from kfac_engine.text.summary import dimensions
 
 Factor = TypeVar("Factor", bound=FisherFactor)

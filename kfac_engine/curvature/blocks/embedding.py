@@ -10,8 +10,8 @@ from kfac_engine.curvature.blocks.base import FactorOwner
 from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
+from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.ranks.sizes import Divisible
 
 TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 

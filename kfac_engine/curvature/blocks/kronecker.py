@@ -45,11 +45,11 @@ from kfac_engine.curvature.linalg.kronecker import (
     multiply_parts,
     pi_correction,
 )
+from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import NotReadyError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.uses import rows_per_example
-from kfac_engine.ranks.sizes import Divisible
 
 # Factors whose powers are stored matrices of the size of their side.
 _MATRICES = (DenseSquareMatrixFactor, SampledFactor)

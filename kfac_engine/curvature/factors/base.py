@@ -24,9 +24,9 @@ from kfac_engine.curvature.factors.measurement import (
 )
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
 from kfac_engine.curvature.factors.statistics import Sizes, Statistic
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.printable import shortened
-from kfac_engine.ranks.shards import Rows
 from kfac_engine.text.summary import dimensions
 
 _WIDE = np.dtype(np.float64)

@@ -18,8 +18,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.linalg.spectral import eigh_power
+from kfac_engine.distributed.packing import Form
 from kfac_engine.errors import NonFiniteError
-from kfac_engine.ranks.packing import Form
 
 # Returns the current damping; called at each refresh. Two callables with equal hashable attributes
 # ``func_id`` are the same registration.

@@ -14,9 +14,9 @@ from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import ShapeError
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
-from kfac_engine.ranks.shards import Rows
 
 Indices: TypeAlias = npt.NDArray[np.intp]
 

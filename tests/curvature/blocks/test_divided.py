@@ -12,8 +12,8 @@ from kfac_engine.curvature.factors import divided
 from kfac_engine.curvature.factors.divided import DividedFactor, block_shape
 from tests import models
 from tests.backend.truths import patches
+from tests.distributed.test_distributions import assert_equal_to_one_process
 from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
-from tests.ranks.test_distributions import assert_equal_to_one_process
 from tests.training_files.parity import differences
 
 EXACT = 1e-11  # float64 sums of some dozen terms of size one

@@ -12,7 +12,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.compat import convolution_factors
-from kfac_engine.ranks.shards import Rows
+from kfac_engine.distributed.shards import Rows
 from tests.lifecycle import observe, second_moment
 
 SIDE = 4

@@ -1,0 +1,1 @@
+"""Analyses of trained models: curvature, uncertainty, influence, pruning, spectra."""

@@ -1,0 +1,118 @@
+"""Gradients and Jacobians of single examples in the eigenvectors of each block.
+
+Functions of a damped Fisher matrix are sums over eigenvalues in this basis, such as the variance
+``Σ G_k ∘ G_l / (s + λ)`` of predictions. ``gradient_forms`` computes them without whole matrices
+where a layer has one position.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.blocks import Block
+from kfac_engine.analysis.fisher_matrix.example_gradients import (
+    LayerGradients,
+    numbered,
+    whole_rows,
+)
+from kfac_engine.analysis.fisher_matrix.gradient_forms import Gradients, WholeGradients
+from kfac_engine.analysis.fisher_matrix.layout import Layout
+from kfac_engine.engine.memory import require_gradient
+from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.errors import UnsupportedError
+from kfac_engine.losses.observed import Targets
+from kfac_engine.runtime.trace import Trace
+
+# A batch, and for each gradient of an example, loss input to cotangent.
+Sources = tuple[Trace, list[Mapping[str, Array]]]
+
+
+def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targets) -> Sources:
+    """Return the batch and the cotangents of the negative log-likelihood of each example.
+
+    Its terms have the weights of their targets.
+
+    Args:
+        layout: The model with its layers.
+        inputs: Input name to array.
+        targets: The targets of the loss; for several losses, by output.
+
+    Returns:
+        The batch with its cotangents; the gradient of an example is the sum over them.
+
+    Raises:
+        InputError: Inputs or targets are wrong.
+    """
+    require_gradient(layout.assembly, inputs)
+    trace = TrainableModel(layout.assembly).trace(inputs, targets)
+    objective = layout.assembly.task.objective
+    # Those of the sum over the batch: the reduction of a curvature divides by the examples.
+    return trace, [objective.cotangents(trace, objective.examples(trace))]
+
+
+def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:
+    """Return the batch, and cotangents that select each value of an example that the loss reads.
+
+    Args:
+        layout: The model with its layers.
+        inputs: Input name to array.
+
+    Returns:
+        The batch, and the cotangents in the row-major order of the values.
+
+    Raises:
+        InputError: The inputs are wrong.
+        UnsupportedError: Several losses read several values, or the examples are not on the first
+            axis of the value.
+    """
+    task = layout.assembly.task
+    name, *others = task.objective.inputs
+    place = task.batch.places.get(task.objective.outputs.get(name, name))
+    if others or (place is not None and not place.comes_first):
+        raise UnsupportedError(
+            f"the Jacobian matrix of '{name}' needs one value that the loss reads, with the "
+            f"examples alone on its first axis."
+        )
+    require_gradient(layout.assembly, inputs)
+    trace = TrainableModel(layout.assembly).trace(inputs)
+    value, sources = trace[name], list[Mapping[str, Array]]()
+    for index in np.ndindex(value.shape[1:]):
+        cotangent = value * 0
+        cotangent[(slice(None), *index)] = 1
+        sources.append({name: cotangent})
+    return trace, sources
+
+
+def block_tiles(
+    layout: Layout,
+    blocks: Sequence[Block],
+    batch: Sources,
+    rotated: bool = True,
+) -> Iterator[tuple[Block, slice, Gradients]]:
+    """Yield the derivatives of a batch in the eigenvectors of each block.
+
+    Args:
+        layout: The model with its layers.
+        blocks: The blocks of its curvature, in the order of ``layout.frames``.
+        batch: Of ``gradient_sources`` or ``jacobian_sources``.
+        rotated: Whether the derivatives are in the eigenvectors, or as they are.
+
+    Yields:
+        A block, the numbers of the examples, and their gradients in its basis; all examples of a
+        block before the next block. Blocks of entries that the loss does not depend on are absent.
+    """
+    readers = LayerGradients(layout.assembly).read(*batch)
+    scratch_bytes = layout.assembly.collection.backend.scratch_bytes
+    if layout.options.structure == "full":
+        (block,), start = blocks, 0
+        places = [layout.decomposer.places(part) for _, part in layout.layers]
+        for rows in whole_rows(readers, places, layout.vector.size, scratch_bytes):
+            whole = WholeGradients(rows[:, :, None, :, None])
+            examples = slice(start, start + len(rows))
+            yield block, examples, whole.into(block.spectrum) if rotated else whole
+            start += len(rows)
+        return
+    for block, reader in zip(blocks, readers, strict=False):  # the last blocks are of zeros
+        for examples, tile in numbered(reader, scratch_bytes, whole=False):
+            yield block, examples, tile.into(block.spectrum) if rotated else tile

@@ -1,0 +1,263 @@
+"""Curvature on disk: safetensors, bound to the weights of its model by their SHA-256."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.blocks import Block, InputMoment
+from kfac_engine.analysis.fisher_matrix.layout import Layout
+from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
+from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.checkpoint import checksum
+from kfac_engine.engine.loss_bindings import named_settings
+from kfac_engine.engine.options import LOSS_SETTINGS
+from kfac_engine.errors import InputError
+from kfac_engine.system.reading import check_file
+from kfac_engine.system.writing import checked_path, write_file
+
+FORMAT = 1
+# Numbers of the whole curvature.
+NUMBERS = ("examples", "log_likelihood", "predictions")
+# Options that determine the matrix; the others determine how it is computed.
+_STORED = (
+    "loss",
+    "structure",
+    "fisher",
+    "biases",
+    "layers",
+    "output",
+    "class_axis",
+    "find_logits",
+    "loss_weights",
+    "trainable",
+    "freeze",
+    "approximations",
+    "batch_axes",
+)
+
+
+def weight_hashes(assembly: Assembly) -> dict[str, str]:
+    """Return the SHA-256 of each floating-point constant of a model, by name."""
+    constants = assembly.model.loaded.graph.constants
+    return {name: _hash(array) for name, array in constants.items() if array.dtype.kind == "f"}
+
+
+def save_curvature(
+    path: str | Path,
+    layout: Layout,
+    blocks: Sequence[Block],
+    about: Mapping[str, object],
+) -> None:
+    """Write a curvature; the file is replaced whole or not at all.
+
+    Args:
+        path: File to write.
+        layout: The model, and what was measured.
+        blocks: All blocks.
+        about: Numbers of the whole curvature.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    checked_path(path)
+    tensors: dict[str, Array] = {}
+    for number, block in enumerate(blocks):
+        arrays = {
+            "eigenvalues": block.spectrum.eigenvalues,
+            "left": block.spectrum.left,
+            "right": block.spectrum.right,
+            "inputs": None if block.inputs is None else block.inputs.eigenvalues,
+        }
+        tensors |= {
+            f"{number}/{name}": np.ascontiguousarray(array)
+            for name, array in arrays.items()
+            if array is not None
+        }
+    header: dict[str, object] = {
+        "format": FORMAT,
+        "options": _stored(layout.options),
+        "about": dict(about),
+        "positions": [None if b.inputs is None else b.inputs.positions for b in blocks],
+        "weights": weight_hashes(layout.assembly),
+    }
+    header["checksum"] = checksum(header, tensors)
+    write_file(path, [save(tensors, {"curvature": json.dumps(header, sort_keys=True)})])
+
+
+class CurvatureFile:
+    """A curvature that was read from a file.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        about: Numbers of the whole curvature.
+
+    Raises:
+        InputError: The file is missing, damaged, or no curvature.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        check_file(checked_path(path))
+        self._path = path
+        self._arrays: dict[str, Array] = {}
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                text = (file.metadata() or {}).get("curvature", "")
+                self._arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        except (OSError, SafetensorError) as failure:
+            raise InputError(f"cannot read the curvature '{path}': {failure}") from failure
+        header: Any = None
+        try:
+            header = json.loads(text or "null")
+        except (ValueError, RecursionError):
+            header = None
+        if not _is_header(header):
+            raise InputError(
+                f"'{path}' is not a curvature of format {FORMAT}; another program or version wrote "
+                f"it."
+            )
+        # Earlier versions wrote no checksum.
+        if "checksum" in header and header.pop("checksum") != checksum(header, self._arrays):
+            raise self._damaged("its checksum is wrong")
+        self._header: dict[str, Any] = header
+        self.about: dict[str, Any] = header["about"]
+
+    def options(self, changes: Mapping[str, Any]) -> CurvatureOptions:
+        """Return the options of the measurement.
+
+        Args:
+            changes: Options that the file does not store.
+
+        Returns:
+            The options.
+
+        Raises:
+            InputError: The loss is an object, which the file does not store.
+        """
+        fields = self._header["options"] | dict(changes)
+        if fields.get("loss") is None:
+            raise InputError(
+                f"the curvature '{self._path}' was measured with a loss object, which the file "
+                f"does not store; pass loss=."
+            )
+        try:
+            return CurvatureOptions(**fields)
+        except TypeError as failure:
+            raise self._damaged(str(failure)) from failure
+
+    def check_weights(self, hashes: Mapping[str, str]) -> None:
+        """Refuse a model with other weights.
+
+        Args:
+            hashes: SHA-256 of each weight of the model.
+
+        Raises:
+            InputError: A weight differs; the message names it.
+        """
+        stored = self._header["weights"]
+        changed = sorted(
+            name for name in {*stored, *hashes} if stored.get(name) != hashes.get(name)
+        )
+        if changed:
+            listed = ", ".join(f"'{name}'" for name in changed[:5])
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise InputError(
+                f"the curvature '{self._path}' belongs to other weights: {listed}{more} differ; "
+                f"measure the curvature of this model."
+            )
+
+    def read(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        """Return blocks with the stored spectra.
+
+        Args:
+            blocks: The blocks of the model, without spectra.
+
+        Returns:
+            The blocks.
+
+        Raises:
+            InputError: The file has other blocks, or its arrays are damaged.
+        """
+        positions = self._header["positions"]
+        if len(positions) != len(blocks):
+            raise self._damaged(f"it has {len(positions)} blocks, the model has {len(blocks)}")
+        return tuple(self._block(i, block, positions[i]) for i, block in enumerate(blocks))
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _block(self, number: int, block: Block, positions: float | None) -> Block:
+        groups, d_in, d_out = block.places.shape
+        values = self._array(f"{number}/eigenvalues", (groups, d_in, d_out))
+        left = self._array(f"{number}/left", (groups, d_in, d_in))
+        right = self._array(f"{number}/right", (groups, d_out, d_out))
+        moment = self._array(f"{number}/inputs", (groups, d_in))
+        if values is None or values.min(initial=0.0) < 0:
+            raise self._damaged(f"the eigenvalues of {', '.join(block.parameters)} are not valid")
+        # A layer whose inputs were measured has eigenvectors of both factors. Elsewhere, absent
+        # eigenvectors are those of a diagonal matrix.
+        if positions and (left is None or right is None or moment is None):
+            raise self._damaged(f"{', '.join(block.parameters)} have no eigenvectors")
+        inputs = None if moment is None or not positions else InputMoment(moment, positions)
+        return replace(block, spectrum=Spectrum(values, left, right), inputs=inputs)
+
+    def _array(self, key: str, shape: tuple[int, ...]) -> Array | None:
+        """Return an array after a check; None if the file has none."""
+        array: Array | None = self._arrays.get(key)
+        if array is None:
+            return None
+        if array.shape != shape or array.dtype != np.float64 or not np.isfinite(array).all():
+            raise self._damaged(f"'{key}' is not a finite float64 array of shape {shape}")
+        return array
+
+    def _damaged(self, reason: str) -> InputError:
+        return InputError(f"the curvature '{self._path}' is damaged: {reason}; use another.")
+
+
+def _hash(array: Array) -> str:
+    data = np.ascontiguousarray(array)
+    kind = f"{data.dtype.str} {data.shape}".encode()
+    return sha256(kind + b"\0" + data.tobytes()).hexdigest()
+
+
+def _stored(options: CurvatureOptions) -> dict[str, object]:
+    """Return the options that a file stores; the loss is None if it is an object."""
+    fields: dict[str, object] = {name: getattr(options, name) for name in _STORED}
+    losses = [options.loss] if isinstance(options.loss, str) else options.loss
+    is_named = isinstance(losses, list | tuple) and all(isinstance(loss, str) for loss in losses)
+    settings = {name: getattr(options, name) for name in LOSS_SETTINGS}
+    lists = {n: v if v is None else np.asarray(v).tolist() for n, v in settings.items()}
+    return fields | named_settings(**lists) | {"loss": options.loss if is_named else None}
+
+
+def _is_header(header: Any) -> bool:
+    """Whether a value is the header of a file."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        return False
+    kinds = {"options": dict, "about": dict, "weights": dict, "positions": list}
+    if any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
+        return False
+    if header.keys() - {"format", "checksum"} != kinds.keys():
+        return False
+    if header["about"].keys() != set(NUMBERS):
+        return False
+    likelihood = header["about"]["log_likelihood"]
+    examples = header["about"]["examples"]
+    means = [mean for mean in header["positions"] if mean is not None]
+    are_counts = type(examples) is int and examples > 0
+    are_means = all(_is_number(n) and n > 0 for n in (*means, header["about"]["predictions"]))
+    return are_counts and are_means and (likelihood is None or _is_number(likelihood))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)

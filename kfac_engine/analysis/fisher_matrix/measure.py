@@ -1,0 +1,277 @@
+"""Measures the curvature of a model on a data set, in passes that are not training."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.assembly import assembled
+from kfac_engine.analysis.fisher_matrix.blocks import Block
+from kfac_engine.analysis.fisher_matrix.curvature import Curvature
+from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients
+from kfac_engine.analysis.fisher_matrix.example_moments import ExampleMoments, whole_matrix
+from kfac_engine.analysis.fisher_matrix.layout import Layout
+from kfac_engine.analysis.fisher_matrix.memory import require_memory
+from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
+from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
+from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
+from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
+from kfac_engine.curvature.sources import scaled
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import Data, batches_of
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.memory import require_gradient
+from kfac_engine.engine.options import by_keyword
+from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.errors import InputError
+from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.runtime.trace import Trace
+
+
+@by_keyword(CurvatureOptions)
+def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> Curvature:
+    """Measure the Fisher matrix of a model on a data set.
+
+    The result is the mean over all examples, whatever the sizes of the batches are, of the Fisher
+    matrix of the negative log-likelihood, which is summed over the positions of an example. There
+    is no decay and no damping.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        batches: Data in a form of ``fit``. Arrays are one batch; files are read in batches of 128
+            examples. Targets may be None or absent unless ``fisher`` is ``"empirical"``.
+        options: The fields of ``CurvatureOptions``, each as a keyword; only ``loss`` is needed.
+
+    Returns:
+        The curvature at the parameters of the model.
+
+    Raises:
+        InputError: The file, an option or a batch is wrong, or the data have no example.
+        UnsupportedError: A parameter has no block of the structure; the message names it.
+        NonFiniteError: A batch yields NaN or infinity.
+        UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
+    """
+    assembly, estimator = assembled(model, options)
+    axes = assembly.task.example_axes
+    pairs = batches_of(batches, axes, passes=options.passes, labeled=False)
+    return measured(assembly, estimator, options, pairs)
+
+
+def measured(
+    assembly: Assembly,
+    estimator: FisherEstimator,
+    options: CurvatureOptions,
+    pairs: Iterable[Batch],
+) -> Curvature:
+    """Return the curvature of an assembled model.
+
+    Args:
+        assembly: The model with its layers; ``assembled`` returns it.
+        estimator: The estimator of their blocks.
+        options: What is measured.
+        pairs: Inputs and targets, which are read ``options.passes`` times.
+
+    Returns:
+        The curvature.
+    """
+    measurement = _Measurement(TrainableModel(assembly), Layout(assembly, options), estimator)
+    with single_threaded_blas(), quiet():
+        measurement.prepare()
+        measurement.read_all(pairs)
+        return Curvature(
+            measurement.layout,
+            measurement.blocks(),
+            measurement.examples,
+            measurement.log_likelihood,
+            measurement.predictions,
+        )
+
+
+@dataclass(slots=True)
+class _Measurement:
+    """The state of a measurement.
+
+    Attributes:
+        model: The model with its losses.
+        layout: Its blocks.
+        estimator: The statistics of layers.
+        moments: Sums over gradients of single examples; ``prepare`` sets them.
+        examples: Examples so far.
+        log_likelihood: Sum of the log-likelihoods of the targets so far; None without targets.
+        predictions: Number of values so far that the losses read, each with its weight.
+        draws: The draws of the user that are not used yet, by name of targets.
+        inputs: Number of a layer whose basis is set to the eigenvalues of its input factor.
+        averages: Bytes of the averages of factors, which the first batch allocates.
+    """
+
+    model: TrainableModel
+    layout: Layout
+    estimator: FisherEstimator
+    moments: ExampleMoments = field(init=False)
+    examples: int = 0
+    log_likelihood: float | None = 0.0
+    predictions: float = 0
+    draws: dict[str, Array] = field(default_factory=dict)
+    inputs: dict[int, Float] = field(default_factory=dict)
+    averages: int = 0
+
+    def prepare(self) -> None:
+        """Check the memory, and allocate what is measured from gradients of single examples.
+
+        Raises:
+            MemoryLimitError: The matrices of the structure do not fit into the memory.
+        """
+        layout, structure = self.layout, self.layout.options.structure
+        self.moments = ExampleMoments(
+            LayerGradients(layout.assembly),
+            [layout.decomposer.places(block) for _, block in layout.layers],
+            layout.assembly.collection.backend.scratch_bytes,
+            whole_matrix(layout.vector.shapes) if structure == "full" else None,
+        )
+        if structure == "diagonal":
+            self.moments.squares = {
+                number: np.zeros(layout.frames[number].places.shape)
+                for number, (_, block) in enumerate(layout.layers)
+                if not all(isinstance(factor, DiagonalFactor) for factor in block.factors)
+            }
+        self.averages = require_memory(layout, self.factors)
+
+    @property
+    def factors(self) -> list[FisherFactor]:
+        """Factors of the blocks that are not measured from gradients of single examples."""
+        if self.moments.matrix is not None:
+            return []
+        blocks = (b for i, (_, b) in enumerate(self.layout.layers) if i not in self.moments.squares)
+        return list(dict.fromkeys(factor for block in blocks for factor in block.factors))
+
+    def read_all(self, pairs: Iterable[Batch]) -> None:
+        """Read the data once, or twice for factors that are measured in a basis of all data.
+
+        Args:
+            pairs: Inputs and targets.
+
+        Raises:
+            InputError: As for ``_read``, or the second pass reads other data.
+        """
+        factors, generator = self.factors, self.estimator.rng.bit_generator.state
+        scales = [factor for factor in factors if isinstance(factor, EigenbasisFactor)]
+        self._read(pairs, [factor for factor in factors if factor not in scales])
+        if not scales:
+            return
+        for number, (_, block) in enumerate(self.layout.layers):
+            if isinstance(block, EigenbasisFB):
+                assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
+                self.inputs[number], bases = self.layout.decomposer.bases(block)
+                block.factor.restart(bases)
+        examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
+        self.predictions = 0
+        self.estimator.rng.bit_generator.state = generator  # the targets of the first pass
+        self._read(pairs, scales)
+        if self.examples != examples:
+            raise InputError(
+                f"the first pass over the data had {examples} examples and the second "
+                f"{self.examples}; give data that do not change."
+            )
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return all blocks with their eigenvalues."""
+        frames, moments = list(self.layout.frames), self.moments
+        if moments.matrix is not None:
+            values, vectors = eigenbasis((moments.matrix / self.examples)[None], (slice(None),))
+            return (replace(frames[0], spectrum=Spectrum(values[:, :, None], vectors)),)
+        for number, (_, block) in enumerate(self.layout.layers):
+            if number in moments.squares:
+                spectrum = Spectrum(moments.squares[number] / self.examples)
+                frames[number] = replace(frames[number], spectrum=spectrum, formula="diag(F)")
+            else:
+                spectrum, inputs = self.layout.decomposer.decompose(block, self.inputs.get(number))
+                frames[number] = replace(frames[number], spectrum=spectrum, inputs=inputs)
+        return tuple(frames)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _read(self, pairs: Iterable[Batch], factors: Sequence[FisherFactor]) -> None:
+        """Add all batches to the statistics.
+
+        Args:
+            pairs: Inputs and targets.
+            factors: Factors to update.
+
+        Raises:
+            InputError: There is no example, a batch is wrong, or the draws do not fit.
+        """
+        objective, draws = self.layout.assembly.task.objective, self.layout.options.draws
+        self.draws = {} if draws is None else objective.named_targets(draws)
+        has_targets = None
+        for number, (inputs, targets) in enumerate(pairs, 1):
+            if has_targets not in (None, targets is not None):
+                raise InputError(
+                    f"batch {number} has {'no ' * (targets is None)}targets, unlike the batches "
+                    f"before it; give targets with all batches or with none."
+                )
+            has_targets = targets is not None
+            require_gradient(self.layout.assembly, inputs, self.averages)
+            trace = self.model.trace(inputs, targets)
+            examples = objective.examples(trace)
+            with trace.explain():
+                self._measure(trace, examples, factors)
+            self.examples += examples
+            self.predictions += self._number(trace)
+            if has_targets and self.log_likelihood is not None:
+                self.log_likelihood -= examples * objective.value(trace)
+        if not self.examples:
+            raise InputError("the data have no example; pass one batch at least.")
+        if not has_targets:
+            self.log_likelihood = None
+        for name, rest in self.draws.items():
+            if len(rest):
+                raise InputError(
+                    f"draws have {len(rest)} more targets for '{name}' than the data have examples."
+                )
+
+    def _number(self, trace: Trace) -> float:
+        """Return the number of values that the losses read, each with the weight of its term."""
+        objective, number = self.layout.assembly.task.objective, 0.0
+        observed = objective.observe(trace, targets=False).towers
+        for tower, seen in zip(objective.towers, observed, strict=True):
+            mean = 1 if seen.weights is None else float(seen.weights.mean(dtype=np.float64))
+            number += mean * sum(trace[name].size for name in tower.inputs)
+        return int(number) if number == int(number) else number
+
+    def _measure(self, trace: Trace, examples: int, factors: Sequence[FisherFactor]) -> None:
+        """Add a batch to factors and to sums over examples, with the same sampled targets."""
+        losses, rng = self.layout.assembly.task.objective.losses, self.estimator.rng
+        draws, generator = self._draws(losses, trace), rng.bit_generator.state
+        if self.moments.active:
+            mode = MODES[self.layout.options.engine.estimation_mode]
+            scales = self.estimator.statistics.sources.scales_of(trace)
+            sources = mode(losses, trace, rng, draws)
+            self.moments.add(trace, (scaled(source, scales) for source in sources))
+        if factors:
+            rng.bit_generator.state = generator
+            self.estimator.accumulate(trace, examples, draws=draws, factors=factors)
+
+    def _draws(self, losses: Sequence[RegisteredLoss], trace: Trace) -> dict[str, Array] | None:
+        """Return the next draws of each loss, one for each prediction of a batch."""
+        if self.layout.options.draws is None:
+            return None
+        batch: dict[str, Array] = {}
+        for loss in losses:
+            (tower,) = loss.towers
+            rows = len(trace[tower.inputs[0]])
+            name = str(tower.targets)
+            if name not in self.draws or len(self.draws[name]) < rows:
+                raise InputError(
+                    f"draws have fewer targets than the data on '{tower.inputs[0]}'; give one for "
+                    f"each example."
+                )
+            batch[loss.name], self.draws[name] = self.draws[name][:rows], self.draws[name][rows:]
+        return batch

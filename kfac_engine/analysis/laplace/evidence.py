@@ -1,0 +1,230 @@
+"""The evidence of a Laplace approximation, and its maximum over the prior and the noise.
+
+For a prior N(0, P₀⁻¹) and the posterior precision ``P = hF + P₀``,
+
+    log p(D) ≈ log p(D|θ) − ½ (log det P − log det P₀ + θᵀ P₀ θ)
+
+(MacKay 1992, "A practical Bayesian framework for backpropagation networks"). ``P₀`` has one number
+λ for each group of parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, inf, isfinite, log, sqrt
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Part
+from kfac_engine.analysis.fisher_matrix.curvature import Curvature
+from kfac_engine.analysis.fisher_matrix.spectrum import Float
+from kfac_engine.analysis.laplace.likelihood import Likelihood
+from kfac_engine.arguments import number
+from kfac_engine.errors import InputError
+
+Prior = float | Mapping[str, float]
+
+# Bounds of a prior precision and of a noise, and the precisions where the search starts.
+_LOWEST, _HIGHEST = 1e-12, 1e15
+_STARTS = np.logspace(-4, 6, 11)
+# Number of factors of a product whose logarithm is taken.
+_FACTORS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Parameters with one prior precision.
+
+    Attributes:
+        parameters: Their names.
+        eigenvalues: Eigenvalues of their blocks of the mean Fisher matrix.
+        square: Sum of their squares.
+    """
+
+    parameters: tuple[str, ...]
+    eigenvalues: Float
+    square: float
+
+    def value(self, scale: float, precision: float) -> float:
+        """Return the term of the evidence, ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``."""
+        logarithms = _sum_of_log1p(self.eigenvalues * (scale / precision))
+        return -0.5 * (logarithms + precision * self.square)
+
+    def derivatives(self, scale: float, precision: float) -> tuple[float, float, float]:
+        """Return the term of the evidence, and its derivatives.
+
+        Args:
+            scale: ``h``.
+            precision: λ.
+
+        Returns:
+            ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``, its derivative with respect to log λ, and the sum of
+            ``hs/(hs + λ)``, the number of parameters that the data determine.
+        """
+        curved = scale * self.eigenvalues
+        determined = float((curved / (curved + precision)).sum())
+        penalty = precision * self.square
+        term = -0.5 * (float(np.log1p(curved / precision).sum()) + penalty)
+        return term, 0.5 * (determined - penalty), determined
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """The evidence as a function of prior and noise.
+
+    Attributes:
+        likelihood: The likelihood at the parameters.
+        groups: All parameters, divided into groups.
+    """
+
+    likelihood: Likelihood
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, curvature: Curvature, likelihood: Likelihood, prior: Prior) -> "Evidence":
+        """Return the evidence of a curvature.
+
+        Args:
+            curvature: The curvature.
+            likelihood: The likelihood of its data.
+            prior: A number has one group, a mapping has a group for each block.
+        """
+        parts = [(block, part) for block in curvature.blocks for part in block.parts]
+        if isinstance(prior, Mapping):
+            numbers = _connected([part.parameters for _, part in parts])
+        else:
+            numbers = [0] * len(parts)
+        squares = {
+            n: float(np.sum(np.square(a, dtype=float))) for n, a in curvature.parameters.items()
+        }
+        members: dict[int, list[tuple[Block, Part]]] = {}
+        for place, part in zip(numbers, parts, strict=True):
+            members.setdefault(place, []).append(part)
+        groups = []
+        for group in members.values():
+            names = tuple(dict.fromkeys(name for _, part in group for name in part.parameters))
+            rows = [block.spectrum.eigenvalues[:, part.rows].ravel() for block, part in group]
+            groups.append(Group(names, np.concatenate(rows), sum(squares[n] for n in names)))
+        return cls(likelihood, tuple(groups))
+
+    def value(self, prior: Prior, noise: float) -> float:
+        """Return the evidence.
+
+        Args:
+            prior: λ, or λ of each parameter.
+            noise: Standard deviation of the targets.
+
+        Raises:
+            InputError: The curvature was measured without targets.
+        """
+        scale = self.likelihood.scale(noise)
+        terms = (group.value(scale, precision_of(group, prior)) for group in self.groups)
+        return self.likelihood.value(noise) + sum(terms)
+
+    def maximum(self, noise: float, *, fit_noise: bool) -> tuple[list[float], float]:
+        """Return the precisions of the groups and the noise with the largest evidence.
+
+        Args:
+            noise: The noise, or where its search starts.
+            fit_noise: Whether the noise is chosen, too.
+
+        Returns:
+            λ of each group, and the noise.
+
+        Raises:
+            InputError: The evidence has no maximum, because all parameters, all eigenvalues or all
+                errors are zero; or the curvature was measured without targets.
+        """
+        self.likelihood.value(noise)
+        self._require_maximum(fit_noise=fit_noise)
+        size = len(self.groups)
+
+        def negative(logs: Float) -> tuple[float, Float]:
+            deviation = exp(logs[size]) if fit_noise else noise
+            scale = self.likelihood.scale(deviation)
+            gradient, total, determined = np.zeros_like(logs), self.likelihood.value(deviation), 0.0
+            for index, group in enumerate(self.groups):
+                term, gradient[index], count = group.derivatives(scale, exp(logs[index]))
+                total, determined = total + term, determined + count
+            if fit_noise:
+                errors = self.likelihood.squared_errors() / deviation**2
+                rest = (errors - self.likelihood.predictions) / self.likelihood.temperature
+                gradient[size] = rest + determined
+            return -total, -gradient
+
+        start_noise = [log(self._residual_noise())] if fit_noise else []
+        start = min(
+            (np.array([log(number)] * size + start_noise) for number in _STARTS),
+            key=lambda logs: negative(logs)[0],
+        )
+        bounds = [(log(_LOWEST), log(_HIGHEST))] * len(start)
+        best = minimize(
+            negative, start, jac=True, method="L-BFGS-B", bounds=bounds,
+            options={"ftol": 1e-15, "gtol": 1e-9, "maxiter": 1000},
+        )  # fmt: skip
+        values = np.exp(best.x).tolist()
+        return values[:size], values[size] if fit_noise else noise
+
+    def _residual_noise(self) -> float:
+        """Return the root of the mean squared error, where the search for the noise starts."""
+        mean = self.likelihood.squared_errors() / max(self.likelihood.predictions, 1)
+        return min(max(sqrt(max(mean, 0.0)), 1e-6), 1e6)
+
+    def _require_maximum(self, *, fit_noise: bool) -> None:
+        """Raise an InputError if the evidence grows without end in one direction."""
+        for group in self.groups:
+            names = ", ".join(group.parameters)
+            if group.square == 0:
+                raise InputError(
+                    f"the evidence has no maximum: all entries of {names} are zero, so that it "
+                    f"grows with their prior precision; give a number instead."
+                )
+            if not group.eigenvalues.any():
+                raise InputError(
+                    f"the evidence has no maximum: the loss does not depend on {names}, so that it "
+                    f"grows as their prior precision falls; give a number instead."
+                )
+        if fit_noise and self.likelihood.squared_errors() <= 0:
+            raise InputError(
+                "the evidence has no maximum: the model has no error on these targets, so that it "
+                "grows as the noise falls; give the noise."
+            )
+
+
+def _sum_of_log1p(values: Float) -> float:
+    """Return ``Σ log(1 + v)`` of numbers that are not negative.
+
+    Logarithms take most of the time: those of products of sixteen numbers are fewer.
+    """
+    whole = len(values) // _FACTORS * _FACTORS
+    factors = values + 1.0
+    with np.errstate(over="ignore"):
+        products = np.multiply.reduce(factors[:whole].reshape(_FACTORS, -1), axis=0)
+    total = float(np.log(products).sum() + np.log(factors[whole:]).sum())
+    return total if isfinite(total) else float(np.log1p(values).sum())
+
+
+def precision_of(group: Group, prior: Prior) -> float:
+    """Return the prior precision of a group."""
+    return prior[group.parameters[0]] if isinstance(prior, Mapping) else prior
+
+
+def checked_positive(name: str, value: float) -> float:
+    """Return a number after a check that it is positive and finite; an InputError otherwise."""
+    number(name, value)
+    if not 0 < value < inf:
+        raise InputError(f"{name} must be positive and finite, got {value}.")
+    return value
+
+
+def _connected(sets: list[tuple[str, ...]]) -> list[int]:
+    """Return a number for each set of names; sets that share a name have the same number."""
+    names = {name: i for i, name in enumerate(dict.fromkeys(n for s in sets for n in s))}
+    pairs = [(i, len(sets) + names[name]) for i, members in enumerate(sets) for name in members]
+    rows, columns = zip(*pairs, strict=True)
+    size = len(sets) + len(names)
+    edges = coo_array((np.ones(len(pairs)), (rows, columns)), shape=(size, size))
+    labels: list[int] = connected_components(edges, directed=False)[1][: len(sets)].tolist()
+    return labels

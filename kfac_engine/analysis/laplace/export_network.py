@@ -1,0 +1,238 @@
+"""Writes a model with the variance of its outputs under uncertain parameters of all layers.
+
+The file has the forward graph and a backward graph for each of the ``k`` outputs of an example, in
+standard operators. The gradients of each example with respect to a layer follow from its inputs and
+output gradients. Parameters for which they do not take a ``Scan`` over the examples. The nodes are
+recorded: ``gradient_forms`` computes the variance from arrays, and writes it from recorded arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kfac_engine.analysis.fisher_matrix.blocks import Block
+from kfac_engine.analysis.fisher_matrix.gradient_forms import (
+    FactoredGradients,
+    Gradients,
+    WholeGradients,
+)
+from kfac_engine.analysis.fisher_matrix.layout import Layout
+from kfac_engine.analysis.fisher_matrix.packed import packed
+from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
+from kfac_engine.analysis.laplace.export_backward import (
+    PREFIX,
+    Network,
+    example_gradients,
+    stacked_gradients,
+)
+from kfac_engine.analysis.laplace.export_gradients import (
+    Form,
+    fixed_axes,
+    form_of,
+    layer_gradients,
+)
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.export.gradient_model import declared_shape, joint_model
+from kfac_engine.graph.files import declare, model_files, write_model
+from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.structure import Input
+from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.match import LayerMatch
+from kfac_engine.recording.operations import new_tape
+from kfac_engine.recording.recorded import Symbol
+from kfac_engine.runtime.batch_axis import find_coupling
+from kfac_engine.system.writing import checked_path
+
+OUTPUT = "variance"
+
+
+def export_network(
+    layout: Layout, blocks: Sequence[tuple[Block, Float]], path: str | Path, node_limit: int
+) -> None:
+    """Write the model with the output ``variance``, ``(n, k, k)``.
+
+    Args:
+        layout: The model with its layers.
+        blocks: The blocks, each with the eigenvalues of the covariance of its parameters.
+        path: File to write.
+        node_limit: Largest number of nodes of the file.
+
+    Raises:
+        UnsupportedError: Examples depend on each other or on chance, a size that must be fixed is
+            not, or a parameter without a layer meets a model of one batch size.
+        InputError: The path is wrong, the file would have more nodes, or it has a value
+            ``variance`` already.
+    """
+    target, value = checked_path(path), _checked_value(layout)
+    tape = new_tape(PREFIX, layout.assembly.model.facts[value].dtype)
+    network = Network(layout, value, node_limit, tape)
+    tape.graph.op("Identity", _variance(network, blocks).name, result=OUTPUT)
+    _write(network, target)
+
+
+# -- what can be written ---------------------------------------------------------------------------
+
+
+def _checked_value(layout: Layout) -> str:
+    """Return the value that the loss reads; an error if its Jacobian matrix cannot be written."""
+    task, model = layout.assembly.task, layout.assembly.model
+    value, *others = task.objective.inputs
+    # The value may be computed from the output of the file, whose examples are at the same place.
+    output = task.objective.outputs.get(value, value)
+    place = task.batch.places.get(output)
+    if others or (place is not None and not place.comes_first):
+        raise UnsupportedError(
+            f"the output '{OUTPUT}' needs one value that the loss reads, with the examples alone "
+            f"on its first axis; the loss reads {', '.join(task.objective.inputs)}."
+        )
+    coupled = find_coupling(model.graph, model.facts, (output,), task.batch, task.inputs)
+    if model.draws or coupled:
+        why = f"{coupled} couples them" if coupled else "the model draws random numbers"
+        raise UnsupportedError(
+            f"the output '{OUTPUT}' needs examples that do not depend on each other or on chance, "
+            f"but {why}; export a model without this dependency, such as its form of inference."
+        )
+    if len(model.facts[value].shape) > 2 and (size := _open_size(layout)):
+        raise UnsupportedError(
+            f"the output '{OUTPUT}' needs a fixed number of outputs of each example, but '{value}' "
+            f"has several axes and {size}; declare a number in the file."
+        )
+    for name in model.graph.values():
+        if name == OUTPUT or name.startswith(PREFIX):
+            raise InputError(
+                f"the file has a value '{name}' already, so it cannot have a new one of this name; "
+                f"rename it in the file."
+            )
+    return value
+
+
+def _open_size(layout: Layout) -> str:
+    """Return an axis without a fixed size, other than that of the examples; ``""`` for none."""
+    batch = layout.assembly.task.batch
+    for entry in layout.assembly.model.graph.inputs:
+        for axis, size in enumerate(entry.shape or (None,)):
+            if not isinstance(size, int) and axis != batch.inputs.get(entry.name):
+                return f"axis {axis} of the input '{entry.name}' has the size {size}"
+    return ""
+
+
+def _form(layout: Layout, layer: LayerMatch, block: FisherBlock) -> Form | None:
+    """Return how the gradients of each example follow from inputs and output gradients."""
+    inputs, outputs = uses(layer.inputs), uses(layer.outputs)
+    form = form_of(block, len(inputs), len(outputs))
+    facts, batch = layout.assembly.model.facts, layout.assembly.task.batch
+    for name in (*inputs, *outputs) if isinstance(form, LayerForm) else ():
+        place = batch.places.get(name)
+        if facts[name].shape[0] != batch.size or (place is not None and not place.comes_first):
+            return None
+    return form
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def _variance(network: Network, blocks: Sequence[tuple[Block, Float]]) -> Symbol:
+    """Record ``J C Jᵀ`` for the Jacobian ``J`` of an example and the covariance ``C``."""
+    layout = network.layout
+    forms = [_form(layout, *layer) for layer in layout.layers]
+    outputs, others = dict[str, None](), list[tuple[str, ...]]()
+    for form, (layer, _) in zip(forms, layout.layers, strict=True):
+        outputs |= dict.fromkeys(uses(layer.outputs) if form else ())
+        others += [] if form else [layer.parameters]
+    stacked = stacked_gradients(network, tuple(outputs))
+    whole = example_gradients(network, others)
+    total: Symbol = 0
+    for number, (form, (match, fisher)) in enumerate(zip(forms, layout.layers, strict=True)):
+        if form:
+            gradients = _readable(network, form, match, stacked)
+        else:
+            gradients = _packed(layout, match, fisher, whole)
+        if gradients is None:
+            continue  # the value does not depend on the layer
+        if layout.options.structure == "full":
+            places = layout.decomposer.places(fisher).reshape(-1)
+            G: Symbol = gradients.matrices()
+            total = total + G.reshape(*G.shape[:2], -1) @ _root(*blocks[0])[places]
+        else:
+            block, variances = blocks[number]
+            total = total + _into(gradients, block.spectrum).gram(variances)
+    return total @ total.swapaxes(1, 2) if layout.options.structure == "full" else total
+
+
+def _readable(
+    network: Network, form: Form, layer: LayerMatch, stacked: Mapping[str, str]
+) -> Gradients | None:
+    """Record the gradients of a layer that has a form; None if the value does not depend on it."""
+
+    def read(name: str, output: bool) -> Symbol:
+        fixed = fixed_axes(form, output, network.model.facts[name].shape)
+        return network.read(name, fixed, stacked[name] if output else "")
+
+    names = uses(layer.outputs)
+    inputs = uses(layer.inputs) if layer.inputs else ("",) * len(names)
+    pairs = [(x, s) for x, s in zip(inputs, names, strict=False) if s in stacked]
+    if not pairs:
+        return None
+    data = [read(x, output=False) for x, _ in pairs if x]
+    return layer_gradients(form, data, [read(s, output=True) for _, s in pairs], network.sources)
+
+
+def _packed(
+    layout: Layout, match: LayerMatch, block: FisherBlock, whole: Mapping[str, Symbol]
+) -> Gradients | None:
+    """Return gradients of whole parameters in the form of their block."""
+    if match.parameters[0] not in whole:
+        return None
+    sizes = [whole[name].shape[2] for name in match.parameters]
+    ends = np.cumsum([0, *sizes])
+    numbers = tuple(
+        np.arange(start, end, dtype=np.intp).reshape(layout.vector.places(name).shape)
+        for name, start, end in zip(match.parameters, ends, ends[1:], strict=False)
+    )
+    places = packed(block, numbers)
+    joined: Symbol = np.concatenate([whole[name] for name in match.parameters], axis=2)
+    if not np.array_equal(places.reshape(-1), np.arange(sum(sizes))):
+        joined = joined.take(places.reshape(-1), axis=2)
+    return WholeGradients(joined.reshape(*joined.shape[:2], *places.shape))
+
+
+def _into(gradients: Gradients, spectrum: Spectrum) -> Gradients:
+    """Return gradients in eigenvectors; whole ones unless each example has one position."""
+    if isinstance(gradients, WholeGradients):
+        return gradients.into(spectrum)
+    a, ds = gradients.inputs, gradients.outputs
+    a = a if spectrum.left is None else a @ spectrum.left[0]
+    ds = ds if spectrum.right is None else ds @ spectrum.right[0]
+    rotated = FactoredGradients(a, ds)
+    return rotated if a.shape[1] == 1 else WholeGradients(rotated.matrices())
+
+
+def _root(block: Block, variances: Float) -> Float:
+    """Return ``C^½`` of a dense covariance ``C`` of all parameters, ``(P, P)``."""
+    assert block.spectrum.left is not None, "a dense matrix has eigenvectors"
+    root: Float = block.spectrum.left[0] * np.sqrt(variances).reshape(-1)
+    return root
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _write(network: Network, target: Path) -> None:
+    """Write the forward graph with the nodes of the variance."""
+    model, k, added = network.model, network.sources, network.tape.graph
+    graph, loaded, facts = model.extended_graph(), model.loaded, model.facts
+    outputs = [
+        Input(name, facts[name].dtype, declared_shape(loaded, name, facts[name]))
+        for name in graph.outputs
+    ]
+    joint = replace(
+        graph, nodes=(*graph.nodes, *added.nodes), constants={**graph.constants, **added.constants}
+    )
+    declared = Input(OUTPUT, network.tape.dtype, (None, k, k))
+    message, constants = joint_model(joint, graph.inputs, [*outputs, declared], loaded.stored)
+    network.check_count(sum(1 for _ in all_nodes(message.graph.node)))
+    files = model_files(declare(message, constants), constants, f"{target.name}.data")
+    write_model(target, files)

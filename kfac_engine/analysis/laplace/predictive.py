@@ -1,0 +1,192 @@
+"""The distribution of the outputs of a model under a normal distribution of its parameters.
+
+The model is linearized at its parameters θ: the outputs of an example have the mean ``f(x, θ)`` and
+the covariance ``J P⁻¹ Jᵀ`` for the Jacobian ``J`` of the outputs (Immer, Korzepa & Bauer 2021).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.block_gradients import (
+    Sources,
+    block_tiles,
+    jacobian_sources,
+)
+from kfac_engine.analysis.fisher_matrix.blocks import Block
+from kfac_engine.analysis.fisher_matrix.curvature import Curvature
+from kfac_engine.analysis.fisher_matrix.gradient_forms import Gradients
+from kfac_engine.analysis.fisher_matrix.spectrum import Float
+from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.engine.validation import batch_size
+from kfac_engine.errors import NonFiniteError
+from kfac_engine.system import memory_limits
+
+_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictive:
+    """Predictions with their uncertainty.
+
+    Attributes:
+        mean: Outputs of the model that the loss reads, ``(n, k)``, or ``(n, …, k)`` with positions.
+        variance: Covariance of the outputs of each example because of the uncertain parameters,
+            ``(n, k, k)``; with positions, over all outputs of an example in row-major order.
+        probabilities: Probabilities of the classes in the shape of ``mean``; None for a loss
+            without classes.
+        covariance: Covariance of the outputs of all examples, ``(nk, nk)``; None unless it was
+            requested.
+    """
+
+    mean: Array
+    variance: Array
+    probabilities: Array | None = None
+    covariance: Array | None = None
+
+    def check(self) -> None:
+        """Raise a NonFiniteError that names an array with NaN or infinity."""
+        for name in ("mean", "variance", "probabilities", "covariance"):
+            array = getattr(self, name)
+            if array is not None and not np.isfinite(array).all():
+                raise NonFiniteError(
+                    f"the {name} of the predictions has NaN or infinity; raise prior_precision, "
+                    f"choose another link, or check the inputs."
+                )
+
+    def __repr__(self) -> str:
+        """Return the number of predictions and the shapes."""
+        joint = "" if self.covariance is None else f", covariance {self.covariance.shape}"
+        return f"Predictive(mean {self.mean.shape}, variance {self.variance.shape}{joint})"
+
+
+@dataclass(frozen=True, slots=True)
+class Linearization:
+    """Computes means and covariances of outputs.
+
+    Attributes:
+        curvature: The curvature whose blocks the parameters have.
+    """
+
+    curvature: Curvature
+
+    def variances(
+        self, inputs: Mapping[str, Array], powers: Sequence[Mapping[int, Float]]
+    ) -> tuple[Float, Float]:
+        """Return means, and covariances for several distributions of the parameters.
+
+        Args:
+            inputs: Input name to array.
+            powers: For each distribution, ``id`` of a block to the eigenvalues of ``P⁻¹``.
+
+        Returns:
+            Means ``(n, …, k)``, and covariances of all outputs of an example, ``(p, n, K, K)``.
+
+        Raises:
+            InputError: The inputs are wrong.
+        """
+        means, covariances = [], []
+        self._require_variances(inputs, len(powers))
+        for chunk in self._chunks(inputs):
+            batch = jacobian_sources(self.curvature.layout, chunk)
+            mean = self._mean(batch)
+            total = np.zeros((len(powers), len(mean), len(batch[1]), len(batch[1])))
+            for block, examples, gradients in self._tiles(batch):
+                for row, values in zip(total, powers, strict=True):
+                    row[examples] += gradients.gram(values[id(block)])
+            means.append(mean)
+            covariances.append(total)
+        return np.concatenate(means), np.concatenate(covariances, axis=1)
+
+    def covariance(self, inputs: Mapping[str, Array], powers: Mapping[int, Float]) -> Float:
+        """Return the covariance of the outputs of all examples.
+
+        Args:
+            inputs: Input name to array.
+            powers: ``id`` of a block to the eigenvalues of ``P⁻¹``.
+
+        Returns:
+            ``(nK, nK)``.
+
+        Raises:
+            InputError: The inputs are wrong.
+            MemoryLimitError: The Jacobians of a block do not fit into the memory.
+        """
+        batch = jacobian_sources(self.curvature.layout, inputs)
+        rows = len(self._mean(batch)) * len(batch[1])
+        self._require_memory(rows)
+        total = np.zeros((rows, rows))
+        for block, tiles in groupby(self._tiles(batch), key=lambda tile: tile[0]):
+            whole = [gradients.matrices() for _, _, gradients in tiles]
+            flat = np.concatenate(whole).reshape(rows, -1)
+            total += (flat * powers[id(block)].reshape(-1)) @ flat.T
+        return total
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _tiles(self, batch: Sources) -> Iterator[tuple[Block, slice, Gradients]]:
+        return block_tiles(self.curvature.layout, self.curvature.blocks, batch)
+
+    def _mean(self, batch: Sources) -> Float:
+        task = self.curvature.layout.assembly.task
+        (name,) = task.objective.inputs
+        to_numpy = self.curvature.layout.assembly.collection.backend.to_numpy
+        return np.asarray(to_numpy(batch[0][name]), np.float64)
+
+    def _chunks(self, inputs: Mapping[str, Array]) -> Iterator[Mapping[str, Array]]:
+        """Yield examples whose derivatives of layer outputs fit into the scratch memory."""
+        assembly = self.curvature.layout.assembly
+        batch, facts = assembly.task.batch, assembly.model.facts
+        arrays = {}
+        if isinstance(inputs, Mapping):
+            arrays = {n: np.asarray(a) for n, a in self.curvature.on_host(inputs).items()}
+        axes = {name: axis for name, axis in batch.inputs.items() if name in arrays}
+        refused = not axes or any(arrays[name].ndim <= axis for name, axis in axes.items())
+        if batch.fixed or refused:  # by the model
+            yield inputs
+            return
+        (value,) = assembly.task.objective.inputs[:1]
+        layers = [layer for layer in assembly.discovery.layers if layer.outputs]
+        names = [name for layer in layers for name in uses(layer.outputs)]
+        entries = sum(prod(facts[name].shape) for name in (value, *names)) // batch.size
+        outputs = prod(facts[value].shape) // batch.size
+        scratch = assembly.collection.backend.scratch_bytes
+        step = max(1, scratch // max(1, _BYTES * entries * outputs))
+        count = max(arrays[name].shape[axis] for name, axis in axes.items())
+        for start in range(0, max(count, 1), step):
+            yield {
+                name: array[(slice(None),) * axes[name] + (slice(start, start + step),)]
+                if name in axes
+                else array
+                for name, array in arrays.items()
+            }
+
+    def _require_memory(self, rows: int) -> None:
+        entries = max(prod(block.places.shape) for block in self.curvature.blocks)
+        memory_limits.require_memory(
+            _BYTES * rows * (3 * entries + 2 * rows),
+            f"the joint covariance of {rows} outputs",
+            "pass fewer examples",
+        )
+
+    def _require_variances(self, inputs: Mapping[str, Array], several: int) -> None:
+        """Refuse covariances of the outputs of all examples that do not fit.
+
+        The cotangents of a batch, the covariances of its examples, and those of all examples are in
+        memory together.
+        """
+        assembly = self.curvature.layout.assembly
+        batch, (value, *_) = assembly.task.batch, assembly.task.objective.inputs
+        count = batch_size(batch, inputs) or batch.size
+        outputs = prod(assembly.model.facts[value].shape) // batch.size
+        each = 2 * several * _BYTES * outputs**2
+        fitting = memory_limits.available_memory() // each
+        memory_limits.require_memory(
+            count * each,
+            f"the covariance of {outputs} outputs of each of {count} examples",
+            f"pass at most {fitting} examples at a time" if fitting else "one example is too many",
+        )

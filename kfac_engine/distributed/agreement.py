@@ -1,0 +1,192 @@
+"""Agreement of ranks: either all of them go on or all of them raise the same error."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+from zlib import crc32
+
+import numpy as np
+
+from kfac_engine import errors
+from kfac_engine._types import Array
+from kfac_engine.distributed.protocol import Communicator
+from kfac_engine.errors import KfacError, RankError
+
+# Numbers that a vote carries beside the mark of an error and the place of the vote.
+_NUMBERS = 6
+# Bytes of the message of an error that other ranks receive.
+_MESSAGE_BYTES = 2000
+# Attribute of errors that all ranks raise.
+_MARK = "_raised_by_all_ranks"
+# Attribute of errors that one rank raises while the others wait in a message that is no vote.
+_ALONE = "_raised_by_one_rank"
+
+
+def raised_by_all_ranks(error: BaseException) -> bool:
+    """Return whether all ranks raise this error, in the same place."""
+    return hasattr(error, _MARK)
+
+
+class Agreement:
+    """Votes of all ranks.
+
+    Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
+    two votes may fail on one rank; code after the last vote must not. A message that is no vote
+    cannot exchange errors: one rank raises them alone, and its program has to end (``exchanging``).
+
+    Args:
+        communicator: The ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.communicator.rank
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank."""
+        return self.communicator.size == 1
+
+    def vote(self, *numbers: float, place: str = "") -> Array:
+        """Meet all ranks, and exchange numbers.
+
+        Args:
+            numbers: At most six numbers.
+            place: Name of the place in the program, by which ranks recognize that they meet in the
+                same vote.
+
+        Returns:
+            The numbers of all ranks, ``(ranks, len(numbers))``, float64.
+
+        Raises:
+            KfacError: A rank has failed. All ranks raise an error of the same class.
+            RankError: Ranks are in different places.
+        """
+        if self.alone:
+            return np.array([numbers], np.float64)
+        return self._meet(numbers, None, place)[:, : len(numbers)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context in which an error of one rank becomes an error of all ranks.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            KfacError: A rank has failed between two votes. An error that is no ``KfacError``
+                becomes a ``RankError``.
+        """
+        try:
+            yield
+        except Exception as error:
+            if raised_by_all_ranks(error) or hasattr(error, _ALONE) or self.alone:
+                raise
+            self._meet((), error)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Return a context for messages that are no votes, and for code right before them.
+
+        An error in it is raised by this rank alone. In a vote, this rank would meet the others in
+        another message.
+
+        Yields:
+            Nothing.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not (raised_by_all_ranks(error) or self.alone):
+                setattr(error, _ALONE, True)
+                error.add_note(
+                    f"Rank {self.rank} of {self.communicator.size} has failed before a message in "
+                    f"which the others wait; end all ranks."
+                )
+            raise
+
+    def require_equal(self, values: Mapping[str, str]) -> None:
+        """Check that all ranks have equal values.
+
+        Args:
+            values: Name to value, at most six; the names are part of the message.
+
+        Raises:
+            RankError: Values differ between ranks.
+        """
+        if not self.alone:
+            place = f"comparison of {', '.join(values)}"
+            self.refuse_unequal(list(values), self.vote(*checksums(values), place=place))
+
+    def refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
+        """Raise a RankError for the first value that differs between ranks.
+
+        Args:
+            names: Names of the values, for the message.
+            sums: Their checksums as all ranks voted them, ``(ranks, values)``.
+
+        Raises:
+            RankError: Values differ.
+        """
+        for name, column in zip(names, sums.T, strict=True):
+            others = np.flatnonzero(column != column[0])
+            if others.size:
+                message = f"rank {others[0]} has other {name} than rank 0; start all ranks with"
+                self.refuse(RankError(f"{message} the same {name}."))
+
+    def refuse(self, error: KfacError) -> NoReturn:
+        """Raise an error that all ranks raise in the same place.
+
+        Args:
+            error: The error, the same on all ranks.
+
+        Raises:
+            KfacError: The error.
+        """
+        setattr(error, _MARK, True)
+        raise error
+
+    def _meet(self, numbers: Sequence[float], error: Exception | None, place: str = "") -> Array:
+        ranks = self.communicator
+        table = np.zeros((ranks.size, 2 + _NUMBERS))
+        table[ranks.rank, :2] = error is not None, crc32(place.encode())
+        table[ranks.rank, 2 : 2 + len(numbers)] = numbers
+        flat = table.reshape(-1)
+        ranks.allreduce(flat)
+        failed = np.flatnonzero(table[:, 0])
+        if failed.size:
+            agreed = self._error_of(int(failed[0]), error)
+            setattr(agreed, _MARK, True)
+            raise agreed from error
+        others = np.flatnonzero(table[:, 1] != table[0, 1])
+        if others.size:
+            self.refuse(
+                RankError(
+                    f"rank {others[0]} has called another method than rank 0; call the same "
+                    f"methods in the same order on all ranks."
+                )
+            )
+        return table[:, 2:]
+
+    def _error_of(self, rank: int, error: Exception | None) -> KfacError:
+        """Return the error of a rank, with its number, on all ranks."""
+        buffer = np.zeros(_MESSAGE_BYTES, np.float32)  # a byte in each number
+        if rank == self.communicator.rank and error is not None:
+            name = type(error).__name__
+            text = f"{name}\n{error}" if isinstance(error, KfacError) else f"\n{name}: {error}"
+            encoded = np.frombuffer(text.encode(errors="replace")[:_MESSAGE_BYTES], np.uint8)
+            buffer[: len(encoded)] = encoded
+        self.communicator.broadcast(buffer, rank)
+        text = buffer.astype(np.uint8).tobytes().rstrip(b"\0").decode(errors="ignore")
+        name, _, message = text.partition("\n")
+        kind = getattr(errors, name, RankError) if name else RankError
+        return kind(f"rank {rank} of {self.communicator.size} refused: {message}")
+
+
+def checksums(values: Mapping[str, str]) -> list[float]:
+    """Return a number for each value; equal values have equal numbers."""
+    return [float(crc32(value.encode())) for value in values.values()]

@@ -1,0 +1,181 @@
+"""Ranks that MPI has started, by the library mpi4py."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.distributed.exits import ExitWatch, end_job_if_a_rank_ends_alone, end_job_on_errors
+from kfac_engine.distributed.protocol import Alone, Communicator
+from kfac_engine.errors import BackendError
+from kfac_engine.system.deferred_signals import SIGNALS
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Entries of a message: MPI libraries before version 4 of the standard count in 32 bits.
+_LARGEST_MESSAGE = 2**30
+
+
+class OverMPI:
+    """The ranks of an MPI communicator.
+
+    Args:
+        comm: The communicator; it is duplicated, so that messages do not meet those of the caller.
+        device_buffers: Whether MPI reads arrays of a GPU. If False, they are copied to the host.
+
+    Attributes:
+        rank: Number of this process.
+        size: Number of processes.
+        local_size: Number of processes on this node.
+        watch: Messages by which a rank that ends learns whether others wait for it.
+    """
+
+    def __init__(self, comm: "MPI.Intracomm", *, device_buffers: bool = False) -> None:
+        mpi = _load()
+        self._comm = comm.Dup()
+        self._in_place: Any = mpi.IN_PLACE
+        self._device_buffers = device_buffers
+        self.watch = ExitWatch(mpi, self._comm)
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_size: int = node.size
+        node.Free()
+
+    def allreduce(self, buffer: Array) -> None:
+        """Replace a buffer by its sum over all ranks."""
+        whole = self._enter(buffer)
+        for start in range(0, len(whole), _LARGEST_MESSAGE):
+            self._comm.Allreduce(self._in_place, whole[start : start + _LARGEST_MESSAGE])
+        _copy_back(whole, buffer)
+
+    def reduce_scatter(self, buffer: Array, counts: list[int]) -> Array:
+        """Return this rank's part of the sum of a buffer over all ranks."""
+        whole = self._enter(buffer)
+        part = array_module(whole).empty(counts[self.rank], whole.dtype)
+        if len(whole) <= _LARGEST_MESSAGE:
+            self._comm.Reduce_scatter(whole, part, counts)
+        else:
+            for owner, piece, place in _pieces(whole, counts):
+                receives = part[place] if owner == self.rank else None
+                self._comm.Reduce(piece, receives, root=owner)
+        received: Array = array_module(buffer).asarray(part)
+        return received
+
+    def allgather(self, buffer: Array, counts: list[int]) -> None:
+        """Fill a buffer, in which a rank has written its own part, with the parts of all ranks."""
+        whole = self._enter(buffer)
+        if len(whole) <= _LARGEST_MESSAGE:
+            self._comm.Allgatherv(self._in_place, [whole, counts])
+        else:
+            for owner, piece, _ in _pieces(whole, counts):
+                self._comm.Bcast(piece, root=owner)
+        _copy_back(whole, buffer)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Replace a buffer by that of the rank ``root``."""
+        whole = self._enter(buffer)
+        for start in range(0, len(whole), _LARGEST_MESSAGE):
+            self._comm.Bcast(whole[start : start + _LARGEST_MESSAGE], root=root)
+        _copy_back(whole, buffer)
+
+    def _enter(self, buffer: Array) -> Array:
+        """Begin a collective; return a buffer that MPI can read: itself, or a copy on the host."""
+        self.watch.enter()
+        xp = array_module(buffer)
+        if xp is np:
+            return buffer
+        if self._device_buffers:
+            xp.cuda.get_current_stream().synchronize()
+            return buffer
+        on_host: Array = xp.asnumpy(buffer)
+        return on_host
+
+
+def over_mpi(comm: "MPI.Intracomm | None" = None, *, device_buffers: bool = False) -> Communicator:
+    """Return the ranks of a program that ``mpirun`` has started.
+
+    An exception that one rank does not catch ends all ranks with the exit status 1, because the
+    others would wait for the rank forever. So does the end of a rank, by ``sys.exit`` or after its
+    last line, while others wait for it in a collective of the communicator.
+
+    Args:
+        comm: A communicator of mpi4py; ``MPI.COMM_WORLD`` by default.
+        device_buffers: Whether the MPI library reads arrays of a GPU ("CUDA-aware"). If False, they
+            are copied to the host.
+
+    Returns:
+        A communicator; one rank if ``mpirun`` has not started the program.
+
+    Raises:
+        BackendError: mpi4py, or an MPI library, is not installed.
+    """
+    mpi = _load()
+    members = mpi.COMM_WORLD if comm is None else comm
+    if members.size == 1:
+        return Alone()
+    with _ended_by_signals():
+        ranks = OverMPI(members, device_buffers=device_buffers)
+    end_job_on_errors()
+    end_job_if_a_rank_ends_alone(mpi, ranks.watch)
+    return ranks
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Return a context in which a signal ends the process.
+
+    Python calls no handler while MPI waits for the other processes.
+    """
+    with ExitStack() as handlers:
+        for number in SIGNALS if current_thread() is main_thread() else ():
+            older = signal.getsignal(number)
+            if callable(older):
+                handlers.callback(signal.signal, number, older)
+                signal.signal(number, signal.SIG_DFL)
+        yield
+
+
+def _load() -> Any:
+    try:
+        with _ended_by_signals():
+            from mpi4py import MPI
+    except ImportError as error:
+        if error.name == "mpi4py":
+            raise BackendError(
+                "several processes need mpi4py and an MPI library: pip install 'kfac-engine[mpi]', "
+                "and the MPI of the cluster or pip install mpich."
+            ) from None
+        raise BackendError(_without_library(error)) from None
+    except RuntimeError as error:
+        raise BackendError(_without_library(error)) from None
+    return MPI
+
+
+def _without_library(error: Exception) -> str:
+    return (
+        f"mpi4py finds no MPI library ({error}); load the MPI of the cluster, or pip install mpich."
+    )
+
+
+def _pieces(whole: Array, counts: list[int]) -> list[tuple[int, Array, slice]]:
+    """Return the pieces of all parts: rank of the part, piece, and place in the part."""
+    pieces, start = [], 0
+    for owner, count in enumerate(counts):
+        for low in range(0, count, _LARGEST_MESSAGE):
+            place = slice(low, min(low + _LARGEST_MESSAGE, count))
+            pieces.append((owner, whole[start + place.start : start + place.stop], place))
+        start += count
+    return pieces
+
+
+def _copy_back(whole: Array, buffer: Array) -> None:
+    """Copy a result into the buffer, unless it is the buffer."""
+    if whole is not buffer:
+        buffer[...] = array_module(buffer).asarray(whole)

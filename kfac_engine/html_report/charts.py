@@ -1,0 +1,252 @@
+"""The charts of a run: their data as plain lists, reduced to a bounded number of points."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.html_report.downsampling import extremes, means, ranges
+from kfac_engine.html_report.refreshes import refreshes
+from kfac_engine.html_report.run_log import RunLog, finite
+from kfac_engine.printable import printable
+from kfac_engine.training.history import STEP_ENTRIES
+
+Style: TypeAlias = Literal["line", "faint", "marks", "stems", "ticks", "areas"]
+
+MOST_POINTS = 1000
+MOST_RANGES = 120
+_MOST_MEANS = 60
+VALIDATION = "validation_loss"
+STAGE = "seconds/"
+OTHER = "other"
+# The stages that a run without curvature does not have.
+CURVATURE_STAGES = ("statistics", "inverses", "precondition", "damping")
+_MILLISECONDS = 1000.0
+# An axis is logarithmic if its largest value is so many times the smallest.
+_LOGARITHMIC_FROM = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        name: Name in the legend.
+        style: ``"line"``, ``"faint"`` (a noisy line behind others), ``"marks"``, ``"stems"``,
+            ``"ticks"`` (short vertical lines) or ``"areas"`` (on top of each other; a value lasts
+            from the position before to its own).
+        step: Steps or other positions, ascending.
+        seconds: Seconds of these steps; None where they are unknown.
+        value: Values; None where they are undefined.
+    """
+
+    name: str
+    style: Style
+    step: Sequence[float]
+    seconds: Sequence[float | None]
+    value: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines against steps or seconds.
+
+    Attributes:
+        title: Title.
+        note: A sentence on how to read the chart.
+        unit: Unit of the values.
+        logarithmic: Whether the axis of the values is logarithmic.
+        series: The lines.
+        references: Horizontal lines: values with their names.
+    """
+
+    title: str
+    note: str
+    unit: str
+    logarithmic: bool
+    series: list[Series]
+    references: list[tuple[float, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The time of a run by stage.
+
+    Attributes:
+        totals: Name of each stage to its seconds.
+        chart: Mean milliseconds of a step, over ranges of steps.
+    """
+
+    totals: dict[str, float]
+    chart: Chart
+
+
+def charts(log: RunLog) -> list[Chart]:
+    """Return the charts of a run; numbers that no record has are left out."""
+    drawn = (_loss(log), *_metrics(log), *_numbers(log), _costs(log), _refreshes(log))
+    return [chart for chart in drawn if chart is not None]
+
+
+def constants(log: RunLog) -> dict[str, float]:
+    """Return the numbers that are equal in all steps, which have no chart, by title."""
+    return {
+        title: float(log.columns[name][0])
+        for name, (title, _, _) in _NUMBERS.items()
+        if name in log.columns and (log.columns[name] == log.columns[name][0]).all()
+    }
+
+
+def stages(log: RunLog) -> Stages | None:
+    """Return the time of the stages; None if the records have no stages.
+
+    The stage ``"other"`` is the time between two steps, such as validation and reading of data.
+    """
+    names = [name for name in log.columns if name.startswith(STAGE)]
+    if not names:
+        return None
+    columns = {name.removeprefix(STAGE): np.nan_to_num(log.columns[name]) for name in names}
+    durations = np.diff(log.columns["seconds"], prepend=0.0)
+    if np.isfinite(durations).all():
+        columns[OTHER] = (durations - sum(columns.values())).clip(min=0)
+    parts = ranges(log.steps, MOST_RANGES)
+    ends = np.array([end - 1 for _, end in parts])
+    step, seconds = (log.columns[name][ends] for name in ("step", "seconds"))
+    lines = [
+        Series(
+            printable(name), "areas", step.tolist(), _finites(seconds),
+            _finites(_MILLISECONDS * means(column, parts)),
+        )
+        for name, column in columns.items()
+    ]  # fmt: skip
+    note = (
+        f"Mean time of a step over {len(parts)} ranges of steps. The stage “other” is the time "
+        f"between two steps, such as validation and reading of data."
+    )
+    return Stages(
+        {printable(name): float(column.sum()) for name, column in columns.items()},
+        Chart("Time of a step by stage", note, "ms", False, lines),
+    )
+
+
+def series(log: RunLog, name: str, values: Array, style: Style) -> Series:
+    """Return a line through the defined values of a column, with at most 1000 points."""
+    defined = np.flatnonzero(np.isfinite(values))
+    chosen = defined[extremes(values[defined], MOST_POINTS)] if len(defined) else defined
+    return _points(log, name, values, chosen, style)
+
+
+def _points(log: RunLog, name: str, values: Array, chosen: Array, style: Style) -> Series:
+    return Series(
+        printable(name),
+        style,
+        [int(step) for step in log.columns["step"][chosen]],
+        _finites(log.columns["seconds"][chosen]),
+        _finites(values[chosen]),
+    )
+
+
+def _loss(log: RunLog) -> Chart | None:
+    """Return the chart of the losses: of the batches, their means, and of the validation."""
+    if "loss" not in log.columns:
+        return None
+    loss, lines = log.columns["loss"], []
+    parts = ranges(log.steps, _MOST_MEANS)
+    is_averaged = log.steps >= 2 * _MOST_MEANS
+    lines.append(series(log, "batch", loss, "faint" if is_averaged else "line"))
+    if is_averaged:
+        averages, ends = means(loss, parts), np.array([end - 1 for _, end in parts])
+        steps = round(log.steps / len(parts))
+        spread = np.full(log.steps, np.nan)
+        spread[ends] = averages
+        lines.append(_points(log, f"mean of about {steps} steps", spread, ends, "line"))
+    if VALIDATION in log.columns:
+        lines.append(series(log, "validation", log.columns[VALIDATION], "marks"))
+    note = "Loss of each batch before its update, and of the validation data."
+    return _chart("Loss", note, "", lines)
+
+
+# Column to title, note and unit; then the lines to compare with.
+_NUMBERS: dict[str, tuple[str, str, list[tuple[float, str]]]] = {
+    "learning_rate": ("Learning rate", "Learning rate of each step, times the schedule.", []),
+    "momentum": ("Momentum", "Momentum of each step.", []),
+    "damping": ("Damping", "Damping λ of each step.", []),
+    "reduction_ratio": (
+        "Reduction ratio",
+        "Change of the loss divided by the change that the quadratic model predicts. The damping "
+        "falls above 0.75 and rises below 0.25.",
+        [(0.25, "0.25"), (0.75, "0.75")],
+    ),
+}
+
+
+def _numbers(log: RunLog) -> Iterator[Chart]:
+    for name, (title, note, references) in _NUMBERS.items():
+        if np.isfinite(log.columns.get(name, np.empty(0))).any() and title not in constants(log):
+            style: Style = "marks" if references else "line"
+            lines = [series(log, title.lower(), log.columns[name], style)]
+            yield _chart(title, note, "", lines, references)
+
+
+def _costs(log: RunLog) -> Chart | None:
+    """Return the chart of the steps that updated statistics or inverses, with their times."""
+    lines = []
+    for stage, name in (("statistics", "statistics"), ("inverses", "inverses")):
+        column = log.columns.get(f"{STAGE}{stage}")
+        if column is not None:
+            events = _MILLISECONDS * np.where(column > 0, column, np.nan)
+            lines.append(series(log, name, events, "stems"))
+    if not lines:
+        return None
+    note = "Each stem is a step that updated the statistics or refreshed the inverses."
+    return _chart("Updates of the curvature", note, "ms", lines)
+
+
+def _refreshes(log: RunLog) -> Chart | None:
+    """Return the chart of the refreshes: the number of a factor against the steps."""
+    factors = refreshes(log)
+    if not factors:
+        return None
+    # A point for each factor and range of steps, where all refreshes are too many.
+    total = sum(len(factor.records) for factor in factors)
+    most = log.steps if total <= MOST_POINTS else max(1, MOST_POINTS // len(factors))
+    points = sorted(
+        (record, row)
+        for row, factor in enumerate(factors, start=1)
+        for record in {r * most // log.steps: r for r in reversed(factor.records)}.values()
+    )[:MOST_POINTS]
+    chosen = np.array([record for record, _ in points])
+    line = Series(
+        "factor", "ticks", [int(step) for step in log.columns["step"][chosen]],
+        _finites(log.columns["seconds"][chosen]), [row for _, row in points],
+    )  # fmt: skip
+    note = "Each mark is the refresh of a factor. The table has the names of the factors."
+    return Chart("Refreshes by factor", note, "", False, [line])
+
+
+def _metrics(log: RunLog) -> Iterator[Chart]:
+    """Yield a chart for each other number of the records."""
+    shown = {*STEP_ENTRIES, VALIDATION}
+    for name, column in log.columns.items():
+        if name not in shown and not name.startswith(STAGE) and np.isfinite(column).any():
+            label = printable(name)
+            line = series(log, label, column, "marks")
+            yield _chart(label, "At the steps whose records have this number.", "", [line])
+
+
+def _chart(
+    title: str,
+    note: str,
+    unit: str,
+    lines: Sequence[Series],
+    references: Sequence[tuple[float, str]] = (),
+) -> Chart:
+    values = [value for line in lines for value in line.value if value is not None]
+    smallest, largest = min(values, default=0.0), max(values, default=0.0)
+    logarithmic = smallest > 0 and largest > _LOGARITHMIC_FROM * smallest
+    return Chart(title, note, unit, logarithmic, list(lines), list(references))
+
+
+def _finites(values: Array) -> list[Any]:
+    return [finite(value) for value in values]

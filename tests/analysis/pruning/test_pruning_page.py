@@ -1,0 +1,41 @@
+"""The examples of the page on pruning run in order; its tables are those of the measurements."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from scripts import draw_pruning
+from tests.test_docs import execute
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "pruning.md"
+
+
+@pytest.mark.nightly
+def test_examples_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    execute(PAGE, capsys)
+    (weight,) = (t for t in onnx.load("sparse.onnx").graph.initializer if t.name == "dense1.weight")
+    groups = onnx.numpy_helper.to_array(weight).reshape(-1, 4)
+    assert ((groups == 0).sum(axis=1) == 2).all()
+
+
+def test_tables_of_the_page_are_those_of_the_measurements():
+    text, entries = PAGE.read_text(encoding="utf-8"), draw_pruning.read()
+    tables = draw_pruning.tables(entries).strip().split("\n\n")
+    assert len(tables) == 4
+    assert all(table in text for table in [*tables, draw_pruning.merging_table()])
+    for data in draw_pruning.PANELS:
+        assert len(draw_pruning.accuracies(entries, data, "none", 0.0)) == 3
+
+
+def test_picture_has_the_medians_of_the_seeds():
+    pytest.importorskip("matplotlib")
+    entries = draw_pruning.read()
+    figure = draw_pruning.draw(entries)
+    for axes, data in zip(figure.axes, draw_pruning.PANELS, strict=True):
+        lines = {line.get_label(): line for line in axes.lines}
+        for method in draw_pruning.METHODS:
+            places = dict(zip(lines[method].get_xdata(), lines[method].get_ydata(), strict=True))
+            accuracies = sorted(draw_pruning.accuracies(entries, data, method, 0.9))
+            assert places[90.0] == accuracies[1]

@@ -1,0 +1,151 @@
+"""Operators of whole curvature matrices against dense matrices of the oracle."""
+
+import numpy as np
+import pytest
+from scipy.sparse.linalg import aslinearoperator, cg, eigsh
+
+import kfac_engine as ke
+from tests import models, oracle
+from tests.analysis.fisher_matrix.dense import (
+    DOUBLE,
+    MODELS,
+    assert_close,
+    uneven,
+)
+
+N = 6
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request):
+    make, tolerance = MODELS[request.param]
+    model = make()
+    inputs = models.random_inputs(model, batch=N)
+    output = oracle.evaluate(model, inputs, "output")[0]
+    labels = np.random.default_rng(2).integers(0, output.shape[-1], output.shape[:-1])
+    return model, tolerance, inputs, labels
+
+
+def operator(model, batches, matrix="ggn", **options):
+    options = {"loss": "categorical", "threads": 1, "backend": "numpy"} | options
+    return ke.curvature_operator(model, batches, matrix, **options)
+
+
+@pytest.mark.parametrize("matrix", ["ggn", "fisher"])
+def test_products_equal_those_of_the_dense_matrix(case, matrix):
+    model, tolerance, inputs, labels = case
+    A = operator(model, uneven(inputs, labels, sizes=(1, 3)), matrix)
+    F = oracle.dense_fisher(model, inputs, "output", list(A.vector.shapes), "categorical")
+    assert A.shape == F.shape
+    v = np.random.default_rng(0).standard_normal((len(F), 3))
+    assert_close(A @ v, F @ v, tolerance)
+    assert_close(A @ v[:, 0], F @ v[:, 0], tolerance)
+    assert_close(A.T @ v, F @ v, tolerance)
+    assert A.examples == N
+
+
+def test_hessian_equals_differences_of_gradients():
+    model = models.mlp((4, 3, 3), dtype="float64")
+    inputs = models.random_inputs(model, batch=N)
+    labels = np.arange(N) % 3
+    A = operator(model, uneven(inputs, labels, sizes=(2, 3)), "hessian")
+    engine = ke.Engine.from_onnx(model, loss="categorical", reduction="batch_mean", threads=1)
+    start = A.vector.join(engine.parameters)[0][0]
+    names = tuple(A.vector.shapes)
+
+    types = dict.fromkeys(names, np.dtype(float))
+
+    def gradient(theta):
+        engine.set_parameters(A.vector.split(theta[None], names, types, several=False))
+        return A.vector.join(engine.gradients(inputs, labels).gradients)[0][0]
+
+    step = 1e-5
+    v = np.random.default_rng(1).standard_normal(len(start))
+    expected = (gradient(start + step * v) - gradient(start - step * v)) / (2 * step)
+    # Central differences: third derivatives times 1e-10, and rounding 1e-16 / 1e-5.
+    np.testing.assert_allclose(A @ v, expected, atol=1e-8)
+    dense = A @ np.eye(len(start))
+    np.testing.assert_allclose(dense, dense.T, atol=1e-14)
+    assert np.linalg.eigvalsh(dense).min() < -1e-4  # unlike the Fisher matrix
+
+
+def test_scipy_finds_eigenvalues_and_solves_equations(case):
+    model, tolerance, inputs, labels = case
+    A = operator(model, (inputs, labels))
+    F = oracle.dense_fisher(model, inputs, "output", list(A.vector.shapes), "categorical")
+    values = eigsh(A, k=3, return_eigenvectors=False)
+    np.testing.assert_allclose(
+        np.sort(values), np.linalg.eigvalsh(F)[-3:], rtol=100 * tolerance
+    )  # a product in float32 has 100 sums
+    if tolerance == DOUBLE:
+        b = np.ones(len(F))
+        damped = A + aslinearoperator(0.1 * np.eye(len(F)))
+        x, failed = cg(damped, b, rtol=1e-12)
+        assert not failed
+        np.testing.assert_allclose(x, np.linalg.solve(F + 0.1 * np.eye(len(F)), b), rtol=1e-8)
+
+
+def test_vector_converts_parameters():
+    model = models.mlp((4, 3, 3), dtype="float64")
+    A = operator(model, (models.random_inputs(model), None))
+    arrays = dict(A.model.parameters)
+    row, _ = A.vector.join(arrays)
+    names = tuple(A.vector.shapes)
+    types = dict.fromkeys(names, np.dtype(float))
+    for name, array in A.vector.split(row, names, types, several=False).items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+MODEL = models.mlp((4, 3, 3), dtype="float64")
+INPUTS = models.random_inputs(MODEL, batch=N)
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        ((INPUTS, None), {"matrix": "hesian"}, "did you mean 'hessian'"),
+        ((INPUTS, None), {"speed": 1}, "speed"),
+        ((INPUTS, None), {"reduction": "sum"}, "reduction"),
+        (iter([(INPUTS, None)]), {}, "read 2 times"),
+        (5, {}, "iterable of batches, got int"),
+    ],
+)
+def test_wrong_arguments_are_refused(batches, options, message):
+    with pytest.raises(ke.KfacError, match=message):
+        operator(MODEL, batches, **options)
+
+
+def test_loss_is_needed():
+    with pytest.raises(ke.InputError, match="needs loss="):
+        ke.curvature_operator(MODEL, (INPUTS, None))
+
+
+def test_hessian_needs_targets():
+    A = operator(MODEL, (INPUTS, None), "hessian")
+    with pytest.raises(ke.InputError, match="batch 1 has no targets"):
+        A @ np.ones(A.shape[0])
+
+
+def test_data_without_examples_and_changing_data_are_refused():
+    A = operator(MODEL, [])
+    with pytest.raises(ke.InputError, match="no example"):
+        A @ np.ones(A.shape[0])
+
+    class Shrinking:
+        count = 3
+
+        def __iter__(self):
+            self.count -= 1
+            return iter([(INPUTS, None)] * self.count)
+
+    A = operator(MODEL, Shrinking())
+    with pytest.raises(ke.InputError, match="12 examples and then 6"):
+        A @ (A @ np.ones(A.shape[0]))
+
+
+def test_vector_that_is_not_finite_is_refused():
+    A = operator(MODEL, (INPUTS, None))
+    with pytest.raises(ke.NonFiniteError):
+        A @ np.full(A.shape[0], np.nan)

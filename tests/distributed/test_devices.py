@@ -1,0 +1,91 @@
+"""Engines of several ranks with arrays of CuPy equal one process, on a stand-in and on a device."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.backend import select
+from kfac_engine.backend.cuda import device
+from tests import models
+from tests.backend import cupy_standin
+from tests.cuda_on_cpu.module import compiler
+from tests.distributed.test_distributions import CUTS, DISTRIBUTIONS, batches
+from tests.distributed.threads import run
+
+Arrays = dict[str, np.ndarray]
+SIZE = 3
+# Float32 statistics summed in another order, through an inverse of condition 10.
+TOLERANCE = 1e-4
+OPTIONS = {"loss": "categorical", "damping": 0.1, "schedule": ke.Schedule(refresh_every=2)}
+CASES = {
+    "dense layers": ("mlp", {}),
+    "convolutions": ("cnn", {}),
+    "eigenvectors": ("mlp", {"approximations": {"fully_connected": "ekfac"}}),
+    "squares": ("mlp", {"approximations": {"fully_connected": "diagonal"}}),
+}
+
+
+@pytest.fixture(params=["stand-in", pytest.param("device", marks=pytest.mark.gpu)])
+def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    caches = select._gpu, device._cupy
+    for cache in caches:
+        cache.cache_clear()
+    if request.param == "stand-in":
+        if compiler() is None:
+            pytest.skip("needs g++ to run kernels on the CPU")
+        cupy_standin.install(monkeypatch)
+    try:
+        select.select("cupy")
+    except ke.BackendError as failure:
+        pytest.skip(str(failure))
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_and_saved_states_equal_those_of_one_process(
+    cupy: None, case: str, distribution: str, tmp_path: Any
+) -> None:
+    name, chosen = CASES[case]
+    options, data = {**OPTIONS, **chosen}, list(batches(name, 3))
+    model, path = models.MODELS[name](), tmp_path / "state.safetensors"
+    data = [({n: a.astype(np.float32) for n, a in inputs.items()}, t) for inputs, t in data]
+    alone = ke.Engine.from_onnx(model, backend="numpy", **options)
+    expected = [alone.step(*batch) for batch in data]
+
+    def work(communicator: Any) -> tuple[list[tuple[float, Arrays]], Arrays]:
+        rows = slice(*CUTS[SIZE][communicator.rank :][:2])
+        shards = [({n: a[rows] for n, a in inputs.items()}, t[rows]) for inputs, t in data]
+        ranks = {"communicator": communicator, "distribution": distribution, "backend": "cupy"}
+        engine = ke.Engine.from_onnx(model, **ranks, **options)
+        results = [engine.step(*shard) for shard in shards[:2]]
+        engine.save(path)
+        resumed = ke.Engine.from_onnx(model, **ranks, **options)
+        resumed.load(path)
+        results.append(resumed.step(*shards[2]))
+        resumed.synchronize()
+        averages = {str(i): factor.cov.get() for i, factor in enumerate(resumed.estimator.factors)}
+        steps = [(r.loss, {n: a.get() for n, a in r.natural_gradients.items()}) for r in results]
+        return steps, averages
+
+    factors = {str(i): factor.cov for i, factor in enumerate(alone.estimator.factors)}
+    ranks = run(SIZE, work)
+    for results, averages in ranks:
+        assert_close(averages, factors)
+        for (loss, natural), wanted, (_, first) in zip(results, expected, ranks[0][0], strict=True):
+            assert loss == pytest.approx(wanted.loss, rel=TOLERANCE)
+            assert_close(natural, wanted.natural_gradients)
+            for parameter, array in first.items():
+                np.testing.assert_array_equal(natural[parameter], array)
+
+
+def assert_close(arrays: Arrays, expected: Arrays) -> None:
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        close = TOLERANCE * np.abs(array).max()
+        np.testing.assert_allclose(arrays[name], array, rtol=0, atol=close, err_msg=name)

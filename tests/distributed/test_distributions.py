@@ -1,0 +1,233 @@
+"""Engines over several ranks give the results of one process on the whole batch."""
+
+from threading import get_ident
+
+import numpy as np
+import pytest
+from onnx import ModelProto
+
+import kfac_engine as ke
+from kfac_engine.curvature.factors.refresh import Undivided
+from kfac_engine.sessions.session import Session
+from tests import models
+from tests.distributed.threads import run
+
+# Of the largest entry. ONNX Runtime has no convolution in float64.
+TOLERANCES = {"float64": 1e-12, "float32": 3e-5}
+DTYPES = {"mlp": "float64", "token_mlp": "float64", "cnn": "float32", "layer_norm": "float32"}
+CUTS = {1: [0, 12], 2: [0, 5, 12], 3: [0, 2, 7, 12], 4: [0, 1, 5, 6, 12], 8: [*range(8), 12]}
+
+
+def model_of(source):
+    """A model, or that of a name."""
+    return source if isinstance(source, ModelProto) else models.MODELS[source](dtype=DTYPES[source])
+
+
+def batches(source, count, rows=12):
+    """Inputs and targets of some batches."""
+    model = model_of(source)
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    for seed in range(count):
+        inputs = models.random_inputs(model, batch=rows, seed=seed)
+        shape = engine.trace(inputs)["output"].shape
+        yield inputs, np.random.default_rng(seed).integers(0, shape[-1], shape[:-1])
+
+
+def follow(source, size, steps=4, **options):
+    """Parameters and results of one process, and the results of ranks with these parameters."""
+    # A large damping: small ones magnify the rounding of float32.
+    options = {"damping": 0.1, "schedule": ke.Schedule(refresh_every=2), **options}
+    options["loss"] = "categorical"
+    alone = ke.Engine.from_onnx(model_of(source), **options)
+    data, parameters, expected = list(batches(source, steps)), [], []
+    for inputs, targets in data:
+        parameters.append({name: value.copy() for name, value in alone.parameters.items()})
+        result = alone.step(inputs, targets)
+        expected.append(result)
+        alone.set_parameters(
+            {n: v - 0.05 * result.natural_gradients[n] for n, v in alone.parameters.items()}
+        )
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(model_of(source), communicator=communicator, **options)
+        rows = slice(*CUTS[size][communicator.rank :][:2])
+        results = []
+        for (inputs, targets), values in zip(data, parameters, strict=True):
+            engine.set_parameters(values)
+            part = {key: array[rows] for key, array in inputs.items()}
+            results.append(engine.step(part, targets[rows]))
+        engine.synchronize()
+        averages = [factor.cov for factor in engine.estimator.factors]
+        return results, averages, engine.estimator.rng.bit_generator.state
+
+    return alone, expected, run(size, work)
+
+
+DISTRIBUTIONS = ["replicate", "shard"]
+
+
+def assert_equal_to_one_process(source, size, divided=(), **options):
+    """Compare ranks with one process, and return its engine.
+
+    ``divided`` names the parameters that several ranks own.
+    """
+    alone, expected, ranks = follow(source, size, **options)
+    close = TOLERANCES[str(next(iter(alone.parameters.values())).dtype)]
+    shared = options.get("distribution") == "shard"
+    for results, averages, generator in ranks:
+        assert generator == alone.estimator.rng.bit_generator.state
+        for result, wanted, first in zip(results, expected, ranks[0][0], strict=True):
+            assert result.loss == pytest.approx(wanted.loss, rel=close)
+            assert_close(result.natural_gradients, wanted.natural_gradients, close)
+            for key, array in first.natural_gradients.items():
+                np.testing.assert_array_equal(result.natural_gradients[key], array)
+            assert_close(
+                result.gradients, {k: wanted.gradients[k] for k in result.gradients}, close
+            )
+        for average, factor in zip(averages, alone.estimator.factors, strict=True):
+            assert_close({"": average}, {"": factor.cov}, close)
+    owned = [set(results[-1].gradients) - set(divided) for results, _, _ in ranks]
+    names = set(expected[-1].gradients) - set(divided)
+    assert set().union(*owned) == names
+    assert not shared or sum(map(len, owned)) == len(names)
+    return alone
+
+
+def assert_close(arrays, expected, tolerance):
+    """Compare arrays, relative to the largest entry of each."""
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        scale = abs(array).max() or 1.0
+        np.testing.assert_allclose(arrays[key] / scale, array / scale, rtol=0, atol=tolerance)
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size, distribution):
+    assert_equal_to_one_process("mlp", size, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "layer_norm", "token_mlp"])
+def test_steps_equal_those_of_one_process_in_every_mode(name, mode, distribution):
+    assert_equal_to_one_process(name, 3, estimation_mode=mode, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
+def test_steps_equal_those_of_one_process_for_every_reduction(reduction, distribution):
+    assert_equal_to_one_process("mlp", 3, reduction=reduction, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("approximation", ["diagonal", "kron_sua", "kron_reduce", "ekfac"])
+def test_steps_equal_those_of_one_process_for_convolutions(approximation, distribution):
+    chosen = {"conv2d": approximation}
+    assert_equal_to_one_process("cnn", 3, approximations=chosen, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("approximation", ["diagonal", "ekfac"])
+def test_steps_equal_those_of_one_process_for_dense_layers(approximation, distribution):
+    chosen = {"fully_connected": approximation}
+    assert_equal_to_one_process("mlp", 3, approximations=chosen, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("policy", ["round_robin", "balanced"])
+def test_steps_equal_those_of_one_process_for_every_policy(policy, distribution):
+    schedule = ke.Schedule(refresh_every=2, policy=policy)
+    assert_equal_to_one_process("mlp", 3, schedule=schedule, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
+    distribution, monkeypatch
+):
+    """The policy balances the ranks, so that the calls depend on their number and owners."""
+    schedule = ke.Schedule(refresh_every=3, policy="balanced_ranks")
+    options = {"distribution": distribution, "schedule": schedule}
+
+    def plan(communicator):
+        engine = ke.Engine.from_onnx(
+            model_of("mlp"), loss="categorical", communicator=communicator, **options
+        )
+        refreshes = engine.estimator.refreshes
+        calls = [refreshes.planner.refreshes(counter) for counter in range(1, 4)]
+        return {work.key: work.owner for work in refreshes.works}, calls
+
+    (owned, calls), *others = run(3, plan)
+    assert all(other == (owned, calls) for other in others)
+    assert sorted(key for call in calls for key in call) == sorted(owned)  # once in a period
+    assert calls != plan(None)[1]
+    fixed = {key: owner for key, owner in owned.items() if owner is not None}
+    monkeypatch.setattr(Undivided, "ranks", 3)
+    monkeypatch.setattr(Undivided, "owners", lambda *_: fixed)
+    assert_equal_to_one_process("mlp", 3, **options)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("exps", [(-0.5,), (-0.5, -1)])
+def test_steps_equal_those_of_one_process_for_other_powers(exps, distribution):
+    assert_equal_to_one_process("mlp", 3, exps=exps, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_relative_damping_reads_the_traces_of_all_ranks(distribution):
+    damping = ke.RelativeDamping(0.1)
+    assert_equal_to_one_process("mlp", 3, damping=damping, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_rank_runs_the_sessions_of_one_process(distribution, monkeypatch):
+    runs, run_session = [], Session.run_into
+
+    def counted(session, *arguments, **options):
+        runs.append(get_ident())
+        return run_session(session, *arguments, **options)
+
+    monkeypatch.setattr(Session, "run_into", counted)
+    inputs, targets = next(batches("mlp", 1))
+
+    def work(communicator):
+        options = {"communicator": communicator, "distribution": distribution}
+        engine = ke.Engine.from_onnx(model_of("mlp"), loss="categorical", **options)
+        built = runs.count(get_ident())
+        engine.step(inputs, targets)
+        return runs.count(get_ident()) - built
+
+    assert set(run(3, work)) == set(run(1, work))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_step_with_all_gradients_has_those_of_one_process(name):
+    (inputs, targets), *_ = batches(name, 1)
+    options = {"loss": "categorical", "damping": 0.1, "distribution": "shard"}
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(model_of(name), communicator=communicator, **options)
+        rows = slice(*CUTS[communicator.size][communicator.rank :][:2])
+        part = {key: array[rows] for key, array in inputs.items()}
+        owned = engine.step(part, targets[rows])
+        size = sum(array.nbytes for array in engine.parameters.values())
+        calls = communicator.log
+        assert calls.count(("allgather", size)) == 1  # the natural gradients
+        result = engine.step(part, targets[rows], gradients="all")
+        assert calls.count(("allgather", size)) == 3
+        with pytest.raises(ke.InputError, match='gradients="all"'):
+            owned.clipped_rate()
+        with pytest.raises(ke.InputError, match="gradients must be one of owned, all; got 'own'"):
+            engine.step(part, targets[rows], gradients="own")
+        return result
+
+    alone, ranks = ke.Engine.from_onnx(model_of(name), **options), run(3, work)
+    alone.step(inputs, targets)
+    expected = alone.step(inputs, targets, gradients="all")
+    close = TOLERANCES[DTYPES[name]]
+    for result in ranks:
+        assert_close(result.gradients, expected.gradients, close)
+        assert result.clipped_rate(1e9) == pytest.approx(expected.clipped_rate(1e9), rel=10 * close)
+        for key, array in ranks[0].gradients.items():
+            np.testing.assert_array_equal(result.gradients[key], array)

@@ -1,0 +1,207 @@
+"""Optimizers over several ranks take the steps of one process on the whole batch."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.distributed.threads import run
+from tests.training import softmax_net as net
+
+STEPS = 8
+EXAMPLES = 24
+# Rows of one batch by number of ranks.
+CUTS = {1: [0, 24], 2: [0, 9, 24], 3: [0, 8, 12, 24], 4: [0, 1, 5, 23, 24]}
+# Of the largest entry after eight steps, each of which multiplies roundings.
+CLOSE = 1e-10
+
+OPTIMIZERS = {
+    "auto": lambda engine: ke.KfacOptimizer(engine, adapt_damping=True, l2=0.001),
+    "given rate": lambda engine: ke.KfacOptimizer(
+        engine, 0.05, norm_constraint=0.01, statistics_part=1.0, burn_in=2
+    ),
+    "quadratic": lambda engine: ke.KfacOptimizer(engine, "quadratic", 1.0, "quadratic"),
+    "predicted": lambda engine: ke.KfacOptimizer(
+        engine, 0.05, adapt_damping=ke.DampingAdaptation(2), weight_decay=0.01
+    ),
+    "adam": lambda engine: ke.Adam(engine, 0.01),
+    "muon": lambda engine: ke.Muon(engine, 0.01),
+}
+
+
+def rows_of(communicator):
+    return slice(*CUTS[communicator.size][communicator.rank :][:2])
+
+
+def trained(make, rows=slice(None), **options):
+    """The reports of some steps, the parameters after each step, and the optimizer."""
+    engine = ke.Engine.from_onnx(net.model(), loss="categorical", threads=1, **options)
+    optimizer, reports, parameters = make(engine), [], []
+    for step in range(STEPS):
+        x, y = net.batch(step, n=EXAMPLES)
+        reports.append(optimizer.step({"x": x[rows]}, y[rows]))
+        parameters.append({n: v.copy() for n, v in engine.parameters.items()})
+    return reports, parameters, optimizer
+
+
+@pytest.mark.parametrize("distribution", ["replicate", "shard"])
+@pytest.mark.parametrize(("size", "reduction"), [(2, "mean"), (3, "sum")])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_equal_those_of_one_process(name, size, reduction, distribution):
+    make, options = OPTIMIZERS[name], {"reduction": reduction}
+    assert_equal(trained(make, **options), size, make, distribution=distribution, **options)
+
+
+@pytest.mark.parametrize("distribution", ["replicate", "shard"])
+def test_small_shards_have_statistics_of_all_examples(distribution):
+    """Where a shard has no example of a part of the batch, all shards are measured whole."""
+    whole = {"statistics_part": 1.0, "curvature_part": 1.0}
+    expected = trained(lambda e: ke.KfacOptimizer(e, "quadratic", 1.0, "quadratic", **whole))
+    assert_equal(expected, 4, OPTIMIZERS["quadratic"], distribution=distribution)
+
+
+def assert_equal(expected, size, make, **options):
+    def work(communicator):
+        return trained(make, rows_of(communicator), communicator=communicator, **options)
+
+    ranks = run(size, work)
+    for reports, parameters, _ in ranks:
+        for report, wanted in zip(reports, expected[0], strict=True):
+            assert report.loss == pytest.approx(wanted.loss, rel=CLOSE)
+            assert report.learning_rate == pytest.approx(wanted.learning_rate, rel=1e-6)
+            assert report.refreshed == wanted.refreshed
+            assert (report.reduction_ratio is None) == (wanted.reduction_ratio is None)
+        for now, then, first in zip(parameters, expected[1], ranks[0][1], strict=True):
+            for key, array in now.items():
+                close = CLOSE * abs(then[key]).max()
+                np.testing.assert_allclose(array, then[key], rtol=0, atol=close)
+                np.testing.assert_array_equal(array, first[key])
+
+
+def test_a_state_continues_on_another_number_of_ranks(tmp_path):
+    make, file = OPTIMIZERS["auto"], tmp_path / "state.safetensors"
+    _, expected, _ = trained(make)
+
+    def work(communicator, steps):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator, threads=1
+        )
+        optimizer = make(engine)
+        if file.exists():
+            optimizer.load(file)
+        for step in steps:
+            x, y = net.batch(step, n=EXAMPLES)
+            rows = rows_of(communicator)
+            optimizer.step({"x": x[rows]}, y[rows])
+        optimizer.save(file)
+        return engine.parameters, optimizer.steps
+
+    run(3, lambda ranks: work(ranks, range(3)))
+    run(1, lambda ranks: work(ranks, range(3, 5)))
+    for parameters, steps in run(2, lambda ranks: work(ranks, range(5, STEPS))):
+        assert steps == STEPS
+        for key, array in parameters.items():
+            close = CLOSE * abs(expected[-1][key]).max()
+            np.testing.assert_allclose(array, expected[-1][key], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution"),
+    [("auto", "replicate"), ("auto", "shard"), ("quadratic", "shard"), ("adam", "replicate")],
+)
+@pytest.mark.parametrize("failure", ["input", "rate", "memory"])
+def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
+    """No rank takes the step, and all of them take the next one."""
+    make = OPTIMIZERS[name]
+    _, expected, _ = trained(make)
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator,
+            distribution=distribution, threads=1,
+        )  # fmt: skip
+        optimizer, rows = make(engine), rows_of(communicator)
+        for step in range(STEPS):
+            x, y = net.batch(step, n=EXAMPLES)
+            if step == 4:
+                before = {n: v.copy() for n, v in engine.parameters.items()}
+                fails = communicator.rank == 1
+                spoilt, rate = x[rows].copy(), optimizer.learning_rate
+                if fails and failure == "input":
+                    spoilt[0] = np.nan
+                elif fails and failure == "rate":
+                    optimizer.learning_rate = lambda step: "none"
+                elif fails:
+                    object.__setattr__(optimizer, "_check_slots", _out_of_memory)
+                with pytest.raises(ke.KfacError, match="rank 1 of 2 refused") as caught:
+                    optimizer.step({"x": spoilt}, y[rows])
+                assert (failure == "input") == isinstance(caught.value, ke.NonFiniteError)
+                for key, array in engine.parameters.items():
+                    np.testing.assert_array_equal(array, before[key])
+                assert optimizer.steps == 4
+                optimizer.learning_rate = rate
+                optimizer.__dict__.pop("_check_slots", None)
+            optimizer.step({"x": x[rows]}, y[rows])
+        return engine.parameters
+
+    for parameters in run(2, work):
+        for key, array in parameters.items():
+            close = CLOSE * abs(expected[-1][key]).max()
+            np.testing.assert_allclose(array, expected[-1][key], rtol=0, atol=close)
+
+
+def _out_of_memory(slots):
+    raise MemoryError("no memory for the slots")
+
+
+def test_all_ranks_skip_a_batch_that_one_of_them_cannot_use():
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator, threads=1
+        )
+        optimizer = ke.KfacOptimizer(engine, non_finite="skip")
+        x, y = net.batch(0, n=EXAMPLES)
+        rows = rows_of(communicator)
+        optimizer.step({"x": x[rows]}, y[rows])
+        x[0] = np.inf  # a row of rank 0
+        report = optimizer.step({"x": x[rows]}, y[rows])
+        return report.skipped, optimizer.skipped, optimizer.steps
+
+    assert run(2, work) == [(True, 1, 1)] * 2
+
+
+@pytest.mark.parametrize(("distribution", "gathered"), [("replicate", 0), ("shard", 1)])
+def test_a_step_without_statistics_sends_gradients_and_products(distribution, gathered):
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator,
+            distribution=distribution, threads=1,
+        )  # fmt: skip
+        optimizer = ke.KfacOptimizer(engine)
+        x, y = net.batch(0, n=EXAMPLES)
+        rows = rows_of(communicator)
+        for _ in range(5):
+            before = len(communicator.log)
+            optimizer.step({"x": x[rows]}, y[rows])
+        bytes_of_parameters = sum(v.nbytes for v in engine.parameters.values())
+        return communicator.log[before:], bytes_of_parameters
+
+    for log, size in run(2, work):
+        votes = [(call, count) for call, count in log if count < size / 2]
+        assert {call for call, _ in votes} == {"allreduce"}
+        assert len(votes) <= 6  # one of them sums the squared residuals
+        messages = [entry for entry in log if entry not in votes]
+        assert messages == [("allreduce", size)] + [("allgather", size)] * gathered
+
+
+@pytest.mark.parametrize("policy", ["drift", "budget"])
+def test_policies_that_measure_one_process_are_refused(policy):
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            net.model(), loss="categorical", communicator=communicator, threads=1
+        )
+        x, y = net.batch(0, n=EXAMPLES)
+        rows = rows_of(communicator)
+        with pytest.raises(ke.KfacError, match=policy):
+            ke.KfacOptimizer(engine, policy=policy).step({"x": x[rows]}, y[rows])
+
+    run(2, work)
