@@ -20,7 +20,14 @@ from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
-from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES, Planner, Schedule, Work
+from kfac_engine.curvature.schedule import (
+    ADAPTIVE,
+    POLICIES,
+    GrowingPlanner,
+    Planner,
+    Schedule,
+    Work,
+)
 from kfac_engine.errors import UnsupportedError
 
 _SAMPLED_ROWS = 16
@@ -47,7 +54,6 @@ class Refreshes:
     def __init__(self, collection: LayerCollection) -> None:
         self._collection = collection
         self._samples: dict[str, tuple[Array, ...]] = {}
-        self._planner: Planner | None = None
         self._latest: tuple[tuple[str, ...], float] = ((), 0.0)
         self.division: Division = UNDIVIDED
 
@@ -117,25 +123,22 @@ class Refreshes:
         factors = [self._factors[key] for key in (self._factors if keys is None else keys)]
         return begin_refresh(factors, self._collection.backend, self.division)
 
-    @property
-    def planner(self) -> Planner:
-        """Plans the refreshes of ``run``."""
-        if self._planner is None:
-            self._planner = Planner(self.works, Schedule())
-        return self._planner
+    def planner(self, schedule: Schedule) -> Planner:
+        """Return a planner for ``run``, with the periods of a schedule.
 
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of ``run``; can be set. The state of the planner stays."""
-        return self.planner.schedule
+        Raises:
+            UnsupportedError: The policy reads times or averages of one process, and there are
+                several.
+        """
+        self._check_policy(schedule.policy)
+        return Planner(self.works, schedule)
 
-    @schedule.setter
-    def schedule(self, value: Schedule) -> None:
-        self.check_policy(value.policy)
-        planner = Planner(self.works, value)
-        if self._planner is not None:
-            planner.state = self._planner.state
-        self._planner = planner
+    def growing_planner(self, schedule: Schedule) -> GrowingPlanner:
+        """Return a planner for ``run``, with periods that grow; raises as ``planner`` does."""
+        self._check_policy(schedule.policy)
+        return GrowingPlanner(
+            self.works, schedule, lambda examples: least_period(self.early_rates(), examples)
+        )
 
     def wait(self) -> None:
         """Complete the refreshes that an earlier ``run`` began; their time belongs to this call."""
@@ -144,51 +147,53 @@ class Refreshes:
             factor.wait()
         self._latest = (), perf_counter() - start
 
+    def due(
+        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
+    ) -> tuple[str, ...]:
+        """Return the keys of the factors that ``run`` refreshes in a call.
+
+        Args:
+            planner: Plans the refreshes.
+            counter: Number of the call, from 0.
+            bound: Largest period of any factor in this call: ``planner.bound``.
+            moved: Whether averages have changed since the last call.
+        """
+        drifts = self._drifts_for(planner, counter, moved=moved)
+        return planner.refreshes(counter, drifts, bound)
+
     def run(
-        self,
-        counter: int,
-        planner: Planner | None = None,
-        *,
-        bound: int | None = None,
-        moved: bool = True,
+        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
     ) -> None:
         """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
 
         Args:
+            planner: As for ``due``, with the other arguments.
             counter: Number of the call, from 0.
-            planner: Plans the refreshes in place of the attribute.
-            bound: Largest period of any factor in this call; see ``Planner.refreshes``.
-            moved: Whether averages have changed since the last call.
+            bound: Largest period.
+            moved: Whether averages have changed.
 
         Raises:
             KfacError: As for ``begin``.
         """
-        planner, start = planner or self.planner, perf_counter()
-        due = planner.refreshes(counter, self._drifts_for(planner, counter, moved=moved), bound)
+        start = perf_counter()
+        due = self.due(planner, counter, bound, moved=moved)
         finish = self.begin(due)
         if not planner.schedule.overlap or counter == 0:
             finish()
         self._latest = due, self._latest[1] + perf_counter() - start
 
-    def may_run(self, counter: int, planner: Planner, bound: int | None) -> bool:
-        """Return whether ``run`` refreshes a factor in a call without new statistics."""
-        drifts = self._drifts_for(planner, counter, moved=False)
-        return bool(planner.refreshes(counter, drifts, bound))
-
-    def advance(
-        self, counter: int, seconds: float, planner: Planner | None = None
-    ) -> tuple[str, ...]:
+    def advance(self, planner: Planner, counter: int, seconds: float) -> tuple[str, ...]:
         """Record that a call has succeeded.
 
         Args:
+            planner: The planner of its ``run``.
             counter: Number of the call.
             seconds: Its time.
-            planner: The planner of its ``run``.
 
         Returns:
             Keys of the factors that the call refreshed.
         """
-        (due, spent), planner = self._latest, planner or self.planner
+        due, spent = self._latest
         planner.advance(counter, due, seconds, spent)
         if planner.reads_drifts:
             self._samples |= {key: self._sampled(key) for key in due}
@@ -206,26 +211,24 @@ class Refreshes:
             for key, old in self._samples.items()
         }
 
-    def saved(self) -> tuple[dict[str, object], dict[str, Array]]:
-        """Return the state for a checkpoint: that of the planner, and samples on the host."""
+    def saved(self) -> dict[str, Array]:
+        """Return the state for a checkpoint: the sampled rows on the host, by name."""
         to_numpy = self._collection.backend.to_numpy
-        return self.planner.saved(), {
+        return {
             f"{key}/{index}": to_numpy(rows)
             for key, samples in self._samples.items()
             for index, rows in enumerate(samples)
         }
 
-    def restore(self, planner: Mapping[str, object] | None, arrays: Mapping[str, Array]) -> None:
+    def restore(self, arrays: Mapping[str, Array]) -> None:
         """Restore a state from a checkpoint.
 
         Samples that do not fit are dropped. A factor without samples has an unknown drift, and the
         policy ``"drift"`` refreshes it in the next call.
 
         Args:
-            planner: State of the planner; None if it is unknown.
             arrays: Samples by name.
         """
-        self.planner.restore(planner or Planner(self.works, self.schedule).saved())
         backend = self._collection.backend
         self._samples = {}
         for key, factor in self._factors.items():
@@ -235,16 +238,11 @@ class Refreshes:
                 if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
                     self._samples[key] = samples
 
-    def check_policy(self, policy: str) -> None:
-        """Refuse a policy by which several processes would choose different factors.
-
-        Raises:
-            UnsupportedError: The policy reads times or averages of one process.
-        """
+    def _check_policy(self, policy: str) -> None:
         if self.division is not UNDIVIDED and policy in ADAPTIVE:
             raise UnsupportedError(
-                f"policy '{policy}' reads times or averages of one process; with a communicator, "
-                f"choose {', '.join(map(repr, POLICIES))}."
+                f"policy '{policy}' reads times or averages of one process; with a "
+                f"communicator, choose {', '.join(map(repr, POLICIES))}."
             )
 
     def _drifts_for(

@@ -2,7 +2,8 @@
 
 A refresh of all factors at once makes one call in ``refresh_every`` slow. The other policies
 distribute the refreshes over the calls, follow the drift of the averages, or obey a budget of time.
-A ``Planner`` reads names, costs, counters, drifts and seconds, and no arrays.
+A ``Planner`` reads names, costs, counters, drifts and seconds, and no arrays. An engine has one for
+its calls, and an optimizer has one for its steps, whose periods grow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from kfac_engine.suggestions import suggestion
 
 # Weight of earlier refreshes in the learned time of a refresh.
 _MEMORY = 0.8
+# Number of the call of an update that has not taken place.
+NEVER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class PlannerState:
 
 
 class Planner:
-    """Plans the refreshes of an engine, call by call.
+    """Plans the updates of the covariances and the refreshes, call by call.
 
     Equal inputs give equal plans.
 
@@ -180,13 +183,26 @@ class Planner:
         """Whether ``refreshes`` needs drifts."""
         return self.schedule.policy == "drift"
 
-    def updates_covariances(self, counter: int) -> bool:
+    def observes(self, counter: int) -> bool:
         """Return whether a call updates the covariances.
 
         Args:
             counter: Number of the call, from 0.
         """
         return counter % self.schedule.covariance_every == 0
+
+    def bound(self, counter: int, examples: int) -> int | None:
+        """Return the largest period of the refreshes of a call, for ``refreshes``.
+
+        Args:
+            counter: Number of the call, from 0.
+            examples: Number of examples of its batch.
+
+        Returns:
+            The period; None for the periods of the schedule.
+        """
+        del counter, examples
+        return None
 
     def refreshes(
         self,
@@ -241,9 +257,68 @@ class Planner:
             return asdict(self.state)
         return asdict(PlannerState(self.state.refreshed))
 
-    def restore(self, saved: Mapping[str, object]) -> None:
-        """Restore a state that ``saved`` returned."""
-        self.state = PlannerState(**saved)  # type: ignore[arg-type] # as `saved` returned it
+    def restore(self, saved: Mapping[str, object] | None) -> None:
+        """Restore a state that ``saved`` returned; None for the state before the first call."""
+        self.state = PlannerState(**(saved or {}))  # type: ignore[arg-type] # as `saved` returned it
+
+
+class GrowingPlanner(Planner):
+    """A planner whose periods grow, because the curvature changes quickly when a run begins.
+
+    In call number ``t`` of the run, an update is due as soon as ``min(period, max(1, t // 2))``
+    calls have passed since the last one. Refreshes have a period of at least ``least_period``,
+    unless a budget of time limits them.
+
+    Args:
+        works: As for ``Planner``.
+        schedule: As for ``Planner``.
+        least_period: Returns the least number of calls between two refreshes, for the number of
+            examples of a batch.
+
+    Attributes:
+        observed: Call of the latest update of the covariances; −1 before the first one.
+        start: Call from which the periods grow, and whose covariances replace the averages; −1 for
+            the beginning of the run.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        schedule: Schedule,
+        least_period: Callable[[int], int] = lambda _: 1,
+    ) -> None:
+        super().__init__(works, schedule)
+        self._least_period = least_period
+        self.observed = self.start = NEVER
+
+    def observes(self, counter: int) -> bool:
+        every = min(self.schedule.covariance_every, self._grown(counter))
+        return self.observed == NEVER or counter - self.observed >= every
+
+    def bound(self, counter: int, examples: int) -> int:
+        grown = self._grown(counter)
+        if self.schedule.policy == "budget":
+            return grown
+        return max(grown, self._least_period(examples))
+
+    def begins_period(self, counter: int) -> bool:
+        """Return whether covariances of a call are the first ones in ``refresh_every`` calls."""
+        every = self.schedule.refresh_every
+        return self.observed == NEVER or counter // every > self.observed // every
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the next covariances replace the averages, as after ``restart``."""
+        return self.observed == NEVER and self.start != NEVER
+
+    def restart(self, counter: int) -> None:
+        """Let the periods grow from a call on, which updates and refreshes everything."""
+        self.observed, self.start = NEVER, counter
+        self.state.refreshed.clear()
+
+    def _grown(self, counter: int) -> int:
+        """Return the largest period of an update in a call."""
+        return max(1, (counter - max(self.start, 0)) // 2)
 
 
 # Returns the slot of each work by key: the phase of the period in which it is refreshed.

@@ -3,7 +3,7 @@
 Read ``Engine.step`` first; it calls all stages in order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +22,9 @@ from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.agreement import Agreement
+from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
 from kfac_engine.distributed.protocol import Alone
+from kfac_engine.distributed.sizes import Periods
 from kfac_engine.engine.backward import BackwardResult, reported_loss
 from kfac_engine.engine.batch_parts import Inputs, TracedParts
 from kfac_engine.engine.build import Assembly, build
@@ -30,6 +32,7 @@ from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_
 from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.large_factors import large_factor_notes
+from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.options import (
     GATHERINGS,
     EngineOptions,
@@ -90,6 +93,7 @@ class Engine(Summarized, PreconditioningModel):
         estimator: Statistics and products.
         objective: Losses and reduction.
         counter: Number of calls of ``observe`` and ``step``.
+        planner: Plans the calls that update statistics and refresh inverses, by ``schedule``.
     """
 
     _fixed = tuple(field.name for field in fields(EngineOptions))
@@ -103,7 +107,7 @@ class Engine(Summarized, PreconditioningModel):
     ) -> None:
         super().__init__(assembly, estimator, exps)
         self.counter = 0
-        self.schedule = schedule
+        self.planner = estimator.refreshes.planner(schedule)
         self._prepared = self._draws_placed = False
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
@@ -163,12 +167,13 @@ class Engine(Summarized, PreconditioningModel):
     @property
     def schedule(self) -> Schedule:
         """Calls that update statistics and refresh inverses; can be set, which keeps times."""
-        return self.estimator.refreshes.schedule
+        return self.planner.schedule
 
     @schedule.setter
     def schedule(self, value: Schedule) -> None:
         check_schedule(value)
-        self.estimator.refreshes.schedule = value
+        state, self.planner = self.planner.state, self.estimator.refreshes.planner(value)
+        self.planner.state = state
 
     @property
     def combine(self) -> Combine | None:
@@ -238,7 +243,7 @@ class Engine(Summarized, PreconditioningModel):
                 with record("statistics"):
                     owned = self._distribution.combine(update, every)
                 with record("inverses"):
-                    self.estimator.refreshes.run(self.counter)
+                    self.estimator.refreshes.run(self.planner, self.counter)
                 # Checks of gradients that not all processes have precede a vote.
                 self._record(loss, owned if bound is not None and bound > _LARGE_NORM else {})
                 in_file = self._model.to_file_layout(whole_arrays(owned))
@@ -310,7 +315,7 @@ class Engine(Summarized, PreconditioningModel):
                     update = self._measure_parts(traced, None)
             self._distribution.meet(0.0, update)
             self._distribution.combine(update)
-            self.estimator.refreshes.run(self.counter)
+            self.estimator.refreshes.run(self.planner, self.counter)
             self._shards.agreement.vote(place="observe")
             self._advance(perf_counter() - start)
 
@@ -425,7 +430,7 @@ class Engine(Summarized, PreconditioningModel):
             self._shards.agreement.vote(place="save")
 
     def _state(self, extras: Extras | None) -> State:
-        schedule = self.estimator.refreshes.saved()
+        schedule = self.planner.saved(), self.estimator.refreshes.saved()
         rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
         return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
 
@@ -450,11 +455,28 @@ class Engine(Summarized, PreconditioningModel):
             state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
             self._distribution.restart()
             self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
-            self.estimator.refreshes.restore(state.planner, state.samples)
+            self.planner.restore(state.planner)
+            self.estimator.refreshes.restore(state.samples)
             if parameters:
                 self._model.set_parameters(state.parameters)
                 self.set_buffers(state.buffers)
             self._history.restart()
+
+    def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
+        """Return traffic, memory and work of one of several processes, without running the model.
+
+        Args:
+            ranks: Number of processes.
+
+        Returns:
+            The cost by distribution; ``"sgd"`` averages gradients, and nothing else.
+
+        Raises:
+            InputError: The number is not a positive whole number.
+        """
+        schedule = self.schedule
+        periods = Periods(schedule.refresh_every, schedule.covariance_every)
+        return rank_costs(model_size(self._assembly, self.layers), ranks, periods)
 
     def _summary(self) -> Summary:
         settings = self.damping, self.schedule
@@ -485,7 +507,7 @@ class Engine(Summarized, PreconditioningModel):
     @property
     def _is_due(self) -> bool:
         """Whether the next call updates statistics."""
-        return self.estimator.refreshes.planner.updates_covariances(self.counter)
+        return self.planner.observes(self.counter)
 
     def _measure_if_due(
         self,
@@ -527,5 +549,5 @@ class Engine(Summarized, PreconditioningModel):
 
     def _advance(self, seconds: float) -> None:
         """Record that a call has succeeded."""
-        self.estimator.refreshes.advance(self.counter, seconds)
+        self.estimator.refreshes.advance(self.planner, self.counter, seconds)
         self.counter += 1

@@ -1,17 +1,14 @@
 """A model with losses and blocks: its layers, its factors and the memory of a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kfac_engine.arguments import whole
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
-from kfac_engine.distributed.sizes import Periods
 from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
-from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.parameter_entries import ParameterEntries
 from kfac_engine.engine.report import LayerReport, layer_reports
 from kfac_engine.engine.trainable_model import TrainableModel
@@ -102,22 +99,6 @@ class MeasuredModel(TrainableModel):
         if largest := max(sizes):
             footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
             footprint.require(largest, more())
-
-    def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
-        """Return traffic, memory and work of one of several processes, without running the model.
-
-        Args:
-            ranks: Number of processes.
-
-        Returns:
-            The cost by distribution; ``"sgd"`` averages gradients, and nothing else.
-
-        Raises:
-            InputError: The number is not a positive whole number.
-        """
-        schedule = self.estimator.refreshes.schedule
-        periods = Periods(schedule.refresh_every, schedule.covariance_every)
-        return rank_costs(model_size(self._assembly, self.layers), ranks, periods)
 
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)

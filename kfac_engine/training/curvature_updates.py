@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import TypeVar
 
@@ -10,8 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
-from kfac_engine.curvature.refreshes import least_period
-from kfac_engine.curvature.schedule import Planner, PlannerState, Schedule
+from kfac_engine.curvature.schedule import NEVER, PlannerState, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.engine import Engine
@@ -21,7 +19,6 @@ from kfac_engine.training.report import StageClock
 
 Result = TypeVar("Result")
 
-_NEVER = -1
 # Fields of the planner's state that are numbers.
 _TIMES = ("elapsed", "spent", "cost", "seconds")
 
@@ -31,20 +28,6 @@ def check_part(name: str, value: float) -> None:
     positive(name, value)
     if value > 1:
         raise InputError(f"{name} must lie in (0, 1], got {value!r}.")
-
-
-@dataclass(frozen=True, slots=True)
-class LastUpdates:
-    """The steps of the latest updates; −1 before the first one.
-
-    Attributes:
-        statistics: Step of the latest statistics.
-        start: Step from which the periods grow, and whose statistics replace the averages; −1 for
-            the beginning of the run.
-    """
-
-    statistics: int = _NEVER
-    start: int = _NEVER
 
 
 class PartialBatch:
@@ -151,18 +134,16 @@ class PartialBatch:
 class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
-    The periods grow: an update is due as soon as ``min(period, max(1, steps // 2))`` steps have
-    passed, because the curvature changes quickly at the beginning of a run. Refreshes have a
-    period of at least ``refreshes.least_period`` from the start, unless a budget of time limits
-    them.
-
     Args:
         engine: The engine.
-        schedule: The policy of the refreshes and the largest periods; ``covariance_every`` is that
-            of the statistics.
+        schedule: The policy of the refreshes, and the largest periods of a ``GrowingPlanner``;
+            ``covariance_every`` is that of the statistics.
         part: Part of the batch whose statistics are computed, in (0, 1].
         by_example: Whether each statistics contain the gradients of single examples, which
             parameters without a layer need; if not, once in ``refresh_every`` steps.
+
+    Attributes:
+        planner: Plans the updates.
     """
 
     def __init__(
@@ -171,55 +152,40 @@ class CurvatureUpdates:
         check_part("statistics_part", part)
         self._by_example = by_example
         self._engine = engine
-        self._every = schedule.covariance_every
         self._refreshes = engine.estimator.refreshes
-        self._refreshes.check_policy(schedule.policy)
-        self._planner = Planner(self._refreshes.works, schedule)
+        self.planner = self._refreshes.growing_planner(schedule)
         self._names = factor_names(engine)
         self._part = PartialBatch(engine, part)
 
-    def is_due(self, step: int, last: LastUpdates, examples: int) -> bool:
+    def is_due(self, step: int, examples: int) -> bool:
         """Return whether a step may update statistics or inverses; see ``update``."""
-        return self._observes(step, last) or self._refreshes.may_run(
-            step, self._planner, self._bound(step, last, examples)
+        bound = self.planner.bound(step, examples)
+        return self.planner.observes(step) or bool(
+            self._refreshes.due(self.planner, step, bound, moved=False)
         )
 
-    def update(
-        self,
-        step: int,
-        last: LastUpdates,
-        batch: Sequence[Batch],
-        examples: int,
-        clock: StageClock,
-    ) -> LastUpdates:
+    def update(self, step: int, batch: Sequence[Batch], examples: int, clock: StageClock) -> None:
         """Update statistics and inverses where they are due.
 
         Args:
             step: Number of the step, from 0.
-            last: The latest updates.
             batch: The parts of the batch, each with inputs and targets.
             examples: Number of examples of the batch, of all processes.
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
-
-        Returns:
-            The latest updates after this step.
         """
-        refreshes, planner = self._refreshes, self._planner
-        bound = self._bound(step, last, examples)
+        refreshes, planner = self._refreshes, self.planner
+        bound = planner.bound(step, examples)
         refreshes.wait()
-        if observes := self._observes(step, last):
-            replaces = last.statistics == _NEVER and last.start != _NEVER
-            every = planner.schedule.refresh_every
-            late = last.statistics == _NEVER or step // every > last.statistics // every
-            with clock("statistics"), self._examples(late or self._by_example):
-                self.observe(step, batch, decay=0.0 if replaces else None)
-            last = replace(last, statistics=step)
+        if observes := planner.observes(step):
+            decay = 0.0 if planner.replaces else None
+            by_example = self._by_example or planner.begins_period(step)
+            with clock("statistics"), self._examples(by_example):
+                self.observe(step, batch, decay=decay)
         reads_drifts = observes and planner.reads_drifts
-        if reads_drifts or refreshes.may_run(step, planner, bound):
+        if reads_drifts or refreshes.due(planner, step, bound, moved=False):
             self._engine.agreement.vote(place="refresh")  # before the messages of the refresh
             with clock("inverses"):
-                refreshes.run(step, planner, bound=bound, moved=observes)
-        return last
+                refreshes.run(planner, step, bound, moved=observes)
 
     def advance(self, step: int, seconds: float) -> tuple[str, ...]:
         """Record that a step has succeeded.
@@ -231,19 +197,15 @@ class CurvatureUpdates:
         Returns:
             Names of the factors that the step refreshed.
         """
-        refreshed = self._refreshes.advance(step, seconds, self._planner)
+        refreshed = self._refreshes.advance(self.planner, step, seconds)
         return tuple(self._names[key] for key in refreshed)
-
-    def restart(self) -> None:
-        """Refresh all factors in the next step."""
-        self._planner.state.refreshed.clear()
 
     def saved(self) -> dict[str, Array]:
         """Return the steps of the latest refreshes, and the learned times if the plans use them."""
-        state = self._planner.state
-        steps = [state.refreshed.get(work.key, _NEVER) for work in self._planner.works]
+        state = self.planner.state
+        steps = [state.refreshed.get(work.key, NEVER) for work in self.planner.works]
         saved = {"steps": np.array(steps, np.float64)}
-        if self._planner.schedule.policy == "budget":
+        if self.planner.schedule.policy == "budget":
             saved["times"] = np.array([getattr(state, name) for name in _TIMES], np.float64)
         return saved
 
@@ -251,10 +213,10 @@ class CurvatureUpdates:
         """Restore a state that ``saved`` returned."""
         to_numpy = self._engine.collection.backend.to_numpy
         values = {name: to_numpy(array).tolist() for name, array in saved.items()}
-        pairs = zip(self._planner.works, values["steps"], strict=True)
+        pairs = zip(self.planner.works, values["steps"], strict=True)
         refreshed = {work.key: int(step) for work, step in pairs if 0 <= step < inf}
         times = zip(_TIMES, values.get("times", ()), strict=False)
-        self._planner.state = PlannerState(refreshed, **dict(times))
+        self.planner.state = PlannerState(refreshed, **dict(times))
 
     @contextmanager
     def _decay(self, decay: float | None) -> Iterator[None]:
@@ -277,18 +239,6 @@ class CurvatureUpdates:
         finally:
             statistics.by_example = True
 
-    def _observes(self, step: int, last: LastUpdates) -> bool:
-        """Return whether a step updates the statistics."""
-        return is_due(step, last.statistics, self._every, step - max(last.start, 0))
-
-    def _bound(self, step: int, last: LastUpdates, examples: int) -> int:
-        """Return the largest period of the refreshes of a step."""
-        grown = max(1, (step - max(last.start, 0)) // 2)
-        if self._planner.schedule.policy == "budget":
-            return grown
-        least: int = least_period(self._refreshes.early_rates(), examples)
-        return max(grown, least)
-
     def observe(self, step: int, batch: Sequence[Batch], *, decay: float | None = None) -> None:
         """Average the statistics of a part of a batch.
 
@@ -301,19 +251,6 @@ class CurvatureUpdates:
         update = self._engine.update_statistics
         with self._decay(decay):
             self._part.first(step, batch, lambda *part: update(*part) or None)
-
-
-def is_due(step: int, last: int, period: int, age: int | None = None) -> bool:
-    """Return whether an update is due: at first in each step, later once in a period.
-
-    Args:
-        step: Number of the step, from 0.
-        last: Step of the latest update; −1 before the first one.
-        period: Largest number of steps between two updates.
-        age: Number of steps from which the period grows; None for all steps.
-    """
-    grown = max(1, (step if age is None else age) // 2)
-    return last == _NEVER or step - last >= min(period, grown)
 
 
 def rotating_part(step: int, rows: Rows, part: float) -> Array:

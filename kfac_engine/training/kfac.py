@@ -22,7 +22,6 @@ from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
-    LastUpdates,
     PartialBatch,
     check_part,
 )
@@ -197,7 +196,6 @@ class KfacOptimizer(Optimizer):
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or self._adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
-        self._last = LastUpdates()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
         self._relative = _is_relative(rule, damping, self._adaptation)
@@ -271,13 +269,15 @@ class KfacOptimizer(Optimizer):
         # Only steps that update the curvature have a state of the estimator to restore.
         norm = inf if rate > _LARGE_RATE else None
         guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0, norm)
-        due = self._curvature.is_due(self.steps, self._last, step.examples)
+        observes = self._curvature.planner.observes(self.steps)
+        due = self._curvature.is_due(self.steps, step.examples)
         with guard if due else nullcontext() as undone:
-            last = self._curvature.update(self.steps, self._last, batch, step.examples, clock)
+            self._curvature.update(self.steps, batch, step.examples, clock)
             move = self._update(step)
             require_finite(move.values if undone else {}, engine.collection.backend)
             engine.agreement.vote(place="KfacOptimizer")
-        self._last = last
+        if observes:
+            self._curvature.planner.observed = self.steps
         report = StepReport(
             loss + penalty,
             rate if move.rate is None else move.rate,
@@ -387,8 +387,7 @@ class KfacOptimizer(Optimizer):
         """
         self.damping *= _MORE_DAMPING
         self._restraint *= _SHORTER
-        self._last = LastUpdates(start=self.steps)
-        self._curvature.restart()
+        self._curvature.planner.restart(self.steps)
 
     def state(self) -> SavedState:
         """Return the state of the optimizer without the engine; its arrays are not copied."""
@@ -407,8 +406,8 @@ class KfacOptimizer(Optimizer):
         return {
             **super()._numbers(),
             **(kind if self._relative else {}),
-            "statistics": self._last.statistics,
-            "start": self._last.start,
+            "statistics": self._curvature.planner.observed,
+            "start": self._curvature.planner.start,
             "damping": float(self._damping),
             "burned_in": self._burned_in,
         }
@@ -423,7 +422,8 @@ class KfacOptimizer(Optimizer):
 
     def _set_numbers(self, numbers: Mapping[str, float]) -> None:
         super()._set_numbers(numbers)
-        self._last = LastUpdates(*(int(numbers[n]) for n in ("statistics", "start")))
+        self._curvature.planner.observed = int(numbers["statistics"])
+        self._curvature.planner.start = int(numbers["start"])
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
 

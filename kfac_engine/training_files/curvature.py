@@ -530,7 +530,7 @@ def _names(key: Params) -> tuple[str, ...]:
 
 
 def _is_due(step: Symbol, last: Symbol, period: int, least: Any) -> Symbol:
-    """Record whether an update is due, as for ``CurvatureUpdates``.
+    """Record whether an update is due, as ``GrowingPlanner`` decides it.
 
     Args:
         step: Number of steps so far.

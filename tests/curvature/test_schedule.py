@@ -50,14 +50,14 @@ def test_the_first_call_updates_and_refreshes_everything(policy):
     works = works_of([1, 2, 3])
     schedule = ke.Schedule(covariance_every=3, refresh_every=5, policy=policy)
     planner = Planner(works, schedule)
-    assert planner.updates_covariances(0)
+    assert planner.observes(0)
     assert planner.refreshes(0) == ("f0", "f1", "f2")
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
 def test_covariances_move_at_multiples_of_their_period(every, expected):
     planner = Planner([], ke.Schedule(covariance_every=every))
-    assert [counter for counter in range(7) if planner.updates_covariances(counter)] == expected
+    assert [counter for counter in range(7) if planner.observes(counter)] == expected
 
 
 def test_all_at_once_refreshes_everything_at_multiples_of_the_period():

@@ -155,7 +155,7 @@ def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
             model_of("mlp"), loss="categorical", communicator=communicator, **options
         )
         refreshes = engine.estimator.refreshes
-        calls = [refreshes.planner.refreshes(counter) for counter in range(1, 4)]
+        calls = [engine.planner.refreshes(counter) for counter in range(1, 4)]
         return {work.key: work.owner for work in refreshes.works}, calls
 
     (owned, calls), *others = run(3, plan)

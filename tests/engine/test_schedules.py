@@ -93,9 +93,7 @@ def test_a_run_continues_with_the_drifts_of_its_file(tmp_path):
     assert second.estimator.refreshes.drifts() == first.estimator.refreshes.drifts()
     for seed in range(3, 8):
         assert_same(second.step(*batch(seed)), first.step(*batch(seed)))
-    assert second.estimator.refreshes.planner.state.refreshed == (
-        first.estimator.refreshes.planner.state.refreshed
-    )
+    assert second.planner.state.refreshed == first.planner.state.refreshed
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ def test_a_budget_counts_the_time_of_calls_and_refreshes():
     engine = engine_of(policy="budget", budget=0.45)
     engine.step(*batch(0))
     counts = [len(refreshed(engine, seed)) for seed in range(1, 9)]
-    state = engine.estimator.refreshes.planner.state
+    state = engine.planner.state
     assert (state.elapsed, state.spent) == (40.0, 16.0)
     assert state.spent <= 0.45 * state.elapsed + 1
     assert counts[0] == 0  # no time has been counted
@@ -141,15 +139,15 @@ def test_a_pattern_without_a_parameter_is_refused_and_the_schedule_kept():
 def test_a_call_that_fails_is_not_counted(policy):
     engine = engine_of(policy=policy)
     engine.step(*batch(0))
-    before, drifts = engine.estimator.refreshes.saved(), engine.estimator.refreshes.drifts()
+    planned, refreshes = engine.planner.saved(), engine.estimator.refreshes
+    samples, drifts = refreshes.saved(), refreshes.drifts()
     inputs, targets = batch(1)
     bad = {name: np.full_like(array, np.nan) for name, array in inputs.items()}
     with pytest.raises(ke.NonFiniteError):
         engine.step(bad, targets)
-    planner, samples = engine.estimator.refreshes.saved()
-    assert planner == before[0]
-    assert samples.keys() == before[1].keys()
-    assert engine.estimator.refreshes.drifts() == drifts
+    assert engine.planner.saved() == planned
+    assert refreshes.saved().keys() == samples.keys()
+    assert refreshes.drifts() == drifts
     assert engine.counter == 1
 
 

@@ -7,9 +7,10 @@ import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature.schedule import GrowingPlanner
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.training import adaptive_lengths
-from kfac_engine.training.curvature_updates import is_due, rotating_part
+from kfac_engine.training.curvature_updates import rotating_part
 from tests import models
 from tests.training import softmax_net as net
 from tests.training.kfac_reference import Reference
@@ -129,11 +130,11 @@ def test_the_damping_of_an_adapted_run_moves_both_ways():
 
 
 def test_updates_are_due_often_at_first():
-    steps, last = [], -1
+    planner, steps = GrowingPlanner([], ke.Schedule(covariance_every=10)), []
     for step in range(60):
-        if is_due(step, last, 10):
+        if planner.observes(step):
             steps.append(step)
-            last = step
+            planner.observed = step
     assert steps == [0, 1, 2, 3, 5, 9, 17, 27, 37, 47, 57]
 
 

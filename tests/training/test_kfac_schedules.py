@@ -314,7 +314,7 @@ def test_the_schedule_of_the_engine_is_left_alone():
     engine = net.engine(schedule=ke.Schedule(refresh_every=3))
     run(ke.KfacOptimizer(engine, policy="budget"), range(3))
     assert engine.schedule == ke.Schedule(refresh_every=3)
-    assert engine.estimator.refreshes.planner.state.refreshed == {}
+    assert engine.planner.state.refreshed == {}
 
 
 # -- the planner with growing periods --------------------------------------------------------------
