@@ -262,6 +262,18 @@ def embedding(
     return net.model({"input": ["batch", length]}, {"output": ["batch", classes]}, "int64")
 
 
+def tied_table(d: int = 4, length: int = 3, dtype: str = "float32") -> onnx.ModelProto:
+    """Gather from ``table``, ``x = tanh(rows · W)``, logits ``x · tableᵀ``; ``input`` has ids."""
+    net = Net(dtype)
+    table = net.weight("table", VOCABULARY, d)
+    rows = net.op("Gather", table, "input", to="rows")
+    x = net.op("Tanh", net.op("MatMul", rows, net.weight("W", d, d), to="product"), to="x")
+    net.op("MatMul", x, net.op("Transpose", table, to="columns", perm=[1, 0]), to="output")
+    return net.model(
+        {"input": ["batch", length]}, {"output": ["batch", length, VOCABULARY]}, "int64"
+    )
+
+
 def two_outputs(d: int = 5, dtype: str = "float32") -> onnx.ModelProto:
     """A shared trunk with heads ``logits`` (3) and ``mean`` (2)."""
     net = Net(dtype)
@@ -300,6 +312,7 @@ MODELS: Mapping[str, Callable[..., onnx.ModelProto]] = {
     "layer_norm": layer_norm,
     "tied": tied,
     "embedding": embedding,
+    "tied_table": tied_table,
     "two_outputs": two_outputs,
     "sigmoid_output": sigmoid_output,
     "odd_ops": odd_ops,

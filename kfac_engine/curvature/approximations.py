@@ -10,7 +10,7 @@ from typing import TypeAlias
 from kfac_engine.curvature.blocks.base import FactorOwner, FisherBlock
 from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
-from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
+from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB, TiedTableFB
 from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
 from kfac_engine.curvature.blocks.kronecker import (
     BY_SIZE,
@@ -86,8 +86,8 @@ class LayerKind:
             shapes: Shapes of its parameters.
         """
         if isinstance(form, LayerForm):
-            ids = isinstance(form.input_view, TokenIdView)  # their factor is a diagonal
-            rows = max(form.packing.matrix_shape(shapes[0])[ids:])
+            ids = isinstance(form.input_view, TokenIdView)  # the vocabulary has a diagonal
+            rows = shapes[0][-1] if ids else max(form.packing.matrix_shape(shapes[0]))
         else:
             rows = sum(map(prod, shapes))
         return self.large or self.default if rows > self.largest else self.default
@@ -143,6 +143,7 @@ _SUA = "Grosse & Martens 2016, arXiv:1602.01407, theorem 4"
 _USES = "Martens, Ba & Johnson 2018, section 3.2"
 _SERIES = "Martens, Ba & Johnson 2018, section 3.5"
 _DIVIDED = "Shi et al. 2023, arXiv:2309.06497, section 3.3"
+_TRACES = "Gao et al. 2020, arXiv:2011.10741, partial traces"
 _DIAGONAL = "mean of squared per-example gradients"
 
 _SQUARES = partial(ScaleShiftFB, statistic=ScaleShiftSquare, factor=DiagonalFactor)
@@ -293,6 +294,15 @@ KINDS: Registry[LayerKind] = Registry(
             },
             large="kron_indep_blocks",
         ),
+        "tied_embedding": LayerKind(
+            {
+                "kron": _of_examples(TiedTableFB, "H ⊗ diag(V)", _TRACES),
+                "kron_both_diag": _of_examples(
+                    partial(TiedTableFB, input_side=DIAGONAL), "diag(H) ⊗ diag(V)", _TRACES
+                ),
+            },
+            large="kron_both_diag",
+        ),
         "scale_and_shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
         "shift": LayerKind(_AFFINE, large="diagonal", largest=LARGEST_FULL_SIDE),
         # Parameters without a layer: blocks are created from names.
@@ -327,6 +337,8 @@ NOTATION: Mapping[str, str] = {
     "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
     "blocks": f"diagonal blocks of at most {LARGEST_BLOCK:,} rows of a matrix of at most "
     f"{LARGEST_DIVIDED:,} rows; diagonal of a larger one",
+    "H": "partial trace over the vocabulary of a sum of F over rows and uses",
+    "V": "partial trace over the features of the same sum, divided by its trace",
     "g": "gradient of an example, or of the batch in blocks without an engine",
 }
 

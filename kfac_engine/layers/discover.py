@@ -49,6 +49,8 @@ def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
     if len(uses) == 1:
         return first
     kinds = sorted({use.kind for use in uses})
+    if kinds == _TIED:
+        return _tied(uses, several)
     if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
         return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
     if any(use.options != first.options for use in uses):
@@ -69,10 +71,30 @@ def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
     )
 
 
+def _tied(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
+    """Return the layer of a table that embeddings and products read."""
+    ordered = sorted(uses, key=lambda use: _TIED.index(use.kind))
+    lookups = [use for use in ordered if use.kind == "embedding"]
+    products = ordered[len(lookups) :]
+    layouts = {(p.options["weight_format"], p.options.get("feature_axis", -1)) for p in products}
+    if layouts != {("OI", -1)}:
+        return f"{several}: no approximation covers a product whose outputs are not those rows"
+    return LayerMatch(
+        "tied_embedding",
+        products[0].parameters[:1],
+        _over([use.inputs for use in ordered]),
+        _over([use.outputs for use in ordered]),
+        {"lookups": len(lookups)},
+        computed=tuple(value for use in ordered for value in use.computed),
+    )
+
+
 def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
     return tuple(name for use in uses for name in ((use,) if isinstance(use, str) else use) if name)
 
 
+# The kinds of the uses of a table that is the embedding and the last layer of a model.
+_TIED = ["embedding", "fully_connected"]
 # The layout of a dense weight, and that of its transpose.
 _TRANSPOSED_FORMAT = {"IO": "OI", "OI": "IO"}
 

@@ -15,9 +15,10 @@ from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import rearrange_entries
 
-# The weights of these layers are vectors, or a matrix for each group.
+# The weights of these layers are vectors, a matrix for each group, or read in two ways.
 _WITHOUT_PARTS = {
-    "grouped_convolution", "grouped_convolution_multi", "scale_and_shift", "shift"
+    "grouped_convolution", "grouped_convolution_multi", "scale_and_shift", "shift",
+    "tied_embedding",
 }  # fmt: skip
 # A feature of the result depends on the same feature of an operand. A division after the operator
 # is one before it.

@@ -25,7 +25,9 @@ from kfac_engine.training.vectors import Vector, combine, zeros
 
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
 # zero, or scale single features.
-_BY_ADAM = {"embedding", "embedding_multi", "scale_and_shift", "shift", "generic"}
+_BY_ADAM = {
+    "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
+}  # fmt: skip
 _BETA2, _EPSILON = 0.999, 1e-8
 
 # log k decays by this part in a step and grows by the agreement times the gain. An agreement of 1

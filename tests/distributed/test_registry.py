@@ -101,6 +101,11 @@ NETWORKS = {
            i = Gather<axis=1>(input, first)  j = Gather<axis=1>(input, second)
            f = Gather(w, i)  g = Gather(w, j)  a = Tanh(g)  features = Sub(f, a)""",
     ),
+    "tied_embedding": (
+        "int64[batch, 2] input",
+        {"w": (7, 4), "head": (14, 3)},
+        "f = Gather(w, input)  a = Tanh(f)  t = Transpose(w)  features = MatMul(a, t)",
+    ),
     "scale_and_shift": (
         "float64[batch, 4] input",
         {"w": (4,), "b": (4,), "head": (4, 3)},

@@ -43,8 +43,9 @@ def assert_same(one, two, engines, atol=3e-5):
         np.testing.assert_allclose(factor.cov / scale, other.cov / scale, rtol=0, atol=atol)
 
 
+MODELS = ("mlp", "token_mlp", "cnn", "layer_norm", "tied", "embedding", "tied_table")
 CASES = {
-    **{name: (name, {}) for name in ("mlp", "token_mlp", "cnn", "layer_norm", "tied", "embedding")},
+    **{name: (name, {}) for name in MODELS},
     "conv diagonal": ("cnn", {"conv2d": "diagonal"}),
     "conv reduce": ("cnn", {"conv2d": "kron_reduce"}),
     "conv ekfac": ("cnn", {"conv2d": "ekfac"}),

@@ -129,7 +129,7 @@ class Decomposer:
         """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity."""
         average = factor.average.read()
         if isinstance(factor, DiagonalFactor):
-            return self._read(average)[None].clip(min=0.0), None
+            return self._read(factor.diagonal())[None].clip(min=0.0), None
         stack = isinstance(factor, StackedSquareFactor)
         matrices = self._read(average) if stack else self._read(factor.get_cov())[None]
         return eigenbasis(matrices, parts, rows, float(np.finfo(average.dtype).eps))

@@ -17,6 +17,7 @@ from kfac_engine.analysis.fisher_matrix.gradient_forms import (
 )
 from kfac_engine.backend.channel_groups import split_features
 from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.curvature.blocks.embedding import TiedTableFB
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB, ScaleShiftForm
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
@@ -42,6 +43,8 @@ def form_of(block: FisherBlock, inputs: int, outputs: int) -> Form | None:
     if isinstance(block, ScaleShiftFB):
         return block.form
     if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
+        return None
+    if isinstance(block, TiedTableFB):  # its uses are read in two ways
         return None
     form = block.form
     views = form.input_view, form.output_view

@@ -6,12 +6,21 @@ A product with ``Rows`` reads these rows only.
 """
 
 from kfac_engine._types import Array, Rows, Vector
-from kfac_engine.curvature.blocks.base import FactorOwner
-from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, Side
+from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
+from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
+from kfac_engine.curvature.factors.row_weights import LayerRows
+from kfac_engine.curvature.factors.tied import (
+    TableEntries,
+    TableEntriesFactor,
+    TableFeatures,
+    TableFeatureSquares,
+)
 from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.token_ids import TokenIdView
+from kfac_engine.layers.views import RowView
 
 TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 
@@ -72,3 +81,40 @@ class EmbeddingKroneckerFB(MultiUseKroneckerFB):
     def _scaled(self, vector: Rows, values: Array, exp: float) -> Rows:
         scaled = float(self.repeats) ** exp * values
         return Rows(vector.indices, scaled.astype(vector.values.dtype), vector.num_rows)
+
+
+class TiedTableFB(KroneckerProductFB):
+    """A Kronecker block of a table that embeddings and products read.
+
+    Args:
+        collection: Owner of the factors.
+        form: Layout of the tensors: the input view reads token ids, the output view features and
+            all gradients. ``num_uses`` is the number of uses by token ids, which come first.
+        input_side: Form of the factor over the features, dense or diagonal.
+    """
+
+    symbols = ("H", "V")
+
+    def __init__(
+        self, collection: FactorOwner, form: LayerForm, *, input_side: Side = DENSE
+    ) -> None:
+        super().__init__(collection, form, input_side=input_side, output_side=DIAGONAL)
+
+    @property
+    def repeats(self) -> float:
+        """One: the factors are sums over the rows of an example, not means."""
+        return 1
+
+    def layer_rows(self) -> tuple[LayerRows, ...]:
+        return ()  # each term has a gradient, which vanishes in rows that do not count
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        ids, view, lookups = self.form.input_view, self.form.output_view, self.form.num_uses
+        assert isinstance(ids, TokenIdView)  # by the registration
+        assert isinstance(view, RowView)
+        inputs, gradients = tuple(self._towers.inputs), self._towers.gradients(grads_list)
+        side, make = self._sides[0], self._collection.make_or_get_factor
+        features = TableFeatures if side is DENSE else TableFeatureSquares
+        H = features(inputs, gradients, ids, view, lookups)
+        V = TableEntries(inputs, gradients, ids, view, lookups)
+        self._factors = make(side.factor, (H,)), make(TableEntriesFactor, (V,))

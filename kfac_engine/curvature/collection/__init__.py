@@ -120,6 +120,7 @@ REGISTRATIONS: Registry[Callable[..., None]] = Registry(
         "stacked_dense": LayerCollection.register_stacked_dense,
         "embedding": LayerCollection.register_embedding,
         "embedding_multi": LayerCollection.register_embedding_multi,
+        "tied_embedding": LayerCollection.register_tied_embedding,
         "scale_and_shift": LayerCollection.register_scale_and_shift,
         "shift": LayerCollection.register_shift,
     },

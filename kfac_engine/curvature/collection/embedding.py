@@ -7,7 +7,10 @@ from kfac_engine._types import Params
 from kfac_engine.curvature.blocks.base import TowerNames
 from kfac_engine.curvature.blocks.multi_use import count_uses
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key
-from kfac_engine.layers.layer_forms import embedding_form
+from kfac_engine.layers.layer_forms import LayerForm, embedding_form
+from kfac_engine.layers.packing import Packing
+from kfac_engine.layers.token_ids import TokenIdView
+from kfac_engine.layers.views import RowView
 from kfac_engine.losses.collection import Reuse
 
 
@@ -84,3 +87,29 @@ class EmbeddingLayers(BlockRegistry):
         )
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)
+
+    def register_tied_embedding(
+        self,
+        params: str,
+        inputs: TowerNames,
+        outputs: TowerNames,
+        lookups: int = 1,
+        approx: str | None = None,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> None:
+        """Register a table that embeddings and products read.
+
+        Args:
+            params: The table ``(vocabulary, d)``; its shape must be declared.
+            inputs: Names over uses: of token ids, ``(n, …positions)``, then of the features of
+                products, ``(n, …positions, d)``.
+            outputs: Names of the selected rows, ``(n, …positions, d)``, then of the products,
+                ``(n, …positions, vocabulary)``.
+            lookups: Number of uses by token ids.
+            approx: ``"kron"``.
+            reuse: Whether this is a further tower.
+        """
+        key = canonical_key(params)
+        ids = TokenIdView(self.require_vocabulary(key), positions=True, zeros_outside=True)
+        form = LayerForm(ids, RowView(), Packing("OI", has_bias=False), num_uses=lookups)
+        self._register("tied_embedding", key, form, (inputs, outputs), approx, reuse)

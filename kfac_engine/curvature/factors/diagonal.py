@@ -15,24 +15,28 @@ class DiagonalFactor(FisherFactor):
     has no effect, and no eigenvalue is clipped. The Cholesky factor is the square root.
     """
 
+    def diagonal(self) -> Array:
+        """Return the diagonal as of the current average, in its shape."""
+        return self.average.read()
+
     @property
     def has_inverses(self) -> bool:
         return False
 
     @property
     def side(self) -> int:
-        return int(self.average.read().size)
+        return int(self.diagonal().size)
 
     def measured_traces(self) -> Array:
-        total: Array = self.average.read().sum()
+        total: Array = self.diagonal().sum()
         return total
 
     def get_cov(self) -> Array:
-        dense: Array = self.backend.xp.diag(self.average.read().reshape(-1))
+        dense: Array = self.backend.xp.diag(self.diagonal().reshape(-1))
         return dense
 
     def eigenvalues(self) -> Array:
-        average = self.backend.to_numpy(self.average.read())
+        average = self.backend.to_numpy(self.diagonal())
         return np.sort(average.astype(np.float64), axis=None)
 
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
@@ -48,7 +52,7 @@ class DiagonalFactor(FisherFactor):
         return RefreshTask((), lambda _: None)  # products read the current average
 
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        diagonal = self.average.read()
+        diagonal = self.diagonal()
         if diagonal.size not in (len(x), x.size):
             raise ShapeError(
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "
@@ -60,7 +64,7 @@ class DiagonalFactor(FisherFactor):
         return damped.reshape(-1, *(1,) * (x.ndim - 1)) * x
 
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
-        diagonal = self.average.read()
+        diagonal = self.diagonal()
         if diagonal.size != x.shape[-1]:
             raise ShapeError(
                 f"{self.name} has {diagonal.size} entries; it cannot multiply an array of shape "

@@ -19,6 +19,7 @@ MODELS = {
     "tied": (lambda: models.tied(dtype="float64"), DOUBLE),
     "layer_norm": (models.layer_norm, SINGLE),
     "embedding": (models.embedding, SINGLE),
+    "tied_table": (models.tied_table, SINGLE),
     "conv": (lambda: models.conv_linear(side=3, kernel=2, pads=0), SINGLE),
 }
 

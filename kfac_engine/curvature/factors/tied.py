@@ -1,0 +1,175 @@
+"""Factors of a table that embeddings read by token ids and products by features.
+
+A row ``h`` of features whose logits ``E h`` have the gradient δ adds ``h hᵀ ⊗ δ δᵀ`` to the Fisher
+block of the table E. A token id whose row ``E[id]`` has the gradient ε adds ``ε εᵀ ⊗ 1_id 1_idᵀ``.
+Rows and uses are assumed to be independent. The factors are the partial traces of the sum of all
+terms::
+
+    H = Σ ‖δ‖² h hᵀ + Σ ε εᵀ            over the features
+    V = Σ ‖h‖² δ δᵀ + Σ ‖ε‖² 1_id 1_idᵀ over the vocabulary, of which the diagonal is stored
+
+Each use thus has the weight of its part of the trace, in both factors. Sums of the moments of h and
+ε alone would not do: an activation and a gradient have different units. Both factors have the trace
+of the block, which is therefore approximately ``H ⊗ V / tr V``. That is exact if the terms have a
+common factor.
+
+Source: Gao et al. 2020, arXiv:2011.10741 (Kronecker products with the trace of the Fisher block).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.statistics import LayerPairs, scale, the_same
+from kfac_engine.layers.token_ids import TokenIdView
+from kfac_engine.layers.views import RowView
+
+_TINY = 1e-30  # least divisor
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows(LayerPairs):
+    """Base of the statistics of a table: means over examples of sums over their rows.
+
+    Attributes:
+        ids: Reads token ids.
+        view: Reads features, and the gradients of all uses.
+        lookups: Number of uses by token ids. They come first, before the products.
+    """
+
+    ids: TokenIdView
+    view: RowView
+    lookups: int
+
+    def pairs(self) -> Iterator[tuple[int, str, str]]:
+        for towers, uses in self._uses():
+            for a, ds in uses:
+                yield towers, a, ds
+
+    def repeats(self, values: Values) -> int:
+        inputs = self.inputs[0][self.lookups :]
+        return sum(self.view.count(values[a].shape) // len(values[a]) for a in inputs)
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        scale(out, beta)
+        for towers, uses in self._uses():
+            for use, (a, ds) in enumerate(uses):
+                share = alpha / (len(values[ds]) * towers)
+                gradients = self._rows(values[ds], out, backend)
+                if use < self.lookups:
+                    self._add_lookup(out, backend.asarray(values[a]), gradients, backend, share)
+                else:
+                    features = self._rows(values[a], out, backend)
+                    self._add_product(out, features, gradients, backend, share)
+
+    def _uses(self) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+        """Yield the number of towers, and the inputs and gradients over uses, of each tower."""
+        for source in self.tensors:
+            for inputs, gradients in zip(self.inputs, source, strict=True):
+                yield len(source), list(zip(inputs, gradients, strict=True))
+
+    def _rows(self, x: Array, out: Array, backend: Backend) -> Array:
+        """Return the rows of a tensor, ``(m, d)``."""
+        rows = self.view.rows(backend.asarray(x), backend)
+        flat: Array = rows.reshape(-1, rows.shape[-1]).astype(out.dtype, copy=False)
+        return flat
+
+    def _add_lookup(
+        self, out: Array, ids: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        """Add ``share`` times the sum over token ids; those outside the table add nothing."""
+        raise NotImplementedError
+
+    def _add_product(
+        self, out: Array, features: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        """Add ``share`` times the sum over rows of features."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class TableFeatures(TableRows):
+    """``Σ ‖δ‖² h hᵀ + Σ ε εᵀ``, ``(features, features)``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        widths: dict[str, int] = {}
+        for _, uses in self._uses():
+            names = [ds if use < self.lookups else a for use, (a, ds) in enumerate(uses)]
+            widths |= {name: self.view.width(values[name].shape) for name in names}
+        d = the_same("features", widths)
+        return d, d
+
+    def _add_lookup(
+        self, out: Array, ids: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        flat = ids.reshape(-1, 1)
+        inside = (flat >= -self.ids.vocabulary) & (flat < self.ids.vocabulary)
+        self._add_moment(out, gradients * inside, backend, share)
+
+    def _add_product(
+        self, out: Array, features: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        norms = _squared_norms(gradients, backend) ** 0.5
+        self._add_moment(out, norms[:, None] * features, backend, share)
+
+    def _add_moment(self, out: Array, rows: Array, backend: Backend, share: float) -> None:
+        backend.second_moment(rows, out, alpha=share, beta=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableFeatureSquares(TableFeatures):
+    """The diagonal of ``TableFeatures``, ``(features,)``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        return TableFeatures.shape(self, values)[:1]
+
+    def _add_moment(self, out: Array, rows: Array, backend: Backend, share: float) -> None:
+        backend.add_scaled(out, (rows * rows).sum(axis=0), share, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntries(TableRows):
+    """The diagonal of ``Σ ‖h‖² δ δᵀ + Σ ‖ε‖² 1_id 1_idᵀ``, ``(vocabulary,)``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        vocabulary = self.ids.vocabulary
+        widths = {"the table": vocabulary}
+        for _, uses in self._uses():
+            for a, _ in uses[: self.lookups]:
+                self.ids.check(a, values[a])
+            widths |= {ds: self.view.width(values[ds].shape) for _, ds in uses[self.lookups :]}
+        return (the_same("entries of the vocabulary", widths),)
+
+    def _add_lookup(
+        self, out: Array, ids: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        counts = self.ids.counts(ids.reshape(-1), backend, _squared_norms(gradients, backend))
+        backend.add_scaled(out, counts, share, 1.0)
+
+    def _add_product(
+        self, out: Array, features: Array, gradients: Array, backend: Backend, share: float
+    ) -> None:
+        weights = _squared_norms(features, backend)
+        step = max(1, backend.scratch_bytes // (gradients.shape[1] * gradients.itemsize))
+        for start in range(0, len(gradients), step):
+            rows = gradients[start : start + step]
+            backend.add_scaled(out, weights[start : start + step] @ (rows * rows), share, 1.0)
+
+
+class TableEntriesFactor(DiagonalFactor):
+    """A diagonal that is divided by its trace."""
+
+    def diagonal(self) -> Array:
+        diagonal = super().diagonal()
+        shares: Array = diagonal / self.backend.xp.maximum(diagonal.sum(), _TINY)
+        return shares
+
+
+def _squared_norms(rows: Array, backend: Backend) -> Array:
+    """Return the squared norm of each row of a matrix."""
+    norms: Array = backend.xp.einsum("ij,ij->i", rows, rows)
+    return norms
