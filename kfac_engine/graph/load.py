@@ -43,6 +43,7 @@ from kfac_engine.graph.passes.shared_constants import (
 )
 from kfac_engine.graph.passes.train_form import in_train_form
 from kfac_engine.graph.passes.upcast import declared_halves, upcast
+from kfac_engine.graph.passes.weight_places import settle_places
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.tensors import (
     densified,
@@ -308,6 +309,8 @@ def _canonical(
         working = upgrade(working)
         constants.update((entry.name, to_array(entry)) for entry in working.graph.initializer)
         filled |= lift_constants(working.graph, constants)
+    _declare_constants(working.graph, constants)
+    settle_places(working, constants)
     put_steps_first(working.graph)
     return working, filled, inner
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import kfac_engine as ke
 from tests.exporters import truth
 from tests.exporters.case import EXPORTERS, Case, chain, floats
+from tests.exporters.corpus_sequences import RECURRENT
 from tests.exporters.exporting import BATCH, distinct_parameters, export
 
 RELATIVE = 1e-4  # second moments of float32 values
@@ -75,3 +76,18 @@ def test_block_equals_factors_of_torch_hooks(case: Case, exporter: str, tmp_path
     np.testing.assert_allclose(
         block.full_fisher_block(), expected, atol=RELATIVE * np.abs(expected).max()
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("case", RECURRENT, ids=lambda case: case.name)
+def test_recurrent_weights_form_layers(case: Case, exporter: str, tmp_path: Path) -> None:
+    """The gates of a file have another order, and are parts of a weight for any batch size."""
+    torch.manual_seed(0)
+    module = case.module()
+    distinct_parameters(module)
+    engine = ke.Engine.from_onnx(export(case, module, exporter, tmp_path), loss="normal")
+    generic = [
+        name for layer in engine.layers if layer.kind == "generic" for name in layer.parameters
+    ]
+    assert not generic

@@ -231,8 +231,9 @@ def test_scratch_memory_is_within_scratch_bytes(name):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     backend.mirror(out)
-    # Sums of patches and small objects come on top.
-    assert peak <= scratch_bytes + 3 * x[0].nbytes + 100_000
+    # Sums of patches and small objects come on top: those of two images in each of two threads,
+    # which rarely meet.
+    assert peak <= scratch_bytes + 4 * x[0].nbytes + 100_000
     assert_close(out, moment(x, case.window, homogeneous=True))
 
 
