@@ -28,7 +28,6 @@ class CovarianceUpdates:
         updater: Updates the factors that read whole batches.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         divided: Whether batches are divided among processes, which combine what they measure.
-        by_example: Whether factors that read gradients of single examples are measured, too.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class CovarianceUpdates:
         self.sources = sources
         self.params_stats: list[Array] = []
         self.divided = False
-        self.by_example = True
         self._batch_size, self._name = batch_size, name
         self._round: ThunkRound | None = None
         self.updater = self._updater_of(f for f in factors if f not in sources.alone)
@@ -54,6 +52,8 @@ class CovarianceUpdates:
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
         weights: ExampleWeights | None = None,
+        *,
+        by_example: bool = True,
     ) -> PendingUpdate:
         """Measure one batch for all factors; averages do not change.
 
@@ -64,6 +64,7 @@ class CovarianceUpdates:
             release: Receives names of values.
             propagated: Gradients that the caller has computed.
             weights: Weights of the examples, next to ``scales``; None if no target has a weight.
+            by_example: Whether factors that read gradients of single examples are measured, too.
 
         Returns:
             The update; its ``commit`` changes the averages.
@@ -71,13 +72,10 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``FisherEstimator.update_covariances``.
         """
+        alone = self._alone(by_example)
         return self._measured(
-            self.updater, self._alone, trace, draws, scales, release, propagated, weights
+            self.updater, alone, trace, draws, scales, release, propagated, weights
         )
-
-    @property
-    def _alone(self) -> tuple[FisherFactor, ...]:
-        return self.sources.alone if self.by_example else ()
 
     def measure_part(
         self,
@@ -86,6 +84,8 @@ class CovarianceUpdates:
         scales: Scales,
         weights: ExampleWeights | None = None,
         bases: Sequence[FisherFactor] = (),
+        *,
+        by_example: bool = True,
     ) -> None:
         """Measure a part of a batch for all factors; averages do not change.
 
@@ -95,12 +95,13 @@ class CovarianceUpdates:
             scales: Factors of cotangents.
             weights: Weights of the examples; None if no target of the batch has a weight.
             bases: The factors of ``parts_of_bases``, to measure these only.
+            by_example: As for ``measure``.
 
         Raises:
             KfacError: As for ``measure``.
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
-        alone = () if bases else self._alone
+        alone = () if bases else self._alone(by_example)
         singles = self.sources.measure_examples(alone, trace, None, scales)
         stats: dict[str, Array] = {}
         batch = self.sources.of_batch(updater.factors, trace, None, scales, stats, weights)
@@ -123,9 +124,13 @@ class CovarianceUpdates:
             self.updater.combine([measurement for _, measurement in measured])
         begin_bases(without_basis(self.updater.factors), dict(measured))  # type: ignore[arg-type] # Kronecker factors
 
-    def joined(self, sums: PartSums) -> PendingUpdate:
+    def joined(self, sums: PartSums, *, by_example: bool = True) -> PendingUpdate:
         """Return the update by the batch whose parts have been measured."""
-        return sums.update((*self.updater.factors, *self._alone))
+        return sums.update((*self.updater.factors, *self._alone(by_example)))
+
+    def _alone(self, by_example: bool) -> tuple[FisherFactor, ...]:
+        """Return the factors that read gradients of single examples, if they are measured."""
+        return self.sources.alone if by_example else ()
 
     def update(
         self,

@@ -26,7 +26,7 @@ WEIGHTS = "weights"  # name of their weights
 class ExampleAxes:
     """The axes of the examples in the inputs and targets of a model.
 
-    ``TrainableModel.example_axes`` returns them.
+    ``Engine.example_axes`` returns them.
 
     Args:
         batch: Where the examples are in the inputs and values of the model.

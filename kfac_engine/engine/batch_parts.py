@@ -109,6 +109,10 @@ class TracedParts:
         """Return a batch that is evaluated already, as one part."""
         return cls([({}, None)], lambda inputs, targets: trace, axes)
 
+    def first(self) -> Trace:
+        """Return the evaluation of the first part."""
+        return self.evaluate(*self.parts[0])
+
     def each(self, do: Callable[[Trace], None]) -> None:
         """Call a function with the evaluation of each part, one after the other."""
         for index, part in enumerate(self.parts):

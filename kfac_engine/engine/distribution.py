@@ -124,19 +124,23 @@ class Distribution(ABC):
         return float(losses.sum()), float(norms.sum())
 
     def combine(
-        self, update: PendingUpdate | None, gradients: dict[str, Array] | None = None
+        self,
+        update: PendingUpdate | None,
+        gradients: dict[str, Array] | None,
+        decay: float,
     ) -> Mapping[str, Array | Rows]:
         """Update the averages, and sum the gradients over the ranks.
 
         Args:
             update: The update of ``meet``.
             gradients: The gradients of the shard; may be changed.
+            decay: Weight of the old averages.
 
         Returns:
             The gradients of the batch that this rank preconditions; of a table that several ranks
             own, its rows.
         """
-        gradients, decay = gradients or {}, self._estimator.cov_ema_decay
+        gradients = gradients or {}
         if self._shards.alone:
             if update is not None:
                 update.commit(decay)

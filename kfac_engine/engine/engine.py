@@ -1,23 +1,22 @@
 """K-FAC for one model: from a batch to preconditioned gradients.
 
-Read ``Engine.step`` first; it calls all stages in order.
+Read ``Engine.step`` first. It differentiates a batch (``batch_passes.py``), then measures, commits,
+refreshes and multiplies (``block_fisher.py``), as each step of a ``KfacOptimizer`` does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 from kfac_engine._types import Array, whole_arrays
-from kfac_engine.arguments import flag, one_of
+from kfac_engine.arguments import flag, number, one_of, whole
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
-from kfac_engine.curvature.factors.row_weights import ExampleWeights
-from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
+from kfac_engine.curvature.factors.updater import PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -25,13 +24,15 @@ from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.distributed.sizes import Periods
-from kfac_engine.engine.backward import BackwardResult, reported_loss
-from kfac_engine.engine.batch_parts import Inputs, TracedParts
+from kfac_engine.engine.backward import BackwardResult
+from kfac_engine.engine.batch_parts import Inputs, parts_of
+from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
-from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.engine_summary import engine_summary
+from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.large_factors import large_factor_notes
+from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.options import (
     GATHERINGS,
@@ -41,42 +42,49 @@ from kfac_engine.engine.options import (
     check_damping,
     check_schedule,
 )
-from kfac_engine.engine.preconditioning import PreconditioningModel
-from kfac_engine.engine.profiling import Recorder
+from kfac_engine.engine.parameter_entries import ParameterEntries
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rank_checks import check_ranks
+from kfac_engine.engine.report import (
+    LayerReport,
+    layer_reports,
+)
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.rollback import quiet, undone_on_overflow
-from kfac_engine.engine.validation import check_load, checked_extras
+from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.trainable_model import TrainableModel
+from kfac_engine.engine.validation import (
+    check_load,
+    checked_extras,
+    checked_vectors,
+)
+from kfac_engine.errors import NotReadyError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.losses.objective import Observation
+from kfac_engine.layers.pieces import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.text.summary import Summarized, Summary
 
 # Gradients whose norms have a smaller sum cannot overflow when they are added.
 _LARGE_NORM = 1e30
-# The state that several processes compare with each batch.
-_STATE = "counters, random generators, dampings or schedules"
 
 
-class Computed(NamedTuple):
+class Measured(NamedTuple):
     """What a step computes of a batch before any state changes.
 
     Attributes:
         backward: Loss and gradients.
+        update: Its statistics; None if they are not due.
         buffers: New running statistics.
         notes: Notes on the batch.
-        update: Its statistics; None if they are not due.
     """
 
     backward: BackwardResult
+    update: PendingUpdate | None
     buffers: dict[str, Array]
     notes: tuple[str, ...]
-    update: PendingUpdate | None
 
 
-class Engine(Summarized, PreconditioningModel):
+class Engine(Summarized, TrainableModel):
     """K-FAC for one ONNX model: gradients, curvature statistics, preconditioned gradients.
 
     ``from_onnx`` returns an engine. Its options ``damping`` and ``schedule`` can be changed later;
@@ -91,7 +99,9 @@ class Engine(Summarized, PreconditioningModel):
     Attributes:
         collection: Layers, losses and blocks.
         estimator: Statistics and products.
+        fisher: The same over all processes; ``step`` measures, commits, refreshes and multiplies.
         objective: Losses and reduction.
+        example_axes: The axes of the examples in inputs and targets.
         counter: Number of calls of ``observe`` and ``step``.
         planner: Plans the calls that update statistics and refresh inverses, by ``schedule``.
     """
@@ -105,10 +115,16 @@ class Engine(Summarized, PreconditioningModel):
         schedule: Schedule,
         exps: Sequence[float],
     ) -> None:
-        super().__init__(assembly, estimator, exps)
-        self.counter = 0
+        super().__init__(assembly)
+        self.collection, self.estimator, self._exps = assembly.collection, estimator, tuple(exps)
+        self._entries = ParameterEntries(assembly.discovery, self._model.parameters)
+        self._factors = Factors(self._entries, self.collection)
+        self.fisher = BlockFisher(
+            assembly, estimator, self._passes, self._layer_reports, self._compared_settings
+        )
         self.planner = estimator.refreshes.planner(schedule)
-        self._prepared = self._draws_placed = False
+        self.counter = 0
+        self._prepared = False
         self._standing_notes = (*assembly.notes, *large_factor_notes(self.layers))
         self._sealed = True
 
@@ -138,8 +154,7 @@ class Engine(Summarized, PreconditioningModel):
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:
-                estimator.place_draws(draw_placements(assembly))
-                engine._draws_placed = True
+                engine.fisher.place_draws()
             engine._warn_of_export()
             engine.agreement.vote(place="from_onnx")
         return engine
@@ -184,7 +199,7 @@ class Engine(Summarized, PreconditioningModel):
     def combine(self, value: Combine | None) -> None:
         self.estimator.combine = value
 
-    # -- the line ---------------------------------------------------------------------------------
+    # -- the line ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Build the sessions of ONNX Runtime for a step that updates statistics, once.
@@ -229,58 +244,35 @@ class Engine(Summarized, PreconditioningModel):
             InputError: Inputs, targets or ``gradients`` are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        start, record = perf_counter(), Recorder(flag("profile", profile))
-        with single_threaded_blas(), self._together():
+        start, clock = perf_counter(), StageClock(memory=flag("profile", profile))
+        with single_threaded_blas(), self.fisher.together():
             one_of("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             self.prepare()
-            compute = self._compute if len(parts) == 1 else self._compute_parts
-            backward, moved, notes, update = compute(parts, update_buffers, record)
-            every, types, exp = backward.gradients, self._model.result_types, self._exps[0]
-            loss, bound = self._distribution.meet(backward.loss, update, every)
-            with undone_on_overflow(self.estimator, every, types, exp, bound):
-                with record("statistics"):
-                    owned = self._distribution.combine(update, every)
-                with record("inverses"):
-                    self.estimator.refreshes.run(self.planner, self.counter)
+            measured = self._measured(parts, flag("update_buffers", update_buffers), clock)
+            backward, update, buffers, notes = measured
+            every, fisher, exp = backward.gradients, self.fisher, self._exps[0]
+            loss, bound = fisher.agree(backward.loss, update, every)
+            with fisher.undone_on_overflow(every, exp, bound, self._model.result_types):
+                with clock("statistics"):
+                    owned = fisher.commit(update, every)
+                with clock("inverses"):
+                    fisher.refresh(self.planner, self.counter)
                 # Checks of gradients that not all processes have precede a vote.
-                self._record(loss, owned if bound is not None and bound > _LARGE_NORM else {})
+                large = bound is not None and bound > _LARGE_NORM
+                self._passes.record(loss, owned if large else {})
                 in_file = self._model.to_file_layout(whole_arrays(owned))
-                with record("precondition"):
-                    natural = self._precondition(owned, exp, tuple(every))
-                self._distribution.conclude()
+                with clock("precondition"):
+                    natural = fisher.multiply_matpower(owned, exp, tuple(every))
+                fisher.distribution.conclude()
                 if gradients == "all":
-                    in_file = self._model.to_file_layout(self._distribution.gather(owned, every))
+                    whole = fisher.distribution.gather(owned, every)
+                    in_file = self._model.to_file_layout(whole)
             self._advance(perf_counter() - start)
-            self._model.buffers.update(moved)
-            return Result(loss, in_file, natural, notes, record.stages, self._model.ties)
-
-    def _compute(self, parts: Sequence[Batch], update_buffers: bool, record: Recorder) -> Computed:
-        """Differentiate a batch of one part, and measure its statistics if they are due."""
-        with record("forward"):
-            trace = self.trace(*parts[0])
-        observation = self._meet(trace, self._observe(trace))
-        along = self._is_due and self.estimator.reads_gradients
-        with record("backward"):
-            read = self.estimator.differentiated if along else None
-            backward = self._differentiate(trace, observation, read)
-        moved = self._updated_buffers(trace) if flag("update_buffers", update_buffers) else {}
-        update = self._measure_if_due(trace, observation, record, backward.outputs)
-        return Computed(backward, moved, self._notes(trace), update)
-
-    def _compute_parts(
-        self, parts: Sequence[Batch], update_buffers: bool, record: Recorder
-    ) -> Computed:
-        """Differentiate a batch of several parts, and then measure its statistics if due."""
-        with record("backward"):
-            backward, moved, notes = self._gradients_of(parts, update_buffers, None)
-        update = None
-        if self._is_due:
-            with record("statistics"), quiet():
-                update = self._measure_parts(self._traced(parts), None)
-        self.estimator.refreshes.wait()
-        return Computed(backward, moved, notes, update)
+            self._model.buffers.update(buffers)
+            notes, stages = (*self._standing_notes, *notes), clock.stages if profile else ()
+            return Result(loss, in_file, natural, notes, stages, self._model.ties)
 
     def observe(self, inputs: Inputs, targets: Targets = None) -> None:
         """Update statistics from a batch and refresh inverses, as scheduled.
@@ -296,33 +288,32 @@ class Engine(Summarized, PreconditioningModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start = perf_counter()
-        with single_threaded_blas(), quiet(), self._together():
+        with single_threaded_blas(), quiet(), self.fisher.together():
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
-            update = None
+            fisher, passes, update = self.fisher, self._passes, None
+            due = self.planner.observes(self.counter)
             if len(parts) == 1:
-                trace = self.trace(*parts[0])
-                observation = self._meet(trace, self._observe(trace, targets=labeled))
+                trace = passes.trace(*parts[0])
+                observation = fisher.meet(trace, passes.observe(trace, targets=labeled))
                 if labeled:
-                    self._check_loss(trace, observation)
-                update = self._measure_if_due(trace, observation, Recorder())
+                    passes.check_loss(trace, observation)
+                fisher.wait()
+                if due:
+                    update = fisher.measure(trace, observation, trace.release)
             else:
-                traced = self._traced(parts)
+                traced = passes.traced(parts)
                 if labeled:
-                    traced.each(self._check_loss)
-                if self._is_due:
-                    update = self._measure_parts(traced, None)
-            self._distribution.meet(0.0, update)
-            self._distribution.combine(update)
-            self.estimator.refreshes.run(self.planner, self.counter)
+                    traced.each(passes.check_loss)
+                fisher.wait()
+                if due:
+                    update = fisher.measure_parts(traced)
+            fisher.agree(0.0, update)
+            fisher.commit(update)
+            fisher.refresh(self.planner, self.counter)
             self._shards.agreement.vote(place="observe")
             self._advance(perf_counter() - start)
-
-    def _check_loss(self, trace: Trace, observation: Observation | None = None) -> None:
-        """Check the targets and the loss of a batch."""
-        with self._history.explain(), trace.explain():
-            reported_loss(trace, self.objective, observation or self.objective.observe(trace))
 
     def update_statistics(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
@@ -346,121 +337,144 @@ class Engine(Summarized, PreconditioningModel):
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        with single_threaded_blas(), quiet(), self._together():
+        with single_threaded_blas(), quiet(), self.fisher.together():
             self.require_memory(trace)
-            parts = () if isinstance(trace, Trace) else self.parts(trace)
-            if len(parts) > 1:
-                update = self._measure_parts(self._traced(parts), examples)
-            else:
-                only = trace if isinstance(trace, Trace) else self.trace(*parts[0])
-                observation = self._meet(only, self._observe(only, targets=False), examples)
-                self.estimator.refreshes.wait()
-                counts = examples is None or all(observation.whole.totals)
-                update = self._measure(only, observation) if counts else None
-            if update is None:
-                return False
-            self._distribution.meet(0.0, update)
-            self._distribution.combine(update)
-            return True
+            batch = trace if isinstance(trace, Trace) else self.parts(trace)
+            return self.fisher.update(batch, examples)
 
-    def _measure_parts(self, traced: TracedParts, examples: int | None) -> PendingUpdate | None:
-        """Measure the statistics of a batch in parts; its random targets are those of the batch.
+    # -- products ----------------------------------------------------------------------------------
 
-        Returns:
-            The update; None if no target of some examples of a batch counts.
-        """
-        estimator, alone = self.estimator, self._shards.alone
-        self.require_examples("statistics of curvature need")
-
-        def meet(trace: Trace) -> Observation:
-            return self._meet(trace, self._observe(trace, targets=False))
-
-        traced.count(self._shards, meet, examples)
-        if examples is not None and not all(traced.size.totals):
-            return None
-        estimator.refreshes.wait()
-        if not self._draws_placed:
-            estimator.place_draws(draw_placements(self._assembly))
-            self._draws_placed = True
-        statistics, bits = estimator.statistics, estimator.rng.bit_generator
-        alike = traced.are_alike
-
-        def measured(bases: Sequence[FisherFactor] = ()) -> PartSums:
-            sums, rows = PartSums(), iter(traced.rows)
-            start = bits.state
-
-            def add(trace: Trace) -> None:
-                part, observation = next(rows), meet(trace)
-                sums.begin(observation.whole.examples)
-                scales = self.objective.fisher_scales(observation.within(traced.size))
-                weights = self._example_weights(trace, observation)
-                if alike:
-                    # Each part draws its rows of the numbers of the batch.
-                    bits.state, estimator.rows = start, part
-                with self._history.explain(), trace.explain():
-                    statistics.measure_part(sums, trace, scales, weights, bases)
-
-            try:
-                traced.each(add)
-            finally:
-                estimator.rows = None if alone else self._shards.rows
-                if bases:
-                    bits.state = start
-            return sums
-
-        if bases := statistics.parts_of_bases:
-            statistics.set_bases(measured(bases))
-        return statistics.joined(measured())
-
-    # -- parameters and files ---------------------------------------------------------------------
-
-    def save(self, path: str | Path, extras: Extras | None = None) -> None:
-        """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
-
-        The state consists of averages, inverses, counter, random generator, parameters and
-        buffers; ``extras`` are stored with it. The first of several processes writes the file.
-        """
-        with self._together():
-            self.estimator.wait()
-            self._shards.agreement.vote(place="save")
-            self._distribution.complete()
-            with self._distribution.all_results():
-                if self._shards.communicator.rank == 0:
-                    save_state(path, self.estimator.factors, self._state(extras))
-            self._shards.agreement.vote(place="save")
-
-    def _state(self, extras: Extras | None) -> State:
-        schedule = self.planner.saved(), self.estimator.refreshes.saved()
-        rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
-        return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
-
-    def load(
-        self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
-    ) -> None:
-        """Restore a state that ``save`` wrote; an error leaves the engine unchanged.
+    def precondition(self, gradients: Mapping[str, Array], exp: float = -1) -> dict[str, Array]:
+        """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
 
         Args:
-            path: The file.
-            parameters: Whether to restore parameters and buffers as well.
-            accept: Receives the extras before anything changes, and returns their differences.
+            gradients: Parameter name to array, from any library. A block needs the gradients of
+                all its parameters; blocks without gradients are left out.
+            exp: One of ``exps``, or 1, which reads the current averages.
+
+        Returns:
+            Parameter name to a new array.
 
         Raises:
-            InputError: The file does not fit this engine; every difference is listed.
+            UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
+            InputError: The bias or the weight of a block is missing.
+            ShapeError: A gradient has another shape than its parameter.
+            NonFiniteError: A gradient contains NaN or infinity.
+            NotReadyError: Nothing was observed yet.
         """
-        check_load(parameters, accept)
-        damping = None if accept else self.damping  # a caller with extras restores it
-        shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
-        expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
-        with self._together():
-            state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
-            self._distribution.restart()
-            self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
-            self.planner.restore(state.planner)
-            self.estimator.refreshes.restore(state.samples)
-            if parameters:
-                self._model.set_parameters(state.parameters)
-                self.set_buffers(state.buffers)
-            self._history.restart()
+        with single_threaded_blas(), self._shards.together():
+            number("exp", exp)
+            products = self.fisher.multiply_matpower(self._checked(gradients), exp)
+            self.fisher.distribution.conclude()
+            return products
+
+    def multiply_cholesky(
+        self, vectors: Mapping[str, Array], transpose: bool = False
+    ) -> dict[str, Array]:
+        """Return ``B v`` with the factor ``B`` of the damped Fisher matrix, ``B Bᵀ = F + λI``.
+
+        ``B`` belongs to the last refresh and needs the option ``compute_cholesky``.
+
+        Args:
+            vectors: Parameter name to array, as for ``precondition``.
+            transpose: Whether the product is ``Bᵀ v``.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            KfacError: As for ``precondition``, or the option is not set.
+        """
+        return self._multiply_root(vectors, self.estimator.products.cholesky, transpose, 0.5)
+
+    def multiply_cholesky_inverse(
+        self, vectors: Mapping[str, Array], transpose: bool = False
+    ) -> dict[str, Array]:
+        """Return ``B⁻¹ v``; see ``multiply_cholesky``. It needs ``compute_cholesky_inverse``.
+
+        With ``transpose`` the product is ``B⁻ᵀ v``: of standard normal numbers ``v`` it has the
+        covariance ``(F + λI)⁻¹``.
+
+        Args:
+            vectors: Parameter name to array, as for ``precondition``.
+            transpose: Whether the product is ``B⁻ᵀ v``.
+
+        Returns:
+            Parameter name to array, new.
+
+        Raises:
+            KfacError: As for ``multiply_cholesky``.
+        """
+        root = self.estimator.products.cholesky_inverse
+        return self._multiply_root(vectors, root, transpose, -0.5)
+
+    def synchronize(self) -> None:
+        """Make the averages of all processes whole, so that they can be read; a collective call.
+
+        Between two refreshes, an average that only refreshes read is divided among the processes of
+        a communicator. ``save``, and products with the power 1, call this method. One process has
+        nothing to do.
+        """
+        with self._shards.together():
+            self.fisher.distribution.complete()
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[LayerReport, ...]:
+        """A report for each layer with its block, and for each parameter without a layer."""
+        return tuple(self._layer_reports())
+
+    @property
+    def factors(self) -> Factors:
+        """The factors of each parameter by name: averages, eigenvalues and dampings."""
+        return self._factors
+
+    @property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Parameter to the pieces that layers use: weights as matrices, and vectors."""
+        return self._entries.pieces(self.collection.fisher_blocks)
+
+    def memory(self, batch_size: int = 1, accumulate: int = 1) -> MemoryReport:
+        """Return a bound of the peak memory of a step, without running the model.
+
+        Args:
+            batch_size: Number of examples, of a part if a batch has several.
+            accumulate: Number of parts of a batch.
+
+        Returns:
+            Bytes of each part of a step. Inputs and targets are not among them.
+
+        Raises:
+            InputError: An argument is not a positive whole number.
+        """
+        whole("batch_size", batch_size, least=1)
+        whole("accumulate", accumulate, least=1)
+        return self._footprint(accumulate).peak(batch_size)
+
+    def require_memory(
+        self,
+        inputs: Inputs,
+        *,
+        statistics: bool = True,
+        more: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Refuse a batch that does not fit into the available memory, before it is computed.
+
+        Args:
+            inputs: Input name to array, or a list of the parts of the batch.
+            statistics: Whether the batch updates statistics and inverses; if not, only its gradient
+                is computed.
+            more: Returns the bytes of further arrays that are allocated for the batch.
+
+        Raises:
+            MemoryLimitError: The batch does not fit; the message names what would fit.
+        """
+        parts = parts_of(inputs)
+        sizes = (unchecked(self._assembly, part, statistics=statistics) for part, _ in parts)
+        if largest := max(sizes):
+            footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
+            footprint.require(largest, more())
 
     def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
         """Return traffic, memory and work of one of several processes, without running the model.
@@ -483,71 +497,122 @@ class Engine(Summarized, PreconditioningModel):
         reports = self._layer_reports()
         return engine_summary(self.name, self._assembly, settings, self.counter, reports)
 
-    # -- private ----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Return a context that leaves no half of a change after an error of a rank or Ctrl-C."""
-        restored = self.estimator.statistics.restored_on_error
-        with HeldInterrupts(), self._shards.together(), restored():
-            yield
-
-    def _meet(
-        self, trace: Trace, observation: Observation, examples: int | None = None
-    ) -> Observation:
-        """Exchange the sizes of shards, which determine the draws of random targets."""
-        if self._shards.alone:
-            return self._shards.meet(trace, observation, examples)
-        settings = self.damping, self.schedule, self.estimator.cov_ema_decay
-        state = f"{self.counter} {settings} {self.estimator.rng.bit_generator.state}"
-        whole = self._shards.meet(trace, observation, examples, {_STATE: state})
-        self.estimator.rows = self._shards.rows
-        return whole
+    # -- files -------------------------------------------------------------------------------------
 
     @property
-    def _is_due(self) -> bool:
-        """Whether the next call updates statistics."""
-        return self.planner.observes(self.counter)
+    def files(self) -> tuple[Path, ...]:
+        """The files of the model and of its external weights; empty for a model from memory."""
+        return self._model.loaded.files
 
-    def _measure_if_due(
+    def save(self, path: str | Path, extras: Extras | None = None) -> None:
+        """Write the state of the engine to a file, from which ``load`` resumes bit by bit.
+
+        The state consists of averages, inverses, counter, random generator, parameters and
+        buffers; ``extras`` are stored with it. The first of several processes writes the file.
+        """
+        with self.fisher.together():
+            self.estimator.wait()
+            self._shards.agreement.vote(place="save")
+            self.fisher.distribution.complete()
+            with self.fisher.distribution.all_results():
+                if self._shards.communicator.rank == 0:
+                    save_state(path, self.estimator.factors, self._state(extras))
+            self._shards.agreement.vote(place="save")
+
+    def load(
+        self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
+    ) -> None:
+        """Restore a state that ``save`` wrote; an error leaves the engine unchanged.
+
+        Args:
+            path: The file.
+            parameters: Whether to restore parameters and buffers as well.
+            accept: Receives the extras before anything changes, and returns their differences.
+
+        Raises:
+            InputError: The file does not fit this engine; every difference is listed.
+        """
+        check_load(parameters, accept)
+        damping = None if accept else self.damping  # a caller with extras restores it
+        shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
+        expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
+        with self.fisher.together():
+            state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
+            self.fisher.distribution.restart()
+            self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
+            self.planner.restore(state.planner)
+            self.estimator.refreshes.restore(state.samples)
+            if parameters:
+                self._model.set_parameters(state.parameters)
+                self.set_buffers(state.buffers)
+            self._history.restart()
+
+    # -- private -----------------------------------------------------------------------------------
+
+    def _measured(
+        self, parts: Sequence[Batch], update_buffers: bool, clock: StageClock
+    ) -> Measured:
+        """Differentiate a batch, and measure its statistics if they are due."""
+        fisher, passes, update = self.fisher, self._passes, None
+        due = self.planner.observes(self.counter)
+        if len(parts) > 1:
+            with clock("backward"):
+                backward, buffers, notes = passes.gradients(parts, update_buffers)
+            fisher.wait()
+            if due:
+                with clock("statistics"), quiet():
+                    update = fisher.measure_parts(passes.traced(parts))
+            return Measured(backward, update, buffers, notes)
+        with clock("forward"):
+            trace = passes.trace(*parts[0])
+        observation = fisher.meet(trace, passes.observe(trace))
+        with clock("backward"):
+            outputs = fisher.outputs if due else None
+            backward = passes.differentiate(trace, observation, outputs)
+        buffers = passes.updated_buffers(trace) if update_buffers else {}
+        fisher.wait()
+        if due:
+            with clock("statistics"):
+                read = observation, trace.release, backward.outputs
+                update = fisher.measure(trace, *read)
+        return Measured(backward, update, buffers, passes.notes(trace))
+
+    def _compared_settings(self) -> str:
+        """Return what all processes have alike in a call; see ``BlockFisher``."""
+        return f"{self.counter} {self.damping} {self.schedule} {self.estimator.cov_ema_decay}"
+
+    def _multiply_root(
         self,
-        trace: Trace,
-        observation: Observation,
-        record: Recorder,
-        gradients: dict[str, Array] | None = None,
-    ) -> PendingUpdate | None:
-        self.estimator.refreshes.wait()
-        if not self._is_due:
-            return None
-        with record("statistics"):
-            return self._measure(trace, observation, trace.release, gradients)
+        vectors: Mapping[str, Array],
+        root: Callable[[bool], Product],
+        transpose: bool,
+        exp: float,
+    ) -> dict[str, Array]:
+        with single_threaded_blas(), self._shards.together():
+            product = root(transpose)
+            products = self.fisher.multiply(self._checked(vectors), product, exp)
+            self.fisher.distribution.conclude()
+            return products
 
-    def _measure(
-        self,
-        trace: Trace,
-        observation: Observation,
-        release: LetGo | None = None,
-        gradients: dict[str, Array] | None = None,
-    ) -> PendingUpdate:
-        """Measure the statistics of a shard."""
-        self.require_examples("statistics of curvature need")
-        scales = self.objective.fisher_scales(observation)
-        weights = self._example_weights(trace, observation)
-        with self._history.explain(), trace.explain():
-            return self.estimator.statistics.measure(
-                trace, scales=scales, release=release, propagated=gradients, weights=weights
-            )
+    def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
+        """Return vectors by parameter name, checked; a factor without statistics is an error."""
+        if any(factor.average.value is None for factor in self.estimator.factors):
+            raise NotReadyError("there are no statistics yet; call observe() or step() first.")
+        return checked_vectors(self._model, self.collection.backend, vectors)
 
-    def _example_weights(self, trace: Trace, observation: Observation) -> ExampleWeights | None:
-        """Return the weights of the examples; None if no target has a weight."""
-        rows = [observed.weights for observed in observation.towers]
-        if all(weights is None for weights in rows):
-            return None
-        pairs = zip(self.objective.towers, rows, strict=True)
-        axes = self.estimator.statistics.sources.axes
-        return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
+    def _state(self, extras: Extras | None) -> State:
+        schedule = self.planner.saved(), self.estimator.refreshes.saved()
+        rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
+        return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
 
     def _advance(self, seconds: float) -> None:
         """Record that a call has succeeded."""
         self.estimator.refreshes.advance(self.planner, self.counter, seconds)
         self.counter += 1
+
+    def _layer_reports(self) -> Iterator[LayerReport]:
+        return layer_reports(self._entries, self.collection, self._model, self._exps)
+
+    def _footprint(self, parts: int = 1) -> Footprint:
+        sums = self.estimator.sums_sources + (parts > 1)
+        return Footprint(self._assembly, self.layers, self._exps, sums)

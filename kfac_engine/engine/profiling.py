@@ -1,8 +1,6 @@
-"""Measurement of the parts of a step: wall time and increase of the resident memory."""
+"""The clock of a step: wall time and increase of the resident memory of each stage."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -14,35 +12,51 @@ _CLEAR = Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
 
 
-class Recorder:
-    """Measures stages: ``with recorder("forward"): …``; does nothing unless it is active.
+class StageClock:
+    """Measures the stages of a step: ``with clock("gradients"): …``.
 
     Args:
-        active: Whether it measures.
+        memory: Whether memory is measured as well.
+
+    Attributes:
+        seconds: Stage to its wall time, without the stages inside; the times of equal stages are
+            added.
     """
 
-    def __init__(self, active: bool = False) -> None:
-        self._active = active
-        self._stages: dict[str, Stage] = {}
+    def __init__(self, *, memory: bool = False) -> None:
+        self.seconds: dict[str, float] = {}
+        self._memory, self._bytes = memory, dict[str, int]()
+        self._next, self._inside = "", 0.0
+        # Stages that have begun: name, start, time of the stages inside the outer one, memory.
+        self._begun: list[tuple[str, float, float, int]] = []
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in the order in which they first ended; equal names are summed."""
-        return tuple(self._stages.values())
+        """The stages in the order in which they first ended."""
+        return tuple(Stage(name, s, self._bytes.get(name, 0)) for name, s in self.seconds.items())
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that adds its time and memory to the named stage."""
-        return self._measured(name) if self._active else nullcontext()
+    def __call__(self, stage: str) -> "StageClock":
+        """Return the clock as a context whose wall time is added to the stage."""
+        self._next = stage
+        return self
 
-    @contextmanager
-    def _measured(self, name: str) -> Iterator[None]:
-        before = resident_bytes()
-        forget_peak()
-        start = perf_counter()
-        yield
-        seconds, increase = perf_counter() - start, max(0, peak_bytes() - before)
-        stage = self._stages.get(name, Stage(name, 0.0, 0))
-        self._stages[name] = Stage(name, stage.seconds + seconds, max(stage.nbytes, increase))
+    def __enter__(self) -> None:
+        """Begin the stage of the latest call."""
+        before = resident_bytes() if self._memory else 0
+        if self._memory:
+            forget_peak()
+        self._begun.append((self._next, perf_counter(), self._inside, before))
+        self._inside = 0.0
+
+    def __exit__(self, *error: object) -> None:
+        """End the stage that began last."""
+        stage, start, outer, before = self._begun.pop()
+        elapsed = perf_counter() - start
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed - self._inside
+        self._inside = outer + elapsed
+        if self._memory:
+            increase = max(0, peak_bytes() - before)
+            self._bytes[stage] = max(self._bytes.get(stage, 0), increase)
 
 
 def resident_bytes() -> int:

@@ -11,7 +11,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.refreshes import refresh_cost, refreshed_shapes
-from kfac_engine.engine.measured_model import MeasuredModel
+from kfac_engine.engine.engine import Engine
 
 _ROUNDS = 3
 
@@ -56,7 +56,7 @@ _INVERSE = _Operation(_invert, 768, 4e8)
 _EIGH = _Operation(_decompose, 256, 3e7)
 
 
-def estimate_refresh(engine: MeasuredModel) -> RefreshEstimate:
+def estimate_refresh(engine: Engine) -> RefreshEstimate:
     """Estimate the time of a refresh of all factors.
 
     The largest matrices of the factors, cut to several hundred rows, are inverted or decomposed.
@@ -79,7 +79,7 @@ def estimate_refresh(engine: MeasuredModel) -> RefreshEstimate:
     return RefreshEstimate(flops, seconds)
 
 
-def _shapes(engine: MeasuredModel) -> Mapping[_Operation, list[tuple[int, ...]]]:
+def _shapes(engine: Engine) -> Mapping[_Operation, list[tuple[int, ...]]]:
     """Return the shapes of the factors that store inverses, by the operation of their refresh."""
     decomposed = {
         id(factor)

@@ -1,51 +1,46 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-from kfac_engine._types import Array, Rows, entries
+from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.distributed.agreement import Agreement
-from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
-from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
-from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.batch_parts import Inputs
+from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
-from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.evaluation import Evaluation
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.engine.model_arrays import ModelArrays
-from kfac_engine.engine.report import LossReport, inference_notes, loss_reports
+from kfac_engine.engine.report import (
+    LossReport,
+    inference_notes,
+    loss_reports,
+)
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.engine.validation import check_batch_size, check_finite
 from kfac_engine.errors import ExportWarning, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.losses.objective import BatchSize, Observation, Residuals
+from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
-from kfac_engine.runtime.inputs import disagreements
 from kfac_engine.runtime.memory import with_examples
 from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
 
-# Largest difference of factors that are equal up to rounding.
-_EQUAL = 1e-12
-
 
 class TrainableModel(Sealed):
-    """A model with losses; ``Engine`` adds curvature.
+    """A model with losses, as ``Curvature.model`` has it; ``Engine`` adds curvature.
 
     Args:
         assembly: The model and its losses.
@@ -57,16 +52,11 @@ class TrainableModel(Sealed):
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model, self._task = assembly, assembly.model, assembly.task
-        self.objective = self._task.objective
-        self.example_axes = self._task.example_axes
-        self._arrays = ModelArrays(assembly.model, assembly.collection.backend)
-        self._shards = BatchShards(
-            assembly.options.communicator, self.objective, lambda: self._arrays.on_host()[0]
-        )
+        self._passes = passes = BatchPasses(assembly)
+        self.objective, self.example_axes = passes.objective, passes.example_axes
+        self._arrays, self._shards, self._history = passes.arrays, passes.shards, passes.history
         self._evaluation = Evaluation(assembly, self._arrays, self._shards)
-        self._history = LossHistory(warns=self.agreement.rank == 0)  # the first process warns
         self._standing_notes = assembly.notes
-        self._part_sizes: tuple[tuple[int, ...], ...] = ()
         self._losses: tuple[LossReport, ...] = ()
 
     @property
@@ -82,14 +72,14 @@ class TrainableModel(Sealed):
     @property
     def part_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Examples of each process in each part of the latest batch; none for a single process."""
-        return self._part_sizes
+        return self._passes.part_sizes
 
-    # -- parameters -------------------------------------------------------------------------------
+    # -- parameters --------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> dict[str, Array]:
         """Parameter name to current value, read-only; ``set_parameters`` changes values."""
-        return self._arrays.for_caller(self._model.parameters)
+        return self._passes.parameters
 
     @property
     def buffers(self) -> dict[str, Array]:
@@ -157,7 +147,7 @@ class TrainableModel(Sealed):
             "another engine with the same options, and load it there."
         )
 
-    # -- evaluation -------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
         """Evaluate the model on a batch; no gradient, no statistics.
@@ -180,12 +170,7 @@ class TrainableModel(Sealed):
                 number of examples only.
             NonFiniteError: NaN or infinity in an input reaches a value that a loss reads.
         """
-        ((inputs, targets),) = self.parts(inputs, targets)
-        check_batch_size(self._task.batch, inputs)
-        if isinstance(inputs, Mapping):
-            inputs = self._arrays.for_model(inputs)
-        trace = self._model.run(inputs, self.objective.named_targets(targets))
-        return trace.require_finite(self.objective.inputs)
+        return self._passes.trace(inputs, targets)
 
     def loss(self, inputs: Inputs, targets: Targets = None) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
@@ -204,14 +189,8 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-
-        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
-            with self._history.explain(), trace.explain():
-                return BackwardResult(reported_loss(trace, self.objective, observation), {})
-
         with single_threaded_blas(), quiet(), self._shards.together():
-            result = self._joined(self._traced(self.parts(inputs, targets)), differentiate)
-            return self._shards.total(result.loss, "loss")
+            return self._passes.loss(self.parts(inputs, targets))
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model in inference form, with the current parameters.
@@ -309,57 +288,7 @@ class TrainableModel(Sealed):
         }
         return inputs, on_host(targets, self._assembly.collection.backend)
 
-    @property
-    def losses(self) -> tuple[LossReport, ...]:
-        """A report for each loss: the value that it reads, and the axis of the examples."""
-        if not self._losses:
-            task = self._task
-            self._losses = loss_reports(task.heads, task.batch, self._model, task.inputs)
-        return self._losses
-
-    @property
-    def inference_notes(self) -> tuple[str, ...]:
-        """Notes on normalizations and dropouts in the form of inference, which training keeps."""
-        return tuple(inference_notes(self._model.loaded.graph))
-
-    @property
-    def export_changes(self) -> ExportChanges:
-        """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
-        loaded = self._model.loaded
-        return export_changes(loaded.template, loaded.graph.constants, self._model.parameters)
-
-    def curvature_products(
-        self, trace: Trace | Sequence[Batch], examples: int | None = None
-    ) -> CurvatureProducts:
-        """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
-
-        Args:
-            trace: The batch, as ``trace`` returns it; or a list of its parts, each a pair of inputs
-                and targets, as for ``gradients``. Each product evaluates several parts anew. The
-                Hessian matrix needs targets.
-            examples: Number of examples of the batch, if the trace is that of a part of the batch.
-                The products then estimate those of the batch: under the reduction ``"sum"`` they
-                are multiplied by the ratio of the numbers.
-
-        Returns:
-            Products with vectors that are given by parameter, and quadratic forms.
-
-        Raises:
-            InputError: ``examples`` is not a positive whole number.
-            KfacError: The values that the losses read do not fit the losses.
-        """
-        with self._shards.together():
-            if examples is not None:
-                whole("examples", examples, least=1)
-            self._shards.agreement.vote(place="curvature_products")
-            traced = (
-                TracedParts.of(trace, self.example_axes)
-                if isinstance(trace, Trace)
-                else self._traced(self.parts(trace))
-            )
-        return CurvatureProducts(self._assembly, self._arrays, traced, self._shards, examples)
-
-    # -- gradients --------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def gradients(
         self, inputs: Inputs, targets: Targets = None, *, update_buffers: bool = False
@@ -395,41 +324,6 @@ class TrainableModel(Sealed):
         table = self._shards.agreement.vote(*sums, place="residuals")
         return result, Residuals(*map(float, table.sum(axis=0)))
 
-    def _with_residuals(
-        self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
-    ) -> Result:
-        """See ``gradients``; ``residuals`` receive those of this process."""
-        with single_threaded_blas(), self._shards.together():
-            parts = self.parts(inputs, targets)
-            for of_part, _ in parts:
-                require_gradient(self._assembly, of_part)
-            backward, buffers, notes = self._gradients_of(parts, update_buffers, residuals)
-            loss = self._shards.total(backward.loss, "gradients")
-            with self._shards.agreement.exchanging():
-                self._shards.sum(list(backward.gradients.values()))
-            self._record(loss, backward.gradients)
-            self._model.buffers.update(buffers)
-            gradients = self._model.to_file_layout(backward.gradients)
-            return Result(loss, gradients, {}, notes, ties=self._model.ties)
-
-    def _gradients_of(
-        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None
-    ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
-        """Return loss and gradients of the shard of a batch, new running statistics and notes."""
-        moves = flag("update_buffers", update_buffers)
-        notes: dict[str, None] = {}
-        buffers: list[tuple[int, dict[str, Array]]] = []
-
-        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
-            backward = self._differentiate(trace, observation, residuals=residuals)
-            if moves:
-                buffers.append((self.objective.examples(trace), self._updated_buffers(trace)))
-            notes.update(dict.fromkeys(self._notes(trace)))
-            return backward
-
-        backward = self._joined(self._traced(parts), differentiate)
-        return backward, self._model.joined_buffers(buffers[-len(parts) :]), tuple(notes)
-
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
 
@@ -445,106 +339,82 @@ class TrainableModel(Sealed):
         Raises:
             InputError: The list is empty, an entry is no part, or targets are given twice.
         """
-        loss, parts = self._task.file_loss, parts_of(inputs, targets)
-        return parts if loss is None else [loss.separated(*part) for part in parts]
+        return self._passes.parts(inputs, targets)
 
     def require_examples(self, what: str) -> None:
         """Refuse a loss that is a single number for the whole batch; see ``Task``."""
         self._task.require_examples(what)
 
-    def _traced(self, parts: Sequence[Batch]) -> TracedParts:
-        return TracedParts(parts, self.trace, self.example_axes)
+    def curvature_products(
+        self, trace: Trace | Sequence[Batch], examples: int | None = None
+    ) -> CurvatureProducts:
+        """Return products of the whole Fisher, Gauss–Newton or Hessian matrix of a batch.
 
-    def _joined(
-        self, traced: TracedParts, differentiate: Callable[[Trace, Observation], BackwardResult]
-    ) -> BackwardResult:
-        """Return the sum over the parts of a batch of losses and gradients.
+        Args:
+            trace: The batch, as ``trace`` returns it; or a list of its parts, each a pair of inputs
+                and targets, as for ``gradients``. Each product evaluates several parts anew. The
+                Hessian matrix needs targets.
+            examples: Number of examples of the batch, if the trace is that of a part of the batch.
+                The products then estimate those of the batch: under the reduction ``"sum"`` they
+                are multiplied by the ratio of the numbers.
 
-        The size of a batch is known after its last part. The parts are therefore differentiated
-        with the size of the first one, and the sum is corrected. If the factors of several losses
-        differ, a second pass uses the right size.
+        Returns:
+            Products with vectors that are given by parameter, and quadratic forms.
+
+        Raises:
+            InputError: ``examples`` is not a positive whole number.
+            KfacError: The values that the losses read do not fit the losses.
         """
-        result, sizes = self._sum(traced, differentiate, None)
-        if len(sizes) > 1:
-            whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
-            corrections = self.objective.corrections(used, whole)
-            if max(corrections) - min(corrections) < _EQUAL:
-                result = result.times(corrections[0])
-            else:
-                result, _ = self._sum(traced, differentiate, whole)
-            check_finite(result.gradients, self._model.memory_space)
-        return result
+        with self._shards.together():
+            if examples is not None:
+                whole("examples", examples, least=1)
+            self._shards.agreement.vote(place="curvature_products")
+            batch = trace if isinstance(trace, Trace) else self.parts(trace)
+        return self._passes.curvature_products(batch, examples)
 
-    def _sum(
-        self,
-        traced: TracedParts,
-        differentiate: Callable[[Trace, Observation], BackwardResult],
-        whole: BatchSize | None,
-    ) -> tuple[BackwardResult, list[BatchSize]]:
-        """Return the sum of results with the size of a batch, and the sizes of its parts.
+    # -- reports -----------------------------------------------------------------------------------
 
-        None for the size divides several parts by that of the first one.
-        """
-        results: list[BackwardResult] = []
-        sizes: list[BatchSize] = []
-        ranks: list[tuple[int, ...]] = []
+    @property
+    def losses(self) -> tuple[LossReport, ...]:
+        """A report for each loss: the value that it reads, and the axis of the examples."""
+        if not self._losses:
+            task = self._task
+            self._losses = loss_reports(task.heads, task.batch, self._model, task.inputs)
+        return self._losses
 
-        def add(trace: Trace) -> None:
-            observation = self._shards.meet(trace, self._observe(trace))
-            sizes.append(observation.whole)
-            ranks.append(self._shards.counts)
-            if len(traced.parts) > 1:
-                observation = observation.within(whole or sizes[0].positive())
-            result = differentiate(trace, observation)
-            results[:] = [results[0].plus(result) if results else result]
+    @property
+    def inference_notes(self) -> tuple[str, ...]:
+        """Notes on normalizations and dropouts in the form of inference, which training keeps."""
+        return tuple(inference_notes(self._model.loaded.graph))
 
-        if len(traced.parts) > 1 or not self._shards.alone:
-            self._task.require_examples("a batch in parts, or of several processes, needs")
-        traced.each(add)
-        self._part_sizes = tuple(ranks)
-        return results[0], sizes
+    @property
+    def export_changes(self) -> ExportChanges:
+        """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
+        loaded = self._model.loaded
+        return export_changes(loaded.template, loaded.graph.constants, self._model.parameters)
 
-    def _observe(self, trace: Trace, *, targets: bool = True) -> Observation:
-        """Check the values that the losses read; see ``Objective.observe``."""
-        origin = origin_named(self._model, trace, self.objective)
-        with quiet(), self._history.explain(), trace.explain(), origin:
-            return self.objective.observe(trace, targets=targets)
+    # -- private -----------------------------------------------------------------------------------
 
-    def _differentiate(
-        self,
-        trace: Trace,
-        observation: Observation,
-        outputs: Sequence[str] | None = None,
-        residuals: Residuals | None = None,
-    ) -> BackwardResult:
-        """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
-        parameters = tuple(self._model.parameters)
-        origin = origin_named(self._model, trace, self.objective)
-        with quiet(), self._history.explain(), trace.explain(), origin:
-            objective = self.objective
-            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
-            check_finite(backward.gradients, self._model.memory_space)
-        return replace(backward, gradients=self._arrays.for_backend(backward.gradients))
-
-    def _record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
-        """Record the loss of a batch, and check sums of gradients over several processes."""
-        if not self._shards.alone:
-            arrays = {name: entries(gradient) for name, gradient in gradients.items()}
-            with self._history.explain():
-                check_finite(arrays, self._model.memory_space)
-        self._history.add(loss)
+    def _with_residuals(
+        self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
+    ) -> Result:
+        """See ``gradients``; ``residuals`` receive those of this process."""
+        with single_threaded_blas(), self._shards.together():
+            parts = self.parts(inputs, targets)
+            for of_part, _ in parts:
+                require_gradient(self._assembly, of_part)
+            moves = flag("update_buffers", update_buffers)
+            backward, buffers, notes = self._passes.gradients(parts, moves, residuals)
+            loss = self._shards.total(backward.loss, "gradients")
+            with self._shards.agreement.exchanging():
+                self._shards.sum(list(backward.gradients.values()))
+            self._passes.record(loss, backward.gradients)
+            self._model.buffers.update(buffers)
+            gradients = self._model.to_file_layout(backward.gradients)
+            notes = (*self._standing_notes, *notes)
+            return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
     def _warn_of_export(self) -> None:
         for note in self.export_changes.notes if self.agreement.rank == 0 else ():
             # Shown at the line that calls from_onnx, which its decorator calls.
             warnings.warn(f"'{self.name}': {note}.", ExportWarning, stacklevel=4)
-
-    def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
-        buffers = self._model.buffers_after(trace)
-        with trace.explain():
-            check_finite(buffers, self._model.memory_space, "the running statistic")
-        return buffers
-
-    def _notes(self, trace: Trace) -> tuple[str, ...]:
-        """Return notes on the model and on the axes of a batch."""
-        return (*self._standing_notes, *disagreements(self._model.graph, trace))

@@ -1,7 +1,8 @@
 """When an optimizer updates statistics and inverses, and on which part of the batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from typing import TypeVar
 
@@ -14,8 +15,8 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.factor_names import factor_names
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.errors import InputError
-from kfac_engine.training.report import StageClock
 
 Result = TypeVar("Result")
 
@@ -131,6 +132,23 @@ class PartialBatch:
         return chosen
 
 
+@dataclass(frozen=True, slots=True)
+class DueUpdates:
+    """The updates of a step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        statistics: Whether statistics are due.
+        inverses: Whether refreshes are due, even if the averages do not change.
+        bound: Largest period of the refreshes.
+    """
+
+    step: int
+    statistics: bool
+    inverses: bool
+    bound: int
+
+
 class CurvatureUpdates:
     """Updates the statistics and the inverses of an engine as its optimizer needs them.
 
@@ -157,35 +175,46 @@ class CurvatureUpdates:
         self._names = factor_names(engine)
         self._part = PartialBatch(engine, part)
 
-    def is_due(self, step: int, examples: int) -> bool:
-        """Return whether a step may update statistics or inverses; see ``update``."""
+    def due(self, step: int, examples: int) -> DueUpdates:
+        """Return the updates of a step with a batch of so many examples, of all processes."""
         bound = self.planner.bound(step, examples)
-        return self.planner.observes(step) or bool(
-            self._refreshes.due(self.planner, step, bound, moved=False)
-        )
+        inverses = bool(self._refreshes.due(self.planner, step, bound, moved=False))
+        return DueUpdates(step, self.planner.observes(step), inverses, bound)
 
-    def update(self, step: int, batch: Sequence[Batch], examples: int, clock: StageClock) -> None:
+    def update(self, due: DueUpdates, batch: Sequence[Batch], clock: StageClock) -> None:
         """Update statistics and inverses where they are due.
 
         Args:
-            step: Number of the step, from 0.
+            due: The updates of the step.
             batch: The parts of the batch, each with inputs and targets.
-            examples: Number of examples of the batch, of all processes.
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
         """
-        refreshes, planner = self._refreshes, self.planner
-        bound = planner.bound(step, examples)
-        refreshes.wait()
-        if observes := planner.observes(step):
-            decay = 0.0 if planner.replaces else None
-            by_example = self._by_example or planner.begins_period(step)
-            with clock("statistics"), self._examples(by_example):
-                self.observe(step, batch, decay=decay)
-        reads_drifts = observes and planner.reads_drifts
-        if reads_drifts or refreshes.due(planner, step, bound, moved=False):
+        fisher, planner = self._engine.fisher, self.planner
+        fisher.wait()
+        if due.statistics:
+            with clock("statistics"):
+                decay = 0.0 if planner.replaces else None
+                by_example = self._by_example or planner.begins_period(due.step)
+                self.observe(due.step, batch, decay=decay, by_example=by_example)
+        if due.inverses or (due.statistics and planner.reads_drifts):
             self._engine.agreement.vote(place="refresh")  # before the messages of the refresh
             with clock("inverses"):
-                refreshes.run(planner, step, bound, moved=observes)
+                fisher.refresh(planner, due.step, due.bound, moved=due.statistics)
+
+    def observe(
+        self, step: int, batch: Sequence[Batch], *, decay: float | None, by_example: bool = True
+    ) -> None:
+        """Average the statistics of a part of a batch.
+
+        Args:
+            step: Number of the step, which chooses the part.
+            batch: The parts of the batch, each with inputs and targets.
+            decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
+                the decay of the engine.
+            by_example: Whether gradients of single examples are measured as well.
+        """
+        update = partial(self._engine.fisher.update, decay=decay, by_example=by_example)
+        self._part.first(step, batch, lambda *part: update(*part) or None)
 
     def advance(self, step: int, seconds: float) -> tuple[str, ...]:
         """Record that a step has succeeded.
@@ -217,40 +246,6 @@ class CurvatureUpdates:
         refreshed = {work.key: int(step) for work, step in pairs if 0 <= step < inf}
         times = zip(_TIMES, values.get("times", ()), strict=False)
         self.planner.state = PlannerState(refreshed, **dict(times))
-
-    @contextmanager
-    def _decay(self, decay: float | None) -> Iterator[None]:
-        """Return a context in which the averages have another decay; None for their own."""
-        estimator = self._engine.estimator
-        present = estimator.cov_ema_decay
-        estimator.cov_ema_decay = present if decay is None else decay
-        try:
-            yield
-        finally:
-            estimator.cov_ema_decay = present
-
-    @contextmanager
-    def _examples(self, measured: bool) -> Iterator[None]:
-        """Return a context in which gradients of single examples are measured, or not."""
-        statistics = self._engine.estimator.statistics
-        statistics.by_example = measured
-        try:
-            yield
-        finally:
-            statistics.by_example = True
-
-    def observe(self, step: int, batch: Sequence[Batch], *, decay: float | None = None) -> None:
-        """Average the statistics of a part of a batch.
-
-        Args:
-            step: Number of the step, which chooses the part.
-            batch: The parts of the batch, each with inputs and targets.
-            decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
-                the decay of the engine.
-        """
-        update = self._engine.update_statistics
-        with self._decay(decay):
-            self._part.first(step, batch, lambda *part: update(*part) or None)
 
 
 def rotating_part(step: int, rows: Rows, part: float) -> Array:

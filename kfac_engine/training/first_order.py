@@ -7,6 +7,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.errors import InputError
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.optimizer import (
@@ -19,7 +20,7 @@ from kfac_engine.training.optimizer import (
     evaluated_rate,
     fraction,
 )
-from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.report import StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import Vector, add_multiple, combine, zeros

@@ -15,7 +15,8 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.options import check_damping
-from kfac_engine.engine.rollback import require_finite, undone_on_overflow
+from kfac_engine.engine.profiling import StageClock
+from kfac_engine.engine.rollback import require_finite
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
@@ -43,7 +44,7 @@ from kfac_engine.training.optimizer import (
     fraction,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
-from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.report import StepReport
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 
 MomentumType: TypeAlias = Literal["adam", "regular"]
@@ -268,15 +269,14 @@ class KfacOptimizer(Optimizer):
         )
         # Only steps that update the curvature have a state of the estimator to restore.
         norm = inf if rate > _LARGE_RATE else None
-        guard = undone_on_overflow(engine.estimator, gradients, {}, -1.0, norm)
-        observes = self._curvature.planner.observes(self.steps)
-        due = self._curvature.is_due(self.steps, step.examples)
-        with guard if due else nullcontext() as undone:
-            self._curvature.update(self.steps, batch, step.examples, clock)
+        guard = engine.fisher.undone_on_overflow(gradients, -1.0, norm)
+        due = self._curvature.due(self.steps, step.examples)
+        with guard if due.statistics or due.inverses else nullcontext() as undone:
+            self._curvature.update(due, batch, clock)
             move = self._update(step)
             require_finite(move.values if undone else {}, engine.collection.backend)
             engine.agreement.vote(place="KfacOptimizer")
-        if observes:
+        if due.statistics:
             self._curvature.planner.observed = self.steps
         report = StepReport(
             loss + penalty,

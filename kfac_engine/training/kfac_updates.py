@@ -8,8 +8,8 @@ from typing import Protocol
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.training.optimizer import SlotArrays
-from kfac_engine.training.report import StageClock
 from kfac_engine.training.vectors import Vector, combine, dot, zeros
 
 

@@ -21,6 +21,7 @@ from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.losses.observed import Targets
@@ -38,7 +39,7 @@ from kfac_engine.training.checkpoint import (
     read_training,
     write_training,
 )
-from kfac_engine.training.report import StageClock, StepReport
+from kfac_engine.training.report import StepReport
 from kfac_engine.training.vectors import zeros
 
 # A learning rate: a number, or a function of the number of steps so far.

@@ -1,9 +1,7 @@
-"""The report of a training step, and the clock that fills in its seconds."""
+"""The report of a training step."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +40,3 @@ class StepReport:
     burn_in: bool = False
     rolled_back: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-class StageClock:
-    """Measures the wall time of stages: ``with clock("gradients"): …``.
-
-    Attributes:
-        seconds: Stage to its wall time, without the stages inside; the times of equal stages are
-            added.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inside = 0.0
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Return a context whose wall time is added to the stage."""
-        start, outer, self._inside = perf_counter(), self._inside, 0.0
-        try:
-            yield
-        finally:
-            elapsed = perf_counter() - start
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed - self._inside
-            self._inside = outer + elapsed

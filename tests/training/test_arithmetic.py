@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.training import report
+from kfac_engine.engine import profiling
 from kfac_engine.training.vectors import add_multiple, combine, dot
 from tests import models
 from tests.engine.test_engine import random_targets
@@ -104,8 +104,8 @@ def test_steps_leave_the_parameters_that_a_caller_has_read(make):
 
 def test_a_stage_has_the_time_outside_the_stages_inside(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0])
-    monkeypatch.setattr(report, "perf_counter", lambda: next(times))
-    clock = report.StageClock()
+    monkeypatch.setattr(profiling, "perf_counter", lambda: next(times))
+    clock = profiling.StageClock()
     with clock("update"):
         for _ in range(2):
             with clock("precondition"):

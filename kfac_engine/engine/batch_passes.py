@@ -1,0 +1,243 @@
+"""The passes of a model over a batch: its values, its loss and its gradients.
+
+A batch has one part or several, and the processes of a communicator have shards of it. Several
+parts are computed one after the other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kfac_engine._types import Array, Rows, entries
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
+from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
+from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.curvature_products import CurvatureProducts
+from kfac_engine.engine.divergence import LossHistory
+from kfac_engine.engine.model_arrays import ModelArrays
+from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.validation import check_batch_size, check_finite
+from kfac_engine.errors import NonFiniteError
+from kfac_engine.losses.objective import BatchSize, Observation, Residuals
+from kfac_engine.losses.observed import Targets
+from kfac_engine.runtime.inputs import disagreements
+from kfac_engine.runtime.trace import Trace
+
+# Largest difference of factors that are equal up to rounding.
+_EQUAL = 1e-12
+
+
+class BatchPasses:
+    """Evaluates and differentiates batches.
+
+    Args:
+        assembly: The model and its losses.
+
+    Attributes:
+        objective: Losses and reduction.
+        example_axes: The axes of the examples in inputs and targets.
+        arrays: Converts arrays of the model.
+        shards: The processes, and their shards of the latest batch.
+        history: Losses of the latest calls.
+        part_sizes: Examples of each process in each part of the latest batch.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly, self._model, self._task = assembly, assembly.model, assembly.task
+        self.objective = self._task.objective
+        self.example_axes = self._task.example_axes
+        self.arrays = ModelArrays(assembly.model, assembly.collection.backend)
+        self.shards = BatchShards(
+            assembly.options.communicator, self.objective, lambda: self.arrays.on_host()[0]
+        )
+        # The first process warns.
+        self.history = LossHistory(warns=self.shards.agreement.rank == 0)
+        self.part_sizes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """See ``Engine.parameters``."""
+        return self.arrays.for_caller(self._model.parameters)
+
+    def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
+        """See ``Engine.parts``."""
+        loss, parts = self._task.file_loss, parts_of(inputs, targets)
+        return parts if loss is None else [loss.separated(*part) for part in parts]
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+        """See ``Engine.trace``."""
+        ((inputs, targets),) = self.parts(inputs, targets)
+        check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, Mapping):
+            inputs = self.arrays.for_model(inputs)
+        trace = self._model.run(inputs, self.objective.named_targets(targets))
+        return trace.require_finite(self.objective.inputs)
+
+    def traced(self, batch: Trace | Sequence[Batch]) -> TracedParts:
+        """Return the evaluations of a batch, or of the parts of a batch."""
+        if isinstance(batch, Trace):
+            return TracedParts.of(batch, self.example_axes)
+        return TracedParts(batch, self.trace, self.example_axes)
+
+    def observe(self, trace: Trace, *, targets: bool = True) -> Observation:
+        """Check the values that the losses read; see ``Objective.observe``."""
+        with self._origin_named(trace):
+            return self.objective.observe(trace, targets=targets)
+
+    def check_loss(self, trace: Trace, observation: Observation | None = None) -> None:
+        """Check the targets and the loss of a batch."""
+        with self.explained(trace):
+            reported_loss(trace, self.objective, observation or self.objective.observe(trace))
+
+    def loss(self, parts: Sequence[Batch]) -> float:
+        """Return the loss of the shards of all processes."""
+
+        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
+            with self.explained(trace):
+                return BackwardResult(reported_loss(trace, self.objective, observation), {})
+
+        result = self._joined(self.traced(parts), differentiate)
+        return self.shards.total(result.loss, "loss")
+
+    def notes(self, trace: Trace) -> tuple[str, ...]:
+        """Return notes on the axes of a batch."""
+        return disagreements(self._model.graph, trace)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def gradients(
+        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
+    ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
+        """Differentiate the shard of a batch.
+
+        Args:
+            parts: The parts of the batch.
+            update_buffers: Whether running statistics are computed.
+            residuals: Receives those of this process.
+
+        Returns:
+            Loss and gradients, new running statistics, and notes.
+        """
+        notes: dict[str, None] = {}
+        buffers: list[tuple[int, dict[str, Array]]] = []
+
+        def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
+            backward = self.differentiate(trace, observation, residuals=residuals)
+            if update_buffers:
+                buffers.append((self.objective.examples(trace), self.updated_buffers(trace)))
+            notes.update(dict.fromkeys(self.notes(trace)))
+            return backward
+
+        backward = self._joined(self.traced(parts), differentiate)
+        return backward, self._model.joined_buffers(buffers[-len(parts) :]), tuple(notes)
+
+    def differentiate(
+        self,
+        trace: Trace,
+        observation: Observation,
+        outputs: Sequence[str] | None = None,
+        residuals: Residuals | None = None,
+    ) -> BackwardResult:
+        """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
+        parameters, objective = tuple(self._model.parameters), self.objective
+        with self._origin_named(trace):
+            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
+            check_finite(backward.gradients, self._model.memory_space)
+        return replace(backward, gradients=self.arrays.for_backend(backward.gradients))
+
+    def updated_buffers(self, trace: Trace) -> dict[str, Array]:
+        """Return the running statistics after a batch."""
+        buffers = self._model.buffers_after(trace)
+        with trace.explain():
+            check_finite(buffers, self._model.memory_space, "the running statistic")
+        return buffers
+
+    def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
+        """Record the loss of a batch, and check sums of gradients over several processes."""
+        if not self.shards.alone:
+            arrays = {name: entries(gradient) for name, gradient in gradients.items()}
+            with self.history.explain():
+                check_finite(arrays, self._model.memory_space)
+        self.history.add(loss)
+
+    def curvature_products(
+        self, batch: Trace | Sequence[Batch], examples: int | None = None
+    ) -> CurvatureProducts:
+        """See ``Engine.curvature_products``."""
+        arguments = self._assembly, self.arrays, self.traced(batch), self.shards
+        return CurvatureProducts(*arguments, examples)
+
+    @contextmanager
+    def explained(self, trace: Trace) -> Iterator[None]:
+        """Return a context whose ``NonFiniteError`` names the batch and the latest losses."""
+        try:
+            yield
+        except NonFiniteError:
+            with self.history.explain(), trace.explain():
+                raise
+
+    # -- private ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _origin_named(self, trace: Trace) -> Iterator[None]:
+        """Return a context of ``explained`` whose error names the first node as well."""
+        try:
+            with quiet():
+                yield
+        except NonFiniteError:
+            origin = origin_named(self._model, trace, self.objective)
+            with quiet(), self.explained(trace), origin:
+                raise
+
+    def _joined(
+        self, traced: TracedParts, differentiate: Callable[[Trace, Observation], BackwardResult]
+    ) -> BackwardResult:
+        """Return the sum over the parts of a batch of losses and gradients.
+
+        The size of a batch is known after its last part. The parts are therefore differentiated
+        with the size of the first one, and the sum is corrected. If the factors of several losses
+        differ, a second pass uses the right size.
+        """
+        result, sizes = self._sum(traced, differentiate, None)
+        if len(sizes) > 1:
+            whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
+            corrections = self.objective.corrections(used, whole)
+            if max(corrections) - min(corrections) < _EQUAL:
+                result = result.times(corrections[0])
+            else:
+                result, _ = self._sum(traced, differentiate, whole)
+            check_finite(result.gradients, self._model.memory_space)
+        return result
+
+    def _sum(
+        self,
+        traced: TracedParts,
+        differentiate: Callable[[Trace, Observation], BackwardResult],
+        whole: BatchSize | None,
+    ) -> tuple[BackwardResult, list[BatchSize]]:
+        """Return the sum of results with the size of a batch, and the sizes of its parts.
+
+        None for the size divides several parts by that of the first one.
+        """
+        results: list[BackwardResult] = []
+        sizes: list[BatchSize] = []
+        ranks: list[tuple[int, ...]] = []
+
+        def add(trace: Trace) -> None:
+            observation = self.shards.meet(trace, self.observe(trace))
+            sizes.append(observation.whole)
+            ranks.append(self.shards.counts)
+            if len(traced.parts) > 1:
+                observation = observation.within(whole or sizes[0].positive())
+            result = differentiate(trace, observation)
+            results[:] = [results[0].plus(result) if results else result]
+
+        if len(traced.parts) > 1 or not self.shards.alone:
+            self._task.require_examples("a batch in parts, or of several processes, needs")
+        traced.each(add)
+        self.part_sizes = tuple(ranks)
+        return results[0], sizes

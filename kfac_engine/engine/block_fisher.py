@@ -1,0 +1,332 @@
+"""The block-diagonal Fisher matrix of an engine: measure, commit, refresh, multiply.
+
+``Engine.step`` and ``KfacOptimizer.step`` are made of these four. A batch is measured; its
+statistics are committed to the averages; the inverses that a planner names are refreshed; vectors
+are multiplied by powers of the blocks. The processes of a communicator make the same calls, each
+with its shard of a batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from kfac_engine._types import Array, DType, Rows, entries
+from kfac_engine.curvature.block_products import Product
+from kfac_engine.curvature.estimator import FisherEstimator
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.row_weights import ExampleWeights
+from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
+from kfac_engine.curvature.schedule import Planner
+from kfac_engine.datasets.examples import Batch
+from kfac_engine.engine.batch_parts import TracedParts
+from kfac_engine.engine.batch_passes import BatchPasses
+from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.distribution import Distribution
+from kfac_engine.engine.draw_placements import draw_placements
+from kfac_engine.engine.replicate import Replicate
+from kfac_engine.engine.report import LayerReport
+from kfac_engine.engine.rollback import quiet, undone_on_overflow
+from kfac_engine.engine.shard import Shard
+from kfac_engine.engine.validation import check_products
+from kfac_engine.layers.parameter_slices import is_whole, join, split
+from kfac_engine.losses.objective import Observation
+from kfac_engine.runtime.trace import Trace
+from kfac_engine.system.deferred_signals import HeldInterrupts
+
+DISTRIBUTIONS: Mapping[str, type[Distribution]] = {"replicate": Replicate, "shard": Shard}
+# The state that several processes compare with each batch.
+_STATE = "counters, random generators, dampings or schedules"
+
+
+class BlockFisher:
+    """Averages, inverses and products of the blocks of a model, over one process or several.
+
+    Args:
+        assembly: The model, its losses and its layers.
+        estimator: Statistics and products over the collection.
+        passes: Evaluates batches.
+        reports: Returns a report for each layer with its block.
+        settings: Returns what all processes must have alike in a call, besides the generator.
+
+    Attributes:
+        estimator: As given.
+        distribution: Averages and inverses over several processes.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        estimator: FisherEstimator,
+        passes: BatchPasses,
+        reports: Callable[[], Iterable[LayerReport]],
+        settings: Callable[[], str],
+    ) -> None:
+        self.estimator = estimator
+        self._assembly, self._passes, self._settings = assembly, passes, settings
+        self._shards = passes.shards
+        distribution = DISTRIBUTIONS[assembly.options.distribution]
+        self.distribution = distribution(self._shards, assembly, estimator, reports)
+        self._draws_placed = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Return a context that leaves no half of a change after an error of a rank or Ctrl-C."""
+        restored = self.estimator.statistics.restored_on_error
+        with HeldInterrupts(), self._shards.together(), restored():
+            yield
+
+    def undone_on_overflow(
+        self,
+        gradients: Mapping[str, Array],
+        exp: float,
+        norm: float | None = None,
+        types: Mapping[str, DType] | None = None,
+    ) -> AbstractContextManager[bool]:
+        """See ``rollback.undone_on_overflow``."""
+        return undone_on_overflow(self.estimator, gradients, types or {}, exp, norm)
+
+    def place_draws(self) -> None:
+        """Find where the examples lie in random numbers; batches in parts, or divided, need it."""
+        if not self._draws_placed:
+            self.estimator.place_draws(draw_placements(self._assembly))
+            self._draws_placed = True
+
+    # -- measure ----------------------------------------------------------------------------------
+
+    @property
+    def outputs(self) -> Sequence[str] | None:
+        """Values whose gradients of the training loss ``measure`` reads; None in most modes."""
+        return self.estimator.differentiated if self.estimator.reads_gradients else None
+
+    def meet(
+        self, trace: Trace, observation: Observation, examples: int | None = None
+    ) -> Observation:
+        """Exchange the sizes of shards, which determine the draws of random targets."""
+        if self._shards.alone:
+            return self._shards.meet(trace, observation, examples)
+        state = f"{self._settings()} {self.estimator.rng.bit_generator.state}"
+        whole = self._shards.meet(trace, observation, examples, {_STATE: state})
+        self.estimator.rows = self._shards.rows
+        return whole
+
+    def measure(
+        self,
+        trace: Trace,
+        observation: Observation,
+        release: LetGo | None = None,
+        gradients: dict[str, Array] | None = None,
+        *,
+        by_example: bool = True,
+    ) -> PendingUpdate:
+        """Measure the statistics of a shard; no average changes.
+
+        Args:
+            trace: The shard.
+            observation: Its targets, after ``meet``.
+            release: Receives names of values that are not read any more.
+            gradients: Those of ``outputs``, if the caller has computed them.
+            by_example: Whether gradients of single examples are measured as well.
+
+        Returns:
+            The update for ``commit``.
+        """
+        objective = self._passes.objective
+        self._require_examples()
+        scales = objective.fisher_scales(observation)
+        weights = self._example_weights(trace, observation)
+        with self._passes.explained(trace):
+            return self.estimator.statistics.measure(
+                trace, scales=scales, release=release, propagated=gradients, weights=weights,
+                by_example=by_example,
+            )  # fmt: skip
+
+    def measure_parts(
+        self, traced: TracedParts, examples: int | None = None, *, by_example: bool = True
+    ) -> PendingUpdate | None:
+        """Measure the statistics of a batch in parts; its random targets are those of the batch.
+
+        Args:
+            traced: The parts, which are evaluated twice: the first pass counts their examples and
+                predictions.
+            examples: Number of examples of the batch, if the parts have only some of them.
+            by_example: As for ``measure``.
+
+        Returns:
+            The update; None if no target of some examples of a batch counts.
+        """
+        estimator, passes = self.estimator, self._passes
+        self._require_examples()
+
+        def meet(trace: Trace) -> Observation:
+            return self.meet(trace, passes.observe(trace, targets=False))
+
+        traced.count(self._shards, meet, examples)
+        if examples is not None and not all(traced.size.totals):
+            return None
+        self.place_draws()
+        statistics, bits = estimator.statistics, estimator.rng.bit_generator
+        alike = traced.are_alike
+
+        def measured(bases: Sequence[FisherFactor] = ()) -> PartSums:
+            sums, rows = PartSums(), iter(traced.rows)
+            start = bits.state
+
+            def add(trace: Trace) -> None:
+                part, observation = next(rows), meet(trace)
+                sums.begin(observation.whole.examples)
+                scales = passes.objective.fisher_scales(observation.within(traced.size))
+                weights = self._example_weights(trace, observation)
+                if alike:
+                    # Each part draws its rows of the numbers of the batch.
+                    bits.state, estimator.rows = start, part
+                with passes.explained(trace):
+                    statistics.measure_part(
+                        sums, trace, scales, weights, bases, by_example=by_example
+                    )
+
+            try:
+                traced.each(add)
+            finally:
+                estimator.rows = None if self._shards.alone else self._shards.rows
+                if bases:
+                    bits.state = start
+            return sums
+
+        if bases := statistics.parts_of_bases:
+            statistics.set_bases(measured(bases))
+        return statistics.joined(measured(), by_example=by_example)
+
+    # -- commit, refresh --------------------------------------------------------------------------
+
+    def update(
+        self,
+        batch: Trace | Sequence[Batch],
+        examples: int | None = None,
+        *,
+        decay: float | None = None,
+        by_example: bool = True,
+    ) -> bool:
+        """Measure a batch, and commit its statistics; after an error, nothing has changed.
+
+        Args:
+            batch: The evaluation of the batch, or its parts.
+            examples: As for ``measure_parts``.
+            decay: Weight of the old averages; None for that of the estimator.
+            by_example: As for ``measure``.
+
+        Returns:
+            Whether targets count, so that the averages have changed.
+        """
+        traced = self._passes.traced(batch)
+        with self.together():
+            if len(traced.parts) > 1:
+                self.wait()
+                update = self.measure_parts(traced, examples, by_example=by_example)
+            else:
+                trace = traced.first()
+                seen = self.meet(trace, self._passes.observe(trace, targets=False), examples)
+                self.wait()
+                counts = examples is None or all(seen.whole.totals)
+                update = self.measure(trace, seen, by_example=by_example) if counts else None
+            if update is not None:
+                self.agree(0.0, update)
+                self.commit(update, decay=decay)
+        return update is not None
+
+    def agree(
+        self,
+        loss: float,
+        update: PendingUpdate | None,
+        gradients: Mapping[str, Array] | None = None,
+    ) -> tuple[float, float | None]:
+        """Meet all processes before ``commit``; see ``Distribution.meet``."""
+        return self.distribution.meet(loss, update, gradients or {})
+
+    def commit(
+        self,
+        update: PendingUpdate | None,
+        gradients: dict[str, Array] | None = None,
+        *,
+        decay: float | None = None,
+    ) -> Mapping[str, Array | Rows]:
+        """Update the averages, and sum gradients over the processes; see ``Distribution.combine``.
+
+        Args:
+            update: What was measured; None if no statistics are due.
+            gradients: The gradients of the shard.
+            decay: Weight of the old averages; None for that of the estimator.
+
+        Returns:
+            The gradients that this process multiplies.
+        """
+        present = self.estimator.cov_ema_decay
+        return self.distribution.combine(update, gradients, present if decay is None else decay)
+
+    def wait(self) -> None:
+        """Complete the refreshes that an earlier call began."""
+        self.estimator.refreshes.wait()
+
+    def refresh(
+        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
+    ) -> None:
+        """Refresh the inverses that are due in a call; see ``Refreshes.run``."""
+        self.estimator.refreshes.run(planner, counter, bound, moved=moved)
+
+    # -- multiply ---------------------------------------------------------------------------------
+
+    def multiply_matpower(
+        self, vectors: Mapping[str, Array | Rows], exp: float, names: Sequence[str] | None = None
+    ) -> dict[str, Array]:
+        """Multiply vectors by a power of the damped matrix; see ``multiply``."""
+        product = self.estimator.products.matpower(exp, self.distribution.columns)
+        return self.multiply(vectors, product, exp, names)
+
+    def multiply(
+        self,
+        vectors: Mapping[str, Array | Rows],
+        product: Product,
+        exp: float,
+        names: Sequence[str] | None = None,
+    ) -> dict[str, Array]:
+        """Multiply vectors by blocks, and entries of parameters without a layer by the damping.
+
+        Args:
+            vectors: Parameter to array, or to the rows of a table that this process owns.
+            product: A product of a block.
+            exp: The power that it is, for parameters without a block.
+            names: Parameters of all products, if ``vectors`` has those of this process only.
+
+        Returns:
+            Parameter to product, in the layout of the file.
+        """
+        if exp == 1:
+            self.distribution.complete()
+        slices = self._assembly.discovery.parts
+        # The damping of entries without a layer may be that of the mean block, which takes time.
+        whole = all(is_whole(slices[name]) for name in vectors)
+        rest = 1.0 if whole else self.estimator.identity_damping**exp
+
+        def multiply() -> dict[str, Array | Rows]:
+            owned = self.distribution.owned(vectors)
+            with quiet():
+                blocks = self.estimator.products.multiply(split(slices, owned), product)
+                products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
+            arrays = {name: entries(product) for name, product in products.items()}
+            check_products(arrays, self._assembly.collection.backend, exp)
+            return products
+
+        names = tuple(vectors) if names is None else names
+        return self._assembly.model.to_file_layout(self.distribution.share(names, multiply))
+
+    # -- private ----------------------------------------------------------------------------------
+
+    def _require_examples(self) -> None:
+        self._assembly.task.require_examples("statistics of curvature need")
+
+    def _example_weights(self, trace: Trace, observation: Observation) -> ExampleWeights | None:
+        """Return the weights of the examples; None if no target has a weight."""
+        rows = [observed.weights for observed in observation.towers]
+        if all(weights is None for weights in rows):
+            return None
+        pairs = zip(self._passes.objective.towers, rows, strict=True)
+        axes = self.estimator.statistics.sources.axes
+        return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
