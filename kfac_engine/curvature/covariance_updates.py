@@ -227,17 +227,16 @@ class CovarianceUpdates:
         stats: dict[str, Array] = {}
         if scales is None:
             scales, weights = self.sources.scales_of(trace), self.sources.weights_of(trace)
-        with self.restored_on_error():
-            singles = self.sources.measure_examples(alone, trace, draws, scales)
-            if propagated is None:
-                batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats, weights)
-            else:
-                batch = self.sources.given(updater.factors, trace, propagated, weights)
-            if self.sources.mode.one_source:
-                pending = updater.measure(next(batch), release, singles)
-            else:
-                self._prepare(updater, trace, draws, scales, weights)
-                pending = updater.measure_sum(batch, singles)
+        singles = self.sources.measure_examples(alone, trace, draws, scales)
+        if propagated is None:
+            batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats, weights)
+        else:
+            batch = self.sources.given(updater.factors, trace, propagated, weights)
+        if self.sources.mode.one_source:
+            pending = updater.measure(next(batch), release, singles)
+        else:
+            self._prepare(updater, trace, draws, scales, weights)
+            pending = updater.measure_sum(batch, singles)
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
         return pending
 

@@ -7,10 +7,12 @@ from zlib import crc32
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.distributed.agreement import Agreement, checksums
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.distributed.sums import sum_arrays, summed
+from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.runtime.trace import Trace
@@ -56,6 +58,12 @@ class BatchShards:
     def communicator(self) -> Communicator:
         """The ranks."""
         return self.agreement.communicator
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return a context of ``together`` for products, which callers check for overflow."""
+        with single_threaded_blas(), quiet(), self.agreement.together():
+            yield
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -7,9 +7,9 @@ with its shard of a batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-from kfac_engine._types import Array, DType, Rows, entries
+from kfac_engine._types import Array, Rows, entries
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -24,7 +24,7 @@ from kfac_engine.engine.distribution import Distribution
 from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.replicate import Replicate
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.engine.rollback import quiet, undone_on_overflow
+from kfac_engine.engine.rollback import Undo, quiet
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products
 from kfac_engine.layers.parameter_slices import is_whole, join, split
@@ -68,21 +68,20 @@ class BlockFisher:
         self._draws_placed = False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Return a context that leaves no half of a change after an error of a rank or Ctrl-C."""
-        restored = self.estimator.statistics.restored_on_error
-        with HeldInterrupts(), self._shards.together(), restored():
-            yield
+    def transaction(self) -> Iterator[Undo]:
+        """Return a context for changes of the engine, which an error of a process undoes.
 
-    def undone_on_overflow(
-        self,
-        gradients: Mapping[str, Array],
-        exp: float,
-        norm: float | None = None,
-        types: Mapping[str, DType] | None = None,
-    ) -> AbstractContextManager[bool]:
-        """See ``rollback.undone_on_overflow``."""
-        return undone_on_overflow(self.estimator, gradients, types or {}, exp, norm)
+        The generator, the element types of averages and the running statistics are restored, and
+        averages and inverses that are protected. Ctrl-C takes effect at the end.
+        """
+        undo = Undo(self.estimator, self._assembly.model.buffers)
+        restored = self.estimator.statistics.restored_on_error
+        with HeldInterrupts(), self._shards.computing(), restored():
+            try:
+                yield undo
+            except BaseException:  # of several processes, the one that fails has another error
+                undo.restore()
+                raise
 
     def place_draws(self) -> None:
         """Find where the examples lie in random numbers; batches in parts, or divided, need it."""
@@ -217,7 +216,7 @@ class BlockFisher:
             Whether targets count, so that the averages have changed.
         """
         traced = self._passes.traced(batch)
-        with self.together():
+        with self.transaction():
             if len(traced.parts) > 1:
                 self.wait()
                 update = self.measure_parts(traced, examples, by_example=by_example)

@@ -6,14 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kfac_engine._types import Array
-from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer as _Computer
 from kfac_engine.curvature.products import TowerWeight, Vectors
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.model_arrays import ModelArrays
-from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_finite, checked_vectors
 from kfac_engine.errors import InputError
 from kfac_engine.losses.objective import Observation
@@ -135,7 +133,7 @@ class CurvatureProducts:
         """
         if not vectors or any(vector.keys() != vectors[0].keys() for vector in vectors):
             raise InputError("give one vector at least, and all vectors with the same parameters.")
-        with single_threaded_blas(), quiet(), self._shards.together():
+        with self._shards.computing():
             checked = [self._checked(vector) for vector in vectors]
             forms = np.zeros((len(checked), len(checked)))
 
@@ -175,7 +173,7 @@ class CurvatureProducts:
     def _multiply(
         self, vector: Mapping[str, Array], multiply: Callable[[_Computer, Vectors], Sequence[Array]]
     ) -> dict[str, Array]:
-        with single_threaded_blas(), quiet(), self._shards.together():
+        with self._shards.computing():
             checked = self._checked(vector)
             arrays = [
                 checked[name] if name in checked else np.zeros_like(parameter)

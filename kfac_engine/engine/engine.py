@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
-from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.measurement import Combine
@@ -245,7 +244,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start, clock = perf_counter(), StageClock(memory=flag("profile", profile))
-        with single_threaded_blas(), self.fisher.together():
+        with self.fisher.transaction() as undo:
             one_of("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
@@ -254,21 +253,21 @@ class Engine(Summarized, TrainableModel):
             backward, update, buffers, notes = measured
             every, fisher, exp = backward.gradients, self.fisher, self._exps[0]
             loss, bound = fisher.agree(backward.loss, update, every)
-            with fisher.undone_on_overflow(every, exp, bound, self._model.result_types):
-                with clock("statistics"):
-                    owned = fisher.commit(update, every)
-                with clock("inverses"):
-                    fisher.refresh(self.planner, self.counter)
-                # Checks of gradients that not all processes have precede a vote.
-                large = bound is not None and bound > _LARGE_NORM
-                self._passes.record(loss, owned if large else {})
-                in_file = self._model.to_file_layout(whole_arrays(owned))
-                with clock("precondition"):
-                    natural = fisher.multiply_matpower(owned, exp, tuple(every))
-                fisher.distribution.conclude()
-                if gradients == "all":
-                    whole = fisher.distribution.gather(owned, every)
-                    in_file = self._model.to_file_layout(whole)
+            undo.protect(every, exp, bound, self._model.result_types)
+            with clock("statistics"):
+                owned = fisher.commit(update, every)
+            with clock("inverses"):
+                fisher.refresh(self.planner, self.counter)
+            # Checks of gradients that not all processes have precede a vote.
+            large = bound is not None and bound > _LARGE_NORM
+            self._passes.record(loss, owned if large else {})
+            in_file = self._model.to_file_layout(whole_arrays(owned))
+            with clock("precondition"):
+                natural = fisher.multiply_matpower(owned, exp, tuple(every))
+            fisher.distribution.conclude()
+            if gradients == "all":
+                whole = fisher.distribution.gather(owned, every)
+                in_file = self._model.to_file_layout(whole)
             self._advance(perf_counter() - start)
             self._model.buffers.update(buffers)
             notes, stages = (*self._standing_notes, *notes), clock.stages if profile else ()
@@ -288,7 +287,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start = perf_counter()
-        with single_threaded_blas(), quiet(), self.fisher.together():
+        with self.fisher.transaction():
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
@@ -337,7 +336,7 @@ class Engine(Summarized, TrainableModel):
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        with single_threaded_blas(), quiet(), self.fisher.together():
+        with self.fisher.transaction():
             self.require_memory(trace)
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
             return self.fisher.update(batch, examples)
@@ -362,7 +361,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: A gradient contains NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
-        with single_threaded_blas(), self._shards.together():
+        with self._shards.computing():
             number("exp", exp)
             products = self.fisher.multiply_matpower(self._checked(gradients), exp)
             self.fisher.distribution.conclude()
@@ -510,7 +509,7 @@ class Engine(Summarized, TrainableModel):
         The state consists of averages, inverses, counter, random generator, parameters and
         buffers; ``extras`` are stored with it. The first of several processes writes the file.
         """
-        with self.fisher.together():
+        with self.fisher.transaction():
             self.estimator.wait()
             self._shards.agreement.vote(place="save")
             self.fisher.distribution.complete()
@@ -536,7 +535,7 @@ class Engine(Summarized, TrainableModel):
         damping = None if accept else self.damping  # a caller with extras restores it
         shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
         expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
-        with self.fisher.together():
+        with self.fisher.transaction():
             state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
             self.fisher.distribution.restart()
             self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
@@ -588,7 +587,7 @@ class Engine(Summarized, TrainableModel):
         transpose: bool,
         exp: float,
     ) -> dict[str, Array]:
-        with single_threaded_blas(), self._shards.together():
+        with self._shards.computing():
             product = root(transpose)
             products = self.fisher.multiply(self._checked(vectors), product, exp)
             self.fisher.distribution.conclude()

@@ -1,4 +1,4 @@
-"""Restores the state of an engine after a step whose natural gradient overflows.
+"""Restores the state of an engine after a step that fails; see ``BlockFisher.transaction``.
 
 A natural gradient can be checked only after the averages have changed in place. A copy of all
 averages in every step would double their memory. For a power between −1 and 0, the norm of the
@@ -6,17 +6,14 @@ natural gradient is at most that of the gradient times ``damping ** exp``. Avera
 copied only if this bound, the norm of the gradient, or another power, allows an overflow.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import fsum, sqrt
 
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.errors import NonFiniteError
 
 # Intermediate products may be larger than the result.
 _MARGIN = 1e-6
@@ -42,64 +39,54 @@ class _Saved:
         self._factor.average.divided = self._divided
 
 
-@contextmanager
-def undone_on_overflow(
-    estimator: FisherEstimator,
-    gradients: Mapping[str, Array],
-    types: Mapping[str, DType],
-    exp: float,
-    norm: float | None = None,
-) -> Iterator[bool]:
-    """Return a context that restores averages, inverses and generator after an error.
+class Undo:
+    """What an engine restores after an error: running statistics, and protected averages.
 
     Args:
         estimator: Its factors and its generator.
-        gradients: Parameter name to the gradient that the context multiplies.
-        types: Parameter name to the element type of the product, where it differs.
-        exp: The power of the damped Fisher matrix.
-        norm: Upper bound of the norm of the gradient; None to compute the norm. Several processes
-            pass one bound, so that they decide equally.
-
-    Yields:
-        Whether an overflow is possible, and the state will be restored.
+        buffers: Its running statistics.
     """
-    with quiet():
-        if not _may_overflow(estimator, gradients, types, exp, norm):
-            yield False
+
+    def __init__(self, estimator: FisherEstimator, buffers: dict[str, Array]) -> None:
+        self._estimator, self._present, self._buffers = estimator, buffers, dict(buffers)
+        self._restore: Callable[[], None] | None = None
+
+    def protect(
+        self,
+        gradients: Mapping[str, Array],
+        exp: float,
+        norm: float | None = None,
+        types: Mapping[str, DType] | None = None,
+    ) -> None:
+        """Store copies of averages and inverses if a product of gradients may overflow.
+
+        Args:
+            gradients: Parameter name to gradient.
+            exp: The power of the damped Fisher matrix.
+            norm: Upper bound of the norm of the gradient; None to compute the norm. Several
+                processes pass one bound, so that they decide equally.
+            types: Parameter name to the element type of the product, where it differs.
+        """
+        if not _may_overflow(self._estimator, gradients, types or {}, exp, norm):
             return
-        saved = [_Saved(factor) for factor in estimator.factors]
-        restore_division = estimator.refreshes.division.snapshot()
-        generator = estimator.rng.bit_generator.state
-        try:
-            yield True
-        except BaseException:  # of several processes, the one that fails has another error
-            estimator.rng.bit_generator.state = generator
+        saved = [_Saved(factor) for factor in self._estimator.factors]
+        restore_division = self._estimator.refreshes.division.snapshot()
+
+        def restore() -> None:
             # A pending refresh reads averages that are replaced below.
-            for moved in estimator.factors:
+            for moved in self._estimator.factors:
                 moved.set_pending(None)
             for factor in saved:
                 factor.restore()
             restore_division()
-            raise
 
+        self._restore = restore
 
-def require_finite(values: Mapping[str, Array], backend: Backend) -> None:
-    """Refuse new parameters with NaN or infinity, while a context can restore the averages.
-
-    Args:
-        values: Parameter name to new value.
-        backend: The array library of the values.
-
-    Raises:
-        NonFiniteError: A value contains NaN or infinity.
-    """
-    finite = backend.are_finite(list(values.values())).tolist() if values else ()
-    for name, is_finite in zip(values, finite, strict=True):
-        if not is_finite:
-            raise NonFiniteError(
-                f"the new value of parameter '{name}' contains NaN or infinity; lower the learning "
-                f"rate."
-            )
+    def restore(self) -> None:
+        """Restore what was stored."""
+        self._present.update(self._buffers)
+        if self._restore is not None:
+            self._restore()
 
 
 def quiet() -> np.errstate:

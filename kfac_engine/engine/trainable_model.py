@@ -189,7 +189,7 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-        with single_threaded_blas(), quiet(), self._shards.together():
+        with self._shards.computing():
             return self._passes.loss(self.parts(inputs, targets))
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
@@ -399,7 +399,7 @@ class TrainableModel(Sealed):
         self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
     ) -> Result:
         """See ``gradients``; ``residuals`` receive those of this process."""
-        with single_threaded_blas(), self._shards.together():
+        with self._shards.computing():
             parts = self.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)

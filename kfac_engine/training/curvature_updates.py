@@ -174,6 +174,7 @@ class CurvatureUpdates:
         self.planner = self._refreshes.growing_planner(schedule)
         self._names = factor_names(engine)
         self._part = PartialBatch(engine, part)
+        self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
 
     def due(self, step: int, examples: int) -> DueUpdates:
         """Return the updates of a step with a batch of so many examples, of all processes."""
@@ -190,6 +191,7 @@ class CurvatureUpdates:
             clock: Measures the stages ``"statistics"`` and ``"inverses"``.
         """
         fisher, planner = self._engine.fisher, self.planner
+        self._latest = due
         fisher.wait()
         if due.statistics:
             with clock("statistics"):
@@ -216,17 +218,19 @@ class CurvatureUpdates:
         update = partial(self._engine.fisher.update, decay=decay, by_example=by_example)
         self._part.first(step, batch, lambda *part: update(*part) or None)
 
-    def advance(self, step: int, seconds: float) -> tuple[str, ...]:
-        """Record that a step has succeeded.
+    def advance(self, seconds: float) -> tuple[str, ...]:
+        """Record that the step of the latest ``update`` has succeeded.
 
         Args:
-            step: Number of the step, from 0.
             seconds: Its time.
 
         Returns:
             Names of the factors that the step refreshed.
         """
-        refreshed = self._refreshes.advance(self.planner, step, seconds)
+        latest = self._latest
+        if latest.statistics:
+            self.planner.observed = latest.step
+        refreshed = self._refreshes.advance(self.planner, latest.step, seconds)
         return tuple(self._names[key] for key in refreshed)
 
     def saved(self) -> dict[str, Array]:

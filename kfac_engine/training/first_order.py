@@ -8,6 +8,7 @@ from kfac_engine.arguments import flag, listed, positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
+from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.optimizer import (
@@ -68,7 +69,10 @@ class _FirstOrder(Optimizer):
         del steps
         return dict.fromkeys(self._setting.rules, rate)
 
-    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
+    def _propose(
+        self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
+    ) -> Proposal:
+        del undo
         rate = evaluated_rate(self._learning_rate, self.steps)
         loss, gradients = self._gradients(batch, clock)
         slots = self._new_slots()

@@ -1,7 +1,6 @@
 """The K-FAC optimizer: statistics, damping and the update of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any, Literal, TypeAlias, cast
@@ -16,7 +15,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.profiling import StageClock
-from kfac_engine.engine.rollback import require_finite
+from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
@@ -242,8 +241,10 @@ class KfacOptimizer(Optimizer):
         penalty = self._penalty()
         return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True)
 
-    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
-        engine, values = self.engine, self._parameters()
+    def _propose(
+        self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
+    ) -> Proposal:
+        values = self._parameters()
         loss, gradients, signal = self._differentiated(batch, clock)
         scale *= signal
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
@@ -267,17 +268,11 @@ class KfacOptimizer(Optimizer):
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
         )
-        # Only steps that update the curvature have a state of the estimator to restore.
-        norm = inf if rate > _LARGE_RATE else None
-        guard = engine.fisher.undone_on_overflow(gradients, -1.0, norm)
         due = self._curvature.due(self.steps, step.examples)
-        with guard if due.statistics or due.inverses else nullcontext() as undone:
-            self._curvature.update(due, batch, clock)
-            move = self._update(step)
-            require_finite(move.values if undone else {}, engine.collection.backend)
-            engine.agreement.vote(place="KfacOptimizer")
-        if due.statistics:
-            self._curvature.planner.observed = self.steps
+        if due.statistics or due.inverses:
+            undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
+        self._curvature.update(due, batch, clock)
+        move = self._update(step)
         report = StepReport(
             loss + penalty,
             rate if move.rate is None else move.rate,
@@ -359,7 +354,7 @@ class KfacOptimizer(Optimizer):
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         report = self._with_ratio(proposal.report, batch, clock)
         seconds = sum(clock.seconds.values())
-        return replace(report, refreshed=self._curvature.advance(self.steps - 1, seconds))
+        return replace(report, refreshed=self._curvature.advance(seconds))
 
     def _with_ratio(
         self, report: StepReport, batch: Sequence[Batch], clock: StageClock

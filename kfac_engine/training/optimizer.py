@@ -5,8 +5,7 @@ A step computes new parameters and new state, and replaces the old ones after al
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from math import nan
@@ -17,12 +16,11 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.arguments import number, one_of
-from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
-from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.losses.observed import Targets
 from kfac_engine.sealed import Sealed
@@ -171,16 +169,13 @@ class Optimizer(Summarized, Sealed, ABC):
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()
         try:
-            with (
-                single_threaded_blas(), quiet(), self._restored_buffers(), clock("update"),
-                self.engine.agreement.together(),
-            ):  # fmt: skip
+            with self.engine.fisher.transaction() as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
                 prepared = self._prepare(batch, clock)
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
-                proposal = self._propose(batch, scale, clock)
+                proposal = self._propose(batch, scale, clock, undo)
                 self._check_slots(proposal.slots)
                 self.engine.agreement.vote(place="Optimizer.step")
                 self.engine.set_parameters(proposal.parameters, copy=False)
@@ -300,26 +295,19 @@ class Optimizer(Summarized, Sealed, ABC):
             self._spare_slots = {slot: zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
 
-    @contextmanager
-    def _restored_buffers(self) -> Iterator[None]:
-        """Return a context that restores the running statistics after an error."""
-        buffers = self.engine.buffers
-        try:
-            yield
-        except BaseException:
-            self.engine.set_buffers(buffers)
-            raise
-
     def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
         """Use a batch before the first step; None if the batch is for a step."""
         del batch, clock
         return None
 
     @abstractmethod
-    def _propose(self, batch: Sequence[Batch], scale: float, clock: StageClock) -> Proposal:
+    def _propose(
+        self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
+    ) -> Proposal:
         """Compute the new parameters and state without changing either.
 
-        The new parameters are in arrays that the engine may keep.
+        The new parameters are in arrays that the engine may keep. A step that changes averages
+        protects them by ``undo``.
         """
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:

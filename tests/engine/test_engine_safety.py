@@ -9,7 +9,6 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
-from kfac_engine.engine.rollback import undone_on_overflow
 from tests import models
 
 IMAGES, LABELS = digits()
@@ -183,7 +182,8 @@ def test_a_step_is_undone_though_the_refresh_that_it_began_fails_too():
         raise ke.InputError("no inverse")
 
     def step():
-        with undone_on_overflow(estimator, gradients, {}, -1):
+        with engine.fisher.transaction() as undo:
+            undo.protect(gradients, -1)
             for factor in estimator.factors:
                 factor.average.value *= 2
                 factor.set_pending(fail)

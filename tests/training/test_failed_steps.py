@@ -39,3 +39,17 @@ def test_a_step_whose_parameters_overflow_changes_nothing(name, policy, tmp_path
     engine.save(tmp_path / "after")  # averages, inverses and the generator
     assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
     assert (optimizer.steps, optimizer.skipped) == (0, policy == "skip")
+
+
+def test_the_step_after_a_failed_first_step_is_a_first_step():
+    engine, fresh = norm_net.engine(), norm_net.engine()
+    optimizer = ke.KfacOptimizer(engine, 1e39)
+    x, y = norm_net.batch()
+    with pytest.raises(ke.NonFiniteError, match="the new value of parameter"):
+        optimizer.step({"x": x}, y)
+    optimizer.learning_rate = 0.01
+    report = optimizer.step({"x": x}, y)
+    expected = ke.KfacOptimizer(fresh, 0.01).step({"x": x}, y)
+    assert (report.loss, report.refreshed) == (expected.loss, expected.refreshed)
+    weights = norm_net.weights(fresh)
+    assert all(np.array_equal(v, weights[n]) for n, v in norm_net.weights(engine).items())
