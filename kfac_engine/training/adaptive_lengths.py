@@ -81,7 +81,8 @@ class AdaptiveLengthUpdate:
         matmul: The product of two matrices.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
-        weight_decay: Parameters shrink by this number times the rate of their update.
+        weight_decay: Parameters shrink by this number times the rate of their update and the factor
+            ``decay`` of the step.
         repeats: Rows of each example in the factors of a weight, until they are measured.
     """
 
@@ -182,7 +183,8 @@ class AdaptiveLengthUpdate:
         rate = step.scale * evaluated_rate(self.adam_rate, step.step)
         old, new = (slots["second_moment"][name] for slots in (step.slots, step.new_slots))
         direction = adam.direction(value, mean, old, new, step.step + 1)
-        combine(value, -rate, direction, 1 - rate * self.weight_decay, parameter)
+        shrunk = 1 - rate * step.decay * self.weight_decay
+        combine(value, -rate, direction, shrunk, parameter)
 
     def _by_matrix(
         self, name: str, value: Array, natural: Array, parameter: Array, step: StepInputs
@@ -197,7 +199,7 @@ class AdaptiveLengthUpdate:
         new["log_length"][name][...] = logs
         norms = _products(weight, natural, natural, single) ** 0.5
         factors = step.rate * self.roots[name] * np.exp(logs) / (norms + (norms == 0))
-        shrunk = 1 - step.rate * self.weight_decay
+        shrunk = 1 - step.rate * step.decay * self.weight_decay
         if single:
             combine(value, -factors.item(), natural, shrunk, parameter)
         else:

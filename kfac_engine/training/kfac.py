@@ -44,6 +44,7 @@ from kfac_engine.training.optimizer import (
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
 from kfac_engine.training.report import StepReport
+from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 
 MomentumType: TypeAlias = Literal["adam", "regular"]
@@ -52,6 +53,8 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 AUTO, QUADRATIC = "auto", "quadratic"
 # Group of the planner's state in checkpoints.
 _REFRESHES = "refreshes"
+# Group of the examples that were seen.
+EXAMPLES = "examples"
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
 
@@ -63,8 +66,11 @@ _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
 _LARGE_RATE = 1e6
 # Weight decay of "auto".
 _WEIGHT_DECAY = 0.05
-# Part of the residuals to expect, below which the updates of "auto" become shorter.
-_SMALL_RESIDUALS = 0.1
+# Number of examples that come again and again, for which the decay doubles, and its largest factor.
+_FEW, _MOST_DECAY = 6000.0, 20.0
+# Part of the residuals to expect, below which the updates of "auto" become shorter. It grows with
+# the decay, by this factor at most.
+_SMALL_RESIDUALS, _MOST_EARLIER = 0.1, 6.0
 
 
 class KfacOptimizer(Optimizer):
@@ -81,7 +87,8 @@ class KfacOptimizer(Optimizer):
     and parameters without a layer are updated by Adam with ``adam_rate``. All lengths fall with the
     residuals: where the root of the mean square of the loss's gradients is less than a tenth of
     what the least certain predictions expect (``Residuals``), they are
-    multiplied by ten times this part. The damping is relative (``RelativeDamping``).
+    multiplied by ten times this part. Where few examples come again and again (``SeenExamples``),
+    weights shrink more and lengths fall earlier. The damping is relative (``RelativeDamping``).
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -101,7 +108,8 @@ class KfacOptimizer(Optimizer):
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
             this learning rate.
         weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
-            times ``update_length`` or ``adam_rate``; otherwise w is 0 if None.
+            times ``update_length`` or ``adam_rate``, more with few examples; otherwise w is 0 if
+            None.
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
         momentum_type: ``"adam"`` (the natural gradient of the averaged gradient) or ``"regular"``;
             for a learning rate that is given.
@@ -151,7 +159,7 @@ class KfacOptimizer(Optimizer):
         damping_multiple: float = 1.0,
         update_length: float = 0.025,
         adam_rate: Rate = 0.004,
-        statistics_every: int = 5,
+        statistics_every: int = 10,
         statistics_part: float = 0.25,
         refresh_every: int = 25,
         policy: str = "all_at_once",
@@ -196,6 +204,7 @@ class KfacOptimizer(Optimizer):
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or self._adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
+        self._seen = self._seen_next = SeenExamples()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
         self._relative = _is_relative(rule, damping, self._adaptation)
@@ -245,8 +254,9 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         values = self._parameters()
-        loss, gradients, signal = self._differentiated(batch, clock)
-        scale *= signal
+        loss, gradients, residuals = self._differentiated(batch, clock)
+        seen = self._seen_with(batch)
+        scale *= _signal(residuals, seen)
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
@@ -267,12 +277,14 @@ class KfacOptimizer(Optimizer):
             examples=self._examples(batch),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
+            decay=_decay(seen),
         )
         due = self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
             undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
         self._curvature.update(due, batch, clock)
         move = self._update(step)
+        self._seen_next = seen
         report = StepReport(
             loss + penalty,
             rate if move.rate is None else move.rate,
@@ -285,14 +297,14 @@ class KfacOptimizer(Optimizer):
 
     def _differentiated(
         self, batch: Sequence[Batch], clock: StageClock
-    ) -> tuple[float, dict[str, Array], float]:
-        """Return the loss, the gradients and the factor of the lengths by the residuals."""
+    ) -> tuple[float, dict[str, Array], Residuals | None]:
+        """Return the loss, the gradients, and the residuals where lengths depend on them."""
         if not isinstance(self._update, AdaptiveLengthUpdate):
-            return *self._gradients(batch, clock), 1.0
+            return *self._gradients(batch, clock), None
         with clock("gradients"):
             result, residuals = self.engine.gradients_and_residuals(batch)
         gradients = {name: result.gradients[name] for name in self._names}
-        return result.loss, gradients, float(residuals.scale(_SMALL_RESIDUALS))
+        return result.loss, gradients, residuals
 
     def moved(
         self,
@@ -318,7 +330,7 @@ class KfacOptimizer(Optimizer):
         """
         update = self._update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
-        scale = scale * residuals.scale(_SMALL_RESIDUALS)
+        scale = scale * _signal(residuals, self._seen)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -334,10 +346,22 @@ class KfacOptimizer(Optimizer):
             examples=recorded.examples,
             predicts=False,
             clock=StageClock(),
+            decay=_decay(self._seen),
         )
         repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
         update = replace(update, engine=recorded, matmul=np.matmul, repeats=repeats)
         return update(step).values
+
+    def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
+        """Return the examples of all steps with those of a batch; none unless decay needs them."""
+        if not (isinstance(self._update, AdaptiveLengthUpdate) and self._weight_decay):
+            return self._seen
+        engine, sizes = self.engine, zip(*self.engine.part_sizes, strict=True)
+        reader, ranks = engine.collection.backend, engine.agreement
+        with ranks.exchanging():
+            counts = [sum(of_rank) for of_rank in sizes]
+            marks = fingerprints(batch, engine.example_axes, reader, ranks.communicator, counts)
+        return self._seen.after(marks)
 
     def _examples(self, batch: Sequence[Batch]) -> int:
         """Return the number of examples of a batch, of all processes."""
@@ -352,6 +376,7 @@ class KfacOptimizer(Optimizer):
         return 0.5 * self._l2 * dot(values, values)
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
+        self._seen = self._seen_next
         report = self._with_ratio(proposal.report, batch, clock)
         seconds = sum(clock.seconds.values())
         return replace(report, refreshed=self._curvature.advance(seconds))
@@ -387,12 +412,18 @@ class KfacOptimizer(Optimizer):
     def state(self) -> SavedState:
         """Return the state of the optimizer without the engine; its arrays are not copied."""
         state = super().state()
-        return replace(state, arrays={**state.arrays, _REFRESHES: self._curvature.saved()})
+        more = {_REFRESHES: self._curvature.saved()}
+        if isinstance(self._update, AdaptiveLengthUpdate):
+            more[EXAMPLES] = self._seen.saved()
+        return replace(state, arrays={**state.arrays, **more})
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
         arrays = dict(part.arrays)
         self._curvature.restore(arrays.pop(_REFRESHES))
+        if EXAMPLES in arrays:
+            to_numpy = self.engine.collection.backend.to_numpy
+            self._seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
         super().restore(replace(part, arrays=arrays))
 
     def _numbers(self) -> dict[str, float]:
@@ -421,6 +452,18 @@ class KfacOptimizer(Optimizer):
         self._curvature.planner.start = int(numbers["start"])
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
+
+
+def _decay(seen: SeenExamples) -> float:
+    """Return the factor of the weight decay."""
+    return min(1 + _FEW * seen.scarcity, _MOST_DECAY)
+
+
+def _signal(residuals: Residuals | None, seen: SeenExamples) -> Any:
+    """Return the factor of the lengths by the residuals."""
+    if residuals is None:
+        return 1.0
+    return residuals.scale(_SMALL_RESIDUALS * min(_decay(seen), _MOST_EARLIER))
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -25,6 +25,7 @@ class StepInputs:
         step: Number of steps so far.
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
+        decay: Factor of the weight decay, for ``"auto"``.
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
@@ -48,6 +49,7 @@ class StepInputs:
     examples: int
     predicts: bool
     clock: StageClock
+    decay: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, size_of
 from kfac_engine.recording.tape import Tape
-from kfac_engine.training.kfac import KfacOptimizer
-from kfac_engine.training.optimizer import Optimizer, trained_names
+from kfac_engine.training.kfac import EXAMPLES, KfacOptimizer
+from kfac_engine.training.optimizer import Optimizer, SlotArrays, trained_names
 from kfac_engine.training_files.curvature import CurvatureSteps
 from kfac_engine.training_files.parts import Evaluation, Writer, constants_of, forward_nodes
 from kfac_engine.training_files.random_nodes import RandomNodes
@@ -264,9 +264,14 @@ class StepRecorder:
 
     # -- the parts of a step -----------------------------------------------------------------------
 
+    def _slots(self) -> SlotArrays:
+        """Return the optimizer's state; a file does not recognize examples that come again."""
+        slots = self._optimizer.state().arrays
+        return {slot: dict(arrays) for slot, arrays in slots.items() if slot != EXAMPLES}
+
     def _initial_state(self) -> dict[str, Array]:
         """Return the first value of each state, in the order of the file."""
-        model, slots = self._model, self._optimizer.state().arrays
+        model, slots = self._model, self._slots()
         state = {name: np.asarray(model.parameters[name]) for name in self._names}
         state |= {name: np.asarray(array) for name, array in model.buffers.items()}
         for slot, arrays in slots.items():
@@ -380,7 +385,7 @@ class StepRecorder:
         """Record the optimizer's own rule; return the new state by name."""
         old: dict[str, dict[str, Symbol]] = {
             slot: {name: values[f"{slot}/{name}"] for name in arrays}
-            for slot, arrays in self._optimizer.state().arrays.items()
+            for slot, arrays in self._slots().items()
         }
         new = {slot: {n: v.copy() for n, v in arrays.items()} for slot, arrays in old.items()}
         parameters = {name: values[name] for name in self._names}

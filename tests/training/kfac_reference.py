@@ -73,7 +73,7 @@ class Reference:
     regular: bool = False
     constraint: float | None = None
     part: float = 0.25
-    every: tuple = (5, 25)
+    every: tuple = (10, 25)
     interval: int | None = None
     length: float = 0.025
     adam_rate: float = 0.004

@@ -156,15 +156,15 @@ def test_a_run_that_resumes_refreshes_at_the_same_steps(monkeypatch, tmp_path):
     ids=["each update of the statistics", "period only"],
 )
 def test_extreme_drifts_give_the_bits_of_a_fixed_period(drift, every, fixed):
-    by_drift = optimizer_of(policy="drift", drift=drift, refresh_every=every)
-    periodic = optimizer_of(refresh_every=fixed)
+    by_drift = optimizer_of(policy="drift", drift=drift, refresh_every=every, statistics_every=5)
+    periodic = optimizer_of(refresh_every=fixed, statistics_every=5)
     for seed in range(STEPS):
         assert step(by_drift, seed).refreshed == step(periodic, seed).refreshed
     assert_same(by_drift, periodic)
 
 
 def test_drift_refreshes_between_the_periods_where_an_average_has_moved():
-    optimizer = optimizer_of(policy="drift", drift=0.2, refresh_every=30)
+    optimizer = optimizer_of(policy="drift", drift=0.2, refresh_every=30, statistics_every=5)
     reports = run(optimizer, range(STEPS))
     moved = [t for t, r in enumerate(reports) if r.refreshed and t not in growing(30)]
     assert moved

@@ -1,0 +1,140 @@
+"""How often the examples of a run have been seen, without a list of them.
+
+Each example has a fingerprint, a number that looks like a draw from the uniform distribution in
+(0, 1). The examples with the smallest ones are a random sample of all different examples: how
+often they come again tells how often examples come again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from zlib import crc32
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.datasets.examples import Batch, ExampleAxes
+from kfac_engine.distributed.protocol import Communicator
+
+# Fingerprints that are kept.
+_KEPT = 1024
+# Entries of an example that its fingerprint reads, at most; they are spread evenly.
+_WORDS = 256
+# The finalizer of MurmurHash3, which spreads the bits of a sum of products.
+_SHIFT, _MIX = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)
+_TO_UNIT = np.uint64(12)  # 52 bits remain, so that adding 1/2 is exact
+
+
+@dataclass(frozen=True, slots=True)
+class SeenExamples:
+    """The examples of all steps so far.
+
+    Attributes:
+        count: Number of examples of all steps; an example counts each time.
+        least: The smallest fingerprints of different examples, ascending, ``(1024,)``; 1 where
+            there are fewer.
+        times: How often each of them has been seen, ``(1024,)``; 0 where there are fewer.
+    """
+
+    count: int = 0
+    least: Array = field(default_factory=lambda: np.ones(_KEPT))
+    times: Array = field(default_factory=lambda: np.zeros(_KEPT))
+
+    @property
+    def scarcity(self) -> float:
+        """The share of examples that came again, divided by the number of different examples."""
+        seen, different = self.times.sum(), np.count_nonzero(self.times)
+        # Of c examples, 1 - different / seen came again, and c * different / seen are different.
+        return float((seen / different - 1) / self.count) if different else 0.0
+
+    def saved(self) -> dict[str, Array]:
+        """Return the arrays of a checkpoint."""
+        return {
+            "least": self.least, "times": self.times, "count": np.array(self.count, np.float64),
+        }  # fmt: skip
+
+    @classmethod
+    def restored(
+        cls, saved: Mapping[str, Array], to_numpy: Callable[[Array], Array]
+    ) -> "SeenExamples":
+        """Return the examples of ``saved``."""
+        values = {name: np.array(to_numpy(array), np.float64) for name, array in saved.items()}
+        return cls(int(values["count"]), values["least"], values["times"])
+
+    def after(self, fingerprints: Array) -> "SeenExamples":
+        """Return the examples with those of one more step."""
+        count, last = self.count + len(fingerprints), _KEPT - 1
+        places = np.minimum(np.searchsorted(self.least, fingerprints), last)
+        known = self.least[places] == fingerprints
+        least, times = self.least, self.times + np.bincount(places[known], minlength=_KEPT)
+        new = fingerprints[~known & (fingerprints < least[last])]
+        if len(new):
+            values, repeats = np.unique(new, return_counts=True)
+            least, times = np.append(least, values), np.append(times, repeats)
+            order = np.argsort(least, kind="stable")[:_KEPT]
+            least, times = least[order], times[order]
+        return SeenExamples(count, least, times)
+
+
+def fingerprints(
+    batch: Sequence[Batch],
+    axes: ExampleAxes,
+    backend: Backend,
+    communicator: Communicator,
+    counts: Sequence[int],
+) -> Array:
+    """Return the fingerprints of the examples of a batch, of all processes.
+
+    Args:
+        batch: The parts of the shard of this process.
+        axes: The axes of the examples.
+        backend: Reads arrays of other libraries.
+        communicator: The processes.
+        counts: Number of examples of the shard of each process.
+
+    Returns:
+        Numbers in (0, 1), equal for examples with equal inputs. There are none if no input has an
+        axis of examples.
+    """
+    shard = np.concatenate([_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch])
+    if communicator.size == 1:
+        return shard
+    whole, start = np.zeros(sum(counts)), sum(counts[: communicator.rank])
+    whole[start : start + len(shard)] = shard
+    communicator.allgather(whole, list(counts))
+    return whole[whole > 0]
+
+
+def _of_part(inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Backend) -> Array:
+    hashes: Array | int = 0
+    for name in sorted(axes.keys() & inputs.keys()):
+        array = inputs[name]
+        array = array if isinstance(array, np.ndarray) else backend.asarray(array)
+        hashes = hashes + _hashes(array, axes[name], crc32(name.encode()))
+    if isinstance(hashes, int):
+        return np.empty(0)
+    hashes ^= hashes >> _SHIFT
+    hashes *= _MIX
+    hashes ^= hashes >> _SHIFT
+    on_host: Array = backend.to_numpy(hashes)
+    return ((on_host >> _TO_UNIT).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _hashes(array: Array, axis: int, seed: int) -> Array:
+    """Return a sum of products of the bits of each example with random odd numbers, modulo 2⁶⁴."""
+    xp = array_module(array)
+    rows = xp.moveaxis(array, axis, 0)
+    rows = rows.reshape(len(rows), prod(rows.shape[1:]))
+    rows = xp.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _WORDS) or 1])
+    words = rows.view(f"u{min(rows.dtype.itemsize, 8)}").astype(np.uint64)
+    result: Array = (words * xp.asarray(_odd(seed, words.shape[1]))).sum(axis=1, dtype=np.uint64)
+    return result
+
+
+@lru_cache
+def _odd(seed: int, count: int) -> Array:
+    """Return random odd numbers."""
+    return np.random.default_rng(seed).integers(0, 2**64, count, np.uint64) | np.uint64(1)

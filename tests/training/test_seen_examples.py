@@ -1,0 +1,112 @@
+"""The count of different examples, and the weight decay that follows from it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.data import demo_model, digits
+from kfac_engine.distributed.protocol import Alone
+from kfac_engine.training.seen_examples import SeenExamples, fingerprints
+
+NONE = SeenExamples().saved()
+
+
+class Axes:
+    inputs = {"x": 0, "ids": 1}  # noqa: RUF012 (a stand-in for ExampleAxes)
+
+
+def of(**inputs):
+    return fingerprints([(inputs, None)], Axes, NumpyBackend(), Alone(), [])
+
+
+@pytest.mark.parametrize(
+    ("different", "repeats"), [(3, 3), (1000, 2), (1024, 3), (5000, 2), (60_000, 2)]
+)
+def test_different_examples_are_counted(different, repeats):
+    rng = np.random.default_rng(different)
+    x = rng.standard_normal((different, 7)).astype(np.float32)
+    seen, own = SeenExamples(), of(x=x)
+    assert seen.scarcity == 0
+    for epoch in range(repeats):
+        for rows in np.array_split(rng.permutation(different), max(1, different // 500)):
+            seen = seen.after(own[rows])
+            assert epoch or seen.scarcity == 0  # nothing comes again in the first epoch
+    assert seen.count == repeats * different
+    assert seen.scarcity == pytest.approx((1 - 1 / repeats) / different)
+
+
+def test_draws_with_replacement_are_counted():
+    rng = np.random.default_rng(0)
+    seen, own, drawn = SeenExamples(), of(x=np.arange(20_000)[:, None]), np.empty(0)
+    for _ in range(300):
+        rows = rng.integers(0, 20_000, 100)
+        seen, drawn = seen.after(own[rows]), np.append(drawn, rows)
+    different = len(np.unique(drawn))
+    expected = (1 - different / 30_000) / different
+    assert seen.scarcity == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.int32, np.uint8, bool])
+def test_equal_examples_have_equal_fingerprints(dtype):
+    x = np.arange(24).reshape(8, 3).astype(dtype)
+    x[5] = x[1]
+    own = of(x=x)
+    assert own.dtype == np.float64
+    assert (own > 0).all()
+    assert (own < 1).all()
+    assert own[5] == own[1]
+    assert len(set(own)) == len(np.unique(x, axis=0))
+    np.testing.assert_array_equal(of(x=x[::-1]), own[::-1])
+
+
+def test_all_inputs_and_their_axes_count():
+    x, ids = np.zeros((4, 2)), np.array([[1, 2, 1, 2], [3, 3, 3, 4]])
+    first = of(x=x, ids=ids)
+    assert first[0] == first[2]
+    assert first[1] != first[3]
+    assert first[0] != first[1]
+    x[2, 1] = 1e-300
+    assert of(x=x, ids=ids)[2] != first[2]
+    assert len(of(mask=x)) == 0  # no input has examples
+
+
+def test_state_contains_the_examples(tmp_path):
+    engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", seed=0)
+    optimizer = ke.KfacOptimizer(engine)
+    images, labels = digits()
+    for _ in range(4):
+        optimizer.step({"image": images[:64]}, labels[:64])
+    optimizer.save(tmp_path / "state")
+    other = ke.KfacOptimizer(ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", seed=0))
+    other.load(tmp_path / "state")
+    one, two = (o.state().arrays["examples"] for o in (optimizer, other))
+    assert one["count"] == two["count"] == 4 * 64
+    np.testing.assert_array_equal(one["least"], two["least"])
+    assert "examples" not in ke.KfacOptimizer(engine, 0.1).state().arrays
+
+
+@pytest.mark.parametrize("second", [slice(0, 64), slice(32, 96), slice(64, 128)])
+def test_examples_that_come_again_raise_the_decay(second):
+    """The change of weights with and without a memory of the first batch."""
+    images, labels = digits()
+    values = []
+    for forgets in (False, True):
+        engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", seed=0)
+        optimizer = ke.KfacOptimizer(engine, weight_decay=0.5)
+        optimizer.step({"image": images[:64]}, labels[:64])
+        first = dict(engine.parameters)
+        state = optimizer.state()
+        if forgets:
+            optimizer.restore(replace(state, arrays={**state.arrays, "examples": NONE}))
+        rate = optimizer.step({"image": images[second]}, labels[second]).learning_rate
+        values.append(dict(engine.parameters))
+    again = max(0, 64 - second.start)
+    factor = min(1 + 6000 * (again / 128) / (128 - again), 20)
+    assert rate == 0.025  # far from the targets: no update is shortened
+    for name, value in first.items():
+        own = rate if value.ndim > 1 else 0.004
+        shrunk = own * 0.5 * (factor - 1) * value
+        np.testing.assert_allclose(values[1][name] - values[0][name], shrunk, rtol=1e-3, atol=1e-6)
