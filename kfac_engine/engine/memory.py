@@ -200,7 +200,8 @@ class Footprint:
         )
         scratch = work + self._sums()
         parameters = sum(array.nbytes for array in model.graph.constants.values())
-        gradients = 2 * sum(array.nbytes for array in model.parameters.values())
+        vectors = 2 if self.layers else 1  # gradients, and natural gradients
+        gradients = vectors * sum(array.nbytes for array in model.parameters.values())
         moved = 0 if model.memory_space is HOST else parameters + gradients + activations
         return MemoryReport(
             parameters=parameters,

@@ -120,6 +120,7 @@ class AdaptiveLengthUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         means = step.new_slots["momentum"]
+        step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
         for name, gradient in step.gradients.items():
             moments = means[name], self.momentum, step.slots["momentum"][name]
             combine(*moments, 1 - self.momentum, gradient)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, positive
 from kfac_engine.datasets.examples import Batch
@@ -24,7 +26,11 @@ from kfac_engine.training.optimizer import (
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
-from kfac_engine.training.vectors import Vector, add_multiple, combine, zeros
+from kfac_engine.training.vectors import Vector, add_multiple, combine, dot, parts, zeros
+
+# A step whose terms stay below these numbers cannot overflow: squares of the first one and the
+# second one are finite in float32.
+_LARGEST_ENTRY, _LARGEST_TERM = 1e18, 1e37
 
 # Rate of Adam for the parameters that an optimizer of matrices does not update itself.
 ADAM_RATE = 0.004
@@ -51,6 +57,7 @@ class _Setting:
 class _FirstOrder(Optimizer):
     """An optimizer with one update rule for each parameter."""
 
+    _states = 1
     _setting: _Setting
 
     def _units(self, is_matrix: Callable[[Piece], bool] = lambda _: False) -> Units:
@@ -75,9 +82,28 @@ class _FirstOrder(Optimizer):
         del undo
         rate = evaluated_rate(self._learning_rate, self.steps)
         loss, gradients = self._gradients(batch, clock)
-        slots = self._new_slots()
-        values = self.moved(gradients, self._parameters(), (self._slots, slots), self.steps, scale)
+        parameters = self._parameters()
+        rates = {n: scale * r for n, r in self._rates(rate, self.steps).items()}
+        in_place = self._cannot_fail(gradients, parameters, rates)
+        slots = self._slots if in_place else self._new_slots()
+        values = self.moved(gradients, parameters, (self._slots, slots), self.steps, scale)
         return Proposal(values, slots, StepReport(loss, scale * rate, self._setting.momentum))
+
+    def _cannot_fail(
+        self, gradients: Vector, parameters: Vector, rates: Mapping[str, float]
+    ) -> bool:
+        """Return whether a step is finite for sure, so that its state needs no copy.
+
+        Steps of several processes may fail in another one, and arrays of a GPU for lack of memory.
+        """
+        vectors = (gradients, parameters, self._slots["momentum"])
+        on_host = all(isinstance(array, np.ndarray) for array in gradients.values())
+        if not on_host or not self.engine.agreement.alone:
+            return False
+        norm = sum(dot(vector, vector) for vector in vectors) ** 0.5  # NaN for a gradient of NaN
+        norm *= 1 + self._weight_decay
+        longest = max(rule.gain * max(1.0, rates[n]) for n, rule in self._setting.rules.items())
+        return norm < _LARGEST_ENTRY and max(norm, 1.0) * longest < _LARGEST_TERM
 
     def moved(
         self,
@@ -103,11 +129,17 @@ class _FirstOrder(Optimizer):
             if decay and not decoupled:
                 add_multiple(gradient, decay, values[name])
             rule, step = self._setting.rules[name], scale * rates[name]
-            old, new = ({s: arrays[s][name] for s in rule.slots} for arrays in slots)
-            direction = rule(gradient, old, new, steps + 1)
-            # The gradient is not needed any more: its memory receives the new value.
+            state = (arrays[slot][name] for arrays in slots for slot in rule.slots)
+            operands = (gradient, values[name], *state)
             shrunk = 1 - step * decay if decoupled else 1.0
-            combine(gradient, -step, direction, shrunk, values[name])
+            for g, value, *both in parts(*operands) if rule.elementwise else (operands,):
+                count = len(rule.slots)
+                old, new = (
+                    dict(zip(rule.slots, s, strict=True)) for s in (both[:count], both[count:])
+                )
+                direction = rule(g, old, new, steps + 1)
+                # The gradient is not needed any more: its memory receives the new value.
+                combine(g, -step, direction, shrunk, value)
         return units.join(gradients, parameters)
 
 

@@ -87,6 +87,8 @@ class Optimizer(Summarized, Sealed, ABC):
 
     # Whether a step updates statistics of curvature.
     _measures = False
+    # Number of states in memory: a step replaces the state, or writes the next one beside it.
+    _states = 2
     _options: dict[str, object]
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
@@ -176,7 +178,8 @@ class Optimizer(Summarized, Sealed, ABC):
                 if prepared is not None:
                     return replace(prepared, seconds=clock.seconds)
                 proposal = self._propose(batch, scale, clock, undo)
-                self._check_slots(proposal.slots)
+                if proposal.slots is not self._slots:
+                    self._check_slots(proposal.slots)
                 self.engine.agreement.vote(place="Optimizer.step")
                 self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
@@ -185,7 +188,8 @@ class Optimizer(Summarized, Sealed, ABC):
             self.skipped += 1
             rate = scale * evaluated_rate(self._learning_rate, self.steps)
             return StepReport(nan, rate, skipped=True, seconds=clock.seconds)
-        self._slots, self._spare_slots = proposal.slots, self._slots
+        in_place = proposal.slots is self._slots
+        self._slots, self._spare_slots = proposal.slots, {} if in_place else self._slots
         self.steps += 1
         report = self._adapt(proposal, batch, clock)
         return replace(report, seconds=clock.seconds)
@@ -285,9 +289,10 @@ class Optimizer(Summarized, Sealed, ABC):
         return result.loss, {name: result.gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:
-        """Return the bytes of the arrays that receive the first new parameters and state."""
-        new = (self._parameters(), *(() if self._spare_slots else self._slots.values()))
-        return sum(array.nbytes for arrays in new for array in arrays.values())
+        """Return the bytes of the new parameters, and of states whose memory is not used yet."""
+        states = max(self._states - bool(self.steps) - bool(self._spare_slots), 0)
+        state = sum(array.nbytes for slot in self._slots.values() for array in slot.values())
+        return sum(array.nbytes for array in self._parameters().values()) + states * state
 
     def _new_slots(self) -> SlotArrays:
         """Return arrays that receive the new state: those of the state before the present one."""
@@ -307,7 +312,8 @@ class Optimizer(Summarized, Sealed, ABC):
         """Compute the new parameters and state without changing either.
 
         The new parameters are in arrays that the engine may keep. A step that changes averages
-        protects them by ``undo``.
+        protects them by ``undo``. A step that cannot fail any more may write the new state to the
+        memory of the old one: the slots of the proposal are then those of the optimizer.
         """
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:

@@ -31,9 +31,17 @@ class Rule(Protocol):
 
     Attributes:
         slots: Names of the state arrays; each has the shape of the parameter and starts at zero.
+        elementwise: Whether each entry is updated by itself, so that parts of an array are.
+        gain: Bound of the entries of the direction and of its terms, divided by the norm of
+            gradient and momentum, or by one if that is larger.
     """
 
     slots: ClassVar[tuple[str, ...]]
+    elementwise: ClassVar[bool]
+
+    @property
+    def gain(self) -> float:
+        """See the attributes."""
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new state arrays; return the direction of descent.
@@ -41,7 +49,7 @@ class Rule(Protocol):
         Args:
             gradient: Gradient of the loss, in the parameter's shape; it may be overwritten.
             old: The state arrays.
-            new: Arrays for the new state, in the memory of no other argument.
+            new: Arrays for the new state: those of ``old``, or in the memory of no other argument.
             step: Number of the step, from 1.
 
         Returns:
@@ -59,8 +67,14 @@ class HeavyBall:
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    elementwise: ClassVar[bool] = True
     momentum: float
     nesterov: bool
+
+    @property
+    def gain(self) -> float:
+        """``μ v + g`` and ``g + μ v`` with the sum for v are at most three times as long."""
+        return 3.0
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new velocity; return the direction of descent."""
@@ -86,9 +100,15 @@ class AdaptiveMoments:
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum", "second_moment")
+    elementwise: ClassVar[bool] = True
     beta1: float
     beta2: float
     epsilon: float
+
+    @property
+    def gain(self) -> float:
+        """``m / (ε √(1 − β₂)) / (1 − β₁)``, the bound for second moments of zero."""
+        return 1 / (self.epsilon * (1 - self.beta2) ** 0.5 * (1 - self.beta1))
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new moments; return the direction of descent."""
@@ -140,10 +160,16 @@ class Orthogonalized:
     """
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    elementwise: ClassVar[bool] = False
     weight: Piece
     momentum: float
     nesterov: bool
     matmul: MatMul = np.matmul
+
+    @property
+    def gain(self) -> float:
+        """That of the momentum, and ``√outputs`` for singular values close to one."""
+        return 1e6
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new velocity; return the direction of descent."""

@@ -5,7 +5,7 @@ system provides and takes back their memory in each step. Results are therefore 
 that exist.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,9 @@ from scipy.linalg import blas
 from kfac_engine._types import Array
 
 Vector: TypeAlias = Mapping[str, Array]
+
+# Entries of a part of an array.
+_PART = 1 << 16
 
 _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
 
@@ -41,6 +44,19 @@ def dot(left: Vector, right: Vector) -> float:
 def zeros(parameters: Vector) -> dict[str, Array]:
     """Return an array of zeros for each parameter, by name."""
     return {name: np.zeros_like(value) for name, value in parameters.items()}
+
+
+def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Yield views of equal ranges of arrays of one shape, which stay in the cache of a core.
+
+    Arrays that are not contiguous, or not of the host, are one part.
+    """
+    if arrays[0].size <= _PART or not all(map(_is_flat, arrays)):
+        yield arrays
+        return
+    flat = [array.reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, _PART):
+        yield tuple(array[start : start + _PART] for array in flat)
 
 
 def _is_flat(array: Array) -> bool:

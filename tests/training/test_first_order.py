@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.training import rules
+from kfac_engine.training import rules, vectors
 from kfac_engine.training.fit import OPTIMIZERS as BY_NAME
 from tests import models
 from tests.engine.test_buffers import normalised
@@ -248,6 +248,65 @@ def test_an_update_that_overflows_changes_nothing(tmp_path):
     with pytest.raises(ke.NonFiniteError, match="NaN or infinity"):
         optimizer.step({"x": x}, y, scale=1e300)
     assert state(optimizer, tmp_path / "state") == before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_cannot_fail_keeps_one_state(name, monkeypatch):
+    one, two = (OPTIMIZERS[name](net.engine("float32")) for _ in range(2))
+    monkeypatch.setattr(type(two), "_cannot_fail", lambda self, *arguments: self is one)
+    addresses = set()
+    for step in range(3):
+        x, y = net.batch(step, "float32")
+        for optimizer in (one, two):
+            optimizer.step({"x": x}, y)
+        slots = one.state().arrays
+        addresses.add(tuple(a.ctypes.data for slot in slots.values() for a in slot.values()))
+        for slot, arrays in two.state().arrays.items():
+            for key, array in arrays.items():
+                assert np.array_equal(array, slots[slot][key])
+                assert array is not slots[slot][key]
+    assert len(addresses) == 1
+    for key, value in one.engine.parameters.items():
+        assert np.array_equal(value, two.engine.parameters[key])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("scale", [1e30, 1e300])
+def test_a_huge_step_changes_all_or_nothing(name, scale, tmp_path):
+    optimizer = OPTIMIZERS[name](net.engine("float32"))
+    x, y = net.batch(dtype="float32")
+    optimizer.step({"x": x}, y)
+    before = state(optimizer, tmp_path / "state")
+    try:
+        optimizer.step({"x": x}, y, scale=scale)
+    except ke.NonFiniteError:
+        assert state(optimizer, tmp_path / "state") == before
+    else:
+        slots = optimizer.state().arrays.values()
+        assert all(np.isfinite(array).all() for slot in slots for array in slot.values())
+
+
+def test_parts_of_an_array_are_updated_as_the_whole():
+    rule = rules.AdaptiveMoments(0.9, 0.999, 1e-8)
+    rng = np.random.default_rng(0)
+    size = 2 * vectors._PART + 5
+    gradient, mean, square = rng.random((3, size))
+    whole = rule(
+        gradient.copy(),
+        {"momentum": mean, "second_moment": square},
+        {"momentum": np.empty(size), "second_moment": np.empty(size)},
+        3,
+    )
+    direction, count = gradient.copy(), 0
+    for g, m, v in vectors.parts(direction, mean, square):
+        g[...] = rule(
+            g, {"momentum": m, "second_moment": v}, {"momentum": m, "second_moment": v}, 3
+        )
+        count += 1
+    assert count == 3
+    assert np.allclose(direction, whole, rtol=1e-14)
+    strided = np.zeros((size, 2))[:, 0]
+    assert len(list(vectors.parts(strided, mean))) == 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
