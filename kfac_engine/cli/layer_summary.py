@@ -69,7 +69,7 @@ def print_choices(layers: "Sequence[ke.LayerReport]") -> None:
 def print_memory(memory: "MemoryReport", batch: int) -> None:
     """Print the parts of the peak memory of a step."""
     parts = {**asdict(memory), "total": memory.total}
-    on_device = parts.pop("device")
+    on_device, _ = parts.pop("device"), parts.pop("optimizer")
     if on_device:
         parts["of it on the GPU"] = on_device
     rows = [(part, show_bytes(count)) for part, count in parts.items()]

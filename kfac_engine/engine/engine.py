@@ -434,22 +434,27 @@ class Engine(Summarized, TrainableModel):
         """Parameter to the pieces that layers use: weights as matrices, and vectors."""
         return self._entries.pieces(self.collection.fisher_blocks)
 
-    def memory(self, batch_size: int = 1, accumulate: int = 1) -> MemoryReport:
+    def memory(
+        self, batch_size: int = 1, accumulate: int = 1, *, statistics: bool = True
+    ) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.
 
         Args:
             batch_size: Number of examples, of a part if a batch has several.
             accumulate: Number of parts of a batch.
+            statistics: Whether steps update statistics and inverses; if not, they compute
+                gradients.
 
         Returns:
-            Bytes of each part of a step. Inputs and targets are not among them.
+            Bytes of each part of a step. Inputs and targets are not among them, nor what an
+            optimizer stores: see its own ``memory``.
 
         Raises:
             InputError: An argument is not a positive whole number.
         """
         whole("batch_size", batch_size, least=1)
         whole("accumulate", accumulate, least=1)
-        return self._footprint(accumulate).peak(batch_size)
+        return self._footprint_of(accumulate, statistics).peak(batch_size)
 
     def require_memory(
         self,
@@ -472,8 +477,7 @@ class Engine(Summarized, TrainableModel):
         parts = parts_of(inputs)
         sizes = (unchecked(self._assembly, part, statistics=statistics) for part, _ in parts)
         if largest := max(sizes):
-            footprint = self._footprint(len(parts)) if statistics else Footprint(self._assembly)
-            footprint.require(largest, more())
+            self._footprint_of(len(parts), statistics).require(largest, more())
 
     def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
         """Return traffic, memory and work of one of several processes, without running the model.
@@ -612,6 +616,8 @@ class Engine(Summarized, TrainableModel):
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)
 
-    def _footprint(self, parts: int = 1) -> Footprint:
+    def _footprint_of(self, parts: int, statistics: bool) -> Footprint:
+        if not flag("statistics", statistics):
+            return Footprint(self._assembly)
         sums = self.estimator.sums_sources + (parts > 1)
         return Footprint(self._assembly, self.layers, self._exps, sums)

@@ -39,6 +39,7 @@ class MemoryReport:
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
         sessions: Memory of ONNX Runtime and of graphs, without values.
+        optimizer: New parameters and the state of an optimizer, for its own ``memory`` only.
         device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
             all parts but sessions if the model runs on the GPU.
     """
@@ -49,6 +50,7 @@ class MemoryReport:
     factors: int
     scratch: int
     sessions: int = 0
+    optimizer: int = 0
     device: int = 0
 
     @property
@@ -61,6 +63,7 @@ class MemoryReport:
             + self.factors
             + self.scratch
             + self.sessions
+            + self.optimizer
         )
 
     @property
@@ -152,30 +155,40 @@ class Footprint:
             raise MemoryLimitError(
                 f"{'a step' if self.layers else 'a gradient'} needs "
                 f"{spelled(report.on_host + more - allocated)} and {spelled(free)} are free; "
-                f"{self._cure(examples, report.on_host, free + allocated - more)}."
+                f"{self._cure(examples, report, free + allocated - more)}."
             )
         if self.layers:
             self._backend.reserve(report.factors)
         for statistics in {False, bool(self.layers)}:
             checked[statistics] = max(examples, checked.get(statistics, 0))
 
-    def _cure(self, examples: int, need: int, free: int) -> str:
+    def _cure(self, examples: int, report: MemoryReport, free: int) -> str:
         """Return advice that makes a step fit: a smaller batch only if one example fits."""
+        whole = report.on_host
         least = examples if self.assembly.task.batch.fixed else 1
-        one = self.peak(least).on_host if least < examples else need
+        one = self.peak(least).on_host if least < examples else whole
         if one <= free:
             # The peak is a convex function of the number of examples: it lies below its chord.
-            fitting = least + int((free - one) / max(need - one, 1) * (examples - least))
-            return (
+            slope = max(whole - one, 1) / (examples - least)
+            advice = (
                 f"the values of {examples} examples are too large: use a smaller batch, of at most "
-                f"{fitting} examples"
+                f"{least + int((free - one) / slope)} examples"
             )
+            # Parts of a batch add one measurement of each statistic.
+            of_part = least + int((free - one - self._averages()) / slope)
+            parts = ceil(examples / max(of_part, 1))
+            return advice + (f", or accumulate={parts} parts" if of_part >= least else "")
+        values = self.assembly.model.parameters
+        name = max(values, key=lambda name: values[name].nbytes)
+        saved = values[name].nbytes * report.gradients // sum(a.nbytes for a in values.values())
+        freeze = f"freeze={name!r} saves {spelled(saved)} of gradients"
         if not self.layers:
-            return "one example does not fit: train fewer parameters"
+            return f"one example does not fit: train fewer parameters: {freeze}"
         largest = max(self.layers, key=lambda layer: layer.factor_bytes)
         return (
             f"the block of {', '.join(largest.parameters)} takes {spelled(largest.factor_bytes)}: "
-            f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters"
+            f"choose approximation 'diagonal' for {largest.kind}, or train fewer parameters: "
+            f"{freeze}"
         )
 
     def _stored(self, report: MemoryReport) -> int:
@@ -248,5 +261,9 @@ class Footprint:
 
     def _sums(self) -> int:
         """Return the bytes of sums over sources and parts, each as large as the averages."""
+        return self.sums * self._averages()
+
+    def _averages(self) -> int:
+        """Return the bytes of the averages."""
         averages = (prod(shape) for layer in self.layers for shape in layer.factor_shapes)
-        return self.sums * _FLOAT * sum(averages)
+        return _FLOAT * sum(averages)

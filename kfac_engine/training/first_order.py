@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 
@@ -57,7 +58,6 @@ class _Setting:
 class _FirstOrder(Optimizer):
     """An optimizer with one update rule for each parameter."""
 
-    _states = 1
     _setting: _Setting
 
     def _units(self, is_matrix: Callable[[Piece], bool] = lambda _: False) -> Units:
@@ -89,18 +89,23 @@ class _FirstOrder(Optimizer):
         values = self.moved(gradients, parameters, (self._slots, slots), self.steps, scale)
         return Proposal(values, slots, StepReport(loss, scale * rate, self._setting.momentum))
 
+    @property
+    def _states(self) -> int:
+        """One where a step fails by its numbers alone.
+
+        It may fail in another process, or for lack of memory on a GPU.
+        """
+        on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
+        return 1 if on_host and self.engine.agreement.alone else 2
+
     def _cannot_fail(
         self, gradients: Vector, parameters: Vector, rates: Mapping[str, float]
     ) -> bool:
-        """Return whether a step is finite for sure, so that its state needs no copy.
-
-        Steps of several processes may fail in another one, and arrays of a GPU for lack of memory.
-        """
+        """Return whether a step is finite for sure, so that its state needs no copy."""
         vectors = (gradients, parameters, self._slots["momentum"])
-        on_host = all(isinstance(array, np.ndarray) for array in gradients.values())
-        if not on_host or not self.engine.agreement.alone:
+        if self._states > 1:
             return False
-        norm = sum(dot(vector, vector) for vector in vectors) ** 0.5  # NaN for a gradient of NaN
+        norm = sqrt(sum(dot(vector, vector) for vector in vectors))  # NaN for a gradient of NaN
         norm *= 1 + self._weight_decay
         longest = max(rule.gain * max(1.0, rates[n]) for n, rule in self._setting.rules.items())
         return norm < _LARGEST_ENTRY and max(norm, 1.0) * longest < _LARGEST_TERM

@@ -19,6 +19,7 @@ from kfac_engine.arguments import number, one_of
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
@@ -87,8 +88,6 @@ class Optimizer(Summarized, Sealed, ABC):
 
     # Whether a step updates statistics of curvature.
     _measures = False
-    # Number of states in memory: a step replaces the state, or writes the next one beside it.
-    _states = 2
     _options: dict[str, object]
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
@@ -201,6 +200,27 @@ class Optimizer(Summarized, Sealed, ABC):
             "make another one with the same options, and load it there."
         )
 
+    def memory(self, batch_size: int = 1, accumulate: int = 1) -> MemoryReport:
+        """Return a bound of the peak memory of training, without running the model.
+
+        Args:
+            batch_size: Number of examples, of a part if a batch has several.
+            accumulate: Number of parts of a batch.
+
+        Returns:
+            Bytes of each part of a step; ``optimizer`` is that of the new parameters and of the
+            state. Inputs and targets are not among them.
+
+        Raises:
+            InputError: An argument is not a positive whole number.
+        """
+        report = self.engine.memory(batch_size, accumulate, statistics=self._measures)
+        parameters = self._parameters().values()
+        stored = sum(a.nbytes for a in parameters) + self._states * self._state_bytes
+        on_host = all(isinstance(array, np.ndarray) for array in parameters)
+        device = report.device + (0 if on_host else stored)
+        return replace(report, optimizer=stored, device=device)
+
     def save(self, path: str | Path) -> None:
         """Write the state of the engine and of the optimizer, to resume with equal bits.
 
@@ -291,8 +311,16 @@ class Optimizer(Summarized, Sealed, ABC):
     def _new_bytes(self) -> int:
         """Return the bytes of the new parameters, and of states whose memory is not used yet."""
         states = max(self._states - bool(self.steps) - bool(self._spare_slots), 0)
-        state = sum(array.nbytes for slot in self._slots.values() for array in slot.values())
-        return sum(array.nbytes for array in self._parameters().values()) + states * state
+        return sum(a.nbytes for a in self._parameters().values()) + states * self._state_bytes
+
+    @property
+    def _states(self) -> int:
+        """Number of states in memory: a step writes the next one beside the present one."""
+        return 2
+
+    @property
+    def _state_bytes(self) -> int:
+        return sum(array.nbytes for slot in self._slots.values() for array in slot.values())
 
     def _new_slots(self) -> SlotArrays:
         """Return arrays that receive the new state: those of the state before the present one."""

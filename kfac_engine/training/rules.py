@@ -6,6 +6,7 @@ The array functions are NumPy's, which CuPy arrays support.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -108,7 +109,7 @@ class AdaptiveMoments:
     @property
     def gain(self) -> float:
         """``m / (ε √(1 − β₂)) / (1 − β₁)``, the bound for second moments of zero."""
-        return 1 / (self.epsilon * (1 - self.beta2) ** 0.5 * (1 - self.beta1))
+        return 1 / self.epsilon / sqrt(1 - self.beta2) / (1 - self.beta1)
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new moments; return the direction of descent."""

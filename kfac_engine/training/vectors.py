@@ -51,7 +51,7 @@ def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:
 
     Arrays that are not contiguous, or not of the host, are one part.
     """
-    if arrays[0].size <= _PART or not all(map(_is_flat, arrays)):
+    if not all(map(_is_flat, arrays)) or arrays[0].size <= _PART:
         yield arrays
         return
     flat = [array.reshape(-1) for array in arrays]

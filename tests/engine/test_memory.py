@@ -69,6 +69,44 @@ def test_step_stays_below_its_announced_peak_but_not_far(step):
     assert LEAST * announced < measured < MOST * announced
 
 
+# Peak of resident memory of training above what the process had before it loaded the model.
+TRAINING = """
+import resource, sys
+import numpy as np
+import kfac_engine as ke
+from tests import models
+
+x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+y = np.zeros(64, np.int64)
+warm = ke.AdamW(ke.Engine.from_onnx(models.mlp((512, 8, 10)), loss="categorical", threads=1))
+warm.step({"input": x}, y)
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+engine = ke.Engine.from_onnx(sys.argv[2], loss="categorical", backend="numpy", threads=1)
+optimizer = {"adamw": ke.AdamW, "kfac": ke.KfacOptimizer}[sys.argv[1]](engine)
+announced = optimizer.memory(64)
+assert announced.total - announced.optimizer == engine.memory(
+    64, statistics=sys.argv[1] == "kfac"
+).total
+for _ in range(3):
+    optimizer.step({"input": x}, y)
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+print(peak - before, announced.total)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+@pytest.mark.parametrize("name", ["adamw", "kfac"])
+def test_training_takes_about_what_its_optimizer_announces(name, tmp_path):
+    # Not made by the process itself, whose heap would keep the memory for later arrays.
+    path = tmp_path / "wide.onnx"
+    path.write_bytes(models.mlp((512, 2048, 2048, 10)).SerializeToString())
+    command = [sys.executable, "-c", TRAINING, name, str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, announced = map(int, found.stdout.split())
+    assert 0.6 * announced < measured < 1.25 * announced
+
+
 STORED = {
     "dense": ("mlp", "categorical", {}),
     "eigenbasis": ("mlp", "categorical", {"fully_connected": "ekfac"}),

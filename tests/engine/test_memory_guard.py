@@ -54,6 +54,35 @@ ENTRANCES = {
 FITS = r"at most (\d+) examples|structure='kron'"
 
 
+def test_the_parts_that_a_message_names_fit(monkeypatch):
+    one, many = (engine().memory(n).on_host for n in (1, N))
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: (one + many) // 2)
+    with pytest.raises(ke.MemoryLimitError) as error:
+        engine().step(*BATCH)
+    named = re.search(r"at most (\d+) examples, or accumulate=(\d+) parts", str(error.value))
+    assert named
+    examples, count = map(int, named.groups())
+    assert engine().memory(examples).on_host <= (one + many) // 2
+    engine().step({"x": X[:examples]}, Y[:examples])
+    size = -(-N // count)
+    assert engine().memory(size, count).on_host <= (one + many) // 2
+    engine().step([({"x": X[i : i + size]}, Y[i : i + size]) for i in range(0, N, size)])
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+def test_a_message_names_what_to_freeze_where_one_example_does_not_fit(by_step, monkeypatch):
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 1000)
+    monkeypatch.setattr(OnnxModel, "run", lambda *_, **__: pytest.fail("the model has run"))
+    made = engine()
+    largest = max(made.parameters, key=lambda name: made.parameters[name].nbytes)
+    with pytest.raises(ke.MemoryLimitError) as error:
+        (made.step if by_step else made.gradients)(*BATCH)
+    number = (2 if by_step else 1) * made.parameters[largest].nbytes
+    saved = f"freeze='{largest}' saves {memory_limits.spelled(number)} of gradients"
+    assert saved in str(error.value)
+    assert ("approximation 'diagonal'" in str(error.value)) == by_step
+
+
 @pytest.mark.parametrize("name", ENTRANCES)
 def test_a_batch_that_does_not_fit_is_refused_before_it_runs(name, curvature, monkeypatch):
     """One example fits and 2,000 do not."""
