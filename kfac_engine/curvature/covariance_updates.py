@@ -1,17 +1,38 @@
 """Statistics of batches for the factors of an estimator: measured, then committed to averages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
+from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
-from kfac_engine.curvature.sources import Scales, Sources, ThunkRound, Trace
+from kfac_engine.curvature.sources import Scales, Sources, Trace
 from kfac_engine.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class _ThunkRound:
+    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
+
+    Attributes:
+        trace: The batch.
+        generator: State of the random generator from which each thunk draws.
+        done: ``id`` of each factor that was updated; changed by the thunks.
+    """
+
+    trace: Trace
+    generator: Mapping[str, object]
+    done: set[int] = field(default_factory=set)
+
+    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
+        """Return whether an update belongs to this pass; a second update begins a new pass."""
+        return trace is self.trace and id(factor) not in self.done
 
 
 class CovarianceUpdates:
@@ -41,8 +62,13 @@ class CovarianceUpdates:
         self.params_stats: list[Array] = []
         self.divided = False
         self._batch_size, self._name = batch_size, name
-        self._round: ThunkRound | None = None
+        self._round: _ThunkRound | None = None
         self.updater = self._updater_of(f for f in factors if f not in sources.alone)
+
+    def divide(self, combine: Combine, linear: Collection[FisherFactor]) -> None:
+        """Divide batches among processes; see ``FisherEstimator.divide``."""
+        self.updater.combine, self.updater.linear = combine, frozenset(linear)
+        self.divided = True
 
     def measure(
         self,
@@ -203,7 +229,7 @@ class CovarianceUpdates:
         bits = self.sources.rng.bit_generator
         now = bits.state
         if self._round is None or not self._round.includes(trace, factor):
-            self._round = ThunkRound(trace, now)
+            self._round = _ThunkRound(trace, now)
         first = not self._round.done
         bits.state = self._round.generator
         try:

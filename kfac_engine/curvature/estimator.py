@@ -1,6 +1,6 @@
 """The Fisher estimator: updates factors from a trace and multiplies by the estimated matrix."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -17,6 +17,7 @@ from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Combine
+from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Trace
@@ -225,6 +226,19 @@ class FisherEstimator(Sealed):
         self._sources.rows = value
         for factor in self.factors:
             factor.set_rows(value)
+
+    def divide(
+        self, division: Division, combine: Combine, linear: Collection[FisherFactor]
+    ) -> None:
+        """Divide updates and refreshes among several processes, for the rest of the run.
+
+        Args:
+            division: Divides the refreshes.
+            combine: As the attribute.
+            linear: Factors whose averages are combined, in place of their measurements.
+        """
+        self.statistics.divide(combine, linear)
+        self.refreshes.division = division
 
     def place_draws(self, placements: Mapping[str, Placement]) -> None:
         """Set where the examples lie in random numbers, for ``rows``; by default the first axis.

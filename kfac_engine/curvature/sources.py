@@ -265,22 +265,3 @@ def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
     """
     pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
     return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}
-
-
-@dataclass(slots=True)
-class ThunkRound:
-    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
-
-    Attributes:
-        trace: The batch.
-        generator: State of the random generator from which each thunk draws.
-        done: ``id`` of each factor that was updated; changed by the thunks.
-    """
-
-    trace: Trace
-    generator: Mapping[str, object]
-    done: set[int] = field(default_factory=set)
-
-    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
-        """Return whether an update belongs to this pass; a second update begins a new pass."""
-        return trace is self.trace and id(factor) not in self.done

@@ -17,11 +17,11 @@ from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.schedule import Planner
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
-from kfac_engine.engine.draw_placements import draw_placements
 from kfac_engine.engine.replicate import Replicate
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.engine.rollback import Undo, quiet
@@ -29,6 +29,7 @@ from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products
 from kfac_engine.layers.parameter_slices import is_whole, join, split
 from kfac_engine.losses.objective import Observation
+from kfac_engine.runtime.position_order import find_position_orders
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.deferred_signals import HeldInterrupts
 
@@ -65,6 +66,9 @@ class BlockFisher:
         self._shards = passes.shards
         distribution = DISTRIBUTIONS[assembly.options.distribution]
         self.distribution = distribution(self._shards, assembly, estimator, reports)
+        if not self._shards.alone:
+            shared = self.distribution
+            estimator.divide(shared, shared.combine_bases, shared.divided)
         self._draws_placed = False
 
     @contextmanager
@@ -329,3 +333,29 @@ class BlockFisher:
         pairs = zip(self._passes.objective.towers, rows, strict=True)
         axes = self.estimator.statistics.sources.axes
         return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
+
+
+def draw_placements(assembly: Assembly) -> dict[str, Placement]:
+    """Return the axis of the examples in the random numbers of each loss.
+
+    Args:
+        assembly: The registered model. It runs twice if an output has examples and positions on
+            one axis.
+
+    Returns:
+        Name of a loss to the placement.
+    """
+    task, model = assembly.task, assembly.model
+    places = {head.output: task.batch.places[head.output] for head in task.heads}
+    folded = [output for output, place in places.items() if place.repeats > 1]
+    orders: dict[str, bool | None] = {}
+    if folded:
+        orders = find_position_orders(model.graph, model.facts, folded, task.batch, task.inputs)
+    placements = {}
+    for loss, head in zip(task.objective.losses, task.heads, strict=True):
+        axis, rank = places[head.output].axis, len(model.facts[head.output].shape)
+        # Samples of classes have no class axis. An axis behind it is counted from the end.
+        if axis >= head.loss.class_axis % rank:
+            axis -= rank
+        placements[loss.name] = Placement(axis, orders.get(head.output, False))
+    return placements

@@ -49,7 +49,7 @@ class Distribution(ABC):
     Args:
         shards: The ranks.
         assembly: The model.
-        estimator: Its estimator, whose updates and refreshes are those of all ranks from now on.
+        estimator: Its estimator.
         reports: Returns a report for each layer with its block.
 
     Attributes:
@@ -80,11 +80,6 @@ class Distribution(ABC):
         self._whole = True  # whether divided averages are whole on all ranks
         # Factors whose average is a copy of the share of another rank, for a refresh on this rank.
         self._copied: list[FisherFactor] = []
-        if not shards.alone:
-            estimator.combine = self._combine_bases
-            estimator.statistics.updater.linear = self._linear
-            estimator.refreshes.division = self
-            estimator.statistics.divided = True
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -201,7 +196,8 @@ class Distribution(ABC):
                 measurement.widen()
         return columns
 
-    def _combine_bases(self, measurements: Sequence[Measurement]) -> None:
+    def combine_bases(self, measurements: Sequence[Measurement]) -> None:
+        """Combine measurements of the first bases of EKFAC; see ``FisherEstimator.combine``."""
         weighted = any(m.weighted for m in measurements)
         (flags,) = self._agree(measurements, weighted, place="bases of EKFAC")
         with self._shards.agreement.exchanging():

@@ -1,5 +1,6 @@
 """The factors of an engine by parameter: averages, eigenvalues and dampings."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
@@ -142,6 +143,21 @@ class Factors(Summarized, Mapping[str, ParameterFactors]):
         """Yield each factor of each layer once, in the order of ``engine.layers``."""
         for layer in self._entries.layers:
             yield from self._views(layer)
+
+    def refresh_names(self) -> dict[str, str]:
+        """Return the names of all factors, such as ``"fc0.weight: A"``, by key in ``Refreshes``.
+
+        A factor of several layers has the name of the first one, and factors of equal names have
+        numbers.
+        """
+        names: dict[int, str] = {}
+        counts: Counter[str] = Counter()
+        for view in self.views():
+            if id(view.factor) not in names:
+                counts[view.name] += 1
+                count = counts[view.name]
+                names[id(view.factor)] = f"{view.name} #{count}" if count > 1 else view.name
+        return {str(i): names[id(f)] for i, f in enumerate(self._collection.get_factors())}
 
     def spectra(self, most_rows: int | None = None) -> Iterator[FactorSpectrum]:
         """Yield the spectrum of each factor of each layer; see ``factor_spectra``."""

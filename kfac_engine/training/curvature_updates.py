@@ -14,7 +14,6 @@ from kfac_engine.curvature.schedule import NEVER, PlannerState, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.errors import InputError
 
@@ -172,7 +171,7 @@ class CurvatureUpdates:
         self._engine = engine
         self._refreshes = engine.estimator.refreshes
         self.planner = self._refreshes.growing_planner(schedule)
-        self._names = factor_names(engine)
+        self._names = engine.factors.refresh_names()
         self._part = PartialBatch(engine, part)
         self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
 

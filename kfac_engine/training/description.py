@@ -11,7 +11,6 @@ import numpy as np
 
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.factor_names import factor_names
 from kfac_engine.engine.factor_spectra import factor_spectra
 from kfac_engine.engine.spectra import FactorSpectrum
 from kfac_engine.losses.base import LossFunction
@@ -97,7 +96,7 @@ def _attributes(loss: LossFunction) -> list[object]:
 
 
 def _factor_shapes(engine: Engine) -> dict[str, list[int]]:
-    names, shapes = factor_names(engine), factor_shapes(engine.collection)
+    names, shapes = engine.factors.refresh_names(), factor_shapes(engine.collection)
     factors = enumerate(engine.collection.get_factors())
     return {names[str(i)]: list(shapes[id(f)]) for i, f in factors if f.has_inverses}
 

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.distributed.shards import Placement, Rows
-from kfac_engine.engine.draw_placements import draw_placements
+from kfac_engine.engine.block_fisher import draw_placements
 from tests import models
 from tests.distributed.threads import run
 
