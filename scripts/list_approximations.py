@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kfac_engine.curvature.approximations import KINDS, LARGEST_FULL_SIDE, NOTATION
 from kfac_engine.curvature.blocks.kronecker import LARGEST_DIVIDED
-from kfac_engine.curvature.factors.divided import LARGEST_BLOCK
+from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "approximations.md"
 
@@ -35,7 +35,7 @@ engine therefore chooses the default approximation by the size of a layer:
   default of its kind.
 - A layer with a larger factor has the default of large layers. `blocks` is the form of each of its
   factors by itself: a matrix of at most {largest:,} rows is dense. A matrix of at most {divided:,}
-  rows is divided into equal blocks on its diagonal, of at most {largest:,} rows each. A matrix with
+  rows is divided into equal blocks on its diagonal, of at most {part:,} rows each. A matrix with
   more rows, such as the outputs of a vocabulary, is a diagonal.
 - Scales and shifts are large with more than {scales} numbers.
 
@@ -61,7 +61,11 @@ def page() -> str:
             rows.append(f"| `{kind}` | `{name}`{default} | {symbols} | {row.source} |")
     symbols = "\n".join(f"- `{symbol}`: {meaning}" for symbol, meaning in NOTATION.items())
     head = HEAD.format(
-        symbols=symbols, largest=LARGEST_BLOCK, divided=LARGEST_DIVIDED, scales=LARGEST_FULL_SIDE
+        symbols=symbols,
+        largest=LARGEST_BLOCK,
+        part=LARGEST_PART,
+        divided=LARGEST_DIVIDED,
+        scales=LARGEST_FULL_SIDE,
     )
     return head + "\n".join(rows) + "\n"
 

@@ -26,7 +26,7 @@ from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.divided import LARGEST_BLOCK
+from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.token_ids import TokenIdView
@@ -335,8 +335,9 @@ NOTATION: Mapping[str, str] = {
     "m": "mean of the channels of a pixel",
     "⊕": "one block for each group g, with the factors A_g and G_g",
     "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
-    "blocks": f"diagonal blocks of at most {LARGEST_BLOCK:,} rows of a matrix of at most "
-    f"{LARGEST_DIVIDED:,} rows; diagonal of a larger one",
+    "blocks": f"diagonal blocks of at most {LARGEST_PART:,} rows of a matrix of more than "
+    f"{LARGEST_BLOCK:,} rows, a smaller one as it is; diagonal of one of more than "
+    f"{LARGEST_DIVIDED:,} rows",
     "H": "partial trace over the vocabulary of a sum of F over rows and uses",
     "V": "partial trace over the features of the same sum, divided by its trace",
     "g": "gradient of an example, or of the batch in blocks without an engine",

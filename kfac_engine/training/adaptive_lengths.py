@@ -5,7 +5,7 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module
+from kfac_engine.backend.namespace import array_module, is_recorded
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.pieces import Piece
@@ -39,6 +39,8 @@ _LEAST, _LARGEST = 0.1, 20.0
 _ITERATIONS = 5
 # Statistics of a few features have rows enough: a smaller matrix keeps its natural gradient.
 _SMALLEST_SIDE = 64
+# The products with factors of so many rows in sum take less time than the rest of a step.
+_NARROW = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class AdaptiveLengthUpdate:
     rows, or with a side below 64, keeps its natural gradient. Where p is no direction of descent
     for the averaged gradient, the natural gradient takes its place, which is one: biases do not
     enter it.
+
+    Few rows make the products with the inverses of wide factors longer than those of the gradient.
+    A matrix with fewer rows in the batch than the sum of the sides of its factors, if that exceeds
+    512, has a new direction in every second step only, unless c < −1. The averaged gradient, of ten
+    steps, changes little meanwhile.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The multiple ``k`` of a matrix
@@ -76,8 +83,10 @@ class AdaptiveLengthUpdate:
         units: The division of the parameters; its weights are the matrices.
         roots: √outputs of the matrices of each weight: see ``root_outputs``.
         sides: Smaller side of the matrices of each weight.
+        widths: Sum of the sides of the factors of each weight.
         blocks: The block of the layer of each weight.
-        preconditioned: The parameters of these blocks.
+        groups: Number of each weight and of each parameter of these blocks. Parameters have equal
+            numbers if a block or several blocks join them.
         matmul: The product of two matrices.
         momentum: Decay of the average of gradients, in [0, 1).
         adam_rate: Learning rate of Adam.
@@ -90,8 +99,9 @@ class AdaptiveLengthUpdate:
     units: Units
     roots: Mapping[str, float]
     sides: Mapping[str, int]
+    widths: Mapping[str, float]
     blocks: Mapping[str, FisherBlock]
-    preconditioned: Collection[str]
+    groups: Mapping[str, int]
     matmul: MatMul
     momentum: float
     adam_rate: Rate
@@ -126,31 +136,75 @@ class AdaptiveLengthUpdate:
             combine(*moments, 1 - self.momentum, gradient)
         vectors = (step.gradients, step.parameters, means)
         gradients, parameters, means = map(self.units.split, vectors)
+        last = {
+            name: _products(
+                self.units.weights[name], gradients[name], p, self._is_single(step, name)
+            )
+            for name, p in step.slots["natural_gradient"].items()
+        }
+        due = {name: self._is_due(name, step, last[name]) for name in self.roots}
         with step.clock("precondition"):
-            natural = self._natural_gradients(means, step)
+            natural = self._natural_gradients(means, step, due)
         units: dict[str, Array] = {}
         for name, gradient in gradients.items():
             # The memory of a gradient that is not needed any more receives the new value.
             value = units[name] = gradient.copy() if step.predicts else gradient
             if name in self.roots:
-                self._by_matrix(name, value, natural[name], parameters[name], step)
+                last_and_due = last[name], due[name]
+                self._by_matrix(name, value, natural[name], parameters[name], step, *last_and_due)
             else:
                 self._by_adam(name, value, means[name], parameters[name], step)
         values = self.units.join(units, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
 
-    def _natural_gradients(self, means: Vector, step: StepInputs) -> dict[str, Array]:
-        """Return the orthogonalized natural gradients of the weights."""
+    def _is_due(self, name: str, step: StepInputs, last: Array) -> Any:
+        """Return whether a weight has a new direction in a step, or a recorded truth value.
+
+        Args:
+            name: The weight.
+            step: The step.
+            last: Inner products of the gradient with the last direction.
+        """
+        if self.widths[name] <= _NARROW:
+            return True
+        always = self._rows(name, step.examples) >= self.widths[name]
+        if not is_recorded(always) and always:
+            return True
+        number: Any = step.step
+        number = number.astype(np.int64) if is_recorded(number) else number
+        overshot = (last + step.slots["slope"][name]).min() < 0  # c < -1
+        return np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
+
+    @staticmethod
+    def _is_single(step: StepInputs, name: str) -> bool:
+        """Return whether a weight is one matrix."""
+        single: bool = step.slots["slope"][name].ndim == 0
+        return single
+
+    def _rows(self, name: str, examples: Any) -> Any:
+        """Return the number of rows of a batch in the factors of a weight."""
+        factor = self.blocks[name].factors[:2][-1]  # that of the outputs has no weights of rows
+        return examples * (factor.repeats or self.repeats.get(name, 1.0))
+
+    def _natural_gradients(
+        self, means: Vector, step: StepInputs, due: Mapping[str, Any]
+    ) -> dict[str, Array]:
+        """Return the orthogonalized natural gradients of the weights, or their last directions."""
+        wanted = {self.groups[n] for n, is_due in due.items() if is_recorded(is_due) or is_due}
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
         alone = {n: m if n in self.roots else np.zeros_like(m) for n, m in means.items()}
-        blocks = {n: g for n, g in step.gradients.items() if n in self.preconditioned}
+        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in wanted}
         vectors = self.units.join(alone, blocks)
         natural = self.units.split(natural_gradients(self.engine, vectors))
-        return {
-            name: self._direction(name, means[name], natural[name], step.examples)
-            for name in self.roots
-        }
+        directions = dict(step.slots["natural_gradient"])
+        for name, is_due in due.items():
+            if is_recorded(is_due):
+                new = self._direction(name, means[name], natural[name], step.examples)
+                directions[name] = np.where(is_due, new, directions[name])
+            elif is_due:
+                directions[name] = self._direction(name, means[name], natural[name], step.examples)
+        return directions
 
     def _direction(self, name: str, mean: Array, natural: Array, examples: int) -> Array:
         """Return the direction of a weight; the norm of its matrices means nothing.
@@ -164,8 +218,7 @@ class AdaptiveLengthUpdate:
         weight, side = self.units.weights[name], self.sides[name]
         if side < _SMALLEST_SIDE:
             return natural
-        known = [f.repeats for f in self.blocks[name].factors if f.repeats]
-        iterations = examples * max(known, default=self.repeats.get(name, 1.0)) / (2 * side)
+        iterations = self._rows(name, examples) / (2 * side)
         if isinstance(iterations, float):
             iterations = int(min(iterations, _ITERATIONS))
             if not iterations:
@@ -188,15 +241,23 @@ class AdaptiveLengthUpdate:
         combine(value, -rate, direction, shrunk, parameter)
 
     def _by_matrix(
-        self, name: str, value: Array, natural: Array, parameter: Array, step: StepInputs
+        self,
+        name: str,
+        value: Array,
+        natural: Array,
+        parameter: Array,
+        step: StepInputs,
+        last: Array,
+        is_due: Any,
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
         weight, old, new = self.units.weights[name], step.slots, step.new_slots
-        single = old["slope"][name].ndim == 0
-        last = _products(weight, value, old["natural_gradient"][name], single)
+        single = self._is_single(step, name)
         logs = _next_logs(old["log_length"][name], old["slope"][name], last, step.scale)
         new["natural_gradient"][name] = natural
-        new["slope"][name][...] = _products(weight, value, natural, single)
+        # A direction of several steps has the slope of the first one.
+        slope = _products(weight, value, natural, single)
+        new["slope"][name][...] = np.where(is_due, slope, old["slope"][name])
         new["log_length"][name][...] = logs
         norms = _products(weight, natural, natural, single) ** 0.5
         factors = step.rate * self.roots[name] * np.exp(logs) / (norms + (norms == 0))
@@ -246,18 +307,50 @@ def adaptive_lengths(
     sides = {n: min(w.matrices(values[n]).shape[1:]) for n, w in units.weights.items()}
     of_layers = {uses(p)[0]: block for p, block in engine.collection.fisher_blocks.items()}
     blocks = {name: of_layers[weight.weight] for name, weight in units.weights.items()}
+    widths = {
+        name: float(sum(shape[-1] for shape in _averages(engine, block) if len(shape) > 1))
+        for name, block in blocks.items()
+    }
     return AdaptiveLengthUpdate(
         engine,
         units,
         roots,
         sides,
+        widths,
         blocks,
-        frozenset(n for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)),
+        _groups(engine, units),
         engine.collection.backend.matmul,
         momentum,
         adam_rate,
         weight_decay,
     )
+
+
+def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the averages of the factors of a block."""
+    shapes = [engine.collection.require_shape(name) for name in uses(block.params or ())]
+    return block.factor_shapes(shapes)
+
+
+def _groups(engine: Engine, units: Units) -> dict[str, int]:
+    """Return the number of each unit and of each parameter, equal where blocks join parameters."""
+    pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
+    owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
+    first = {name: name for name in pieces}
+
+    def find(name: str) -> str:
+        while first[name] != name:
+            name = first[name] = first[first[name]]
+        return name
+
+    for key in engine.collection.fisher_blocks:
+        name, *others = [find(owners[part]) for part in uses(key) if part in owners] or [""]
+        first |= dict.fromkeys(others, name)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(map(find, pieces)))}
+    of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
+    return {n: numbers[find(n)] for n in pieces} | {
+        n: numbers[find(owner)] for n, owner in of_weights.items()
+    }
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:

@@ -86,8 +86,8 @@ def test_a_kind_without_another_approximation_is_refreshed_less_often():
     [
         ((2, 1025), "kron", ((2, 2), (1025, 1025))),
         ((2, 1026), "kron_blocks", ((2, 2), (2, 513, 513))),
-        ((4608, 2), "kron_blocks", ((5, 922, 922), (2, 2))),
-        ((2, 8192), "kron_blocks", ((2, 2), (8, 1024, 1024))),
+        ((4608, 2), "kron_blocks", ((9, 512, 512), (2, 2))),
+        ((2, 8192), "kron_blocks", ((2, 2), (16, 512, 512))),
         ((2, 8193), "kron_blocks", ((2, 2), (8193,))),
     ],
 )

@@ -84,6 +84,7 @@ class Reference:
     min_damping: float = 1e-8
     burn_in: int = 0
     smallest: int = 64  # side of matrices whose singular values become equal
+    narrow: int = 512  # sides of factors whose matrices have a new direction in each step
     theta: dict = field(default_factory=net.weights)
     t: int = 0
     log: list = field(default_factory=list)
@@ -274,13 +275,27 @@ class Reference:
         equal = (u * s) @ v
         return equal if (equal * mean).sum() > 0 else p
 
+    def kept(self, g):
+        """Weights whose directions are those of the last step, which was even: of few rows."""
+        if not self.t % 2:
+            return set()
+        sides = {w: sum(map(len, self.matrices()[n])) for n, (w, _) in LAYERS.items()}
+        wide = max(self.rows, self.narrow)
+        change = {w: ((g[w] + self.last_g[w]) * self.natural[w]).sum() for w in sides}
+        return {w for w, side in sides.items() if side > wide and change[w] >= 0}
+
     def adaptive(self, g, scale):
         b = self.momentum
         self.v = {n: b * self.v[n] + (1 - b) * g[n] for n in g}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
         mean = {n: v / (1 - b ** (self.t + 1)) for n, v in self.v.items()}
         p, update = self.precondition({n: m * (m.ndim == 2) for n, m in mean.items()}), {}
-        p = {n: self.equalized(p[n], mean[n]) for n in g if g[n].ndim == 2}
+        kept = self.kept(g)
+        p = {
+            n: self.natural[n] if n in kept else self.equalized(p[n], mean[n])
+            for n in g
+            if g[n].ndim == 2
+        }
         scale = scale * self.signal
         for n in g:
             if g[n].ndim == 2:  # weights are (out, in)
@@ -291,5 +306,6 @@ class Reference:
             else:
                 root = np.sqrt(self.squares[n] / (1 - 0.999 ** (self.t + 1))) + 1e-8
                 update[n] = self.adam_rate * scale * (mean[n] / root + self.decay * self.theta[n])
-        self.natural, self.last_g = p, g
+        self.natural = p
+        self.last_g = {n: self.last_g[n] if n in kept else g[n] for n in g}
         return update

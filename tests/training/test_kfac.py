@@ -68,6 +68,10 @@ CASES = {
 }
 
 
+# A batch of fewer rows than the sides of the first layer, 10, and more than those of the second, 8.
+WIDE = "auto, few rows"
+
+
 def engine(**options):
     return net.engine(estimation_mode="exact", **options)
 
@@ -88,14 +92,18 @@ def distance(left, right):
     return max(np.abs(value - right[name]).max() for name, value in left.items())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, WIDE])
 def test_the_optimizer_follows_the_reference(case, monkeypatch):
     """The first weight has sides of 4 and 5, the second one of 3 and 4."""
     monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", 4)
-    options, same = CASES[case]
+    options, same = CASES[case if case in CASES else "auto"]
     optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same, smallest=4)
+    if case == WIDE:
+        monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
+        reference.narrow = 0
+    examples = 9 if case == WIDE else net.N
     for step in range(STEPS):
-        x, y = net.batch(step)
+        x, y = net.batch(step, n=examples)
         loss = net.loss(reference.theta, x, y)
         report = optimizer.step({"x": x}, y, scale_of(step))
         reference.step(x, y, scale_of(step))

@@ -324,9 +324,10 @@ def test_a_schedule_multiplies_the_rate(tmp_path):
 
 
 @pytest.mark.parametrize("net", ["tokens", "dense", "conv2d"])
-def test_files_equalize_singular_values_as_often_as_the_optimizer(net, tmp_path, monkeypatch):
-    """The number of iterations, 0 to 5, follows from the sizes of the batches."""
+def test_files_have_directions_as_often_as_the_optimizer(net, tmp_path, monkeypatch):
+    """Iterations, 0 to 5, and directions of one step or two follow from the sizes of batches."""
     monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", 4)
+    monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
     draw = classes((5,) if net == "tokens" else ())
     found = differences(network(net), "kfac", tmp_path / "files", draw)
     assert found[0] < FIRST

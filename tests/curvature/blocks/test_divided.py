@@ -26,6 +26,7 @@ BLOCK, WIDEST, N = 3, 11, 9
 def narrow(monkeypatch):
     """Sides of more than 3 rows are divided, and of more than 11 rows diagonal."""
     monkeypatch.setattr(divided, "LARGEST_BLOCK", BLOCK)
+    monkeypatch.setattr(divided, "LARGEST_PART", BLOCK)
     monkeypatch.setattr(kronecker, "LARGEST_BLOCK", BLOCK)
     monkeypatch.setattr(kronecker, "LARGEST_DIVIDED", WIDEST)
 
@@ -123,7 +124,7 @@ def test_a_relative_damping_is_that_of_each_block():
 
 
 @pytest.mark.parametrize(
-    ("side", "shape"), [(1025, (1, 1025)), (1026, (2, 513)), (4608, (5, 922)), (8192, (8, 1024))]
+    ("side", "shape"), [(1025, (1, 1025)), (1026, (2, 513)), (4608, (9, 512)), (8192, (16, 512))]
 )
 def test_the_least_number_of_blocks_of_equal_size(side, shape):
     assert block_shape(side) == (*shape, shape[1])
