@@ -129,9 +129,15 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
     rows = xp.moveaxis(array, axis, 0)
     rows = rows.reshape(len(rows), prod(rows.shape[1:]))
     rows = xp.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _WORDS) or 1])
+    if rows.dtype.hasobject:
+        rows = np.vectorize(_hash_of_text, otypes=[np.uint32])(rows)
     words = rows.view(f"u{min(rows.dtype.itemsize, 8)}").astype(np.uint64)
     result: Array = (words * xp.asarray(_odd(seed, words.shape[1]))).sum(axis=1, dtype=np.uint64)
     return result
+
+
+def _hash_of_text(text: object) -> int:
+    return crc32(str(text).encode())
 
 
 @lru_cache

@@ -62,6 +62,13 @@ def test_equal_examples_have_equal_fingerprints(dtype):
     np.testing.assert_array_equal(of(x=x[::-1]), own[::-1])
 
 
+def test_texts_have_fingerprints():
+    texts = np.array([["a", "b"], ["b", "a"], ["a", "b"], ["a", "ba"]], object)
+    of_texts = of(x=texts)
+    assert of_texts[0] == of_texts[2]
+    assert len(set(of_texts)) == 3
+
+
 def test_all_inputs_and_their_axes_count():
     x, ids = np.zeros((4, 2)), np.array([[1, 2, 1, 2], [3, 3, 3, 4]])
     first = of(x=x, ids=ids)
