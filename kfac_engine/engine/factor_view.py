@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Symbol of a factor to its role in the block.
-ROLES: Mapping[str, str] = {"A": "input", "G": "output", "s": "eigenvalues", "F": "block"}
+ROLES: Mapping[str, str] = {
+    "A": "input", "G": "output", "s": "eigenvalues", "F": "block",
+    "H": "features", "V": "vocabulary",
+}  # fmt: skip
 HEADS = ("factor", "role", "shape", "trace", "damping")
 _MOST_CHARACTERS = 80
 
