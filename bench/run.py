@@ -25,6 +25,7 @@ from kfac_engine.bench.jobs import SUITES
 from kfac_engine.bench.machine import machine, print_machine
 from kfac_engine.bench.measure import Row, measure
 from kfac_engine.bench.memory import run_memory
+from kfac_engine.bench.models import run_models
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.report import read_report, restored, write_json
 from kfac_engine.bench.roofline import Roofline, SuiteConditions, ceiling, ceilings, higher
@@ -43,9 +44,9 @@ from kfac_engine.system.writing import check_outputs
 
 # Width of output that does not go to a terminal: wide enough for a table.
 _FILE_WIDTH = 160
-# Suites that run only if the user names them: one raises an error without a GPU, the other takes
-# hours.
-_ON_REQUEST = ("gpu", "train")
+# Suites that run only if the user names them: one raises an error without a GPU, one without files
+# of models, and one takes hours.
+_ON_REQUEST = ("gpu", "models", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Options:
         plot: Folder for a chart of each suite that compares contenders.
         resume: Whether to skip the suites that the JSON file has already.
         wide: Whether tables of comparisons have all columns that fit.
+        models: Folder of the suite ``models``.
         training: Options of the suite ``train``.
     """
 
@@ -70,6 +72,7 @@ class Options:
     plot: str | Path | None = None
     resume: bool = False
     wide: bool = False
+    models: Path | None = None
     training: TrainingOptions = TRAINING_DEFAULTS
 
 
@@ -89,6 +92,7 @@ class Setting:
         repeats: Number of rounds of each job; None for as many as fit into the time.
         profile: Whether the suite ``step`` prints the time of each stage.
         wide: Whether tables of comparisons have all columns that fit.
+        models: Folder of the suite ``models``.
         training: Options of the suite ``train``.
         folder: Folder for charts; None for none.
         failures: Names of jobs and suites that failed so far.
@@ -102,6 +106,7 @@ class Setting:
     repeats: int | None = None
     profile: bool = False
     wide: bool = False
+    models: Path | None = None
     training: TrainingOptions = TRAINING_DEFAULTS
     folder: Path | None = None
     failures: list[str] = field(default_factory=list)
@@ -120,7 +125,8 @@ def run_suites(
     """Run suites and print a table for each.
 
     Args:
-        names: Names of suites, in order; empty for all but ``gpu`` and ``train``.
+        names: Names of suites, in order; empty for all but ``gpu``, ``models`` and
+            ``train``.
         json_path: File of the measurements, written after each suite.
         options: Options of the run.
 
@@ -185,7 +191,7 @@ def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options
     best = limits[-1]
     return Setting(
         console, contenders, best, best, facts["threads"], options.repeats, options.profile,
-        options.wide, options.training,
+        options.wide, options.models, options.training,
     )  # fmt: skip
 
 
@@ -287,6 +293,7 @@ _SUBJECTS = {
     "scaling": "growth of time and memory with each size",
     "gpu": "kernels and a network on a GPU",
     "build": "time until a model is ready, and its growth with the number of nodes",
+    "models": "steps and memory of networks of real size, from files",
     "train": "losses of optimizers within equal CPU time",
 }
 _ALONE: Mapping[str, Suite] = {
@@ -294,6 +301,9 @@ _ALONE: Mapping[str, Suite] = {
     "scaling": lambda setting, name: run_scaling(setting.console, name, setting.threads),
     "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
+    "models": lambda setting, name: run_models(
+        setting.console, name, setting.models, with_torch="torch" in setting.contenders
+    ),
     "train": lambda setting, name: run_training(
         setting.console, with_peers(setting.training, setting.contenders), setting.folder
     ),

@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from kfac_engine.bench import models
 from kfac_engine.bench.contenders import OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 PERFORMANCE, GPU_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "gpu.md"
+MODELS = ROOT / "docs" / "models.md"
 GOALS = RESULTS / "goals.md"
 NEWEST, OLDER_KERNEL, TRAINING = "*-cpu.json", "*-cpu-haswell.json", "*-train.json"
 # Sections of pages by the name of their marks: file, and lines from its suites.
@@ -35,6 +37,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
     "tables": ("*-tables.json", lambda suites: training_tables.quotients(suites["train"])),
     "modern": ("*-modern.json", lambda suites: training_tables.quotients(suites["train"])),
     "uses": ("*-uses.json", uses_tables.section),
+    "models": ("*-models.json", lambda suites: _table(suites["models"])),
     "gpu": ("*-gpu.json", lambda suites: _gpu_section(suites["gpu"])),
 }
 
@@ -62,7 +65,12 @@ def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         path.with_suffix(".md").write_text(page(load(path)), encoding="utf-8")
     GOALS.write_text(goals(), encoding="utf-8")
-    pages = ((README, readme), (PERFORMANCE, performance), (GPU_PAGE, with_sections))
+    pages = (
+        (README, readme),
+        (PERFORMANCE, performance),
+        (GPU_PAGE, with_sections),
+        (MODELS, with_sections),
+    )
     for page_with_table, renewed in pages:
         text = page_with_table.read_text(encoding="utf-8")
         page_with_table.write_text(renewed(text), encoding="utf-8")
@@ -350,6 +358,7 @@ def _times(seconds: Mapping[str, float]) -> tuple[str, str]:
 
 # Map from a field that only rows of one kind have to the heads and cells of its table.
 FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
+    "optimizer": ([*models.HEADS[0], *models.HEADS[1]], models.cells),
     "cpu_seconds": (COMPARISON, _comparison),
     "floor": (GPU, _gpu),
     "announced": (MEMORY, _memory),

@@ -118,6 +118,12 @@ def networks_of_the_page() -> list[Row]:
     return [Row(name.strip(" `"), *(cell.strip() for cell in rest)) for name, *rest in cells]
 
 
+def real_size() -> str:
+    """Return the section of the page that the suite ``models`` of ``bench`` measured."""
+    _, head, section = PAGE.read_text(encoding="utf-8").partition("## Real size")
+    return head + section
+
+
 def table(rows: list[Row]) -> str:
     """Return a Markdown table."""
     cells = [(f"`{row.name}`", f"{row.layers}", row.reasons, row.result) for row in rows]
@@ -151,7 +157,8 @@ The package has {len(small)} models of one or a few operators.
 {len(small) - len(trained)} of them have no parameter. Of the other {len(trained)}, {runs} run.
 
 {table(trained)}
-"""
+
+{real_size()}"""
 
 
 if __name__ == "__main__":

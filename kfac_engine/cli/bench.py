@@ -17,8 +17,8 @@ from kfac_engine.cli.training_options import separated, training_options
     "--suite",
     multiple=True,
     metavar="NAME",
-    help="Suite to run; by default all but gpu and train. May be repeated. Names: dense, conv, "
-    "inverse, power, precondition, step, uses, memory, scaling, gpu, build, train.",
+    help="Suite to run; by default all but gpu, models and train. May be repeated. Names: dense, "
+    "conv, inverse, power, precondition, step, uses, memory, scaling, gpu, build, models, train.",
 )
 @Group.MEASUREMENTS.option(
     "--list", "listed", is_flag=True, help="List the suites, their cases and the contenders."
@@ -30,6 +30,12 @@ from kfac_engine.cli.training_options import separated, training_options
     help="Libraries to compare with, in a checkout and if they are installed: torch, "
     "torch-by-example, jax, kfac-jax, curvlinops, laplace-torch, kronfluence. Separated by "
     "commas.",
+)
+@Group.MEASUREMENTS.file(
+    "--models",
+    metavar="DIR",
+    help="Folder of the suite models, which tests/exporters/real_size.py of a checkout writes: "
+    "NAME.onnx, and NAME.npz with an array for each input, and targets.",
 )
 @Group.MACHINE.option(
     "--threads",

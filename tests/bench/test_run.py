@@ -381,7 +381,7 @@ def test_more_threads_than_cores_are_refused():
 
 
 def test_unknown_suites_list_the_known_ones():
-    expected = "build, conv, dense, gpu, inverse, memory, power, precondition, scaling, step, train"
+    expected = "build, conv, dense, gpu, inverse, memory, models, power, precondition, scaling"
     with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
         run.run_suites(["cloud"])
 
