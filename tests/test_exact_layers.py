@@ -256,6 +256,14 @@ NETWORKS = {
         """last = Constant<value_int=4>()  turned = Sub(last, input)
            h = Gather(w, input)  g = Gather(w, turned)  output = Concat<axis=2>(h, g)""",
     ),
+    # Outputs of their own for the rows of ids and for products: no gradient has both.
+    "tied_embedding": (
+        "int64[batch, T] input",
+        {"w": (5, 1)},
+        """x = Cast<to=11>(input)  axis = Constant<value_ints=[2]>()  a = Unsqueeze(x, axis)
+           t = Transpose<perm=[1, 0]>(w)  h = MatMul(a, t)  g = Gather(w, input)
+           output = Concat<axis=2>(g, h)""",
+    ),
     "scale_and_shift": (
         "double[batch, T, 3] input",
         {"w": (3,), "b": (3,)},
