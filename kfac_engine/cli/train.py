@@ -1,7 +1,7 @@
 """``train``: train a model on a data set, and write it as an ONNX file."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group, file_path
+from kfac_engine.cli.command import Choice, Group, Option, file_path
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
-from kfac_engine.cli.engine_options import EngineCommand
+from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
@@ -29,8 +29,7 @@ from kfac_engine.cli.processes import (
     divided_among_processes,
     layer_owners_option,
 )
-from kfac_engine.cli.refresh_options import chosen_refreshes, refresh_options
-from kfac_engine.cli.train_callbacks import OPTIONS, Choices
+from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InferenceFormWarning, InputError
 from kfac_engine.printable import printable
 
@@ -44,6 +43,92 @@ SCHEDULES = ("tail", "cosine", "constant")
 # Fields of an engine's options that the command sets itself: an optimizer needs parameters in
 # single precision, and K-FAC sets the damping of the engine.
 SET_HERE = ("damping", "gradient_dtype")
+# The fields of ``Schedule`` that are options.
+_REFRESH_OPTIONS = ("refresh_every", "policy", "drift", "budget", "periods")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The callbacks of a run; None for none."""
+
+    early_stop: int | None
+    best: bool
+    best_metric: str
+    average: float | str | None
+    tensorboard: Path | None
+
+    def callbacks(self) -> "Iterator[Callback]":
+        """Yield the callbacks."""
+        import kfac_engine as ke
+
+        if self.early_stop is not None:
+            yield ke.EarlyStop(self.best_metric, self.early_stop)
+        if self.average is not None:
+            yield ke.WeightAverage(self.average)
+        if self.best:
+            yield ke.BestWeights(self.best_metric)
+        if self.tensorboard is not None:
+            yield ke.TensorBoard(self.tensorboard)
+
+
+def _number_or_text(_: click.Context, __: click.Parameter, value: str | None) -> float | str | None:
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
+
+
+_CALLBACK_OPTIONS = (
+    Group.LENGTH.count(
+        "--early-stop", metavar="N",
+        help="End the run after N validations in a row without an improvement."),
+    Group.VALIDATION.option(
+        "--best", is_flag=True, help="Write the weights of the best validation, not of the last "
+        "step."),
+    Group.VALIDATION.option(
+        "--best-metric", metavar="NAME", default="validation_loss",
+        help="Metric that --early-stop and --best compare."),
+    Group.VALIDATION.option(
+        "--average", metavar="DECAY|tail", callback=_number_or_text,
+        help="Evaluate and write an average of the weights: an exponential one with a decay such "
+        "as 0.99, or the mean over the last 40 % of the run."),
+    Group.OUTPUT.file(
+        "--tensorboard", metavar="DIR",
+        help="Folder for event files of TensorBoard; needs the extra tensorboard."),
+)  # fmt: skip
+
+
+def refresh_options() -> list[Option]:
+    """Return the options of a schedule, with the defaults of the optimizer in place of its own."""
+    options = options_of(Schedule, _REFRESH_OPTIONS)
+    for option in options:
+        option.default, option.show_default = None, False
+        option.group = Group.KFAC_REFRESHES
+        # A step of the optimizer is a call of the engine.
+        option.text = option.text.replace("call", "step")
+        option.metavar = option.metavar and option.metavar.replace("CALLS", "STEPS")
+    return options
+
+
+def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
+    """Remove the values of ``refresh_options`` from options, and return those that are given.
+
+    Args:
+        options: Values by name; changed.
+        optimizer: Name of the optimizer.
+
+    Returns:
+        Argument of ``KfacOptimizer`` to value.
+
+    Raises:
+        InputError: A value is given, and the optimizer has no curvature.
+    """
+    values = {name: options.pop(name) for name in _REFRESH_OPTIONS}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    if chosen and optimizer != "kfac":
+        flag = next(o.opts[0] for o in refresh_options() if o.name in chosen)
+        raise InputError(f"{flag} belongs to kfac; {optimizer} has no curvature.")
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +257,7 @@ _COURSE = (
 @gathered("files", Files, _FILES)
 @gathered("update", Update, _UPDATE)
 @gathered("course", Course, _COURSE)
-@gathered("choices", Choices, OPTIONS)
+@gathered("choices", Choices, _CALLBACK_OPTIONS)
 @keywords()
 @json_option
 @debug_option

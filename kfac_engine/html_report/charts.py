@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.html_report.downsampling import extremes, means, ranges
 from kfac_engine.html_report.refreshes import refreshes
 from kfac_engine.html_report.run_log import RunLog, finite
 from kfac_engine.printable import printable
@@ -250,3 +250,41 @@ def _chart(
 
 def _finites(values: Array) -> list[Any]:
     return [finite(value) for value in values]
+
+
+def extremes(values: Array, most: int) -> Array:
+    """Return the indices of at most ``most`` values: all, or the extremes of ranges of equal size.
+
+    The first, the last, the smallest and the largest value are among them. Ranges of NaN have one
+    index.
+
+    Args:
+        values: Any numbers, ``(n,)``.
+        most: At least 4.
+
+    Returns:
+        Ascending indices.
+    """
+    n = len(values)
+    if n <= most:
+        return np.arange(n)
+    chosen = {0, n - 1}
+    for start, end in ranges(n, (most - 2) // 2):
+        part = values[start:end]
+        if np.isnan(part).all():
+            chosen.add(start)
+        else:
+            chosen |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(chosen))
+
+
+def ranges(n: int, most: int) -> list[tuple[int, int]]:
+    """Divide ``n`` entries into at most ``most`` ranges ``(start, end)`` of nearly equal size."""
+    edges = np.linspace(0, n, min(n, most) + 1).astype(int).tolist()
+    return list(pairwise(edges))
+
+
+def means(values: Array, parts: list[tuple[int, int]]) -> Array:
+    """Return the mean of the finite values in each range; NaN where there is none."""
+    finite = (values[start:end][np.isfinite(values[start:end])] for start, end in parts)
+    return np.array([part.mean() if part.size else np.nan for part in finite])

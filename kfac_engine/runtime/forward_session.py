@@ -2,18 +2,67 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.autodiff.random_ops import given_draws
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.graph.analysis.subgraph import read_by
 from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.structure import Graph, Input
+from kfac_engine.graph.passes.decomposition import DecompositionBuilder
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
-from kfac_engine.runtime.gpu_operators import for_gpu
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.placement import open_session
 from kfac_engine.sessions.session import Session
+
+
+def for_gpu(
+    nodes: Sequence[Node], facts: Mapping[str, Fact]
+) -> tuple[tuple[Node, ...], dict[str, Array]]:
+    """Return nodes that ONNX Runtime can compute on a GPU, with the constants they add.
+
+    ONNX Runtime 1.31 refuses ``BatchNormalization`` in training form there.
+
+    Args:
+        nodes: Nodes in topological order.
+        facts: Element types and shapes of values in the sample run.
+    """
+    result: list[Node] = []
+    constants: dict[str, Array] = {}
+    for node in nodes:
+        if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode", 0):
+            builder = DecompositionBuilder(node)
+            _normalization_by_batch(builder, facts[node.inputs[0]])
+            result += builder.nodes
+            constants |= builder.constants
+        else:
+            result.append(node)
+    return tuple(result), constants
+
+
+def _normalization_by_batch(b: DecompositionBuilder, data: Fact) -> None:
+    x, scale, shift, *running = b.node.inputs
+    rank = len(data.shape)
+    axes = b.constant([axis for axis in range(rank) if axis != 1])
+    along = b.constant([-1] + [1] * (rank - 2))
+
+    def number(value: float) -> str:
+        return b.constant(np.asarray(value, data.dtype))
+
+    mean = b.op("ReduceMean", x, axes, keepdims=1)
+    centred = b.op("Sub", x, mean)
+    variance = b.op("ReduceMean", b.op("Mul", centred, centred), axes, keepdims=1)
+    deviation = b.op("Sqrt", b.op("Add", variance, number(b.number("epsilon", 1e-5))))
+    scaled = b.op("Mul", b.op("Div", centred, deviation), b.op("Reshape", scale, along))
+    b.op("Add", scaled, b.op("Reshape", shift, along), result=b.node.outputs[0])
+    momentum = b.number("momentum", 0.9)
+    for old, new, name in zip(running, (mean, variance), b.node.outputs[1:], strict=False):
+        if name:
+            decayed = b.op("Mul", old, number(momentum))
+            share = b.op("Mul", b.op("Reshape", new, b.constant([-1])), number(1 - momentum))
+            b.op("Add", decayed, share, result=name)
 
 
 def open_forward(

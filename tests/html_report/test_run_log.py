@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.html_report.downsampling import extremes, means, ranges
+from kfac_engine.html_report.charts import extremes, means, ranges
 from kfac_engine.html_report.run_log import gathered, read_log
 
 GOOD = {"step": 1, "seconds": 0.5, "loss": 2.0}

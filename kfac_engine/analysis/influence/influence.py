@@ -1,6 +1,7 @@
 """Influence functions: how examples of the training data changed the loss of queries."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,13 +14,48 @@ from kfac_engine.analysis.fisher_matrix.block_gradients import (
 from kfac_engine.analysis.fisher_matrix.blocks import Block, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
 from kfac_engine.analysis.fisher_matrix.gradient_forms import Gradients
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
-from kfac_engine.analysis.influence.products import Products
+from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
+
+
+@dataclass(slots=True, eq=False)
+class Products:
+    """Vectors of a block whose inner products with gradients are computed.
+
+    The vectors are in the eigenvectors of the block. Either the gradients are rotated into them, or
+    the vectors back: once, as soon as the examples have had more rows than the vectors have.
+
+    Attributes:
+        vectors: ``(q, g, d_in, d_out)``.
+        rows: Number of rows of gradients so far.
+        is_back: Whether the vectors are rotated back.
+    """
+
+    vectors: Float
+    rows: int = 0
+    is_back: bool = False
+
+    def of(self, gradients: Gradients, spectrum: Spectrum) -> Float:
+        """Return the inner products with gradients.
+
+        Args:
+            gradients: Gradients of ``m`` examples, not rotated.
+            spectrum: The eigenvectors of their block.
+
+        Returns:
+            ``(q, m)``, summed over the cotangents of an example.
+        """
+        self.rows += gradients.rows
+        if not self.is_back and self.rows > self.vectors[..., 0, :].size:
+            self.vectors, self.is_back = spectrum.back(self.vectors), True
+        rotated = gradients if self.is_back else gradients.into(spectrum)
+        products: Float = rotated.products(self.vectors).sum(axis=2)
+        return products
+
 
 # The default damping in units of the mean eigenvalue of a block.
 _RELATIVE = 0.1

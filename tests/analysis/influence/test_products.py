@@ -5,7 +5,7 @@ import pytest
 
 from kfac_engine.analysis.fisher_matrix.gradient_forms import FactoredGradients, WholeGradients
 from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
-from kfac_engine.analysis.influence.products import Products
+from kfac_engine.analysis.influence.influence import Products
 
 # Sums of at most 60 products in float64.
 TOLERANCE = 1e-12
