@@ -7,8 +7,6 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
-from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.distributed.sizes import BlockSize, Divisible, FactorSize, ModelSize
 from kfac_engine.engine.build import Assembly
@@ -64,10 +62,10 @@ def _factor_sizes(
                 shape,
                 stored=factor.stored_numbers(shape),
                 refresh=sum(map(refresh_cost, refreshed.get(id(factor), ()))),
-                symmetric=_is_symmetric(factor),
+                symmetric=factor.is_symmetric,
                 divided=factor.only_refreshes_read,
-                needed=isinstance(factor, EigenbasisFactor),
-                wide=isinstance(factor, EigenbasisFactor),
+                needed=factor.measures_with_results,
+                wide=factor.measures_with_results,
                 precise=factor.narrowest.itemsize > itemsize,
             ),
         )
@@ -87,11 +85,6 @@ def _divisible(assembly: Assembly, layer: LayerReport, block: FisherBlock) -> Di
         for name, of_block in names.items()
     )
     return block.divisible if whole else None
-
-
-def _is_symmetric(factor: FisherFactor) -> bool:
-    """Return whether average and inverses are symmetric matrices; a lagged average is not."""
-    return isinstance(factor, DenseSquareMatrixFactor) and not isinstance(factor, LaggedFactor)
 
 
 def _multiplications(layer: LayerReport, factors: Sequence[FisherFactor]) -> float:

@@ -6,7 +6,7 @@ import kfac_engine as ke
 from kfac_engine.data import demo_model
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.errors import InputError
-from tests.models import VOCABULARY, Net, embedding
+from tests.models import VOCABULARY, Net, embedding, tied
 
 # Rows of A and G.
 CNN = [(10, 16), (145, 32), (289, 32), (129, 64), (65, 10)]
@@ -90,6 +90,13 @@ def test_diagonal_approximations_are_sent_with_each_update():
     assert costs["shard"].handed_over == 2 * P + P / 2
     assert costs["replicate"].refresh == costs["shard"].refresh == 0
     assert costs["shard"].memory == costs["replicate"].memory == P
+
+
+def test_moments_of_successive_uses_are_sent_whole():
+    size = size_of(engine_of(tied(), approximations={"fully_connected_multi": "kron_series_2"}))
+    pairs = [factor for factor in size.factors.values() if factor.shape == (2, 4, 4)]
+    assert len(pairs) == 2
+    assert all(factor.packed == factor.numbers == 32 for factor in pairs)
 
 
 def test_bases_of_ekfac_are_sent_whole():

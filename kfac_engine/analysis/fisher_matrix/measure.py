@@ -203,7 +203,7 @@ class _Measurement:
             InputError: As for ``_read``, or the second pass reads other data.
         """
         factors, generator = self.factors, self.estimator.rng.bit_generator.state
-        scales = [factor for factor in factors if isinstance(factor, EigenbasisFactor)]
+        scales = [factor for factor in factors if factor.measures_with_results]
         self._read(pairs, [factor for factor in factors if factor not in scales])
         if not scales:
             return

@@ -50,9 +50,11 @@ class FisherFactor(ABC):
         traces_of_average: Result of ``traces`` for the current average; None if it is unknown.
         registrations_closed: Whether the set of registered powers is fixed.
         measures_with_results: Whether measurements read results of refreshes, such as a basis.
+        is_symmetric: Whether the average and its inverses are symmetric matrices.
     """
 
     measures_with_results = False
+    is_symmetric = False
 
     def __init__(
         self,

@@ -34,6 +34,8 @@ class DenseSquareMatrixFactor(FisherFactor):
             exponent, ``"cholesky"`` or ``"cholesky_inverse"``.
     """
 
+    is_symmetric = True
+
     def __init__(
         self,
         statistic: Statistic,

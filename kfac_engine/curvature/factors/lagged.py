@@ -91,6 +91,8 @@ class LaggedFactor(DenseSquareMatrixFactor):
         config: Options of averages; the defaults if omitted.
     """
 
+    is_symmetric = False  # the moment of successive uses is not
+
     def __init__(
         self,
         statistic: KroneckerMoment,
