@@ -12,6 +12,7 @@ from kfac_engine.data import demo_model, digits
 from kfac_engine.training.budget import Budget, Position
 from kfac_engine.training.schedules import SCHEDULES
 from tests.training import softmax_net as net
+from tests.training.interruptions import InterruptionError, interrupt_at
 
 N = 50  # examples: three batches of 16 in an epoch, two examples left out
 
@@ -233,18 +234,6 @@ def test_every_optimizer_learns_the_digits(optimizer):
 
 
 # -- resumption ------------------------------------------------------------------------------------
-
-
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def callback(record, optimizer):
-        if record["step"] == step:
-            raise InterruptionError
-
-    return callback
 
 
 def without_times(record):

@@ -13,18 +13,7 @@ from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.record_file import RecordFile, position_of, read_records
 from kfac_engine.training.run_checkpoint import CHECKPOINT
 from tests.training import softmax_net as net
-
-
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def callback(record, optimizer):
-        if record["step"] == step:
-            raise InterruptionError
-
-    return callback
+from tests.training.interruptions import InterruptionError, interrupt_at
 
 
 def run(folder, engine=None, **changes):

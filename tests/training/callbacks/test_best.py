@@ -5,6 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from tests.training import norm_net as net
+from tests.training.interruptions import InterruptionError, interrupt_at
 
 EPOCHS, STEPS = 12, 3  # steps in an epoch
 PLAN = [5.0, 3.0, 3.0, 2.9, 4.0, 1.0, 1.5, 1.2, 1.1, 0.9, 2.0, 2.0]
@@ -31,18 +32,6 @@ class Weights(ke.Callback):
 
     def on_epoch_end(self, record, optimizer):
         self.after[record["step"]] = net.weights(optimizer.engine)
-
-
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def callback(record, optimizer):
-        if record["step"] == step:
-            raise InterruptionError
-
-    return callback
 
 
 def run(*callbacks, plan=PLAN, **changes):

@@ -8,20 +8,9 @@ import pytest
 
 import kfac_engine as ke
 from tests.training import norm_net as net
+from tests.training.interruptions import InterruptionError, interrupt_at
 
 STEPS = 12
-
-
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def callback(record, optimizer):
-        if record["step"] == step:
-            raise InterruptionError
-
-    return callback
 
 
 def run(*callbacks, **changes):

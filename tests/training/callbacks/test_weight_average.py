@@ -5,21 +5,10 @@ import pytest
 
 import kfac_engine as ke
 from tests.training import norm_net as net
+from tests.training.interruptions import InterruptionError, interrupt_at
 
 EPOCHS, STEPS = 8, 3  # steps in an epoch
 BUFFERS = ("mean", "variance")
-
-
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def callback(record, optimizer):
-        if record["step"] == step:
-            raise InterruptionError
-
-    return callback
 
 
 def run(*callbacks, **changes):
