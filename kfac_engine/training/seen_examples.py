@@ -8,7 +8,7 @@ often they come again tells how often examples come again.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from zlib import crc32
 
 import numpy as np
@@ -21,8 +21,10 @@ from kfac_engine.distributed.protocol import Communicator
 
 # Fingerprints that are kept.
 _KEPT = 1024
-# Entries of an example that its fingerprint reads, at most; they are spread evenly.
-_WORDS = 256
+# Entries of an example that are converted at a time.
+_WORDS = 4096
+# Numbers such as 1.0 have bits in the high half only, which a product modulo 2⁶⁴ would cut off.
+_HALF = np.uint64(32)
 # The finalizer of MurmurHash3, which spreads the bits of a sum of products.
 _SHIFT, _MIX = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)
 _TO_UNIT = np.uint64(12)  # 52 bits remain, so that adding 1/2 is exact
@@ -128,11 +130,17 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
     xp = array_module(array)
     rows = xp.moveaxis(array, axis, 0)
     rows = rows.reshape(len(rows), prod(rows.shape[1:]))
-    rows = xp.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _WORDS) or 1])
+    rows = xp.ascontiguousarray(rows)
     if rows.dtype.hasobject:
         rows = np.vectorize(_hash_of_text, otypes=[np.uint32])(rows)
-    words = rows.view(f"u{min(rows.dtype.itemsize, 8)}").astype(np.uint64)
-    result: Array = (words * xp.asarray(_odd(seed, words.shape[1]))).sum(axis=1, dtype=np.uint64)
+    size = gcd(8, rows.shape[1] * rows.dtype.itemsize)  # of the widest words that fill a row
+    bits = rows.view(np.uint8).view(f"u{size}")
+    result: Array = xp.zeros(len(bits), np.uint64)
+    for start in range(0, bits.shape[1], _WORDS):
+        words = bits[:, start : start + _WORDS].astype(np.uint64, copy=False)
+        words = words ^ (words >> _HALF)
+        odd = xp.asarray(_odd(seed + start, words.shape[1]))
+        result += (words * odd).sum(axis=1, dtype=np.uint64)
     return result
 
 

@@ -62,6 +62,16 @@ def test_equal_examples_have_equal_fingerprints(dtype):
     np.testing.assert_array_equal(of(x=x[::-1]), own[::-1])
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64, bool])
+@pytest.mark.parametrize("width", [1, 2, 301, 4096, 10_000])
+def test_every_entry_counts(width, dtype):
+    """Rows of a sparse table differ in one entry, at any place."""
+    x = np.zeros((33, width), dtype)
+    places = np.linspace(0, width - 1, 32).astype(int)
+    x[np.arange(32), places] = 1
+    assert len(set(of(x=x))) == len(np.unique(x, axis=0)) == len(np.unique(places)) + 1
+
+
 def test_texts_have_fingerprints():
     texts = np.array([["a", "b"], ["b", "a"], ["a", "b"], ["a", "ba"]], object)
     of_texts = of(x=texts)
