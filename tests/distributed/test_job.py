@@ -60,12 +60,19 @@ def test_launchers_number_the_processes(variables, rank, monkeypatch):
 
 @pytest.mark.parametrize(("initialized", "finalized"), [(False, False), (True, True)])
 def test_a_process_without_mpi_ends_no_job(initialized, finalized, monkeypatch):
-    # Without COMM_WORLD: a call of its Abort is an AttributeError.
-    mpi = SimpleNamespace(Is_initialized=lambda: initialized, Is_finalized=lambda: finalized)
+    ended = []
+    mpi = SimpleNamespace(
+        Is_initialized=lambda: initialized,
+        Is_finalized=lambda: finalized,
+        COMM_WORLD=SimpleNamespace(Abort=ended.append),
+    )
+    monkeypatch.setattr(job.os, "_exit", ended.append)
+    monkeypatch.setattr(job.time, "sleep", ended.append)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     end_job(2)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI")
     end_job(2)
+    assert not ended
 
 
 @pytest.mark.parametrize(

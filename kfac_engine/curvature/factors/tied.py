@@ -161,7 +161,7 @@ class TableEntries(TableRows):
 
 
 class TableEntriesFactor(DiagonalFactor):
-    """A diagonal that is divided by its trace."""
+    """Diagonal factor over the entries of a vocabulary, ``V / tr V`` of the stored diagonal V."""
 
     def diagonal(self) -> Array:
         diagonal = super().diagonal()
