@@ -1,7 +1,7 @@
 """Write docs/pictures/pruning.svg, and print the tables of docs/pruning.md.
 
-Run: ``python -m scripts.draw_pruning``. It reads the lines that ``scripts.measure_pruning`` and
-``scripts.measure_merging`` write.
+Run: ``python -m scripts.draw_pruning``. It reads the lines that ``scripts.measure_pruning``
+writes.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from scripts import markdown, measure_merging
+from scripts import markdown
 from scripts.measure_pruning import (
     METHODS,
     PATTERN,
@@ -89,24 +89,7 @@ def _table(
     yield ""
 
 
-def merging_table() -> str:
-    """Return the table of the accuracies of merged networks in Markdown."""
-    with measure_merging.RESULTS.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    lines = []
-    for parts in dict.fromkeys(row["parts"] for row in rows):
-        alike = sorted((r for r in rows if r["parts"] == parts), key=lambda row: row["seed"])
-        cells = (
-            ", ".join(f"{row[name]:.3f}" for row in alike)
-            for name in ("first", "second", "mean", "fisher")
-        )
-        lines.append((parts, *cells))
-    heads = "copies trained on", "first", "second", "plain mean", "`ke.merge`"
-    return "\n".join(markdown.table(heads, lines))
-
-
 if __name__ == "__main__":
     measured = read()
     PICTURE.write_text(grey_svg(draw(measured)), encoding="utf-8")
     print(tables(measured))
-    print(merging_table())
