@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -13,7 +12,7 @@ from kfac_engine.graph.structure import AttributeValue, Input, Node
 from kfac_engine.graph.write import build_model, serialize
 
 INPUT, OUTPUT = "x", "y"
-F32, I64, BOOL = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.bool_)
+F32, I64 = np.dtype(np.float32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,6 @@ class ModelBuilder:
         shape: tuple[int | str, ...],
         result: tuple[int | str, ...],
         dtype: np.dtype = F32,
-        others: Mapping[str, np.dtype] = MappingProxyType({}),
     ) -> Model:
         """Return the model.
 
@@ -202,13 +200,12 @@ class ModelBuilder:
             shape: Shape of an example of the input ``x``.
             result: Shape of an example of the output ``y``.
             dtype: Element type of the input.
-            others: Other inputs of the same shape, and their element types.
 
         Returns:
             The model.
         """
-        sources = [Input(name, t, ("N", *shape)) for name, t in {INPUT: dtype, **others}.items()]
+        source = Input(INPUT, dtype, ("N", *shape))
         output = Input(OUTPUT, F32, ("N", *result))
         constants = {**self.weights, **self.constants}
-        data = serialize(build_model(self.nodes, sources, [output], constants, OPSET))
+        data = serialize(build_model(self.nodes, [source], [output], constants, OPSET))
         return Model(data, self.weights)

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 
 from kfac_engine.bench.training.layers import (
-    BOOL,
     I64,
     INPUT,
     OUTPUT,
@@ -28,7 +27,6 @@ RESNET_BLOCKS = ((16, 1), (32, 2), (64, 2))
 # The transformer: symbols, positions, features, layers, heads, features of the inner layers.
 SYMBOLS, POSITIONS, WIDTH, LAYERS, HEADS, INNER = 96, 64, 96, 2, 4, 384
 RECURRENT_WIDTH = 64
-READ = "read"  # the input that tells the characters of a text from its padding
 
 
 def dense(widths: Sequence[int], activations: Sequence[str], seed: int) -> Model:
@@ -146,58 +144,32 @@ def scalars(net: ModelBuilder, **values: float) -> None:
         net.constant(name, np.array(value, np.float32))
 
 
-def transformer(seed: int, *, padded: bool = False) -> Model:
-    """Return a causal transformer over characters with normalizations before its layers.
-
-    Args:
-        seed: Seed of the weights.
-        padded: Whether texts have any length up to ``POSITIONS``, and a Boolean input ``read`` of
-            their shape, which is False for the padding. The weights are the same.
-
-    Returns:
-        The model.
-    """
+def transformer(seed: int) -> Model:
+    """Return a causal transformer over characters with normalizations before its layers."""
     net = ModelBuilder(seed)
     net.constant("split", np.array([0, 0, HEADS, WIDTH // HEADS]))
     net.constant("joined", np.array([0, 0, WIDTH]))
     net.constant("future", np.triu(np.ones((POSITIONS, POSITIONS), bool), 1))
     scalars(net, scale=(WIDTH // HEADS) ** -0.5, lowest=-1e9)
     x = net.op("Gather", net.drawn("symbols", (SYMBOLS, WIDTH), 0.1), INPUT, to="embedded")
-    places, unread = net.drawn("positions", (POSITIONS, WIDTH), 0.02), "future"
-    if padded:
-        places, unread = _shortened(net, places)
-    x = net.op("Add", x, places, to="placed")
+    x = net.op("Add", x, net.drawn("positions", (POSITIONS, WIDTH), 0.02), to="placed")
     for i in range(LAYERS):
-        y = _attention(net, f"{i}.attention", net.layer_norm(f"{i}.norm0", x, WIDTH), unread)
+        y = _attention(net, f"{i}.attention", net.layer_norm(f"{i}.norm0", x, WIDTH))
         x = net.op("Add", x, y, to=f"{i}/attended")
         y = net.product(f"{i}.up", net.layer_norm(f"{i}.norm1", x, WIDTH), WIDTH, INNER)
         y = net.product(f"{i}.down", gelu(net, f"{i}/gelu", y), INNER, WIDTH)
         x = net.op("Add", x, y, to=f"{i}/sum")
     net.product("head", net.layer_norm("norm", x, WIDTH), WIDTH, SYMBOLS, to=OUTPUT)
-    length, mask = ("length" if padded else POSITIONS), {READ: BOOL} if padded else {}
-    return net.model((length,), (length, SYMBOLS), I64, mask)
+    return net.model((POSITIONS,), (POSITIONS, SYMBOLS), I64)
 
 
-def _shortened(net: ModelBuilder, places: str) -> tuple[str, str]:
-    """Append the embeddings of the places of a text, and what its characters do not read."""
-    net.constant("0", np.array([0]))
-    net.constant("0, 0", np.array([0, 0]))
-    net.constant("axes", np.array([1, 2]))
-    length = net.op("Shape", INPUT, to="length", start=1, end=2)
-    square = net.op("Concat", length, length, to="square", axis=0)
-    places = net.op("Slice", places, "0", length, to="places")
-    future = net.op("Slice", "future", "0, 0", square, to="future/cut")
-    padding = net.op("Unsqueeze", net.op("Not", READ, to="padding"), "axes", to="padding/keys")
-    return places, net.op("Or", future, padding, to="unread")
-
-
-def _attention(net: ModelBuilder, name: str, x: str, unread: str) -> str:
+def _attention(net: ModelBuilder, name: str, x: str) -> str:
     parts = {"q": (0, 2, 1, 3), "k": (0, 2, 3, 1), "v": (0, 2, 1, 3)}
     for part, perm in parts.items():
         y = net.product(f"{name}.{part}", x, WIDTH, WIDTH)
         y = net.op("Reshape", y, "split", to=f"{name}/{part}/split")
         net.op("Transpose", y, to=f"{name}/{part}", perm=perm)
-    y = attended(net, name, f"{name}/q", f"{name}/k", f"{name}/v", unread, "joined")
+    y = attended(net, name, f"{name}/q", f"{name}/k", f"{name}/v", "future", "joined")
     result: str = net.product(f"{name}.out", y, WIDTH, WIDTH)
     return result
 

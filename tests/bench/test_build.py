@@ -50,13 +50,6 @@ def test_exponents_of_builds_stand_beside_the_expected_ones(
     assert ("!" in line) == (power == 2)
 
 
-def test_a_build_of_a_chain_takes_time() -> None:
-    built = nodes.build(20)
-    assert len(built.times) == 1
-    assert built.times[0] > 0
-    assert built.peak_bytes >= 0
-
-
 @pytest.mark.parametrize("count", [20, 50])
 def test_a_chain_has_its_nodes_but_for_the_last_activation(
     count: int, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.bench.measure import Row
-from kfac_engine.bench.report import print_table, restored
+from kfac_engine.bench.report import restored
 from kfac_engine.bench.suite_table import COLUMNS, print_suite
 from kfac_engine.bench.timing import milliseconds
 from scripts import bench_tables
@@ -59,25 +59,3 @@ def test_row_beside_other_processes_is_marked_and_explained(others, capsys):
     text = capsys.readouterr().out
     assert ("! others 50%" in text) == bool(others)
     assert ("others: CPU time of other processes" in text) == bool(others)
-
-
-TABLE = (
-    (("axis",), ("size", "time grows as", "memory as")),
-    [("width, statistics", "1024", "size^1.10, at most 1", "size^0.50, at most 0 !")],
-)
-
-
-def test_table_that_fits_has_a_line_for_each_row(capsys):
-    print_table(console(100), "Suite scaling", *TABLE)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "statistics" in line]
-    assert line.rstrip().endswith("size^1.10, at most 1   size^0.50, at most 0 !")
-
-
-def test_table_that_does_not_fit_names_each_number(capsys):
-    print_table(console(60), "Suite scaling", *TABLE)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == [
-        "  width, statistics",
-        "    size 1024  time grows as size^1.10, at most 1",
-        "    memory as size^0.50, at most 0 !",
-    ]

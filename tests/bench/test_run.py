@@ -15,7 +15,7 @@ from kfac_engine.bench.contenders import (
 from kfac_engine.bench.measure import measure
 from kfac_engine.bench.processes import running
 from kfac_engine.bench.resource_usage import Usage
-from kfac_engine.bench.roofline import Roofline, SuiteConditions, higher, measure_ceiling
+from kfac_engine.bench.roofline import Roofline, SuiteConditions, higher
 from kfac_engine.curvature.schedule import Planner, Schedule, Work
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
@@ -186,24 +186,6 @@ def test_what_a_step_has_to_do_is_what_the_scheduler_finds_due(kind):
         assert bool(planner.refreshes(number)) == (sort == "inverses")
 
 
-def test_who_is_slow_beyond_measure_has_one_round_while_others_go_on():
-    contenders, _ = fakes([1.0], [1.0])
-    timed(contenders[DEFINITION], lambda number: 100.0)
-    rows = measure(SMALL["inverse"], contenders, CEILING)
-    assert [row.runs for row in rows] == [1, 6]
-    assert rows[0].seconds.low == rows[0].seconds.median == 100.0
-
-
-@pytest.mark.parametrize("part", ["gradient", "natural gradient"])
-def test_a_step_with_a_wrong_part_is_not_timed(part):
-    contenders, order = step_fakes()
-    wrong = {"gradient": np.ones(2), "natural gradient": np.ones(2), part: np.array([1.0, 1.03])}
-    contenders[OURS].prepare = lambda job: (wrong, FIRST)
-    with pytest.raises(BackendError, match=f"the {part} of 'mlp, batch 2, .*' is off by 3.0e-02"):
-        measure(jobs.step("mlp", 2, "factors 1, inverses 10"), contenders, CEILING)
-    assert not order
-
-
 def test_an_interruption_ends_contenders_in_the_middle_of_a_run():
     begun = {}
 
@@ -303,19 +285,6 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
 
 
-def test_a_suite_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, monkeypatch):
-    def failing(setting, name):
-        raise BackendError("install kfac-engine[cuda13]")
-
-    monkeypatch.setattr(run, "_ALONE", {"memory": failing})
-    path = tmp_path / "times.json"
-    with pytest.raises(BackendError, match="not measured: memory"):
-        run.run_suites(["memory", "other"], path, options=run.Options(threads=1))
-    assert "error: install kfac-engine[cuda13]" in capsys.readouterr().out
-    assert json.loads(path.read_text())["course"]["memory"]["missing"] == ["memory"]
-    assert len(json.loads(path.read_text())["suites"]["other"]) == 2
-
-
 def test_only_contenders_that_can_do_a_job_are_started(small_run, monkeypatch):
     monkeypatch.setattr(run, "select_contenders", lambda compare: [DEFINITION, OURS, "kfac-jax"])
     run.run_suites(["small"], options=run.Options(threads=1))
@@ -370,11 +339,6 @@ def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
     assert not small_run
 
 
-def test_resuming_needs_a_file(small_run):
-    with pytest.raises(InputError, match="name it with --json"):
-        run.run_suites(["small"], options=run.Options(threads=1, resume=True))
-
-
 def test_more_threads_than_cores_are_refused():
     with pytest.raises(InputError, match="threads must lie between 1 and"):
         run.run_suites(["dense"], options=run.Options(threads=10**6))
@@ -384,9 +348,3 @@ def test_unknown_suites_list_the_known_ones():
     expected = "build, conv, dense, gpu, inverse, memory, models, power, precondition, scaling"
     with pytest.raises(UnknownNameError, match=f"choose one of: {expected}"):
         run.run_suites(["cloud"])
-
-
-def test_the_ceiling_is_positive():
-    found = measure_ceiling(1, side=64, nbytes=1 << 12)
-    assert found.multiplications > 0
-    assert found.copied_bytes > 0

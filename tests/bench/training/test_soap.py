@@ -74,20 +74,3 @@ def test_vectors_are_updated_by_adam(shape):
             expected = expected - RATE * (mean / corrected) / (np.sqrt(square / corrected) + 1e-8)
     assert values["b"].shape == shape
     np.testing.assert_allclose(values["b"], expected, rtol=1e-12)
-
-
-def test_the_first_step_moves_no_parameter():
-    start = {"w": np.ones((3, 2)), "b": np.ones(3)}
-    soap = Soap(start)
-    values = soap.update({"w": np.eye(3, 2), "b": np.ones(3)}, RATE)
-    assert all(np.array_equal(values[name], start[name]) for name in start)
-
-
-def test_the_initial_values_are_not_overwritten():
-    start = np.ones((3, 2), np.float32)
-    soap = Soap({"w": start})
-    for _ in range(3):
-        values = soap.update({"w": np.eye(3, 2, dtype=np.float32)}, RATE)
-    np.testing.assert_array_equal(start, 1)
-    assert values["w"].dtype == np.float32
-    assert not np.array_equal(values["w"], start)

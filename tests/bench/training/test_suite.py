@@ -29,13 +29,6 @@ def test_a_record_is_restored_from_its_line():
     assert {"task", "method", "rate", "seed", "curve", "died"} <= set(json.loads(record.line()))
 
 
-def test_a_record_without_a_budget_in_steps_is_one_of_seconds():
-    line = Record(RUN, OUTCOME, "digits", "abc").line()
-    entries = json.loads(line)
-    del entries["budget_steps"]
-    assert Record.parse(json.dumps(entries)) == Record.parse(line)
-
-
 def test_runs_of_other_data_or_sources_do_not_count(tmp_path):
     path = tmp_path / "runs.jsonl"
     records, other = Records(path), replace(OUTCOME, steps=9)
@@ -57,11 +50,6 @@ def test_a_file_without_records_is_refused(tmp_path, line):
     path.write_text(Record(RUN, OUTCOME, "digits", "abc").line() + line + "\n")
     with pytest.raises(InputError, match=r"line 2 of '.*' is no record"):
         Records(path)
-
-
-def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="cannot write"):
-        Records(tmp_path / "none" / "runs").add(Record(RUN, OUTCOME, "digits", "abc"))
 
 
 class Recorder:
@@ -160,15 +148,6 @@ def test_several_workers_use_different_cores(tmp_path):
     execute(Recorder(executing), tmp_path, workers=2)
     assert seen <= {0, 1}
     assert len(recorder.runs) == 8
-
-
-def test_runs_that_die_are_counted_in_the_table(tmp_path, capsys):
-    def dying(run, folder, core):
-        return replace(OUTCOME, died="" if run.rate is None else "the loss is infinite.")
-
-    kfac, muon, _ = execute(Recorder(dying), tmp_path)
-    assert (kfac.died, muon.died) == (0, 3)
-    assert "died: the loss is infinite." in capsys.readouterr().out
 
 
 def test_without_images_the_suite_says_that_it_uses_digits(tmp_path, capsys, monkeypatch):

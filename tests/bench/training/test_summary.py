@@ -8,7 +8,6 @@ from kfac_engine.bench.training.plan import Group
 from kfac_engine.bench.training.run import Outcome, Point, Run
 from kfac_engine.bench.training.summary import (
     Moment,
-    best_so_far,
     compare,
     group_row,
     reached,
@@ -29,10 +28,6 @@ def outcome(*losses, accuracies=None, died=""):
     return Outcome(points[-1].step, points[-1].cpu, points[-1].wall, points, died)
 
 
-def test_the_best_loss_so_far_never_rises():
-    assert [p.loss for p in best_so_far(curve(8, 4, 6, 3, 5))] == [8, 4, 4, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("level", "moment"),
     [
@@ -48,10 +43,6 @@ def test_the_best_loss_so_far_never_rises():
 )
 def test_the_moment_of_a_level_is_interpolated_on_the_best_loss_so_far(level, moment):
     assert reached(curve(8, 4, 6, 2, 5), level) == moment
-
-
-def test_a_run_without_an_evaluation_reaches_nothing():
-    assert reached((), 1.0) == Moment(inf, inf)
 
 
 def test_the_lowest_evaluation_counts_and_in_collections_the_last_one():
@@ -97,12 +88,6 @@ def test_a_row_has_medians_over_the_seeds():
     assert row.milliseconds == 100
     # The last loss divided by the lowest one: 4.5 / 4, 3 / 3 and 7 / 5.
     assert row.rise == 1.4
-
-
-def test_runs_that_died_are_counted():
-    results = runs("kfac", 4.0, [outcome(8, 4), outcome(8, 4, died="the loss is infinite.")])
-    row = group_row(KFAC, results)
-    assert (row.died, row.setting, row.accuracy) == (1, "tail", None)
 
 
 def test_a_comparison_has_the_quickest_budget_and_its_quotients():
