@@ -14,7 +14,8 @@ from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.load import external_files, load_graph
 from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
-from kfac_engine.system.reading import check_file, exists, names_folder
+from kfac_engine.system.reading import exists, names_folder
+from kfac_engine.system.state_files import read_tensors, write_tensors
 from kfac_engine.system.writing import check_outputs, write_file
 
 # Returns the arrays of a file by name, a lone array under None.
@@ -129,14 +130,7 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
         InputError: The file is missing or broken, has no gradient, or two of one parameter.
         UnknownNameError: A key names no parameter.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    check_file(path)
-    try:
-        arrays = load_file(path)
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
-        raise InputError(f"cannot read '{path}' as safetensors: {error}.") from error
+    arrays = read_tensors(path, f"'{path}' as safetensors")[1]
     gradients = {}
     for key, array in arrays.items():
         if key.startswith(NATURAL_GRADIENT):
@@ -164,24 +158,7 @@ def write_result(
     """Write both in one safetensors file; a failure leaves an older file unchanged."""
     arrays = {GRADIENT + name: array for name, array in gradients.items()}
     arrays |= {NATURAL_GRADIENT + name: array for name, array in natural_gradients.items()}
-    write_arrays(path, arrays)
-
-
-def write_arrays(
-    path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file; a failure leaves an older file unchanged.
-
-    Args:
-        path: The file.
-        arrays: Arrays by name.
-        metadata: Texts by name, for the header.
-    """
-    from safetensors.numpy import save
-
-    # A view's strides would be ignored: the format stores C order.
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    write_file(path, [save(ordered, None if metadata is None else dict(metadata))])
+    write_tensors(path, arrays)
 
 
 def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:

@@ -57,13 +57,14 @@ def saliency(
 ) -> None:
     """Write the rise of the loss for each weight that becomes zero."""
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, write_arrays
+    from kfac_engine.cli.files import check_files
+    from kfac_engine.system.state_files import write_tensors
 
     check_files({"--out": out}, {"--curvature": curvature, "--inputs": inputs}, model)
     result = read_curvature(curvature, model, inputs)
     with working("computing saliencies"):
         scores = ke.saliency(result, method, damping)
-        write_arrays(out, scores, {"method": method, "damping": repr(damping)})
+        write_tensors(out, scores, {"method": method, "damping": repr(damping)})
     with report_beside(out):
         _report(scores, method, out, as_json)
 

@@ -1,13 +1,11 @@
-"""Engine state on disk: safetensors with a format version, equal bytes for equal states.
+"""The state of an engine in a file: see ``system/state_files`` for its format.
 
 A state contains averages, weights, stored powers, counters, the state of the generator and the
 parameters. A resumed run has the same bits as a run without interruption. The inverses are stored,
 because between refreshes they belong to older averages.
 """
 
-import json
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import is_amount, is_count, texts
@@ -24,12 +20,12 @@ from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
 from kfac_engine.errors import InputError
-from kfac_engine.system.reading import check_file
-from kfac_engine.system.writing import checked_path, write_file
-
-FORMAT_VERSION = 1
-# What a safetensors file begins with: the length of its header.
-_LENGTH_BYTES = 8
+from kfac_engine.system.state_files import (
+    ENGINE_STATE,
+    form_of,
+    read_state,
+    write_state,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +116,14 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
     damping = state.damping
     header = {
-        "format": str(FORMAT_VERSION),
-        "counter": str(state.counter),
-        "generator": json.dumps(state.generator),
-        "factors": json.dumps([_description(factor) for factor in factors]),
-        "damping": json.dumps([damping] if isinstance(damping, RelativeDamping) else damping),
-        "planner": json.dumps(state.planner),
-        "extras": json.dumps(state.extras.values),
+        "counter": state.counter,
+        "generator": state.generator,
+        "factors": [_description(factor) for factor in factors],
+        "damping": [damping] if isinstance(damping, RelativeDamping) else damping,
+        "planner": state.planner,
+        "extras": state.extras.values,
     }
-    # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
-    tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    header["checksum"] = checksum(header, tensors)
-    write_file(path, _with_sorted_metadata(save(tensors, header)))
+    write_state(path, ENGINE_STATE, header, tensors)
 
 
 def load_state(
@@ -157,12 +149,13 @@ def load_state(
         InputError: The file is missing, damaged or no checkpoint, or does not fit; every difference
             is listed.
     """
-    header, tensors = _read(path)
-    header = {"damping": "null", "planner": "null", **header}  # older states have neither
-    saved = _entries(path, header)
-    arrays = [_below(f"factor/{index}/", tensors) for index in range(len(saved))]
-    values, statistics = _below("parameter/", tensors), _below("buffer/", tensors)
-    extras, of_caller = _extras(path, header, tensors, expected)
+    file = read_state(path, ENGINE_STATE)
+    saved = [_Entry(**entry) for entry in file.value("factors", _are_entries)]
+    arrays = [file.below(f"factor/{index}/") for index in range(len(saved))]
+    values, statistics = file.below("parameter/"), file.below("buffer/")
+    extras = Extras(file.value("extras", _is_object), file.below("extra/"))
+    accept = None if expected is None else expected.accept
+    of_caller = () if accept is None else texts("the result of accept", accept(extras), "[]")
     differences = _factor_differences(factors, saved, arrays)
     differences += _array_differences("parameter", parameters, values)
     differences += (*_array_differences("running statistic", buffers or {}, statistics), *of_caller)
@@ -170,22 +163,24 @@ def load_state(
         listed = "; ".join(differences)
         raise InputError(f"state '{path}' belongs to another model or options: {listed}.")
     state = State(
-        counter=_parsed(path, header, "counter", is_count),
-        generator=_parsed(path, header, "generator", _is_object),
+        counter=file.value("counter", is_count),
+        generator=file.value("generator", _is_object),
         parameters=values,
         buffers=statistics,
-        damping=_damping(_parsed(path, header, "damping", _is_damping)),
-        planner=_parsed(path, header, "planner", lambda v: v is None or is_planner_state(v)),
-        samples=_below("sample/", tensors),
+        damping=_damping(file.value("damping", _is_damping)),
+        planner=file.value("planner", lambda v: v is None or is_planner_state(v)),
+        samples=file.below("sample/"),
         extras=extras,
     )
-    faults = [f"'{name}' holds NaN or infinity" for name in tensors if not _finite(tensors[name])]
+    faults = [
+        f"'{name}' holds NaN or infinity" for name, a in file.arrays.items() if not _finite(a)
+    ]
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
         faults += _factor_faults(factor, entry, its_arrays, expected, state.counter)
     if expected is not None and not _accepts(expected.generator, state.generator):
         faults.append("the state of the random generator is not valid")
     if faults:
-        raise InputError(f"the state '{path}' is damaged: {'; '.join(faults)}; use another.")
+        raise InputError(ENGINE_STATE.damaged(path, "; ".join(faults)))
     if expected is not None:
         _before_changes(path, state, expected)
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
@@ -208,57 +203,6 @@ def _before_changes(path: str | Path, state: State, expected: Expected) -> None:
         expected.meet()
 
 
-def _extras(
-    path: str | Path,
-    header: Mapping[str, str],
-    tensors: Mapping[str, Array],
-    expected: Expected | None,
-) -> tuple[Extras, Sequence[str]]:
-    """Return the extras of a file, and their differences from the requirements of the caller."""
-    values = _parsed(path, {"extras": "{}", **header}, "extras", _is_object)
-    extras = Extras(values, _below("extra/", tensors))
-    accept = None if expected is None else expected.accept
-    return extras, () if accept is None else texts("the result of accept", accept(extras), "[]")
-
-
-def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
-    """A safetensors file with its metadata sorted; the library writes them in random order."""
-    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    header = json.loads(data[_LENGTH_BYTES:start])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors lie aligned
-    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, memoryview(data)[start:]]
-
-
-def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Array]]:
-    check_file(checked_path(path))
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            header = file.metadata() or {}
-            if header.get("format") != str(FORMAT_VERSION) or "factors" not in header:
-                raise InputError(
-                    f"'{path}' is not an engine state of format {FORMAT_VERSION}; another program "
-                    f"or version wrote it."
-                )
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as failure:
-        raise InputError(f"cannot read the state '{path}': {failure}") from failure
-    if header.pop("checksum", None) != checksum(header, tensors):
-        raise InputError(f"the state '{path}' is damaged: its checksum is wrong; use another.")
-    return header, tensors
-
-
-def checksum(header: Mapping[str, object], tensors: Mapping[str, Array]) -> str:
-    """Return the CRC-32 of a header and its arrays; the file format detects missing bytes only."""
-    crc = zlib.crc32(json.dumps(header, sort_keys=True).encode())
-    for name in sorted(tensors):
-        array = tensors[name]
-        crc = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), crc)
-        crc = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc)
-    return f"{crc:08x}"
-
-
 def _description(factor: FisherFactor) -> dict[str, object]:
     return {
         "name": factor.name,
@@ -268,35 +212,16 @@ def _description(factor: FisherFactor) -> dict[str, object]:
     }
 
 
-def _parsed(
-    path: str | Path, header: Mapping[str, str], key: str, fits: Callable[[Any], bool]
-) -> Any:
-    """A value of the header, which is JSON; an InputError where it is missing or does not fit."""
-    try:
-        value = json.loads(header[key])
-    except (KeyError, ValueError, RecursionError):
-        value = None
-        fits = lambda _: False  # noqa: E731 (nothing fits)
-    if not fits(value):
-        raise InputError(
-            f"the state '{path}' is damaged: its {key} is missing or not valid; use another."
-        )
-    return value
-
-
-def _entries(path: str | Path, header: Mapping[str, str]) -> list[_Entry]:
-    def fits(value: Any) -> bool:
-        entries = value if isinstance(value, list) else [None]
-        return all(
-            isinstance(entry, dict)
-            and entry.keys() == {"name", "operations", "weight", "repeats"}
-            and isinstance(entry["operations"], list)
-            and is_amount(entry["weight"])
-            and (entry["repeats"] is None or (is_amount(entry["repeats"]) and entry["repeats"] > 0))
-            for entry in entries
-        )
-
-    return [_Entry(**entry) for entry in _parsed(path, header, "factors", fits)]
+def _are_entries(value: Any) -> bool:
+    """Whether a value describes factors."""
+    return isinstance(value, list) and all(
+        isinstance(entry, dict)
+        and entry.keys() == {"name", "operations", "weight", "repeats"}
+        and isinstance(entry["operations"], list)
+        and is_amount(entry["weight"])
+        and (entry["repeats"] is None or (is_amount(entry["repeats"]) and entry["repeats"] > 0))
+        for entry in value
+    )
 
 
 def _is_object(value: Any) -> bool:
@@ -342,7 +267,7 @@ def _factor_faults(
     if expected is not None and average is not None:
         shape = expected.shapes[id(factor)]
         if average.shape != shape or average.dtype.kind != "f":
-            return [f"the average of {factor.name} is {_form(average)}, not of shape {shape}"]
+            return [f"the average of {factor.name} is {form_of(average)}, not of shape {shape}"]
         if counter and factor.has_inverses and len(arrays) == 1:
             return [f"{factor.name} has no inverse"]
     factor.wait()
@@ -353,10 +278,6 @@ def _factor_faults(
     except (KeyError, TypeError, ValueError, IndexError):
         same = False
     return [] if same else [f"{factor.name} has other arrays than it stores"]
-
-
-def _below(prefix: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _factor_differences(
@@ -387,11 +308,7 @@ def _array_differences(
     """Return a sentence for each array that differs in presence, shape or type."""
     differences = []
     for name in dict.fromkeys((*here, *there)):
-        one, other = (_form(arrays.get(name)) for arrays in (here, there))
+        one, other = (form_of(arrays.get(name)) for arrays in (here, there))
         if one != other:
             differences.append(f"{what} '{name}' is {one} here and {other} there")
     return differences
-
-
-def _form(array: Array | None) -> str:
-    return "absent" if array is None else f"{array.dtype} {array.shape}"

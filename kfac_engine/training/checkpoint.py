@@ -10,16 +10,14 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from kfac_engine._types import Array
 from kfac_engine.arguments import is_amount, is_count
 from kfac_engine.engine.checkpoint import Extras
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
+from kfac_engine.system.state_files import TRAINING_STATE, form_of
 from kfac_engine.system.writing import checked_path
 
-FORMAT_VERSION = 2
 OPTIMIZER = "optimizer"
 # The number of a state that may be absent: the learning rate may be a function.
 LEARNING_RATE = "learning_rate"
@@ -83,7 +81,7 @@ def write_training(path: str | Path, engine: Engine, saved: TrainingState) -> No
         for name, array in members.items()
     }
     values = {
-        "format": FORMAT_VERSION,
+        "format": TRAINING_STATE.version,
         "optimizer": saved.optimizer,
         "parts": {part: dict(state.numbers) for part, state in saved.parts.items()},
         "run": dict(saved.run),
@@ -143,16 +141,13 @@ def read_training(
 
 def _check_values(path: str | Path, values: Mapping[str, Any], expected: TrainingState) -> None:
     """Refuse a file that is not a state of such an optimizer."""
-    if values.get("format") != FORMAT_VERSION:
-        raise InputError(
-            f"'{path}' is not a training state of format {FORMAT_VERSION}; it is the state of an "
-            f"engine, or another version wrote it."
-        )
+    if values.get("format") != TRAINING_STATE.version:
+        raise InputError(TRAINING_STATE.another(path))
     parts, run = values.get("parts"), values.get("run")
     if not (isinstance(parts, dict) and isinstance(run, dict)) or not all(
         isinstance(numbers, dict) for numbers in parts.values()
     ):
-        raise InputError(f"the training state '{path}' is damaged; use another.")
+        raise InputError(TRAINING_STATE.damaged(path, "its parts are not valid"))
     if values.get("optimizer") != expected.optimizer:
         raise InputError(
             f"'{path}' is a state of {values.get('optimizer')}, and this optimizer is "
@@ -173,7 +168,7 @@ def _differences(extras: Extras, expected: TrainingState) -> list[str]:
         differences += _number_differences(part, here, there[part])
         for group, members in here.arrays.items():
             for name, array in members.items():
-                one, other = _form(array), _form(arrays.pop(f"{part}/{group}/{name}", None))
+                one, other = form_of(array), form_of(arrays.pop(f"{part}/{group}/{name}", None))
                 if one != other:
                     label = group.replace("_", " ")
                     differences.append(
@@ -210,7 +205,3 @@ def _fits(value: Any, like: Any) -> bool:
     if isinstance(like, list):
         return isinstance(value, list) and all(_fits(entry, 0.0) for entry in value)
     return type(value) is type(like) and (type(value) is not int or is_count(abs(value)))
-
-
-def _form(array: Array | None) -> str:
-    return "absent" if array is None else f"{np.dtype(array.dtype)} {array.shape}"

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, whole
@@ -27,7 +25,8 @@ from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.sessions.session import Session
 from kfac_engine.suggestions import suggestion
 from kfac_engine.system.reading import check_file
-from kfac_engine.system.writing import checked_path, write_file
+from kfac_engine.system.state_files import read_tensors, write_tensors
+from kfac_engine.system.writing import checked_path
 from kfac_engine.training.batches import run_data
 from kfac_engine.training_files.description import Description
 
@@ -223,8 +222,7 @@ class TrainingFiles:
             state: As for ``load``.
             path: The file.
         """
-        arrays = {n: np.asarray(a, order="C") for n, a in self.load(state).items()}
-        write_file(path, [save(arrays, {"identity": self.description.identity})])
+        write_tensors(path, self.load(state), {"identity": self.description.identity})
 
     def export(self, state: AnyState, path: str | Path, model: ModelSource | None = None) -> None:
         """Write the model of the user with the weights of a state.
@@ -254,7 +252,10 @@ class TrainingFiles:
         write_model(path, export_files(loaded, arrays, location))
 
     def _checked(self, state: AnyState, names: tuple[str, ...]) -> dict[str, Array]:
-        arrays = state if isinstance(state, Mapping) else _read_state(state)
+        arrays: Mapping[str, Array]
+        arrays = (
+            state if isinstance(state, Mapping) else read_tensors(state, f"the state '{state}'")[1]
+        )
         shapes, checked = self.description.state, {}
         for name in names:
             if name not in arrays:
@@ -381,16 +382,6 @@ class _Sessions(dict[str, Session]):
         model = CompactModel(self._data[name], {}, {})
         self[name] = session = Session(model, threads=1, what=f"'{name}'")
         return session
-
-
-def _read_state(path: str | Path) -> dict[str, Array]:
-    """Return the arrays of a safetensors file by name."""
-    check_file(checked_path(path))
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as failure:
-        raise InputError(f"cannot read the state '{path}': {failure}") from failure
 
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:

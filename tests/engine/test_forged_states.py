@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
-from kfac_engine.engine.checkpoint import checksum
+from kfac_engine.system.state_files import checksum
 from tests.engine.test_engine_safety import X, Y, assert_same, engine_of, state_of
 
 WEIGHTED = "factor/0/average"

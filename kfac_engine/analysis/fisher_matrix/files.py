@@ -1,6 +1,5 @@
-"""Curvature on disk: safetensors, bound to the weights of its model by their SHA-256."""
+"""A curvature in a file (see ``system/state_files``), bound to its model by SHA-256 of weights."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, InputMoment
@@ -18,14 +15,11 @@ from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.checkpoint import checksum
 from kfac_engine.engine.loss_bindings import named_settings
 from kfac_engine.engine.options import LOSS_SETTINGS
 from kfac_engine.errors import InputError
-from kfac_engine.system.reading import check_file
-from kfac_engine.system.writing import checked_path, write_file
+from kfac_engine.system.state_files import CURVATURE, read_state, write_state
 
-FORMAT = 1
 # Numbers of the whole curvature.
 NUMBERS = ("examples", "log_likelihood", "predictions")
 # Options that determine the matrix; the others determine how it is computed.
@@ -69,7 +63,6 @@ def save_curvature(
     Raises:
         InputError: The file cannot be written.
     """
-    checked_path(path)
     tensors: dict[str, Array] = {}
     for number, block in enumerate(blocks):
         arrays = {
@@ -79,19 +72,15 @@ def save_curvature(
             "inputs": None if block.inputs is None else block.inputs.eigenvalues,
         }
         tensors |= {
-            f"{number}/{name}": np.ascontiguousarray(array)
-            for name, array in arrays.items()
-            if array is not None
+            f"{number}/{name}": array for name, array in arrays.items() if array is not None
         }
     header: dict[str, object] = {
-        "format": FORMAT,
         "options": _stored(layout.options),
         "about": dict(about),
         "positions": [None if b.inputs is None else b.inputs.positions for b in blocks],
         "weights": weight_hashes(layout.assembly),
     }
-    header["checksum"] = checksum(header, tensors)
-    write_file(path, [save(tensors, {"curvature": json.dumps(header, sort_keys=True)})])
+    write_state(path, CURVATURE, header, tensors)
 
 
 class CurvatureFile:
@@ -108,30 +97,12 @@ class CurvatureFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        check_file(checked_path(path))
         self._path = path
-        self._arrays: dict[str, Array] = {}
-        try:
-            with safe_open(str(path), framework="numpy") as file:
-                text = (file.metadata() or {}).get("curvature", "")
-                self._arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
-        except (OSError, SafetensorError) as failure:
-            raise InputError(f"cannot read the curvature '{path}': {failure}") from failure
-        header: Any = None
-        try:
-            header = json.loads(text or "null")
-        except (ValueError, RecursionError):
-            header = None
-        if not _is_header(header):
-            raise InputError(
-                f"'{path}' is not a curvature of format {FORMAT}; another program or version wrote "
-                f"it."
-            )
-        # Earlier versions wrote no checksum.
-        if "checksum" in header and header.pop("checksum") != checksum(header, self._arrays):
-            raise self._damaged("its checksum is wrong")
-        self._header: dict[str, Any] = header
-        self.about: dict[str, Any] = header["about"]
+        file = read_state(path, CURVATURE)
+        if not _is_header(file.header):
+            raise InputError(CURVATURE.another(path))
+        self._header, self._arrays = file.header, file.arrays
+        self.about: dict[str, Any] = file.header["about"]
 
     def options(self, changes: Mapping[str, Any]) -> CurvatureOptions:
         """Return the options of the measurement.
@@ -221,7 +192,7 @@ class CurvatureFile:
         return array
 
     def _damaged(self, reason: str) -> InputError:
-        return InputError(f"the curvature '{self._path}' is damaged: {reason}; use another.")
+        return InputError(CURVATURE.damaged(self._path, reason))
 
 
 def _hash(array: Array) -> str:
@@ -240,14 +211,12 @@ def _stored(options: CurvatureOptions) -> dict[str, object]:
     return fields | named_settings(**lists) | {"loss": options.loss if is_named else None}
 
 
-def _is_header(header: Any) -> bool:
-    """Whether a value is the header of a file."""
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        return False
+def _is_header(header: Mapping[str, Any]) -> bool:
+    """Whether a header is one of a curvature."""
     kinds = {"options": dict, "about": dict, "weights": dict, "positions": list}
     if any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
         return False
-    if header.keys() - {"format", "checksum"} != kinds.keys():
+    if header.keys() - {"format"} != kinds.keys():
         return False
     if header["about"].keys() != set(NUMBERS):
         return False
