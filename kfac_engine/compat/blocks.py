@@ -18,7 +18,7 @@ from kfac_engine.curvature.blocks.grouped import (
 )
 from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB, ScaleShiftForm
+from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature.config import CollectionConfig
@@ -28,7 +28,7 @@ from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
 from kfac_engine.curvature.factors.scale_shift import ScaleShiftMoment, ScaleShiftSquare
 from kfac_engine.curvature.factors.statistics import one_use
 from kfac_engine.errors import InputError
-from kfac_engine.layers.broadcast import SummedAxes
+from kfac_engine.layers.broadcast import ScaleShiftForm, SummedAxes
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import convolution_form, dense_form, embedding_form
 from kfac_engine.layers.token_ids import TokenIdView

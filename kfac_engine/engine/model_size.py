@@ -6,7 +6,6 @@ from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.distributed.sizes import BlockSize, Divisible, FactorSize, ModelSize
 from kfac_engine.engine.build import Assembly
@@ -89,10 +88,7 @@ def _divisible(assembly: Assembly, layer: LayerReport, block: FisherBlock) -> Di
 
 def _multiplications(layer: LayerReport, factors: Sequence[FisherFactor]) -> float:
     """Return the number of multiplications for each entry of a gradient."""
-    sides = (
-        shape[-1]
-        for factor, shape in zip(factors, layer.factor_shapes, strict=True)
-        if isinstance(factor, DenseSquareMatrixFactor)
-    )
+    pairs = zip(factors, layer.factor_shapes, strict=True)
+    sides = (factor.multiplications(shape) for factor, shape in pairs)
     # Into the basis of eigenvectors and back.
     return sum(sides) * (1 + row(layer.kind, layer.approximation).eigenvectors)

@@ -6,6 +6,7 @@ The weight is ``(stack, d_in, d_out)``, the input is ``(n, …positions, stack, 
 from dataclasses import dataclass
 from math import prod
 from types import ModuleType
+from typing import ClassVar
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.backend.protocol import Backend
@@ -22,6 +23,8 @@ _LEAST_RANK = 3
 @dataclass(frozen=True, slots=True)
 class StackedDenseView:
     """A tensor ``(n, …positions, stack, d)``, read as rows of ``stack · d`` features."""
+
+    has_rows: ClassVar[bool] = True
 
     @property
     def rank(self) -> None:
@@ -64,6 +67,8 @@ class StackedDenseView:
 @dataclass(frozen=True, slots=True)
 class StackedDensePacking(Packing):
     """The map from a weight ``(stack, d_in, d_out)`` and a bias to matrices."""
+
+    one_matrix: ClassVar[bool] = False
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         parts = self.arrays(vector, where)

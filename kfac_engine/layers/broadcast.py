@@ -21,6 +21,19 @@ class Reduction(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleShiftForm:
+    """The broadcast of a scale, a shift or both against the data.
+
+    Attributes:
+        scale: Sums for the scale; None without a scale.
+        shift: Sums for the shift; None without a shift.
+    """
+
+    scale: Reduction | None
+    shift: Reduction | None
+
+
+@dataclass(frozen=True, slots=True)
 class SummedAxes:
     """The broadcast axes as a list of the caller.
 

@@ -8,6 +8,7 @@ each channel.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import ClassVar
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.errors import InputError, ShapeError
@@ -29,6 +30,8 @@ class GroupedPacking(Packing):
         multiplier_last: Whether the filter is ``(*kernel, groups, d_out)``, the layout of a
             depthwise filter, instead of ``(*kernel, d_in / taps, groups·d_out)``.
     """
+
+    one_matrix: ClassVar[bool] = False
 
     groups: int = 1
     multiplier_last: bool = False

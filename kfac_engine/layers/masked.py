@@ -1,6 +1,7 @@
 """Convolutions whose patches are multiplied by a mask."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class MaskedPatchView:
         patches: View without the mask.
         mask: Factor of each feature, in the order ``(*kernel, channels)``.
     """
+
+    has_rows: ClassVar[bool] = True
 
     patches: PatchView
     mask: tuple[float, ...]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
+from typing import ClassVar
 
 from kfac_engine._types import Array, DType, Rows, Vector
 from kfac_engine.errors import InputError, ShapeError, UnsupportedError
@@ -39,7 +40,10 @@ class Packing:
         weight_format: Axes of the weight: ``"IO"``, ``"OI"``, ``"HWIO"``, ``"OIHW"``, …;
             ``"HWOI"``, ``"IOHW"``, … for a transposed convolution.
         has_bias: Whether a bias is the last row.
+        one_matrix: Whether packed vectors are one matrix, or a stack.
     """
+
+    one_matrix: ClassVar[bool] = True
 
     weight_format: str
     has_bias: bool

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
@@ -24,6 +25,8 @@ class TokenIdView:
         zeros_outside: Whether an id outside the table is a row of zeros, as in OneHot; otherwise it
             is an error.
     """
+
+    has_rows: ClassVar[bool] = False  # one-hot rows are as long as the table
 
     vocabulary: int
     rank: int = 2

@@ -8,7 +8,7 @@ computes second moments in the backend without a copy of the rows.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
@@ -23,7 +23,13 @@ _AUTOMATIC = {"SAME": "SAME_UPPER", "SAME_LOWER": "SAME_LOWER", "VALID": ""}
 
 
 class View(Protocol):
-    """A tensor of one use of a layer, read as rows of features."""
+    """A tensor of one use of a layer, read as rows of features.
+
+    Attributes:
+        has_rows: Whether ``rows`` may be called.
+    """
+
+    has_rows: ClassVar[bool]
 
     @property
     def rank(self) -> int | None:
@@ -76,6 +82,8 @@ class RowView:
             channels-first images.
         rank: Number of axes of the tensor; None for any number of at least two.
     """
+
+    has_rows: ClassVar[bool] = True
 
     feature_axis: int = -1
     rank: int | None = None
@@ -138,6 +146,8 @@ class PatchView:
         window: Window of the convolution.
         channels_first: Whether images are ``(n, channels, *spatial_shape)``.
     """
+
+    has_rows: ClassVar[bool] = True
 
     window: SlidingWindow
     channels_first: bool

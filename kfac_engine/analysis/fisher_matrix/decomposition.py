@@ -12,16 +12,10 @@ from kfac_engine.analysis.fisher_matrix.packed import packed
 from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.curvature.blocks.series import SeriesFB
-from kfac_engine.curvature.blocks.single import SingleFactorFB
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
-from kfac_engine.curvature.factors.stacked import GroupedMoment, StackedSquareFactor
+from kfac_engine.curvature.factors.stacked import GroupedMoment
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
-from kfac_engine.errors import UnsupportedError
 
 # Statistics whose matrix is the mean of the outer products of inputs, and nothing else.
 _INPUT_MOMENTS = (KroneckerMoment, GroupedMoment)
@@ -55,27 +49,18 @@ class Decomposer:
             not measured.
 
         Raises:
-            UnsupportedError: The block is a sum of Kronecker products.
+            UnsupportedError: The eigenvalues of the block have no closed form.
         """
-        if isinstance(block, SeriesFB):
-            raise UnsupportedError(
-                f"the block of {block.params} is a sum over lags, which has no eigenvalues in "
-                f"closed form; use approximation 'kron_indep'."
-            )
-        if isinstance(block, KroneckerProductFB):
-            return self._kronecker(block, self.parts(block))
-        if isinstance(block, EigenbasisFB):
-            assert inputs is not None  # of the basis
-            return self._eigenbasis(block, inputs)
-        assert isinstance(block, SingleFactorFB)  # the other branch of the class tree
-        return self._single(block.factor, self.places(block), self.parts(block)), None
+        return block.decompose(_Spectra(self, block, inputs))
 
-    def bases(self, block: EigenbasisFB) -> tuple[Float, tuple[Float, Float]]:
+    def bases(
+        self, block: FisherBlock, scale: EigenbasisFactor
+    ) -> tuple[Float, tuple[Float, Float]]:
         """Return the eigenvalues of the input factor, and the eigenvectors of both factors."""
-        A, G, _ = block.factors
+        A, G = scale.kronecker_factors
         rows = _rows(A, G.repeats)
-        a, left = self._side(A, tuple(part.rows for part in self.parts(block)), rows)
-        _, right = self._side(G, (slice(None),))
+        a, left = self.side(A, tuple(part.rows for part in self.parts(block)), rows)
+        _, right = self.side(G, (slice(None),))
         assert left is not None  # both factors are dense
         assert right is not None
         return a, (left[0], right[0])
@@ -100,50 +85,73 @@ class Decomposer:
             Part((owner,), name, row) for owner, name, row in zip(owners, names, rows, strict=True)
         )
 
-    # -- private ----------------------------------------------------------------------------------
-
-    def _kronecker(
-        self, block: KroneckerProductFB, parts: tuple[Part, ...]
-    ) -> tuple[Spectrum, InputMoment | None]:
-        """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
-        A, G = block.factors
-        measured = type(A.statistic) in _INPUT_MOMENTS
-        rows = _rows(A, block.repeats) if measured else None
-        a, left = self._side(A, tuple(part.rows for part in parts), rows)
-        g, right = self._side(G, (slice(None),))
-        spectrum = Spectrum(block.repeats * a[:, :, None] * g[:, None, :], left, right)
-        return spectrum, InputMoment(a, block.repeats) if measured and left is not None else None
-
-    def _eigenbasis(self, block: EigenbasisFB, a: Float) -> tuple[Spectrum, InputMoment]:
-        """Return the spectrum of measured eigenvalues, and the second moment of the inputs."""
-        _, G, scale = block.factors
-        assert isinstance(scale, EigenbasisFactor)
-        assert scale.bases is not None  # the measurement has set it
-        left, right = (self._read(basis)[None] for basis in (scale.bases.input, scale.bases.output))
-        eigenvalues = self._read(scale.average.read())[None].clip(min=0.0)
-        return Spectrum(eigenvalues, left, right), InputMoment(a, G.repeats or 1)
-
-    def _side(
+    def side(
         self, factor: FisherFactor, parts: tuple[slice, ...], rows: int | None = None
     ) -> tuple[Float, Float | None]:
-        """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity."""
-        average = factor.average.read()
-        if isinstance(factor, DiagonalFactor):
-            return self._read(factor.diagonal())[None].clip(min=0.0), None
-        stack = isinstance(factor, StackedSquareFactor)
-        matrices = self._read(average) if stack else self._read(factor.get_cov())[None]
-        return eigenbasis(matrices, parts, rows, float(np.finfo(average.dtype).eps))
+        """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity.
 
-    def _single(self, factor: FisherFactor, places: Places, parts: tuple[Part, ...]) -> Spectrum:
-        """Return the spectrum of a diagonal, or of one dense matrix."""
-        average = self._read(factor.average.read())
-        if isinstance(factor, DiagonalFactor):
-            return Spectrum(average.reshape(places.shape).clip(min=0.0))
-        values, vectors = eigenbasis(average[None], tuple(part.rows for part in parts))
-        return Spectrum(values[:, :, None], vectors)
+        Args:
+            factor: A factor with statistics.
+            parts: Rows that are decomposed together.
+            rows: Number of vectors whose outer products the average is the mean of, if known.
+        """
+        if factor.is_diagonal:
+            return self.read(factor.diagonal())[None].clip(min=0.0), None
+        accuracy = float(np.finfo(factor.average.read().dtype).eps)
+        return eigenbasis(self.read(factor.matrices()), parts, rows, accuracy)
 
-    def _read(self, array: Array) -> Float:
+    def read(self, array: Array) -> Float:
+        """Return an array of the backend in float64 on the host."""
         return np.asarray(self.to_numpy(array), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spectra:
+    """Eigenvalues and eigenvectors of a block of each form.
+
+    Attributes:
+        decomposer: Reads the factors.
+        block: The block.
+        inputs: Eigenvalues of the input factor, for a block whose basis is set.
+    """
+
+    decomposer: Decomposer
+    block: FisherBlock
+    inputs: Float | None
+
+    def product(
+        self, A: FisherFactor, G: FisherFactor, scale: float
+    ) -> tuple[Spectrum, InputMoment | None]:
+        """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
+        measured = type(A.statistic) in _INPUT_MOMENTS
+        rows = _rows(A, scale) if measured else None
+        a, left = self.decomposer.side(A, self._parts, rows)
+        g, right = self.decomposer.side(G, (slice(None),))
+        spectrum = Spectrum(scale * a[:, :, None] * g[:, None, :], left, right)
+        return spectrum, InputMoment(a, scale) if measured and left is not None else None
+
+    def rotated(self, factor: EigenbasisFactor) -> tuple[Spectrum, InputMoment]:
+        """Return the spectrum of measured eigenvalues, and the second moment of the inputs."""
+        assert factor.bases is not None  # the measurement has set it
+        assert self.inputs is not None  # of the basis
+        read, bases = self.decomposer.read, factor.bases
+        left, right = (read(basis)[None] for basis in (bases.input, bases.output))
+        eigenvalues = read(factor.average.read())[None].clip(min=0.0)
+        _, G = factor.kronecker_factors
+        return Spectrum(eigenvalues, left, right), InputMoment(self.inputs, G.repeats or 1)
+
+    def matrix(self, F: FisherFactor) -> tuple[Spectrum, None]:
+        """Return the spectrum of a diagonal, or of one dense matrix."""
+        read = self.decomposer.read
+        if F.is_diagonal:
+            shape = self.decomposer.places(self.block).shape
+            return Spectrum(read(F.diagonal()).reshape(shape).clip(min=0.0)), None
+        values, vectors = eigenbasis(read(F.matrices()), self._parts)
+        return Spectrum(values[:, :, None], vectors), None
+
+    @property
+    def _parts(self) -> tuple[slice, ...]:
+        return tuple(part.rows for part in self.decomposer.parts(self.block))
 
 
 def _rows(factor: FisherFactor, repeats: float | None) -> int:

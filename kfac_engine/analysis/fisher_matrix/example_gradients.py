@@ -6,6 +6,7 @@ read as rows, ``[Σ x∘ds, Σ ds]`` for scales and shifts. One backward pass ov
 take a backward pass for each example.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
@@ -23,18 +24,12 @@ from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.errors import NonFiniteError, UnsupportedError
-from kfac_engine.layers.batched_dense import StackedDensePacking
-from kfac_engine.layers.broadcast import per_example
-from kfac_engine.layers.grouped import GroupedPacking
+from kfac_engine.layers.broadcast import ScaleShiftForm, per_example
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.token_ids import TokenIdView
 from kfac_engine.runtime.trace import Trace
 
 _BYTES = 8
@@ -82,93 +77,124 @@ class LayerGradients:
             A reader for each layer of the model. Its tiles raise a ``NonFiniteError`` for an
             example whose gradient holds NaN or infinity.
         """
-        layers = self.assembly.discovery.layers
-        values = [
-            name for layer in layers if self._form(layer, trace) for name in uses(layer.outputs)
+        readings = [
+            self._block_of(layer).read_examples(_Readings(self.assembly, layer, trace))
+            for layer in self.assembly.discovery.layers
         ]
-        wrt = tuple(dict.fromkeys(values))
+        wrt = tuple(dict.fromkeys(name for reading in readings for name in reading.outputs))
         gradients = [trace.vjp(cotangents, wrt) if wrt else {} for cotangents in sources]
-        readers = [self._reader(layer, trace, sources, gradients) for layer in layers]
-        return [_checked(*pair, trace) for pair in zip(layers, readers, strict=True)]
-
-    # -- private ----------------------------------------------------------------------------------
+        return [_checked(r.layer, r.reader(sources, gradients), trace) for r in readings]
 
     def _block_of(self, layer: LayerMatch) -> FisherBlock:
         key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
         return self.assembly.collection.fisher_blocks[key]
 
-    def _form(self, layer: LayerMatch, trace: Trace) -> "LayerForm | ScaleShiftFB | None":
-        """Return how a layer is read from one backward pass; None if it cannot be."""
-        block = self._block_of(layer)
-        if isinstance(block, ScaleShiftFB):
-            return block
-        if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
-            return None
-        form, inputs, outputs = block.form, uses(layer.inputs), uses(layer.outputs)
-        is_plain = not isinstance(form.packing, GroupedPacking | StackedDensePacking)
-        is_plain = is_plain and not isinstance(form.input_view, TokenIdView)
+
+@dataclass(frozen=True, slots=True)
+class _Reading(ABC):
+    """How the gradients of a layer are read.
+
+    Attributes:
+        assembly: The model with its layers.
+        layer: The layer.
+        trace: The batch.
+    """
+
+    assembly: Assembly
+    layer: LayerMatch
+    trace: Trace
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Outputs of the layer whose gradients are read."""
+        return uses(self.layer.outputs)
+
+    @abstractmethod
+    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+        """Return the reader.
+
+        Args:
+            sources: For each gradient of an example, loss input to cotangent.
+            gradients: The gradients of ``outputs`` for each source.
+        """
+
+    def _tensors(
+        self, gradients: Sequence[Mapping[str, Array]]
+    ) -> tuple[list[Array], list[list[Array]]]:
+        """Return the input of each use, and the output gradients of each use and source."""
+        asarray = self.assembly.collection.backend.asarray
+        inputs = [asarray(self.trace[name]) for name in uses(self.layer.inputs) if name]
+        outputs = [[asarray(arrays[name]) for arrays in gradients] for name in self.outputs]
+        return inputs, outputs
+
+    def _read(self, array: Array) -> Float:
+        backend = self.assembly.collection.backend
+        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Readings:
+    """Chooses the reading of a layer by the form of its block; attributes as in ``_Reading``."""
+
+    assembly: Assembly
+    layer: LayerMatch
+    trace: Trace
+
+    def rows(self, form: LayerForm) -> _Reading:
+        """Read rows, if the first axes of the tensors are the examples of one matrix."""
+        inputs, outputs = uses(self.layer.inputs), uses(self.layer.outputs)
         folded = form.num_uses > 1 and len(outputs) == 1
-        if not is_plain or folded or len(inputs) != len(outputs):
-            return None
-        examples = self.assembly.task.objective.examples(trace)
+        plain = form.packing.one_matrix and form.input_view.has_rows
+        if not plain or folded or len(inputs) != len(outputs):
+            return self.one_by_one()
+        examples = self.assembly.task.objective.examples(self.trace)
         moved = any(not self._is_first(name) for name in (*inputs, *outputs))
-        return None if moved or any(len(trace[name]) != examples for name in inputs) else form
+        if moved or any(len(self.trace[name]) != examples for name in inputs):
+            return self.one_by_one()
+        return _Rows(self.assembly, self.layer, self.trace, form)
+
+    def sums(self, form: ScaleShiftForm) -> _Reading:
+        """Read sums over the entries that a parameter is broadcast to."""
+        return _Sums(self.assembly, self.layer, self.trace, form)
+
+    def one_by_one(self) -> _Reading:
+        """Read a backward pass for each example."""
+        return _OneByOne(self.assembly, self.layer, self.trace)
 
     def _is_first(self, name: str) -> bool:
         """Return whether the first axis of a value holds the examples and nothing else."""
         place = self.assembly.task.batch.places.get(name)
         return place is None or place.comes_first
 
-    def _reader(
-        self,
-        layer: LayerMatch,
-        trace: Trace,
-        sources: Cotangents,
-        gradients: Sequence[Mapping[str, Array]],
-    ) -> LayerReader:
-        form = self._form(layer, trace)
-        if form is None:
-            block = self._block_of(layer)
-            shapes = [self.assembly.collection.require_shape(name) for name in layer.parameters]
-            entries = len(sources) * sum(int(np.prod(shape)) for shape in shapes)
-            each = lambda step: self._one_by_one(layer, block, trace, sources, step)  # noqa: E731
-            return LayerReader(each, entries, entries)
-        backend = self.assembly.collection.backend
-        inputs = [backend.asarray(trace[name]) for name in uses(layer.inputs) if name]
-        outputs = [
-            [backend.asarray(arrays[name]) for arrays in gradients] for name in uses(layer.outputs)
-        ]
-        if isinstance(form, ScaleShiftFB):
-            values = self._sums(form, inputs, outputs)
-            size = values[0].size
-            return LayerReader(lambda step: _slices(values, step), size, size)
-        first = self._rows(form, inputs, outputs, slice(0, 1))
+
+@dataclass(frozen=True, slots=True)
+class _Rows(_Reading):
+    """Rows of inputs and output gradients.
+
+    Attributes:
+        form: How the layer is read.
+    """
+
+    form: LayerForm
+
+    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+        inputs, outputs = self._tensors(gradients)
+        first = self._rows(inputs, outputs, slice(0, 1))
         (positions, d_in), (k, _, d_out) = first.inputs.shape[1:], first.outputs.shape[1:]
         rows, entries = positions * (d_in + k * d_out), k * d_in * d_out
         examples = len(inputs[0])
 
         def tiles(step: int) -> Iterator[FactoredGradients]:
             for start in range(0, examples, step):
-                yield self._rows(form, inputs, outputs, slice(start, start + step))
+                yield self._rows(inputs, outputs, slice(start, start + step))
 
         return LayerReader(tiles, rows if positions == 1 else max(rows, entries), entries)
 
     def _rows(
-        self,
-        form: LayerForm,
-        inputs: Sequence[Array],
-        outputs: Sequence[Sequence[Array]],
-        tile: slice,
+        self, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]], tile: slice
     ) -> FactoredGradients:
-        """Return the rows of all uses of a layer.
-
-        Args:
-            form: How the layer is read.
-            inputs: The input of each use.
-            outputs: The output gradients of each use, for each source.
-            tile: The examples.
-        """
-        backend = self.assembly.collection.backend
+        """Return the rows of all uses of the layer, for some examples."""
+        backend, form = self.assembly.collection.backend, self.form
         a = [self._read(form.input_view.rows(x[tile], backend)) for x in inputs]
         if form.packing.has_bias:
             a = [np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1) for x in a]
@@ -178,34 +204,63 @@ class LayerGradients:
         ]
         return FactoredGradients(np.concatenate(a, axis=1), np.concatenate(ds, axis=2))
 
-    def _sums(
-        self, block: ScaleShiftFB, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]]
-    ) -> Float:
-        """Return ``[Σ x∘ds, Σ ds]`` over uses, ``(n, k, 1, entries, 1)``."""
+
+@dataclass(frozen=True, slots=True)
+class _Sums(_Reading):
+    """``[Σ x∘ds, Σ ds]`` over uses.
+
+    Attributes:
+        form: How the layer is read.
+    """
+
+    form: ScaleShiftForm
+
+    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+        inputs, outputs = self._tensors(gradients)
+        values = self._sums(inputs, outputs)
+        size = values[0].size
+
+        def tiles(step: int) -> Iterator[WholeGradients]:
+            for start in range(0, len(values), step):
+                yield WholeGradients(values[start : start + step])
+
+        return LayerReader(tiles, size, size)
+
+    def _sums(self, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]]) -> Float:
+        """Return the sums of all examples, ``(n, k, 1, entries, 1)``."""
         scaled: Sequence[Array | None] = inputs or [None] * len(outputs)
         total: Float | float = 0.0
         for x, use in zip(scaled, outputs, strict=True):
             rows = []
             for ds in use:
                 columns = []
-                if block.form.scale and x is not None:
-                    columns.append(self._read(per_example(x * ds, block.form.scale)))
-                if block.form.shift:
-                    columns.append(self._read(per_example(ds, block.form.shift)))
+                if self.form.scale and x is not None:
+                    columns.append(self._read(per_example(x * ds, self.form.scale)))
+                if self.form.shift:
+                    columns.append(self._read(per_example(ds, self.form.shift)))
                 rows.append(np.concatenate(columns, axis=1))
             total = total + np.stack(rows, axis=1)
         return np.asarray(total)[:, :, None, :, None]
 
-    def _one_by_one(
-        self,
-        layer: LayerMatch,
-        block: FisherBlock,
-        trace: Trace,
-        sources: Cotangents,
-        step: int,
-    ) -> Iterator[WholeGradients]:
-        """Yield gradients from a backward pass for each example."""
-        task, names = self.assembly.task, layer.parameters
+
+@dataclass(frozen=True, slots=True)
+class _OneByOne(_Reading):
+    """A backward pass for each example."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ()
+
+    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+        del gradients
+        shapes = [self.assembly.collection.require_shape(name) for name in self.layer.parameters]
+        entries = len(sources) * sum(int(np.prod(shape)) for shape in shapes)
+        return LayerReader(lambda step: self._tiles(sources, step), entries, entries)
+
+    def _tiles(self, sources: Cotangents, step: int) -> Iterator[WholeGradients]:
+        task, names, trace = self.assembly.task, self.layer.parameters, self.trace
+        key = names if len(names) > 1 else names[0]
+        block = self.assembly.collection.fisher_blocks[key]
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
         examples = task.objective.examples(trace)
         reached = self.assembly.model.backward(tuple(sources[0]), names).gradients
@@ -222,20 +277,13 @@ class LayerGradients:
         except UnsupportedError as failure:
             raise UnsupportedError(f"{', '.join(names)}: {failure}") from failure
 
-    def _read(self, array: Array) -> Float:
-        backend = self.assembly.collection.backend
-        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
-
 
 def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReader:
     """Return a reader that refuses gradients with NaN or infinity."""
 
     def tiles(step: int) -> Iterator[Gradients]:
         for start, tile in zip(count(0, step), reader.tiles(step), strict=False):
-            arrays = (
-                (tile.values,) if isinstance(tile, WholeGradients) else (tile.inputs, tile.outputs)
-            )
-            for array in arrays:
+            for array in tile.arrays:
                 if not all_finite(array):
                     example = start + int(np.argwhere(~np.isfinite(array))[0][0])
                     with trace.explain():
@@ -246,12 +294,6 @@ def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReade
             yield tile
 
     return replace(reader, tiles=tiles)
-
-
-def _slices(values: Float, step: int) -> Iterator[WholeGradients]:
-    """Yield tiles of gradients."""
-    for start in range(0, len(values), step):
-        yield WholeGradients(values[start : start + step])
 
 
 def whole_rows(
@@ -285,6 +327,6 @@ def numbered(
     """Yield the tiles of a reader with the numbers of their examples."""
     start, step = 0, reader.step(scratch_bytes, whole=whole)
     for tile in reader.tiles(step):
-        size = len(tile.inputs if isinstance(tile, FactoredGradients) else tile.values)
+        size = len(tile.arrays[0])
         yield slice(start, start + size), tile
         start += size

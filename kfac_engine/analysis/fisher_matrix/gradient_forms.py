@@ -5,11 +5,15 @@ a layer that is read as rows, ``G = Σ_t a_t ds_tᵀ`` over uses and positions. 
 functions of ``G`` need only its two vectors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
+
+Times: TypeAlias = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +27,23 @@ class WholeGradients:
     values: Float
 
     @property
+    def arrays(self) -> tuple[Float, ...]:
+        """All numbers; the first axis of each array has the examples."""
+        return (self.values,)
+
+    @property
     def rows(self) -> int:
         """Number of vectors of length ``d_in`` that ``into`` rotates."""
         return self.values[..., 0, :].size
 
-    def into(self, spectrum: Spectrum) -> "WholeGradients":
+    def into(self, spectrum: Spectrum, times: Times | None = None) -> "WholeGradients":
         """Return the gradients in the basis of the eigenvectors of their block."""
+        del times
         return WholeGradients(spectrum.into(self.values))
+
+    def compact(self) -> "WholeGradients":
+        """Return these gradients: they are matrices already."""
+        return self
 
     def matrices(self) -> Float:
         """Return the matrices, ``(m, k, g, d_in, d_out)``."""
@@ -76,17 +90,31 @@ class FactoredGradients:
     outputs: Float
 
     @property
+    def arrays(self) -> tuple[Float, ...]:
+        """All numbers; the first axis of each array has the examples."""
+        return self.inputs, self.outputs
+
+    @property
     def rows(self) -> int:
         """Number of vectors of length ``d_in`` that ``into`` rotates."""
         return self.inputs[..., 0].size
 
-    def into(self, spectrum: Spectrum) -> "FactoredGradients":
-        """Return the gradients in the basis of the eigenvectors of their block."""
-        U, W = spectrum.left, spectrum.right
+    def into(self, spectrum: Spectrum, times: Times | None = None) -> "FactoredGradients":
+        """Return the gradients in the basis of the eigenvectors of their block.
+
+        Args:
+            spectrum: The block.
+            times: Computes products of rows ``(…, d)`` and a matrix; None for one product.
+        """
+        U, W, times = spectrum.left, spectrum.right, times or _times
         return FactoredGradients(
-            self.inputs if U is None else _times(self.inputs, U[0]),
-            self.outputs if W is None else _times(self.outputs, W[0]),
+            self.inputs if U is None else times(self.inputs, U[0]),
+            self.outputs if W is None else times(self.outputs, W[0]),
         )
+
+    def compact(self) -> "WholeGradients | FactoredGradients":
+        """Return whole matrices, unless each example has a single row."""
+        return self if self.inputs.shape[1] == 1 else WholeGradients(self.matrices())
 
     def matrices(self) -> Float:
         """Return the matrices, ``(m, k, 1, d_in, d_out)``."""
@@ -96,7 +124,7 @@ class FactoredGradients:
     def gram(self, weights: Float) -> Float:
         """Return ``Σ w ∘ G_k ∘ G_l``; see ``WholeGradients.gram``."""
         if self.inputs.shape[1] > 1:
-            return WholeGradients(self.matrices()).gram(weights)
+            return self.compact().gram(weights)
         ds = self.outputs[:, :, 0]
         product: Float = (ds * (self.inputs[:, 0] ** 2 @ weights[0])[:, None]) @ ds.swapaxes(1, 2)
         return product
@@ -104,7 +132,7 @@ class FactoredGradients:
     def products(self, vectors: Float) -> Float:
         """Return the inner products with vectors; see ``WholeGradients.products``."""
         if self.inputs.shape[1] > 1:
-            return WholeGradients(self.matrices()).products(vectors)
+            return self.compact().products(vectors)
         product: Float = np.einsum(
             "qmo,mko->qmk", self.inputs[:, 0] @ vectors[:, 0], self.outputs[:, :, 0], optimize=True
         )

@@ -17,12 +17,9 @@ from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.sources import scaled
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
@@ -61,7 +58,7 @@ def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
     for layer, block in layout.layers:
         shapes = [layout.vector.places(name).shape for name in layer.parameters]
         for factor, shape in zip(block.factors, block.factor_shapes(shapes), strict=True):
-            if factor in wanted and not isinstance(factor, DiagonalFactor):
+            if factor in wanted and not factor.is_diagonal:
                 entries[factor], owners[factor] = prod(shape), block
     if not entries:
         return 0
@@ -181,7 +178,7 @@ class _Measurement:
             self.moments.squares = {
                 number: np.zeros(layout.frames[number].places.shape)
                 for number, (_, block) in enumerate(layout.layers)
-                if not all(isinstance(factor, DiagonalFactor) for factor in block.factors)
+                if not all(factor.is_diagonal for factor in block.factors)
             }
         self.averages = require_memory(layout, self.factors)
 
@@ -208,10 +205,9 @@ class _Measurement:
         if not scales:
             return
         for number, (_, block) in enumerate(self.layout.layers):
-            if isinstance(block, EigenbasisFB):
-                assert isinstance(block.factor, EigenbasisFactor)  # by the type of the block
-                self.inputs[number], bases = self.layout.decomposer.bases(block)
-                block.factor.restart(bases)
+            if block.basis is not None:
+                self.inputs[number], bases = self.layout.decomposer.bases(block, block.basis)
+                block.basis.restart(bases)
         examples, self.examples, self.log_likelihood = self.examples, 0, 0.0
         self.predictions = 0
         self.estimator.rng.bit_generator.state = generator  # the targets of the first pass

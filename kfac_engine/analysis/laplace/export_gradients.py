@@ -4,9 +4,9 @@ The values are recorded arrays (``recording``). The gradients of a layer's outpu
 outputs of an example are one array ``(kn, …)``: one after the other along the first axis.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,12 +16,7 @@ from kfac_engine.analysis.fisher_matrix.gradient_forms import (
     WholeGradients,
 )
 from kfac_engine.backend.channel_groups import split_features
-from kfac_engine.curvature.blocks.base import FisherBlock
-from kfac_engine.curvature.blocks.embedding import TiedTableFB
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB, ScaleShiftForm
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB
-from kfac_engine.layers.broadcast import Reduction, per_example
+from kfac_engine.layers.broadcast import Reduction, ScaleShiftForm, per_example
 from kfac_engine.layers.grouped import GroupedPacking
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.token_ids import TokenIdView
@@ -29,100 +24,131 @@ from kfac_engine.layers.views import PatchView, RowView, View
 from kfac_engine.recording.operations import Operations
 from kfac_engine.recording.recorded import Symbol
 
-Form: TypeAlias = LayerForm | ScaleShiftForm
+
+class Recording(Protocol):
+    """Records the gradients of a layer.
+
+    Attributes:
+        needs_first_axis: Whether the examples must be alone on the first axis of each tensor.
+    """
+
+    @property
+    def needs_first_axis(self) -> bool: ...
+
+    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
+        """Return the axes of a tensor of a layer whose sizes are those of its parameters.
+
+        Args:
+            output: Whether the tensor is an output, or an input.
+            shape: Shape of the tensor in the sample run.
+        """
+
+    def gradients(
+        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
+    ) -> Gradients:
+        """Return the gradients of each example.
+
+        Args:
+            inputs: The input of each use; empty for a shift, which has none.
+            outputs: The gradients of the output of each use.
+            sources: Number ``k`` of outputs of an example.
+        """
 
 
-def form_of(block: FisherBlock, inputs: int, outputs: int) -> Form | None:
-    """Return how a layer is read; None if its inputs and output gradients do not suffice.
+@dataclass(frozen=True, slots=True)
+class Recordings:
+    """Chooses how the gradients of a layer are recorded, by the form of its block.
 
-    Args:
-        block: The block of the layer.
-        inputs: Number of its inputs.
+    Attributes:
+        inputs: Number of inputs of the layer.
         outputs: Number of its outputs.
     """
-    if isinstance(block, ScaleShiftFB):
-        return block.form
-    if not isinstance(block, KroneckerProductFB | LayerDiagonalFB):
+
+    inputs: int
+    outputs: int
+
+    def rows(self, form: LayerForm) -> Recording | None:
+        """Record rows, if both views are known and each output has an input."""
+        views, packing = (form.input_view, form.output_view), form.packing
+        known = all(type(view) in _VIEWS for view in views) and form.output_view.has_rows
+        known = known and (packing.one_matrix or type(packing) in _PACKINGS)
+        if not known or any(_VIEWS[type(view)].crops(view) for view in views):
+            return None
+        folded = form.num_uses > 1 and self.outputs == 1
+        return None if folded or self.inputs != self.outputs else _RecordedRows(form)
+
+    def sums(self, form: ScaleShiftForm) -> Recording | None:
+        """Record sums over the entries that a parameter is broadcast to."""
+        return _RecordedSums(form)
+
+    def one_by_one(self) -> Recording | None:
+        """Return None: inputs and output gradients do not suffice."""
         return None
-    if isinstance(block, TiedTableFB):  # its uses are read in two ways
-        return None
-    form = block.form
-    views = form.input_view, form.output_view
-    windows = [view.window for view in views if isinstance(view, PatchView)]
-    known = type(views[0]) in (RowView, PatchView, TokenIdView)
-    known = known and type(views[1]) in (RowView, PatchView)
-    crops = any(min(window.begins + window.ends) < 0 for window in windows)
-    several = form.num_uses == 1 or outputs > 1
-    return form if known and not crops and inputs == outputs and several else None
 
 
-def fixed_axes(form: Form, output: bool, shape: tuple[int, ...]) -> set[int]:
-    """Return the axes of a tensor of a layer whose sizes are those of its parameters.
+@dataclass(frozen=True, slots=True)
+class _RecordedRows:
+    """The sums ``Σ_t a_t ds_tᵀ`` over uses and positions."""
 
-    Args:
-        form: How the layer is read.
-        output: Whether the tensor is an output, or an input.
-        shape: Shape of the tensor in the sample run.
-    """
-    rank = len(shape)
-    if isinstance(form, ScaleShiftForm):
-        parts = [reduction for reduction in (form.scale, form.shift) if reduction]
+    form: LayerForm
+
+    @property
+    def needs_first_axis(self) -> bool:
+        return True
+
+    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
+        view = self.form.output_view if output else self.form.input_view
+        return _VIEWS[type(view)].feature_axes(view, len(shape))
+
+    def gradients(
+        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
+    ) -> Gradients:
+        form, views = self.form, (self.form.input_view, self.form.output_view)
+        backend = Operations(outputs[0].tape)
+        a, ds = (
+            np.concatenate([_VIEWS[type(view)].rows(view, x, backend) for x in tensors], axis=1)
+            for view, tensors in zip(views, (inputs, outputs), strict=True)
+        )
+        split = _PACKINGS.get(type(form.packing))
+        if split is not None:
+            taps = [_VIEWS[type(view)].taps(view) for view in views]
+            a, ds = (split(form.packing, *pair) for pair in zip((a, ds), taps, strict=True))
+        if form.packing.has_bias:
+            a = backend.homogeneous(a)
+        ds = _by_source(ds, sources).swapaxes(0, 1)
+        if split is not None:
+            return WholeGradients(a.swapaxes(2, 3)[:, None] @ ds)
+        return FactoredGradients(a, ds)
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedSums:
+    """The sums ``[Σ x∘ds, Σ ds]`` over uses and positions."""
+
+    form: ScaleShiftForm
+
+    @property
+    def needs_first_axis(self) -> bool:
+        return False
+
+    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
+        del output
+        rank, parts = len(shape), [part for part in (self.form.scale, self.form.shift) if part]
         entries = {i for part in parts for i in range(rank) if i not in part.summed(shape)}
         return entries - {part.batch_axis % rank for part in parts}
-    view = form.output_view if output else form.input_view
-    if isinstance(view, PatchView):
-        return {1 if view.channels_first else rank - 1}
-    return {view.feature_axis % rank} if isinstance(view, RowView) else set()
 
-
-def layer_gradients(
-    form: Form, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-) -> Gradients:
-    """Return the gradients of each example.
-
-    Args:
-        form: How the layer is read.
-        inputs: The input of each use; empty for a shift, which has none.
-        outputs: The gradients of the output of each use.
-        sources: Number ``k`` of outputs of an example.
-    """
-    if isinstance(form, ScaleShiftForm):
-        return _sums(form, inputs, outputs, sources)
-    return _of_rows(form, inputs, outputs, sources)
-
-
-def _of_rows(
-    form: LayerForm, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-) -> Gradients:
-    """Return the sums ``Σ_t a_t ds_tᵀ`` over uses and positions."""
-    backend = Operations(outputs[0].tape)
-    a: Symbol = np.concatenate([_rows(form.input_view, x, backend) for x in inputs], axis=1)
-    ds: Symbol = np.concatenate([_rows(form.output_view, x, backend) for x in outputs], axis=1)
-    if isinstance(form.packing, GroupedPacking):
-        views, groups = (form.input_view, form.output_view), form.packing.groups
-        taps = [v.window.taps if isinstance(v, PatchView) else 1 for v in views]
-        a, ds = (split_features(x, groups, t) for x, t in zip((a, ds), taps, strict=True))
-    if form.packing.has_bias:
-        a = backend.homogeneous(a)
-    ds = _by_source(ds, sources).swapaxes(0, 1)
-    if isinstance(form.packing, GroupedPacking):
-        return WholeGradients(a.swapaxes(2, 3)[:, None] @ ds)
-    return FactoredGradients(a, ds)
-
-
-def _sums(
-    form: ScaleShiftForm, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-) -> Gradients:
-    """Return the sums ``[Σ x∘ds, Σ ds]`` over uses and positions."""
-    total: Symbol = 0
-    for number, stacked in enumerate(outputs):
-        ds, columns = _by_source(stacked, sources), []
-        if form.scale and inputs:
-            columns.append(_per_example(inputs[number] * ds, form.scale))
-        if form.shift:
-            columns.append(_per_example(ds, form.shift))
-        total = total + np.concatenate(columns, axis=2)
-    return WholeGradients(total[:, :, None, :, None])
+    def gradients(
+        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
+    ) -> Gradients:
+        total: Symbol = 0
+        for number, stacked in enumerate(outputs):
+            ds, columns = _by_source(stacked, sources), []
+            if self.form.scale and inputs:
+                columns.append(_per_example(inputs[number] * ds, self.form.scale))
+            if self.form.shift:
+                columns.append(_per_example(ds, self.form.shift))
+            total = total + np.concatenate(columns, axis=2)
+        return WholeGradients(total[:, :, None, :, None])
 
 
 def _by_source(x: Symbol, sources: int) -> Symbol:
@@ -156,16 +182,60 @@ def _per_example(gradients: Symbol, reduction: Reduction) -> Symbol:
     return rows.reshape(rows.shape[0], gradients.shape[0], -1)
 
 
-def _rows(view: View, x: Symbol, backend: Operations) -> Symbol:
-    """Return the rows of a tensor, ``(n, t, d)``, for every size of images."""
-    library: Symbol = backend
-    if isinstance(view, PatchView):
-        images = x if view.channels_first else np.moveaxis(x, -1, 1)
-        return backend.patches(images, view.window)
-    if not isinstance(view, TokenIdView):
-        return view.rows(x, library)
+# -- views and packings ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedView:
+    """How a view is recorded.
+
+    Attributes:
+        feature_axes: Return the axes of the features of a tensor, from its number of axes.
+        rows: Record the rows of a tensor, ``(n, t, d)``.
+        taps: Return the number of features of a channel.
+        crops: Return whether the window removes pixels, which is not recorded.
+    """
+
+    feature_axes: Callable[[Any, int], set[int]]
+    rows: Callable[[Any, Symbol, Operations], Symbol]
+    taps: Callable[[Any], int] = lambda _: 1
+    crops: Callable[[Any], bool] = lambda _: False
+
+
+def _patches(view: PatchView, x: Symbol, backend: Operations) -> Symbol:
+    images = x if view.channels_first else np.moveaxis(x, -1, 1)
+    return backend.patches(images, view.window)
+
+
+def _one_hot(view: TokenIdView, x: Symbol, backend: Operations) -> Symbol:
+    del backend
     ids = x.reshape(x.shape[0], -1)
     depth = x.tape.constant(view.vocabulary, np.int64)
     levels, shape = x.tape.constant([0, 1], x.tape.dtype), (*ids.shape, view.vocabulary)
     units = ids.new("OneHot", depth, levels, shape=shape, dtype=x.tape.dtype)
     return units if view.positions else units.sum(axis=1, keepdims=True)
+
+
+# The views that can be recorded.
+_VIEWS: Mapping[type[View], _RecordedView] = {
+    RowView: _RecordedView(
+        feature_axes=lambda view, rank: {view.feature_axis % rank},
+        rows=lambda view, x, backend: view.rows(x, backend),
+    ),
+    PatchView: _RecordedView(
+        feature_axes=lambda view, rank: {1 if view.channels_first else rank - 1},
+        rows=_patches,
+        taps=lambda view: view.window.taps,
+        crops=lambda view: min(view.window.begins + view.window.ends) < 0,
+    ),
+    TokenIdView: _RecordedView(feature_axes=lambda view, rank: set(), rows=_one_hot),
+}
+
+
+def _by_group(packing: GroupedPacking, x: Symbol, taps: int) -> Symbol:
+    groups: Symbol = split_features(x, packing.groups, taps)
+    return groups
+
+
+# The packings with several matrices that can be recorded.
+_PACKINGS: Mapping[type, Callable[[Any, Symbol, int], Symbol]] = {GroupedPacking: _by_group}

@@ -14,8 +14,6 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.graph.export import extended_files, file_values
 from kfac_engine.graph.files import write_model
 from kfac_engine.graph.node_builder import FLOAT_CODES
@@ -68,7 +66,7 @@ def is_last_layer(layout: Layout) -> bool:
     (layer, block), *others = layout.layers
     if others or layer.kind != "fully_connected" or not isinstance(layer.inputs, str):
         return False
-    if not isinstance(block, KroneckerProductFB | LayerDiagonalFB) or inputs != (layer.outputs,):
+    if block.packing is None or inputs != (layer.outputs,):
         return False
     # The nodes read the features by name, which a rewritten operator or a function may not have.
     if layer.inputs not in file_values(layout.assembly.model.loaded):

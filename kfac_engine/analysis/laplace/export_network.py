@@ -8,38 +8,32 @@ recorded: ``gradient_forms`` computes the variance from arrays, and writes it fr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import matmul
 from pathlib import Path
 
 import numpy as np
 
 from kfac_engine.analysis.fisher_matrix.blocks import Block
 from kfac_engine.analysis.fisher_matrix.gradient_forms import (
-    FactoredGradients,
     Gradients,
     WholeGradients,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.packed import packed
-from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
+from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.export_backward import (
     PREFIX,
     Network,
     example_gradients,
     stacked_gradients,
 )
-from kfac_engine.analysis.laplace.export_gradients import (
-    Form,
-    fixed_axes,
-    form_of,
-    layer_gradients,
-)
+from kfac_engine.analysis.laplace.export_gradients import Recording, Recordings
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.export.gradient_model import declared_shape, joint_model
 from kfac_engine.graph.files import declare, model_files, write_model
 from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.graph.structure import Input
-from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.recording.operations import new_tape
 from kfac_engine.recording.recorded import Symbol
@@ -119,16 +113,16 @@ def _open_size(layout: Layout) -> str:
     return ""
 
 
-def _form(layout: Layout, layer: LayerMatch, block: FisherBlock) -> Form | None:
+def _recording(layout: Layout, layer: LayerMatch, block: FisherBlock) -> Recording | None:
     """Return how the gradients of each example follow from inputs and output gradients."""
     inputs, outputs = uses(layer.inputs), uses(layer.outputs)
-    form = form_of(block, len(inputs), len(outputs))
+    recording = block.read_examples(Recordings(len(inputs), len(outputs)))
     facts, batch = layout.assembly.model.facts, layout.assembly.task.batch
-    for name in (*inputs, *outputs) if isinstance(form, LayerForm) else ():
+    for name in (*inputs, *outputs) if recording and recording.needs_first_axis else ():
         place = batch.places.get(name)
         if facts[name].shape[0] != batch.size or (place is not None and not place.comes_first):
             return None
-    return form
+    return recording
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -137,17 +131,18 @@ def _form(layout: Layout, layer: LayerMatch, block: FisherBlock) -> Form | None:
 def _variance(network: Network, blocks: Sequence[tuple[Block, Float]]) -> Symbol:
     """Record ``J C Jᵀ`` for the Jacobian ``J`` of an example and the covariance ``C``."""
     layout = network.layout
-    forms = [_form(layout, *layer) for layer in layout.layers]
+    recordings = [_recording(layout, *layer) for layer in layout.layers]
     outputs, others = dict[str, None](), list[tuple[str, ...]]()
-    for form, (layer, _) in zip(forms, layout.layers, strict=True):
-        outputs |= dict.fromkeys(uses(layer.outputs) if form else ())
-        others += [] if form else [layer.parameters]
+    for recording, (layer, _) in zip(recordings, layout.layers, strict=True):
+        outputs |= dict.fromkeys(uses(layer.outputs) if recording else ())
+        others += [] if recording else [layer.parameters]
     stacked = stacked_gradients(network, tuple(outputs))
     whole = example_gradients(network, others)
     total: Symbol = 0
-    for number, (form, (match, fisher)) in enumerate(zip(forms, layout.layers, strict=True)):
-        if form:
-            gradients = _readable(network, form, match, stacked)
+    pairs = zip(recordings, layout.layers, strict=True)
+    for number, (recording, (match, fisher)) in enumerate(pairs):
+        if recording:
+            gradients = _readable(network, recording, match, stacked)
         else:
             gradients = _packed(layout, match, fisher, whole)
         if gradients is None:
@@ -158,17 +153,18 @@ def _variance(network: Network, blocks: Sequence[tuple[Block, Float]]) -> Symbol
             total = total + G.reshape(*G.shape[:2], -1) @ _root(*blocks[0])[places]
         else:
             block, variances = blocks[number]
-            total = total + _into(gradients, block.spectrum).gram(variances)
+            rotated = gradients.into(block.spectrum, times=matmul).compact()
+            total = total + rotated.gram(variances)
     return total @ total.swapaxes(1, 2) if layout.options.structure == "full" else total
 
 
 def _readable(
-    network: Network, form: Form, layer: LayerMatch, stacked: Mapping[str, str]
+    network: Network, recording: Recording, layer: LayerMatch, stacked: Mapping[str, str]
 ) -> Gradients | None:
-    """Record the gradients of a layer that has a form; None if the value does not depend on it."""
+    """Record the gradients of a layer; None if the value does not depend on it."""
 
     def read(name: str, output: bool) -> Symbol:
-        fixed = fixed_axes(form, output, network.model.facts[name].shape)
+        fixed = recording.fixed_axes(output, network.model.facts[name].shape)
         return network.read(name, fixed, stacked[name] if output else "")
 
     names = uses(layer.outputs)
@@ -177,7 +173,7 @@ def _readable(
     if not pairs:
         return None
     data = [read(x, output=False) for x, _ in pairs if x]
-    return layer_gradients(form, data, [read(s, output=True) for _, s in pairs], network.sources)
+    return recording.gradients(data, [read(s, output=True) for _, s in pairs], network.sources)
 
 
 def _packed(
@@ -197,17 +193,6 @@ def _packed(
     if not np.array_equal(places.reshape(-1), np.arange(sum(sizes))):
         joined = joined.take(places.reshape(-1), axis=2)
     return WholeGradients(joined.reshape(*joined.shape[:2], *places.shape))
-
-
-def _into(gradients: Gradients, spectrum: Spectrum) -> Gradients:
-    """Return gradients in eigenvectors; whole ones unless each example has one position."""
-    if isinstance(gradients, WholeGradients):
-        return gradients.into(spectrum)
-    a, ds = gradients.inputs, gradients.outputs
-    a = a if spectrum.left is None else a @ spectrum.left[0]
-    ds = ds if spectrum.right is None else ds @ spectrum.right[0]
-    rotated = FactoredGradients(a, ds)
-    return rotated if a.shape[1] == 1 else WholeGradients(rotated.matrices())
 
 
 def _root(block: Block, variances: Float) -> Float:

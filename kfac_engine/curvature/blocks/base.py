@@ -14,17 +14,20 @@ from kfac_engine.curvature.config import (
     as_damping,
 )
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
+from kfac_engine.layers.broadcast import ScaleShiftForm
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
 from kfac_engine.text.summary import dimensions
 
 Factor = TypeVar("Factor", bound=FisherFactor)
+Found = TypeVar("Found", covariant=True)
 
 # The tensors of a tower: a name, or names over uses.
 TowerNames: TypeAlias = str | Sequence[str]
@@ -56,6 +59,32 @@ class FactorOwner(Protocol):
 
     def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
         """Return the factor ``cls(*args)``, which equal arguments share."""
+
+
+class Decomposition(Protocol[Found]):
+    """What is computed from the eigenvalues of a block, for each form that a block may have."""
+
+    def product(self, A: FisherFactor, G: FisherFactor, scale: float) -> Found:
+        """Compute it for ``scale · A ⊗ G``."""
+
+    def rotated(self, factor: EigenbasisFactor) -> Found:
+        """Compute it for measured eigenvalues with the eigenvectors of a Kronecker product."""
+
+    def matrix(self, F: FisherFactor) -> Found:
+        """Compute it for a single matrix over the parameters."""
+
+
+class ExampleReader(Protocol[Found]):
+    """What is computed from the gradients of single examples, for each form of a layer."""
+
+    def rows(self, form: LayerForm) -> Found:
+        """Compute it for ``Σ_t a_t ds_tᵀ`` over uses and positions."""
+
+    def sums(self, form: ScaleShiftForm) -> Found:
+        """Compute it for ``[Σ x∘ds, Σ ds]``."""
+
+    def one_by_one(self) -> Found:
+        """Compute it for gradients that do not follow from the tensors of the layer."""
 
 
 class FisherBlock(ABC):
@@ -133,6 +162,24 @@ class FisherBlock(ABC):
     @abstractmethod
     def factors(self) -> tuple[FisherFactor, ...]:
         """The factors of the block, the input factor first."""
+
+    @property
+    def basis(self) -> EigenbasisFactor | None:
+        """The factor that measures in the eigenvectors of two others; None without one."""
+        return None
+
+    def decompose(self, decomposition: Decomposition[Found]) -> Found:
+        """Return what ``decomposition`` computes for the form of this block.
+
+        Raises:
+            UnsupportedError: The eigenvalues have no closed form.
+        """
+        del decomposition
+        raise UnsupportedError(f"the block of {self.params} has no eigenvalues in closed form.")
+
+    def read_examples(self, reader: ExampleReader[Found]) -> Found:
+        """Return what ``reader`` computes for the form of this layer."""
+        return reader.one_by_one()
 
     @property
     def packing(self) -> Packing | None:

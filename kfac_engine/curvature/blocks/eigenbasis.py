@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kfac_engine.curvature.blocks.base import GradsList, shape_of
+from kfac_engine.curvature.blocks.base import Decomposition, Found, GradsList, shape_of
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
 from kfac_engine.curvature.config import LEAST_EIGENVALUE
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -22,10 +22,17 @@ class EigenbasisFB(LayerDiagonalFB):
     symbols = ("A", "G", "s")
 
     @property
-    def factors(self) -> tuple[FisherFactor, ...]:
+    def basis(self) -> EigenbasisFactor:
         factor = self.factor
         assert isinstance(factor, EigenbasisFactor)  # by _make_factors
-        return (*factor.kronecker_factors, factor)
+        return factor
+
+    @property
+    def factors(self) -> tuple[FisherFactor, ...]:
+        return (*self.basis.kronecker_factors, self.basis)
+
+    def decompose(self, decomposition: Decomposition[Found]) -> Found:
+        return decomposition.rotated(self.basis)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.form.packing.matrix_shape(shapes[0])

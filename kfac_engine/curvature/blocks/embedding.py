@@ -6,7 +6,7 @@ A product with ``Rows`` reads these rows only.
 """
 
 from kfac_engine._types import Array, Rows, Vector
-from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
+from kfac_engine.curvature.blocks.base import ExampleReader, FactorOwner, Found, GradsList
 from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
@@ -107,6 +107,9 @@ class TiedTableFB(KroneckerProductFB):
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
         return ()  # each term has a gradient, which vanishes in rows that do not count
+
+    def read_examples(self, reader: ExampleReader[Found]) -> Found:
+        return reader.one_by_one()  # its uses are read in two ways
 
     def _make_factors(self, grads_list: GradsList) -> None:
         ids, view, lookups = self.form.input_view, self.form.output_view, self.form.num_uses

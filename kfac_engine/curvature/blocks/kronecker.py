@@ -18,8 +18,11 @@ import numpy as np
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.curvature.blocks.base import (
+    Decomposition,
+    ExampleReader,
     FactorOwner,
     FisherBlock,
+    Found,
     GradsList,
     TowerNames,
     Towers,
@@ -199,6 +202,12 @@ class KroneckerProductFB(FisherBlock):
         if not self._factors:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
         return self._factors
+
+    def decompose(self, decomposition: Decomposition[Found]) -> Found:
+        return decomposition.product(self.input_factor, self.output_factor, self.repeats)
+
+    def read_examples(self, reader: ExampleReader[Found]) -> Found:
+        return reader.rows(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         d_in, d_out = self.packing.matrix_shape(shapes[0])

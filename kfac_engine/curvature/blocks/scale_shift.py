@@ -1,10 +1,16 @@
 """Blocks of parameters that scale and shift the data, as in normalisation layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
-from kfac_engine.curvature.blocks.base import FactorOwner, GradsList, TowerNames, uses
+from kfac_engine.curvature.blocks.base import (
+    ExampleReader,
+    FactorOwner,
+    Found,
+    GradsList,
+    TowerNames,
+    uses,
+)
 from kfac_engine.curvature.blocks.single import SingleLayerFB
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
@@ -13,20 +19,7 @@ from kfac_engine.curvature.factors.scale_shift import (
     ScaleShiftMoment,
 )
 from kfac_engine.errors import RegistrationError
-from kfac_engine.layers.broadcast import Reduction
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleShiftForm:
-    """The broadcast of a scale, a shift or both against the data.
-
-    Attributes:
-        scale: Sums for the scale; None without a scale.
-        shift: Sums for the shift; None without a shift.
-    """
-
-    scale: Reduction | None
-    shift: Reduction | None
+from kfac_engine.layers.broadcast import ScaleShiftForm
 
 
 class ScaleShiftFB(SingleLayerFB):
@@ -74,6 +67,9 @@ class ScaleShiftFB(SingleLayerFB):
 
     def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
         return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
+
+    def read_examples(self, reader: ExampleReader[Found]) -> Found:
+        return reader.sums(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         size = sum(prod(shape) for shape in shapes)

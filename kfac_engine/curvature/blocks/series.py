@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
+from kfac_engine.curvature.blocks.base import Decomposition, FactorOwner, Found, GradsList
 from kfac_engine.curvature.blocks.kronecker import Side
 from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
 from kfac_engine.curvature.factors.lagged import LaggedFactor
@@ -73,6 +73,12 @@ class SeriesFB(MultiUseKroneckerFB):
         super()._make_factors(grads_list)
         for factor in self._lagged():
             factor.register_cov_dt1()
+
+    def decompose(self, decomposition: Decomposition[Found]) -> Found:
+        raise UnsupportedError(
+            f"the block of {self.params} is a sum over lags, which has no eigenvalues in closed "
+            f"form; use approximation 'kron_indep'."
+        )
 
     def register_matpower(self, exp: float) -> None:
         self._check_power(exp)

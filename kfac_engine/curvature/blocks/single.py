@@ -5,8 +5,11 @@ from math import prod
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.curvature.blocks.base import (
+    Decomposition,
+    ExampleReader,
     FactorOwner,
     FisherBlock,
+    Found,
     GradsList,
     TowerNames,
     Towers,
@@ -46,6 +49,9 @@ class SingleFactorFB(FisherBlock):
     @property
     def factors(self) -> tuple[FisherFactor, ...]:
         return (self.factor,)
+
+    def decompose(self, decomposition: Decomposition[Found]) -> Found:
+        return decomposition.matrix(self.factor)
 
     def register_matpower(self, exp: float) -> None:
         self.factor.register_matpower(exp, self._current_damping)
@@ -235,6 +241,9 @@ class LayerDiagonalFB(SingleLayerFB):
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
         return self._towers.rows(self.form)
+
+    def read_examples(self, reader: ExampleReader[Found]) -> Found:
+        return reader.rows(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         return (self.packing.matrix_shape(shapes[0]),)

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from kfac_engine._types import Params
 from kfac_engine.curvature.blocks.base import TowerNames, uses
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftForm
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
 from kfac_engine.errors import InputError
-from kfac_engine.layers.broadcast import BroadcastShape
+from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.losses.collection import Reuse
 
 

@@ -51,10 +51,12 @@ class FisherFactor(ABC):
         registrations_closed: Whether the set of registered powers is fixed.
         measures_with_results: Whether measurements read results of refreshes, such as a basis.
         is_symmetric: Whether the average and its inverses are symmetric matrices.
+        is_diagonal: Whether the matrix is diagonal.
     """
 
     measures_with_results = False
     is_symmetric = False
+    is_diagonal = False
 
     def __init__(
         self,
@@ -322,6 +324,21 @@ class FisherFactor(ABC):
     @abstractmethod
     def get_cov(self) -> Array:
         """Return the undamped matrix as a dense array ``(side, side)``."""
+
+    def diagonal(self) -> Array:
+        """Return the diagonal of the undamped matrix."""
+        diagonal: Array = self.backend.xp.diagonal(self.get_cov())
+        return diagonal
+
+    def matrices(self) -> Array:
+        """Return the diagonal blocks of the undamped matrix, ``(g, d, d)``, in lower triangles."""
+        stack: Array = self.get_cov()[None]
+        return stack
+
+    def multiplications(self, shape: tuple[int, ...]) -> int:
+        """Return those of a product for each entry of a vector, for an average of this shape."""
+        del shape
+        return 0
 
     def eigenvalues(self) -> Array:
         """Return the eigenvalues of the undamped matrix, ascending: a float64 host array ``(d,)``.

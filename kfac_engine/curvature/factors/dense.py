@@ -74,6 +74,9 @@ class DenseSquareMatrixFactor(FisherFactor):
     def get_cov(self) -> Array:
         return self.cov
 
+    def multiplications(self, shape: tuple[int, ...]) -> int:
+        return shape[-1]
+
     def register_matpower(self, exp: float, damping_func: Damping) -> None:
         if exp != 1:  # power 1 is always computed from the current average
             self._register(float(exp), damping_func)

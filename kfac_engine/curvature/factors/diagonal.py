@@ -15,6 +15,8 @@ class DiagonalFactor(FisherFactor):
     has no effect, and no eigenvalue is clipped. The Cholesky factor is the square root.
     """
 
+    is_diagonal = True
+
     def diagonal(self) -> Array:
         """Return the diagonal as of the current average, in its shape."""
         return self.average.read()

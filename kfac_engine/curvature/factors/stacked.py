@@ -120,6 +120,9 @@ class StackedSquareFactor(DenseSquareMatrixFactor):
             dense[where, where] = matrix
         return dense
 
+    def matrices(self) -> Array:
+        return self.average.read()
+
     def eigenvalues(self) -> Array:
         return np.linalg.eigvalsh(self.backend.to_numpy(self._matrix()).astype(np.float64))
 
