@@ -40,7 +40,7 @@ async function begin() {
   page.runs = [];
   for (const run of RUNS) {
     const start = performance.now();
-    const model = await T.open(page.ort, async (name) => run.files[name]);
+    const model = await T.open(page.ort, async (name) => run.files[name], page.data.train);
     const created = performance.now() - start;
     await warmUp(model);
     page.runs.push({ ...run, model, created, points: [], numbers: [], orders: T.orders(page.data.train, BATCH, 1) });

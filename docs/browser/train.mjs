@@ -1,11 +1,14 @@
 // The loop of a run, for any module of ONNX Runtime: onnxruntime-web in a page or in Node.
 
-/** Open the files of one optimizer; `read(name)` returns the bytes of a file. */
-export async function open(ort, read) {
+/** Open the files of one optimizer; `read(name)` returns the bytes of a file, and `examples` come again and again. */
+export async function open(ort, read, examples) {
   const options = { graphOptimizationLevel: 'basic', logSeverityLevel: 3 };
   const create = async (name) => ort.InferenceSession.create(await read(name), options);
   const [training, initial, predict] = await Promise.all(['training', 'initial', 'predict'].map((n) => create(`${n}.onnx`)));
-  return { ort, training, predict, state: await initial.run({}), losses: [], milliseconds: 0 };
+  const state = { ...(await initial.run({})) };
+  const different = 'different examples'; // K-FAC shrinks weights more if there are few
+  if (different in state) state[different] = new ort.Tensor('float32', Float32Array.of(examples), []);
+  return { ort, training, predict, state, losses: [], milliseconds: 0 };
 }
 
 /** Take one step; return its loss. An output without entries keeps the old state. */

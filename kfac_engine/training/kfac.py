@@ -9,6 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -256,7 +257,8 @@ class KfacOptimizer(Optimizer):
         values = self._parameters()
         loss, gradients, residuals = self._differentiated(batch, clock)
         seen = self._seen_with(batch)
-        scale *= _signal(residuals, seen)
+        decay = _decay(seen.scarcity)
+        scale *= _signal(residuals, decay)
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
@@ -277,7 +279,7 @@ class KfacOptimizer(Optimizer):
             examples=self._examples(batch),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
-            decay=_decay(seen),
+            decay=decay,
         )
         due = self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
@@ -326,11 +328,12 @@ class KfacOptimizer(Optimizer):
             scale: Value of the schedule.
             residuals: The residuals of the batch.
             recorded: Takes the place of the engine: has ``precondition``, the number of
-                ``examples`` of the batch, and ``repeats`` of a block.
+                ``examples`` of the batch, their ``scarcity``, and ``repeats`` of a block.
         """
         update = self._update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
-        scale = scale * _signal(residuals, self._seen)
+        decay = _decay(recorded.scarcity)
+        scale = scale * _signal(residuals, decay)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -346,15 +349,20 @@ class KfacOptimizer(Optimizer):
             examples=recorded.examples,
             predicts=False,
             clock=StageClock(),
-            decay=_decay(self._seen),
+            decay=decay,
         )
         repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
         update = replace(update, engine=recorded, matmul=np.matmul, repeats=repeats)
         return update(step).values
 
+    @property
+    def counts_examples(self) -> bool:
+        """Whether updates depend on how often examples come again."""
+        return isinstance(self._update, AdaptiveLengthUpdate) and self._weight_decay > 0
+
     def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
         """Return the examples of all steps with those of a batch; none unless decay needs them."""
-        if not (isinstance(self._update, AdaptiveLengthUpdate) and self._weight_decay):
+        if not self.counts_examples:
             return self._seen
         engine, sizes = self.engine, zip(*self.engine.part_sizes, strict=True)
         reader, ranks = engine.collection.backend, engine.agreement
@@ -454,16 +462,20 @@ class KfacOptimizer(Optimizer):
         self._burned_in = int(numbers["burned_in"])
 
 
-def _decay(seen: SeenExamples) -> float:
-    """Return the factor of the weight decay."""
-    return min(1 + _FEW * seen.scarcity, _MOST_DECAY)
+def _decay(scarcity: Any) -> Any:
+    """Return the factor of the weight decay, a number or a recorded one."""
+    return _least(1 + _FEW * scarcity, _MOST_DECAY)
 
 
-def _signal(residuals: Residuals | None, seen: SeenExamples) -> Any:
+def _signal(residuals: Residuals | None, decay: Any) -> Any:
     """Return the factor of the lengths by the residuals."""
     if residuals is None:
         return 1.0
-    return residuals.scale(_SMALL_RESIDUALS * min(_decay(seen), _MOST_EARLIER))
+    return residuals.scale(_SMALL_RESIDUALS * _least(decay, _MOST_EARLIER))
+
+
+def _least(value: Any, bound: float) -> Any:
+    return np.minimum(value, bound) if is_recorded(value) else min(value, bound)
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd, prod
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -47,10 +48,9 @@ class SeenExamples:
 
     @property
     def scarcity(self) -> float:
-        """The share of examples that came again, divided by the number of different examples."""
-        seen, different = self.times.sum(), np.count_nonzero(self.times)
-        # Of c examples, 1 - different / seen came again, and c * different / seen are different.
-        return float((seen / different - 1) / self.count) if different else 0.0
+        """``scarcity`` of the examples of all steps."""
+        different = np.count_nonzero(self.times)
+        return float(scarcity(self.count, self.times.sum(), different)) if different else 0.0
 
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
@@ -79,6 +79,18 @@ class SeenExamples:
             order = np.argsort(least, kind="stable")[:_KEPT]
             least, times = least[order], times[order]
         return SeenExamples(count, least, times)
+
+
+def scarcity(count: Any, seen: Any, different: Any) -> Any:
+    """Return the share of examples that came again, divided by the number of different examples.
+
+    Args:
+        count: Number of examples of all steps; an example counts each time.
+        seen: The same number of all examples, or of a random sample of the different ones.
+        different: Number of different examples, or of the sample.
+    """
+    # Of c examples, 1 - different / seen came again, and c * different / seen are different.
+    return (seen / different - 1) / count
 
 
 def fingerprints(

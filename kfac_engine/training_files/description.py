@@ -9,6 +9,8 @@ from kfac_engine.errors import InputError
 
 # Key of the metadata of the three files.
 PROPERTY = "kfac_engine.training"
+# States: the number of examples of all steps, and of the different ones, which the caller sets.
+SEEN, DIFFERENT = "examples seen", "different examples"
 
 
 @dataclass(frozen=True, slots=True)

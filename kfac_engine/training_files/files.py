@@ -27,8 +27,8 @@ from kfac_engine.suggestions import suggestion
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.state_files import read_tensors, write_tensors
 from kfac_engine.system.writing import checked_path
-from kfac_engine.training.batches import run_data
-from kfac_engine.training_files.description import Description
+from kfac_engine.training.batches import Batches, RunData, run_data
+from kfac_engine.training_files.description import DIFFERENT, Description
 
 TRAINING, INITIAL, PREDICT = "training.onnx", "initial.onnx", "predict.onnx"
 README = "README.md"
@@ -125,7 +125,10 @@ class TrainingFiles:
         check_seed(seed)
         current = self.initial() if state is None else self.load(state)
         losses: list[float] = []
-        skipped, batches = 0, self._batches(data, batch_size, seed)
+        skipped, source = 0, self._source(data, batch_size, seed)
+        if np.isinf(current.get(DIFFERENT, 0.0)) and source.examples:
+            current[DIFFERENT] = np.array(source.examples, np.float32)
+        batches = _batches(source.train)
         for group in _groups(batches, steps, self.description.steps_per_call):
             first = len(losses)
             values = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
@@ -313,22 +316,14 @@ class TrainingFiles:
     def _sessions(self) -> "_Sessions":
         return _Sessions(self._data)
 
-    def _batches(self, data: Data, batch_size: int, seed: int) -> Iterator[tuple[Any, Any]]:
+    def _source(self, data: Data, batch_size: int, seed: int) -> RunData:
         about = self.description
         size = about.batch_size or 1
         places = {o: ExampleAxis(about.targets[name], 1) for o, name in about.outputs.items()}
         inputs = {name: axis for name, axis in about.inputs.items() if axis >= 0}
         fixed = f"the model takes {size} examples" if about.batch_size else ""
         axes = ExampleAxes(Batch(size, inputs, places, fixed), list(about.outputs))
-        train = run_data(data, None, axes, batch_size, seed).train
-        epoch = 0
-        while True:
-            count = -1
-            for count, (batch,) in enumerate(train.steps(epoch)):  # noqa: B007 (counts the batches)
-                yield batch
-            if count < 0:
-                raise InputError("the data have no batch left; pass more of them, or fewer steps.")
-            epoch += 1
+        return run_data(data, None, axes, batch_size, seed)
 
 
 def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
@@ -340,6 +335,17 @@ def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
     """
     by_output = arrays if isinstance(arrays, Mapping) else dict.fromkeys(inputs, arrays)
     return {inputs.get(name, name): array for name, array in by_output.items()}
+
+
+def _batches(train: Batches) -> Iterator[tuple[Any, Any]]:
+    epoch = 0
+    while True:
+        count = -1
+        for count, (batch,) in enumerate(train.steps(epoch)):  # noqa: B007 (counts the batches)
+            yield batch
+        if count < 0:
+            raise InputError("the data have no batch left; pass more of them, or fewer steps.")
+        epoch += 1
 
 
 def _groups(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kfac_engine.graph.structure import Graph, Input
-from kfac_engine.training_files.description import Description
+from kfac_engine.training_files.description import DIFFERENT, Description
 
 _HEAD = """# Training files of {model}
 
@@ -42,7 +42,7 @@ The others belong to the optimizer.
 | name | shape |
 |---|---|
 {others}
-{factors}
+{different}{factors}
 ## The loop
 
 JavaScript (`onnxruntime-web`, `onnxruntime-node`):
@@ -131,6 +131,13 @@ _FINITE = (
 )
 
 
+_DIFFERENT = """
+`different examples` is the only state that you may set: the number of examples of your data, if
+you train on them again and again. Few examples shrink the weights more. Its first value, infinity,
+is for examples that are new in each step.
+"""
+
+
 _SEVERAL = (
     " A call takes {count} steps, or any other number. Inputs, `rate` and metrics have a first "
     "axis of steps; the batches of a call have one size."
@@ -168,6 +175,7 @@ def readme(description: Description, data: Sequence[Input], model: Graph) -> str
         bytes=f"{4 * numbers / 1e6:.2f} MB",
         parameters=_table((n, _spelled(s)) for n, s in shapes.items() if n in parameters),
         others=_table((n, _spelled(s)) for n, s in shapes.items() if n not in parameters),
+        different=_DIFFERENT if DIFFERENT in shapes else "",
         factors=_factors(description),
         batch=batch,
         js_rate="[1], []" if one else f"new Float32Array({count}).fill(1), [{count}]",

@@ -19,7 +19,9 @@ from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, size_o
 from kfac_engine.recording.tape import Tape
 from kfac_engine.training.kfac import EXAMPLES, KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, SlotArrays, trained_names
+from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
+from kfac_engine.training_files.description import DIFFERENT, SEEN
 from kfac_engine.training_files.parts import Evaluation, Writer, constants_of, forward_nodes
 from kfac_engine.training_files.random_nodes import RandomNodes
 
@@ -265,7 +267,7 @@ class StepRecorder:
     # -- the parts of a step -----------------------------------------------------------------------
 
     def _slots(self) -> SlotArrays:
-        """Return the optimizer's state; a file does not recognize examples that come again."""
+        """Return the optimizer's state; a file has two numbers in place of its examples."""
         slots = self._optimizer.state().arrays
         return {slot: dict(arrays) for slot, arrays in slots.items() if slot != EXAMPLES}
 
@@ -277,6 +279,8 @@ class StepRecorder:
         for slot, arrays in slots.items():
             state |= {f"{slot}/{name}": np.asarray(a, _FLOAT) for name, a in arrays.items()}
         state["step"] = np.zeros((), _INTEGER)
+        if isinstance(self._optimizer, KfacOptimizer) and self._optimizer.counts_examples:
+            state |= {SEEN: np.zeros((), _INTEGER), DIFFERENT: np.array(np.inf, _FLOAT)}
         return state | (self._curvature.initial_state() if self._curvature else {})
 
     def _examples(self, tape: Tape, names: Mapping[str, str]) -> Size | None:
@@ -459,6 +463,15 @@ class _RecordedCurvature:
         self.repeats = curvature.repeats
         size = batch.assembly.task.batch.size
         self.examples = size if batch.examples is None else _number(batch.tape, batch.examples)
+        self.scarcity: Any = 0.0
+        if SEEN in values:
+            examples, different = _number(batch.tape, self.examples), values[DIFFERENT]
+            count = values[SEEN] + examples.astype(_INTEGER)
+            state |= {SEEN: count, DIFFERENT: different}
+            seen = count.astype(_FLOAT)
+            # The examples come in epochs: at first, all of them are different.
+            number: Any = np.minimum(np.maximum(different, 1.0), seen)
+            self.scarcity = scarcity(seen, seen, number)
 
     def precondition(self, vectors: Mapping[str, Symbol]) -> dict[str, Symbol]:
         """Return natural gradients; the new state of the curvature is written."""

@@ -20,12 +20,14 @@ OPTIMIZERS = {
 SIZES = (8, 8, 5, 12)
 
 
-def batches(model: onnx.ModelProto, draw, count: int) -> Iterator[tuple[dict, np.ndarray]]:
-    """Batches of different sizes, with targets from ``draw(rng, n)``."""
+def batches(
+    model: onnx.ModelProto, draw, count: int, *, again: bool
+) -> Iterator[tuple[dict, np.ndarray]]:
+    """Batches of different sizes, with targets from ``draw(rng, n)``; the same ones come again."""
     for step in range(count):
-        n = SIZES[step % len(SIZES)]
-        inputs = random_inputs(model, n, seed=step)
-        yield inputs, draw(np.random.default_rng(100 + step), n)
+        place = step % len(SIZES)
+        n, seed = SIZES[place], place if again else step
+        yield random_inputs(model, n, seed), draw(np.random.default_rng(100 + seed), n)
 
 
 def normal_numbers(loss: object) -> bool:
@@ -49,9 +51,13 @@ def differences(
     draw,
     loss: object = "categorical",
     steps: int = 20,
+    different: float | None = None,
     **options: object,
 ) -> list[float]:
-    """The largest relative difference of a parameter or running statistic after each step."""
+    """The largest relative difference of a parameter or running statistic after each step.
+
+    With a number of different examples for the file, the examples come again.
+    """
     names = ("freeze", "train_form", "tie_weights", "reduction")
     engine_options = {k: options.pop(k) for k in names if k in options}
     names = ("probabilities", "weights", "mask", "accumulate")
@@ -65,7 +71,9 @@ def differences(
         **options,
     )  # fmt: skip
     state, found = files.initial(), []
-    for inputs, targets in batches(model, draw, steps):
+    if different is not None:
+        state["different examples"] = np.array(different, np.float32)
+    for inputs, targets in batches(model, draw, steps, again=different is not None):
         given = noise(engine, files, len(next(iter(inputs.values()))), normal_numbers(loss))
         results = files.step(state, {**inputs, **given}, targets)
         report = trainer.step(inputs, targets)

@@ -221,6 +221,19 @@ def test_names_of_the_model_may_be_those_of_the_files(tmp_path):
     assert run.losses[-1] < run.losses[0]
 
 
+@pytest.mark.parametrize("given", [None, 20])
+def test_a_run_counts_the_examples_of_arrays(given, tmp_path):
+    files = ke.export_training(network("dense"), path=tmp_path / "files")
+    start, examples = files.initial(), data(network("dense"), n=50)
+    assert np.isinf(start["different examples"])
+    if given:
+        start["different examples"] = np.array(given, np.float32)
+    state = files.run(examples, steps=4, batch_size=16, state=start).state
+    assert state["different examples"] == (given or 50)
+    assert state["examples seen"] == 3 * 16 + 16
+    assert np.isinf(files.run([examples], steps=1).state["different examples"])
+
+
 def test_a_run_takes_the_batches_of_fit(tmp_path):
     model, (inputs, targets) = network("dense"), data(network("dense"), n=50)
     files = ke.export_training(model, optimizer="adamw", path=tmp_path / "files")

@@ -9,7 +9,7 @@ from kfac_engine.training import adaptive_lengths
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
-from tests.training_files.parity import differences
+from tests.training_files.parity import SIZES, differences
 
 FIRST, LAST = 1e-5, 1e-3
 CASES = [
@@ -223,6 +223,17 @@ def test_options_of_optimizers_count(optimizer, options, tmp_path):
     found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
     assert found[0] < FIRST
     assert found[-1] < LAST
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_examples_that_come_again_shrink_the_weights(accumulate, tmp_path):
+    def found(different):
+        arguments = network("dense"), "kfac", tmp_path / f"{different}", classes()
+        return differences(*arguments, steps=12, different=different, accumulate=accumulate)
+
+    assert found(sum(SIZES))[-1] < LAST
+    with pytest.raises(AssertionError, match="DESIRED"):  # another loss than that of the optimizer
+        found(np.inf)
 
 
 def two_tables():

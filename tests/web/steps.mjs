@@ -8,7 +8,7 @@ import * as T from '../../docs/browser/train.mjs';
 const [folder, digits, count] = process.argv.slice(2);
 ort.env.wasm.numThreads = 1;
 const data = T.digits(new Uint8Array(await readFile(digits)));
-const model = await T.open(ort, async (name) => new Uint8Array(await readFile(`${folder}/${name}`)));
+const model = await T.open(ort, async (name) => new Uint8Array(await readFile(`${folder}/${name}`)), data.train);
 const orders = T.orders(data.train, 64, 1);
 const numbers = [];
 for (let i = 0; i < Number(count); i++) {

@@ -10,7 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from scripts.browser_files import OPTIMIZERS, PACKAGE, TRAIN, shuffled, write
-from tests.web.test_page import schedule
+from tests.web.test_page import schedule, started
 
 HERE = Path(__file__).resolve().parent
 STEPS = 20
@@ -37,7 +37,7 @@ def test_losses_equal_those_of_python(optimizer, folder):
     )
     results = json.loads(done.stdout)
     images, labels = shuffled()
-    state, losses = files.initial(), []
+    state, losses = started(files), []
     for index, numbers in enumerate(results["numbers"]):
         batch = {"image": images[numbers]}
         out = files.step(state, batch, labels[numbers], rate=schedule(index / STEPS))
