@@ -49,6 +49,28 @@ def as_matrix(product, shapes, to_packed, dtype=np.float64):
     return matrix
 
 
+def assert_products(block, B, shapes, to_packed, tolerance, *, exps=(), dtype=np.float64):
+    """Powers of the block, 1 and ``exps``, its root and their transposes are those of ``B``."""
+
+    def matrix_of(multiply, *options):
+        return as_matrix(lambda v: multiply(v, *options), shapes, to_packed, dtype)
+
+    def assert_close(found, expected):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * abs(expected).max())
+
+    for exp in (1, *exps):
+        assert_close(matrix_of(block.multiply_matpower, exp), power(B, exp))
+    root = matrix_of(block.multiply_cholesky).astype(float)
+    assert_close(root @ root.T, B)
+    inverse = np.linalg.inv(root)
+    for multiply, matrix in [
+        (block.multiply_cholesky, root),
+        (block.multiply_cholesky_inverse, inverse),
+    ]:
+        for transpose in (False, True):
+            assert_close(matrix_of(multiply, transpose), matrix.T if transpose else matrix)
+
+
 def plain_packing(parts):
     """A weight whose last axis is the output, and a bias below it."""
     rows = [parts[0].reshape(-1, parts[0].shape[-1])] + [p.reshape(1, -1) for p in parts[1:]]

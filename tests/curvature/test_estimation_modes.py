@@ -134,16 +134,6 @@ def test_same_generator_state_gives_the_same_sources(mode):
         np.testing.assert_array_equal(one["z"], other["z"])
 
 
-@pytest.mark.parametrize("mode", ["gradients", "curvature_prop", "curvature_prop_GGN"])
-def test_successive_calls_with_one_generator_draw_anew(mode):
-    values, generator = CASES[0].values(), rng()
-    # Two draws of three classes may well be alike; twenty are with a chance below 1e-20.
-    first, *others = (
-        next(MODES[mode](registered(CASES[0]), values, generator))["z"] for _ in range(20)
-    )
-    assert not all(np.array_equal(first, other) for other in others)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("mode", MODES)
 def test_cotangents_keep_the_element_type(mode, dtype):
@@ -178,16 +168,6 @@ def test_towers_go_back_together(mode):
         assert {name: array.shape for name, array in source.items()} == {"z": (3, 4), "y": (2, 4)}
 
 
-@pytest.mark.parametrize("mode", ["exact", "exact_GGN"])
-def test_every_tower_has_its_own_exact_fisher(mode):
-    sources = list(MODES[mode](TWO_TOWERS, TWO_TOWER_VALUES, rng()))
-    for name in ("z", "y"):
-        found = sum(np.einsum("ni,nj->nij", s[name], s[name]) for s in sources)
-        expected = [predictive_fisher("categorical", z) for z in TWO_TOWER_VALUES[name]]
-        expected = COEFFICIENT * np.array(expected)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=10 * EXACT)
-
-
 def test_draws_of_towers_come_as_a_tuple():
     draws = {"loss": (TWO_TOWER_VALUES["t"], TWO_TOWER_VALUES["r"])}
     (drawn,) = MODES["gradients"](TWO_TOWERS, TWO_TOWER_VALUES, rng(), draws)
@@ -196,22 +176,7 @@ def test_draws_of_towers_come_as_a_tuple():
         np.testing.assert_allclose(drawn[name], COEFFICIENT**0.5 * data[name], rtol=EXACT)
 
 
-TWO_LOSSES = [
-    RegisteredLoss("class", (CATEGORICAL("z", "t"),), 2.0),
-    RegisteredLoss("square", (NORMAL("y", targets="u"),), 5.0),
-]
 TWO_LOSS_VALUES = {**TWO_TOWER_VALUES, "u": np.zeros((2, 4))}
-
-
-def test_exact_goes_through_the_losses_one_after_the_other():
-    sources = list(MODES["exact"](TWO_LOSSES, TWO_LOSS_VALUES, rng()))
-    assert [tuple(source) for source in sources] == [("z",)] * 4 + [("y",)] * 4
-
-
-@pytest.mark.parametrize("mode", ["gradients", "empirical", "curvature_prop", "curvature_prop_GGN"])
-def test_other_modes_send_all_losses_back_at_once(mode):
-    (source,) = MODES[mode](TWO_LOSSES, TWO_LOSS_VALUES, rng())
-    assert set(source) == {"z", "y"}
 
 
 def test_losses_that_share_an_output_add_up():
@@ -219,21 +184,6 @@ def test_losses_that_share_an_output_add_up():
     (both,) = MODES["empirical"](losses, TWO_LOSS_VALUES, rng())
     (alone,) = MODES["empirical"](losses[:1], TWO_LOSS_VALUES, rng())
     np.testing.assert_allclose(both["y"], 2 * alone["y"], rtol=EXACT)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_values_may_be_a_trace_that_only_answers_by_name(mode):
-    class Trace:
-        def __getitem__(self, name):
-            return CATEGORICAL_VALUES[name]
-
-    losses = [RegisteredLoss("loss", (CATEGORICAL("z", "t"),))]
-    for found, expected in zip(
-        MODES[mode](losses, Trace(), rng()),
-        MODES[mode](losses, CATEGORICAL_VALUES, rng()),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(found["z"], expected["z"])
 
 
 def test_exact_holds_one_source_at_a_time():
@@ -288,12 +238,6 @@ Z = {"z": np.zeros((2, 3))}
 def test_wrong_batches_are_refused(mode, losses, values, draws, error, message):
     with pytest.raises(error, match=message):
         next(MODES[mode](losses, values, rng(), draws))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_bad_batch_is_refused_before_the_first_source_is_asked_for(mode):
-    with pytest.raises(NonFiniteError):
-        MODES[mode](LOSS, {"z": Z["z"] * np.nan, "t": np.zeros(2, int)}, rng())
 
 
 def test_unknown_mode_lists_the_known_ones():

@@ -26,7 +26,6 @@ from tests.two_layers import (
     outer_sides,
     run,
     softmax,
-    weights,
 )
 
 # -- exactness -------------------------------------------------------------------------------------
@@ -109,14 +108,6 @@ def test_curvature_propagation_sends_back_the_factor_times_signs(mode, matrix):
     dz = np.sqrt(3) * (root * signs - root**2 * (root * signs).sum(axis=1, keepdims=True))
     assert_blocks(estimator, outer_sides(trace, [dz]))
     assert estimator.mat_type == matrix
-
-
-@pytest.mark.parametrize("coeff", [1.0, 3.0])
-def test_exact_sources_are_summed_and_the_coefficient_is_a_factor(coeff):
-    trace, estimator = run(batch()), estimate("multi_bernoulli", coeff=coeff)
-    estimator.update_covariances(trace)
-    sources = exact_cotangents(trace.values["z"], "multi_bernoulli")
-    assert_blocks(estimator, outer_sides(trace, [np.sqrt(coeff) * dz for dz in sources]))
 
 
 def test_scales_multiply_the_cotangents_of_their_loss_input():
@@ -209,20 +200,6 @@ def test_sources_stream_through_without_changing_single_precision():
     estimator = estimate("normal")
     estimator.update_covariances(run(batch(dtype=np.float32)))
     assert {factor.cov.dtype for factor in estimator.factors} == {np.dtype(np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"), [("float16", "float32"), ("float32", "float32"), ("float64", "float64")]
-)
-def test_statistics_and_products_have_the_type_of_the_data(given, kept):
-    estimator = estimate("normal", "gradients")
-    estimator.update_covariances(run(batch(dtype=given)))
-    estimator.update_inverses()
-    assert {array.dtype for f in estimator.factors for array in f.arrays().values()} == {
-        np.dtype(kept)
-    }
-    pairs = [(array.astype(kept), name) for name, array in weights().items()]
-    assert {v.dtype for v, _ in estimator.multiply_inverse(pairs)} == {np.dtype(kept)}
 
 
 # -- sums of gradients -----------------------------------------------------------------------------

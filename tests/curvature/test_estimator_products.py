@@ -107,20 +107,6 @@ def test_the_damping_can_change_and_is_read_at_the_next_refresh():
     assert np.linalg.norm(w1 * 50 - vector[0][0]) < 0.5 * np.linalg.norm(vector[0][0])
 
 
-def test_results_are_new_arrays_that_nothing_later_changes():
-    estimator = prepared()
-    vector = [(v, n) for n, v in weights(seed=7).items()]
-    result = [array for array, _ in estimator.multiply_inverse(vector)]
-    kept = [array.copy() for array in result]
-    estimator.update_covariances(run(batch(3)))
-    estimator.update_inverses()
-    estimator.multiply_inverse(vector)
-    for array, before in zip(result, kept, strict=True):
-        np.testing.assert_array_equal(array, before)
-        assert array.flags.writeable
-        assert not any(np.shares_memory(array, v) for v, _ in vector)
-
-
 # -- arrays of other libraries ---------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import kfac_engine as ke
 from tests import models
 from tests.two_layers import (
     DAMPING,
-    EXACT,
     WEIGHTS,
     N,
     batch,
@@ -43,17 +42,6 @@ def test_all_thunks_on_a_trace_do_what_one_update_does(mode):
             thunk(trace)
     assert_equal(averages(parts), averages(whole))
     assert parts.rng.bit_generator.state == whole.rng.bit_generator.state
-
-
-@pytest.mark.parametrize("mode", SAMPLING)
-def test_a_second_pass_over_the_same_trace_draws_anew(mode):
-    whole, parts = (estimate(mode=mode, seed=3) for _ in range(2))
-    trace = run(batch())
-    for _ in range(2):
-        whole.update_covariances(trace)
-        for thunk in parts.cov_update_thunks:
-            thunk(trace)
-    assert_equal(averages(parts), averages(whole))
 
 
 @pytest.mark.parametrize("mode", SAMPLING)
@@ -96,21 +84,6 @@ def test_there_is_a_thunk_for_every_factor_in_their_order():
 
 
 # -- plain means -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["whole", "thunks"])
-def test_without_decay_batches_are_averaged_alike(how):
-    estimator = estimate("normal", decay=0.5)
-    for seed in range(4):
-        trace = run(batch(seed))
-        if how == "whole":
-            estimator.update_covariances(trace, should_decay=False)
-        else:
-            for thunk in estimator.cov_update_thunks:
-                thunk(trace, should_decay=False)
-    rows = np.concatenate([np.c_[batch(seed), np.ones(N)] for seed in range(4)])
-    A = sum(np.outer(row, row) for row in rows) / len(rows)
-    np.testing.assert_allclose(estimator.factors[0].cov, A, rtol=EXACT, atol=EXACT)
 
 
 # -- what is stored --------------------------------------------------------------------------------

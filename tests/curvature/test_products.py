@@ -273,18 +273,6 @@ def test_parameters_that_no_loss_reads_have_no_curvature():
     assert found["trunk.weight"].any()
 
 
-def test_a_single_name_is_a_vector_of_one_array():
-    proto = models.linear(dtype="float64")
-    trace = ke.load_model(proto).run(models.random_inputs(proto, BATCH))
-    registered = _collection(categorical())
-    v = draw([(4, 3)])
-    (one,) = CurvatureMatrixVectorProductComputer(registered, "fc.weight", trace).multiply_fisher(v)
-    (listed,) = CurvatureMatrixVectorProductComputer(
-        registered, ["fc.weight"], trace
-    ).multiply_fisher(v)
-    np.testing.assert_array_equal(one, listed)
-
-
 def _collection(register):
     collection = ke.LayerCollection()
     register(collection)

@@ -8,7 +8,14 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
+from tests.lifecycle import (
+    as_matrix,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 SINGLE = 2e-4  # float32, through an inverse whose condition number is about a hundred
@@ -164,29 +171,7 @@ def test_powers_and_roots_are_those_of_the_dense_matrix(case):
         registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
     )
     B = damped_block(*truth(case, values)[:2], DAMPING, prod(case.locations))
-    for exp in (1, -0.5, 0.3):
-        found = as_matrix(lambda v, p=exp: block.multiply_matpower(v, p), case.shapes, case.pack)
-        np.testing.assert_allclose(found, power(B, exp), atol=1e-9)
-    root = as_matrix(block.multiply_cholesky, case.shapes, case.pack)
-    np.testing.assert_allclose(root @ root.T, B, atol=1e-9)
-    for multiply, matrix in [
-        (block.multiply_cholesky, root),
-        (block.multiply_cholesky_inverse, np.linalg.inv(root)),
-    ]:
-        for transpose in (False, True):
-            found = as_matrix(
-                lambda v, f=multiply, t=transpose: f(v, transpose=t), case.shapes, case.pack
-            )
-            np.testing.assert_allclose(found, matrix.T if transpose else matrix, atol=1e-9)
-
-
-@every_case
-def test_two_towers_are_one_of_both(case):
-    whole = case.batch(4, seed=3)
-    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, towers=2), [["ds0", "ds1"]], [values])
-    A, G, t = truth(case, whole)
-    np.testing.assert_allclose(block.full_fisher_block(), t * np.kron(A, G), atol=EXACT)
+    assert_products(block, B, case.shapes, case.pack, 1e-9, exps=(-0.5, 0.3))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -13,7 +13,14 @@ from kfac_engine.curvature.factors.divided import DividedFactor, block_shape
 from tests import models
 from tests.backend.truths import patches
 from tests.distributed.test_distributions import assert_equal_to_one_process
-from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
+from tests.lifecycle import (
+    as_matrix,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 from tests.training_files.parity import differences
 
 EXACT = 1e-11  # float64 sums of some dozen terms of size one
@@ -89,20 +96,7 @@ def test_products_are_those_of_the_dense_blocks(layer, sides, bias, dtype, toler
     block = observe(collection, [["ds"]], [values], damping=DAMPING, exps=(-1, -0.5), cholesky=True)
     F = damped_block(blocks_of(A), blocks_of(G), DAMPING, c)
     shapes = [collection.require_shape("w"), sides[1:]][: 1 + bias]
-    expected = {1: F, -1: np.linalg.inv(F), -0.5: power(F, -0.5)}
-    for exp, matrix in expected.items():
-        found = as_matrix(
-            lambda v, p=exp: block.multiply_matpower(v, p), shapes, plain_packing, dtype
-        )
-        np.testing.assert_allclose(found, matrix, atol=tolerance * abs(matrix).max())
-    root = as_matrix(block.multiply_cholesky, shapes, plain_packing, dtype).astype(float)
-    np.testing.assert_allclose(root @ root.T, F, atol=tolerance * abs(F).max())
-    inverse = as_matrix(block.multiply_cholesky_inverse, shapes, plain_packing, dtype)
-    np.testing.assert_allclose(inverse @ root, np.eye(len(F)), atol=50 * tolerance)
-    turned = as_matrix(
-        lambda v: block.multiply_cholesky(v, transpose=True), shapes, plain_packing, dtype
-    )
-    np.testing.assert_allclose(turned, root.T, atol=tolerance * abs(root).max())
+    assert_products(block, F, shapes, plain_packing, tolerance, exps=(-1, -0.5), dtype=dtype)
     np.testing.assert_allclose(
         block.full_fisher_block(), c * np.kron(blocks_of(A), blocks_of(G)), atol=10 * tolerance
     )

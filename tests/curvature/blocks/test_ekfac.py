@@ -7,7 +7,7 @@ import kfac_engine as ke
 from kfac_engine.curvature.factors.updater import FactorUpdater
 from tests import models, oracle
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, observe, plain_packing, power
+from tests.lifecycle import as_matrix, assert_products, observe, plain_packing, power
 
 EXACT = 1e-10  # float64, through an eigendecomposition of well separated eigenvalues
 SINGLE = 2e-4  # float32, likewise, relative to the largest entry
@@ -131,36 +131,9 @@ def test_powers_and_roots_are_those_of_the_dense_matrix(case):
     block = observe(registered(case), [["ds"]], [values], damping=DAMPING, cholesky=True)
     A, G, F = moments(case, values)
     B = diagonal_in(basis(A, G), F) + DAMPING * np.eye(len(F))
-    expected = {exp: power(B, exp) for exp in (1, -0.5, 0.3, 0.5)}
-    for exp, matrix in expected.items():
-        found = as_matrix(
-            lambda v, p=exp: block.multiply_matpower(v, p), shapes(case), plain_packing
-        )
-        np.testing.assert_allclose(found, matrix, atol=EXACT * abs(matrix).max())
-    for multiply, exp in [(block.multiply_cholesky, 0.5), (block.multiply_cholesky_inverse, -0.5)]:
-        for transpose in (False, True):
-            found = as_matrix(
-                lambda v, f=multiply, t=transpose: f(v, transpose=t), shapes(case), plain_packing
-            )
-            np.testing.assert_allclose(found, expected[exp], atol=EXACT * abs(B).max())
-
-
-@every_case
-def test_it_is_nearer_to_the_fisher_matrix_than_the_kronecker_product(case):
-    values = case[1](6, 3)
-    block = observe(registered(case), [["ds"]], [values])
-    A, G, F = moments(case, values)
-    t = case[2](values)[0].shape[1]
-    kron = np.linalg.norm(F - t * np.kron(A, G))
-    assert np.linalg.norm(F - block.full_fisher_block()) < 0.99 * kron
-
-
-def test_one_example_of_a_dense_layer_is_exact():
-    case = CASES["dense"]
-    values = case[1](1, 4)
-    block = observe(registered(case), [["ds"]], [values])
-    F = moments(case, values)[2]
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * abs(F).max())
+    assert_products(block, B, shapes(case), plain_packing, 10 * EXACT, exps=(-0.5, 0.3, 0.5))
+    root = as_matrix(block.multiply_cholesky, shapes(case), plain_packing)
+    np.testing.assert_allclose(root, power(B, 0.5), atol=EXACT * abs(B).max())
 
 
 @every_case
@@ -177,16 +150,6 @@ def test_eigenvalues_are_averaged_in_the_current_basis_and_move_with_it(case):
     after = diagonal_in(basis(*average[:2]), before)
     np.testing.assert_allclose(block.full_fisher_block(), after, atol=EXACT * abs(after).max())
     assert block.factor.trace() == pytest.approx(np.trace(average[2]))
-
-
-@every_case
-def test_two_towers_are_one_of_both(case):
-    whole = case[1](6, 7)
-    values = {f"{k}{i}": v[3 * i : 3 * i + 3] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, towers=2), [["ds0", "ds1"]], [values])
-    A, G, F = moments(case, whole)
-    B = diagonal_in(basis(A, G), F)
-    np.testing.assert_allclose(block.full_fisher_block(), B, atol=EXACT * abs(B).max())
 
 
 @every_case
@@ -232,23 +195,6 @@ def test_a_checkpoint_brings_basis_and_eigenvalues_back():
             factor.update(case[1](6, 13), 0.5)
         block.factor.refresh()
     np.testing.assert_array_equal(new.full_fisher_block(), old.full_fisher_block())
-
-
-def test_vectors_may_be_columns_or_rows():
-    case = CASES["dense"]
-    values = case[1](6, 14)
-    factor = observe(registered(case), [["ds"]], [values]).factor
-    A, G, F = moments(case, values)
-    B = diagonal_in(basis(A, G), F) + np.eye(len(F))
-    x = np.random.default_rng(15).normal(size=(len(B), 3))
-    atol = EXACT * abs(B).max()
-    np.testing.assert_allclose(factor.left_multiply_matpower(x, 1, lambda: 1), B @ x, atol=atol)
-    column = factor.left_multiply_matpower(x[:, 0], 1, lambda: 1)
-    np.testing.assert_allclose(column, B @ x[:, 0], atol=atol)
-    rows = factor.right_multiply_matpower(x.T, 1, lambda: 1)
-    np.testing.assert_allclose(rows, x.T @ B, atol=atol)
-    with pytest.raises(ke.ShapeError, match="from the left"):
-        factor.left_multiply_matpower(x[1:], 1, lambda: 1)
 
 
 def test_reading_before_the_first_batch_is_refused():

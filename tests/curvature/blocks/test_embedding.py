@@ -7,7 +7,14 @@ import pytest
 
 import kfac_engine as ke
 from tests import models
-from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
+from tests.lifecycle import (
+    as_matrix,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
 SINGLE = 1e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
@@ -103,27 +110,7 @@ def test_powers_and_roots_are_those_of_the_dense_matrix():
         registered(), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
     )
     B = damped_block(*truth("once", values)[:2], DAMPING, 1)
-    for exp in (1, -0.5, 0.3):
-        found = as_matrix(lambda v, p=exp: block.multiply_matpower(v, p), SHAPES, plain_packing)
-        np.testing.assert_allclose(found, power(B, exp), atol=1e-10)
-    root = as_matrix(block.multiply_cholesky, SHAPES, plain_packing)
-    np.testing.assert_allclose(root @ root.T, B, atol=1e-10)
-    inverse = as_matrix(block.multiply_cholesky_inverse, SHAPES, plain_packing)
-    np.testing.assert_allclose(inverse @ root, np.eye(len(B)), atol=1e-10)
-
-
-def test_averages_decay_and_two_towers_are_one_of_both():
-    first, second = batch(IDS, seed=2), batch(IDS[::-1] // 2, seed=3)
-    halves = [
-        {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in values.items()}
-        for values in (first, second)
-    ]
-    collection = registered(inputs="ids0", outputs="s0")
-    collection.register_embedding("w", "ids1", "s1")
-    block = observe(collection, [["ds0", "ds1"]], halves, decay=0.5)
-    for factor, side in zip(block.factors, (0, 1), strict=True):
-        old, new = truth("once", first)[side], truth("once", second)[side]
-        np.testing.assert_allclose(factor.get_cov(), (0.5 * old + new) / 1.5, atol=EXACT)
+    assert_products(block, B, SHAPES, plain_packing, 1e-10, exps=(-0.5, 0.3))
 
 
 # All uses in one tensor or listed, for identifiers and for gradients.

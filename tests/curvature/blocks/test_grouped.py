@@ -8,7 +8,7 @@ from scipy.linalg import block_diag
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, damped_block, observe, power, second_moment
+from tests.lifecycle import as_matrix, assert_products, damped_block, observe, second_moment
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 SINGLE = 2e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
@@ -177,18 +177,7 @@ def test_powers_and_roots_are_those_of_the_dense_matrix(case):
         registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5, 0.3), cholesky=True
     )
     B = damped(case, values)
-    for exp in (1, -0.5, 0.3):
-        found = matrix(lambda v, p=exp: block.multiply_matpower(v, p), case)
-        np.testing.assert_allclose(found, power(B, exp), atol=1e-9)
-    root = matrix(block.multiply_cholesky, case)
-    np.testing.assert_allclose(root @ root.T, B, atol=1e-9)
-    for multiply, expected in [
-        (block.multiply_cholesky, root),
-        (block.multiply_cholesky_inverse, np.linalg.inv(root)),
-    ]:
-        for transpose in (False, True):
-            found = matrix(lambda v, f=multiply, t=transpose: f(v, transpose=t), case)
-            np.testing.assert_allclose(found, expected.T if transpose else expected, atol=1e-9)
+    assert_products(block, B, case.shapes, case.pack, 1e-9, exps=(-0.5, 0.3))
 
 
 @every_case
@@ -201,16 +190,6 @@ def test_the_diagonal_is_the_mean_of_squared_gradients(case):
     np.testing.assert_allclose(block.full_fisher_block(), D, atol=EXACT * D.max())
     expected = np.diag(1 / (np.diag(D) + DAMPING))
     np.testing.assert_allclose(matrix(block.multiply_inverse, case), expected, atol=EXACT)
-
-
-@every_case
-@pytest.mark.parametrize(("approx", "truth"), [("kron", kronecker), ("diagonal", squares)])
-def test_two_towers_are_one_of_both(case, approx, truth):
-    whole = case.batch(4, 5)
-    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, approx, towers=2), [["ds0", "ds1"]], [values])
-    expected = truth(case, whole)
-    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT * expected.max())
 
 
 def test_sources_and_pieces_of_a_batch_add_up(monkeypatch):

@@ -1,7 +1,5 @@
 """Kronecker blocks of dense layers against dense matrices."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -20,68 +18,9 @@ from tests.curvature.blocks.dense_layer import (
     registered,
     sides,
 )
-from tests.lifecycle import as_matrix, observe, plain_packing, second_moment
+from tests.lifecycle import as_matrix, assert_products, observe, plain_packing, second_moment
 
 # -- the published example -------------------------------------------------------------------------
-
-
-def published_steps(batches):
-    """The documented life cycle, step by step; the block at its end."""
-    shapes = {"w": (4, 3), "b": (3,), "x": (8, 4), "s": (8, 3), "ds": (8, 3)}
-    lc = ke.LayerCollection(graph=shapes)
-    lc.register_fully_connected(params=("w", "b"), inputs="x", outputs="s", approx="kron")
-    block = lc.fisher_blocks[("w", "b")]
-    block.instantiate_factors(grads_list=[["ds"]], damping=1e-2)
-    block.register_inverse()
-    block.register_matpower(-0.5)
-    block.register_cholesky()
-    block.register_cholesky_inverse()
-    factors = lc.get_factors()
-    for f in factors:
-        f.instantiate_cov_variables()
-    updates = [f.make_covariance_update_op(0.95) for f in factors]
-    for f in factors:
-        f.instantiate_inv_variables()
-    refreshes = [op for f in factors for op in f.make_inverse_update_ops()]
-    for values in batches:
-        for op in updates:
-            op(values)
-    for op in refreshes:
-        op()
-    return block
-
-
-def test_the_published_steps_give_the_published_products():
-    rng = np.random.default_rng(0)
-    vw, vb = rng.normal(size=(4, 3)), rng.normal(size=3)
-    batches = [{"x": rng.normal(size=(8, 4)), "ds": rng.normal(size=(8, 3))} for _ in range(3)]
-    block = published_steps(batches)
-    found = [
-        block.multiply((vw, vb)),
-        block.multiply_inverse((vw, vb)),
-        block.multiply_matpower((vw, vb), -0.5),
-        block.multiply_cholesky((vw, vb), transpose=False),
-        block.multiply_cholesky_inverse((vw, vb), transpose=False),
-    ]
-    fisher, tensors = block.full_fisher_block(), block.tensors_to_compute_grads()
-
-    weights = 0.95 ** np.arange(2, -1, -1)
-    A, G = (
-        sum(w * M for w, M in zip(weights, moments, strict=True)) / weights.sum()
-        for moments in zip(*(sides(values, True) for values in batches), strict=True)
-    )
-    np.testing.assert_allclose(fisher, np.kron(A, G), rtol=DOUBLE, atol=DOUBLE)
-    assert tensors == ("s",)
-    assert block.num_registered_towers == 1
-    assert block.damping == 1e-2
-    a, g = dampings(A, G, 1e-2)
-    L = np.kron(np.linalg.cholesky(damped(A, a)), np.linalg.cholesky(damped(G, g)))
-    powers = [block_power(A, G, exp, 1e-2) for exp in (1, -1, -0.5)]
-    v = np.concatenate([vw.ravel(), vb])
-    for result, matrix in zip(found, [*powers, L, np.linalg.inv(L)], strict=True):
-        assert isinstance(result, tuple)
-        flat = np.concatenate([part.ravel() for part in result])
-        np.testing.assert_allclose(flat, matrix @ v, rtol=DOUBLE, atol=DOUBLE)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -164,24 +103,8 @@ def test_a_diagonal_side_is_a_dense_side_without_what_lies_off_its_diagonal(appr
         for M, flat in zip(sides(values, bias), diagonal, strict=True)
     )
     np.testing.assert_allclose(block.full_fisher_block(), np.kron(A, G), atol=DOUBLE)
-    for exp in (1, -1, -0.5):
-        found = as_matrix(
-            lambda v, p=exp: block.multiply_matpower(v, p), SHAPES[bias], plain_packing
-        )
-        np.testing.assert_allclose(found, block_power(A, G, exp), atol=DOUBLE * abs(found).max())
-    root = as_matrix(block.multiply_cholesky, SHAPES[bias], plain_packing)
-    np.testing.assert_allclose(root @ root.T, block_power(A, G, 1), rtol=DOUBLE, atol=DOUBLE)
-
-
-def test_the_inverse_undoes_the_block_and_two_halves_make_a_whole():
-    block = observe(registered(), [["ds"]], [batch()], damping=DAMPING, exps=(-1, -0.5))
-    rng = np.random.default_rng(1)
-    v = rng.normal(size=(D_IN, D_OUT)), rng.normal(size=D_OUT)
-    for found, given in zip(block.multiply(block.multiply_inverse(v)), v, strict=True):
-        np.testing.assert_allclose(found, given, rtol=DOUBLE, atol=DOUBLE)
-    halves = block.multiply_matpower(block.multiply_matpower(v, -0.5), -0.5)
-    for found, whole in zip(halves, block.multiply_inverse(v), strict=True):
-        np.testing.assert_allclose(found, whole, rtol=DOUBLE, atol=DOUBLE)
+    B = block_power(A, G, 1)
+    assert_products(block, B, SHAPES[bias], plain_packing, DOUBLE, exps=(-1, -0.5))
 
 
 @pytest.mark.parametrize("weight_format", ["IO", "OI"])
@@ -264,46 +187,7 @@ def test_the_split_is_by_the_moments_at_refresh_and_fresh_for_power_one():
     np.testing.assert_allclose(fresh, block_power(A, G, 1) @ flat, rtol=DOUBLE, atol=DOUBLE)
 
 
-def test_an_adaptive_damping_is_read_at_refresh_and_fresh_for_power_one():
-    lam, values, collection = {"value": DAMPING}, batch(), registered()
-    damping = lambda: lam["value"]  # noqa: E731 (a damping that changes)
-    block = observe(collection, [["ds"]], [values], damping=damping, exps=(-1,))
-    v, flat = (np.ones((D_IN, D_OUT)), np.ones(D_OUT)), np.ones((D_IN + 1) * D_OUT)
-    lam["value"] = 2.0
-    moments = sides(values, True)
-    for multiply, expected in [
-        (block.multiply_inverse, block_power(*moments, -1, DAMPING)),
-        (block.multiply, block_power(*moments, 1, 2.0)),
-    ]:
-        found = plain_packing(multiply(v)).ravel()
-        np.testing.assert_allclose(found, expected @ flat, rtol=DOUBLE, atol=DOUBLE)
-    for factor in collection.get_factors():
-        factor.refresh()
-    found = plain_packing(block.multiply_inverse(v)).ravel()
-    expected = block_power(*moments, -1, 2.0) @ flat
-    np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE)
-
-
 # -- towers, sources, shared factors ---------------------------------------------------------------
-
-
-def test_two_towers_are_one_tower_of_both_and_sources_are_summed():
-    whole = [batch(seed) for seed in (0, 1)]
-    collection = ke.LayerCollection()
-    for tower in range(2):
-        collection.register_fully_connected(("w", "b"), f"x{tower}", f"s{tower}")
-    halves = {f"x{t}": whole[0]["x"][4 * t : 4 * t + 4] for t in range(2)}
-    for source, t in product(range(2), range(2)):
-        halves[f"d{source}{t}"] = whole[source]["ds"][4 * t : 4 * t + 4]
-    grads = [["d00", "d01"], ["d10", "d11"]]
-    block = observe(collection, grads, [halves], damping=DAMPING, exps=(-1,))
-    A = sides(whole[0], True)[0]
-    G = sides(whole[0], True)[1] + sides(whole[1], True)[1]
-    np.testing.assert_allclose(block.full_fisher_block(), np.kron(A, G), rtol=DOUBLE, atol=DOUBLE)
-    found = as_matrix(block.multiply_inverse, SHAPES[True], plain_packing)
-    np.testing.assert_allclose(found, block_power(A, G, -1), rtol=DOUBLE, atol=DOUBLE)
-    assert block.tensors_to_compute_grads() == ("s0", "s1")
-    assert block.num_registered_towers == 2
 
 
 def test_layers_of_one_input_share_its_factor_and_keep_their_own_dampings():

@@ -7,7 +7,14 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches
-from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
+from tests.lifecycle import (
+    as_matrix,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 
 EXACT = 1e-12  # float64 sums of a few dozen terms of size one
 SINGLE = 1e-5  # the same in float32
@@ -94,17 +101,7 @@ def test_damped_products_are_those_of_the_dense_matrix(approx, diagonal, bias):
     moments = second_moment(rows(a), bias), second_moment(rows(ds))
     A, G = (np.diag(np.diag(M)) if line else M for M, line in zip(moments, diagonal, strict=True))
     B = damped_block(A, G, DAMPING, USES)
-    for exp in (1, -1, -0.5):
-        found = as_matrix(
-            lambda v, p=exp: block.multiply_matpower(v, p), SHAPES[bias], plain_packing
-        )
-        np.testing.assert_allclose(found, power(B, exp), atol=1e-10)
-    root = as_matrix(block.multiply_cholesky, SHAPES[bias], plain_packing)
-    np.testing.assert_allclose(root @ root.T, B, atol=EXACT)
-    inverse = as_matrix(
-        lambda v: block.multiply_cholesky_inverse(v, transpose=True), SHAPES[bias], plain_packing
-    )
-    np.testing.assert_allclose(inverse, np.linalg.inv(root).T, atol=1e-10)
+    assert_products(block, B, SHAPES[bias], plain_packing, 1e-10, exps=(-1, -0.5))
     assert block.damping == pytest.approx(DAMPING / USES)
 
 
@@ -163,15 +160,6 @@ def test_a_convolution_counts_uses_times_locations(form, first, named_class):
     )
 
 
-def test_uses_are_independent_of_the_loss_having_them_as_examples():
-    """A loss over all uses at once has a first axis of u·n: that is not the batch."""
-    a, ds = draw(D_IN, seed=8), draw(D_OUT, seed=9)
-    collection, grads, values = handed_over("folded", "folded", a, ds)
-    collection.register_normal_predictive_distribution("logits")
-    values["logits"] = np.zeros((USES * BATCH, D_OUT))
-    assert observe(collection, grads, [values]).repeats == USES
-
-
 def test_listed_uses_with_positions_count_both():
     rng = np.random.default_rng(10)
     a, ds = rng.normal(size=(2, 4, 5, D_IN)), rng.normal(size=(2, 4, 5, D_OUT))
@@ -181,17 +169,6 @@ def test_listed_uses_with_positions_count_both():
     block = observe(collection, [[["d0", "d1"]]], [values])
     A, G = second_moment(rows(a)), second_moment(rows(ds))
     np.testing.assert_allclose(block.full_fisher_block(), 10 * np.kron(A, G), atol=EXACT)
-
-
-def test_sources_are_summed_over():
-    a = draw(D_IN, seed=11)
-    sources = [draw(D_OUT, seed=12), draw(D_OUT, seed=13)]
-    collection = ke.LayerCollection()
-    collection.register_fully_connected_multi("w", "x", "s", num_uses=USES)
-    values = {"x": a, "d0": sources[0], "d1": rows(sources[1])}
-    block = observe(collection, [["d0"], ["d1"]], [values])
-    expected = sum(second_moment(rows(ds)) for ds in sources)
-    np.testing.assert_allclose(block.output_factor.cov, expected, atol=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches as truth_patches
-from tests.lifecycle import as_matrix, damped_block, observe, plain_packing, power, second_moment
+from tests.lifecycle import (
+    as_matrix,
+    assert_products,
+    damped_block,
+    observe,
+    plain_packing,
+    second_moment,
+)
 
 EXACT = 1e-11  # float64 sums of some hundred terms of size one
 SINGLE = 2e-4  # float32, relative to the largest entry of an inverse of condition about a hundred
@@ -93,24 +100,7 @@ def test_powers_and_roots_are_those_of_the_dense_matrix(case):
         registered(case), [["ds"]], [values], damping=DAMPING, exps=(-0.5,), cholesky=True
     )
     B = damped_block(*truth(case, values), DAMPING, 1)
-    for exp in (1, -0.5):
-        found = as_matrix(
-            lambda v, p=exp: block.multiply_matpower(v, p), shapes(case), plain_packing
-        )
-        np.testing.assert_allclose(found, power(B, exp), atol=1e-9)
-    root = as_matrix(block.multiply_cholesky, shapes(case), plain_packing)
-    np.testing.assert_allclose(root @ root.T, B, atol=1e-9)
-    inverse = as_matrix(block.multiply_cholesky_inverse, shapes(case), plain_packing)
-    np.testing.assert_allclose(inverse @ root, np.eye(len(B)), atol=1e-9)
-
-
-@every_case
-def test_two_towers_are_one_of_both(case):
-    whole = case[0](6, 3)
-    values = {f"{k}{i}": v[3 * i : 3 * i + 3] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(case, towers=2), [["ds0", "ds1"]], [values])
-    F = np.kron(*truth(case, whole))
-    np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * abs(F).max())
+    assert_products(block, B, shapes(case), plain_packing, 1e-9, exps=(-0.5,))
 
 
 @every_case

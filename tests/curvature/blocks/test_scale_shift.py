@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.lifecycle import as_matrix, observe, power
+from tests.lifecycle import as_matrix, assert_products, observe
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
 SINGLE = 1e-4  # float32, relative to the largest entry of an inverse of condition about ten
@@ -114,18 +114,9 @@ def test_powers_and_roots_are_those_of_the_damped_matrix(case, approx):
     )
     F = fisher(case, values, approx)
     F += DAMPING * np.eye(len(F))
-    for exp in (1, -0.5, 0.3):
-        found = as_matrix(lambda v, p=exp: block.multiply_matpower(v, p), shapes_of(case), flat)
-        np.testing.assert_allclose(found, power(F, exp), atol=1e-10)
+    assert_products(block, F, shapes_of(case), flat, 1e-10, exps=(-0.5, 0.3))
     root = as_matrix(block.multiply_cholesky, shapes_of(case), flat)
     np.testing.assert_allclose(root, np.linalg.cholesky(F), atol=1e-10)
-    for product_, matrix in [
-        (block.multiply_cholesky, root),
-        (block.multiply_cholesky_inverse, np.linalg.inv(root)),
-    ]:
-        for transpose in (False, True):
-            found = as_matrix(lambda v, f=product_, t=transpose: f(v, t), shapes_of(case), flat)
-            np.testing.assert_allclose(found, matrix.T if transpose else matrix, atol=1e-10)
 
 
 @every_approximation

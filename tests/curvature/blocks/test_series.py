@@ -149,44 +149,6 @@ def test_two_uses_with_symmetric_lags_need_no_model():
     close(block.full_fisher_block(), 2 * np.kron(a0, g0) + 2 * np.kron(a1, g1))
 
 
-@every_option
-def test_uncorrelated_uses_are_independent_ones(option):
-    """Lag moments of zero leave ``u · A₀ ⊗ G₀``."""
-    eye = np.eye(USES)
-    a = np.stack([np.tile(row, (2, 1)) * 1.5 for row in eye])  # use u has features of its own
-    ds = np.stack([np.tile(row, (2, 1)) for row in eye])
-    found = []
-    for approx in ("kron_indep", f"kron_series_{option}"):
-        collection = ke.LayerCollection()
-        collection.register_fully_connected_multi("w", "x", "s", num_uses=USES, approx=approx)
-        lagless = ds * np.array([1, -1])[None, :, None]  # examples cancel in G₁, and add up in G₀
-        values = {"x": a * np.array([1, -1])[None, :, None], "d": lagless}
-        block = observe(collection, [["d"]], [values], damping=DAMPING, exps=(-1,))
-        vector = np.random.default_rng(5).normal(size=(USES, USES))
-        if approx != "kron_indep":
-            for factor in block.factors:
-                factor.average.value[1] = 0.0
-                factor.refresh()
-        found.append((block.multiply(vector), block.multiply_inverse(vector)))
-    for plain, series in zip(*found, strict=True):
-        np.testing.assert_allclose(series, plain, atol=1e-11)
-
-
-@every_option
-def test_two_towers_are_one_of_both(option):
-    a, ds = sequences(D_IN, seed=6), sequences(D_OUT, seed=7)
-    collection = ke.LayerCollection()
-    values = {}
-    for tower, part in enumerate((slice(0, 3), slice(3, 6))):
-        collection.register_fully_connected_multi(
-            ("w", "b"), f"x{tower}", f"s{tower}", num_uses=USES, approx=f"kron_series_{option}"
-        )
-        values |= {f"x{tower}": a[:, part], f"d{tower}": ds[:, part]}
-    block = observe(collection, [["d0", "d1"]], [values])
-    A, G = moments(a, has_bias=True), moments(ds, has_bias=False)
-    close(block.full_fisher_block(), dense_block(A, G, option))
-
-
 def test_positions_are_sequences_of_their_own():
     """Listed uses of five positions: five times the block of five times as many examples."""
     rng = np.random.default_rng(8)
@@ -200,24 +162,6 @@ def test_positions_are_sequences_of_their_own():
         values = {"x0": x[0], "x1": x[1], "d0": d[0], "d1": d[1]}
         found.append(observe(collection, [[["d0", "d1"]]], [values]).full_fisher_block())
     close(found[0], 5 * found[1])
-
-
-@every_option
-@pytest.mark.parametrize("debias", [True, False], ids=["debiased", "classical"])
-def test_lag_moments_are_averaged_like_moments(option, debias):
-    decay = 0.6
-    batches = [(sequences(D_IN, seed=s), sequences(D_OUT, seed=s + 50)) for s in (9, 10, 11)]
-    collection = ke.LayerCollection(config=ke.CollectionConfig(debias=debias))
-    collection.register_fully_connected_multi(
-        "w", "x", "s", num_uses=USES, approx=f"kron_series_{option}"
-    )
-    values = [{"x": a, "d": ds} for a, ds in batches]
-    block = observe(collection, [["d"]], values, decay=decay)
-    weights = np.array([decay**2, decay, 1.0])
-    weights = weights / weights.sum() if debias else weights * (1 - decay)
-    lagged = [moments(a, has_bias=False)[1] for a, _ in batches]
-    expected = sum(w * c1 for w, c1 in zip(weights, lagged, strict=True))
-    np.testing.assert_allclose(block.input_factor.cov_dt1, expected, atol=1e-12)
 
 
 def test_the_bias_of_a_lag_moment_counts_pairs_over_uses():

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from scipy.linalg import fractional_matrix_power
 
 import kfac_engine as ke
 from tests.backend.truths import patches
-from tests.lifecycle import as_matrix, observe, plain_packing
+from tests.lifecycle import as_matrix, assert_products, observe, plain_packing
 
 EXACT = 1e-12  # float64 sums of a hundred products of size one
 DOUBLE = 1e-10  # relative: the same through powers of matrices of condition number a hundred
@@ -67,15 +66,8 @@ def test_a_dense_diagonal_multiplies_by_mean_squared_example_gradients(bias, pos
     diagonal = mean_square(example_gradients(a, ds, bias)).ravel()
     np.testing.assert_allclose(block.full_fisher_block(), np.diag(diagonal), atol=EXACT)
     shapes = [(D_IN, D_OUT), (D_OUT,)][: 1 + bias]
-    for exp in (1, -1, -0.5):
-        found = as_matrix(lambda v, p=exp: block.multiply_matpower(v, p), shapes, plain_packing)
-        np.testing.assert_allclose(found, np.diag((diagonal + DAMPING) ** exp), rtol=DOUBLE)
-    for multiply, exp in [(block.multiply_cholesky, 0.5), (block.multiply_cholesky_inverse, -0.5)]:
-        for transpose in (False, True):
-            found = as_matrix(
-                lambda v, f=multiply, t=transpose: f(v, transpose=t), shapes, plain_packing
-            )
-            np.testing.assert_allclose(found, np.diag((diagonal + DAMPING) ** exp), rtol=DOUBLE)
+    D = np.diag(diagonal + DAMPING)
+    assert_products(block, D, shapes, plain_packing, DOUBLE, exps=(-1, -0.5))
     assert block.damping == DAMPING
     assert block.factor.cov.shape == (D_IN + bias, D_OUT)
 
@@ -100,24 +92,6 @@ def test_a_convolution_diagonal_sums_over_locations_before_it_squares(bias, firs
     inverse = as_matrix(block.multiply_inverse, shapes, plain_packing)
     np.testing.assert_allclose(inverse, np.diag(1 / (diagonal.ravel() + DAMPING)), rtol=DOUBLE)
     assert block.damping == DAMPING
-
-
-def test_sources_are_summed_and_towers_averaged():
-    values = {f"x{t}": draw(N, D_IN, seed=t) for t in range(2)}
-    values |= {f"d{s}{t}": draw(N, D_OUT, seed=5 + 2 * s + t) for s in range(2) for t in range(2)}
-    collection = ke.LayerCollection()
-    for tower in range(2):
-        collection.register_fully_connected(("w", "b"), f"x{tower}", f"s{tower}", approx="diagonal")
-    block = observe(collection, [["d00", "d01"], ["d10", "d11"]], [values])
-    expected = sum(
-        mean_square(example_gradients(values[f"x{t}"][:, None], values[f"d{s}{t}"][:, None], True))
-        / 2
-        for s in range(2)
-        for t in range(2)
-    )
-    np.testing.assert_allclose(block.factor.cov, expected, atol=EXACT)
-    assert block.tensors_to_compute_grads() == ("s0", "s1")
-    assert block.num_registered_towers == 2
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
@@ -175,19 +149,9 @@ def test_the_naive_full_block_is_the_outer_product_of_the_batch_gradient(params,
     F = np.outer(g, g) / N
     np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT)
     damped = F + DAMPING * np.eye(len(g))
-    for exp in (1, -1, -0.5):
-        found = as_matrix(lambda v, p=exp: block.multiply_matpower(v, p), shapes, as_column)
-        np.testing.assert_allclose(found, fractional_matrix_power(damped, exp), atol=DOUBLE)
-    L = np.linalg.cholesky(damped)
-    for multiply, matrix in [
-        (block.multiply_cholesky, L),
-        (block.multiply_cholesky_inverse, np.linalg.inv(L)),
-    ]:
-        for transpose in (False, True):
-            found = as_matrix(
-                lambda v, f=multiply, t=transpose: f(v, transpose=t), shapes, as_column
-            )
-            np.testing.assert_allclose(found, matrix.T if transpose else matrix, atol=DOUBLE)
+    assert_products(block, damped, shapes, as_column, DOUBLE, exps=(-1, -0.5))
+    root = as_matrix(block.multiply_cholesky, shapes, as_column)
+    np.testing.assert_allclose(root, np.linalg.cholesky(damped), atol=DOUBLE)
     assert block.damping == DAMPING
     assert block.tensors_to_compute_grads() == ((params,) if len(names) == 1 else params)
 
@@ -233,29 +197,6 @@ def test_results_have_the_types_and_shapes_of_the_vector(form, dtype):
         assert [(part.dtype, part.shape) for part in result] == [(dtype, (2, 3)), (dtype, (3,))]
     kept = np.float64 if dtype is np.float64 else np.float32
     assert block.full_fisher_block().dtype == kept
-
-
-@pytest.mark.parametrize("approx", ["full", "diagonal"])
-def test_results_are_new_arrays_that_nothing_later_changes(approx):
-    collection = generic("w", approx)
-    block = observe(collection, ["g"], [{"g": draw(4)}], exps=(-1,), cholesky=True)
-    v = np.ones(4)
-    results = [block.full_fisher_block(), block.multiply(v), block.multiply_inverse(v)]
-    results += [block.multiply_cholesky(v), block.multiply_cholesky_inverse(v)]
-    kept = [array.copy() for array in results]
-    (factor,) = collection.get_factors()
-    factor.make_covariance_update_op(0.5)({"g": draw(4, seed=9)})
-    factor.refresh()
-    for array, before in zip(results, kept, strict=True):
-        np.testing.assert_array_equal(array, before)
-        assert array.flags.writeable
-    np.testing.assert_array_equal(v, 1)
-
-
-def test_a_vector_of_whole_numbers_is_not_answered_in_whole_numbers():
-    block = observe(generic("w", "diagonal"), ["g"], [{"g": draw(4)}], damping=DAMPING)
-    found = block.multiply_inverse(np.arange(4))
-    np.testing.assert_array_equal(found, block.multiply_inverse(np.arange(4.0)))
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -163,12 +163,3 @@ def test_reuse_says_whether_a_tower_is_meant(key, register):
     register(collection, reuse=True)
     register(collection)
     assert collection.fisher_blocks[key].num_registered_towers == 3
-
-
-def test_a_tower_must_be_the_same_layer():
-    collection = ke.LayerCollection(graph=GRAPH)
-    collection.register_fully_connected_multi("w", ["a", "b"], ["c", "d"])
-    with pytest.raises(ValueError, match="same layer"):
-        collection.register_fully_connected_multi("w", "x", "s", num_uses=3)
-    collection.register_fully_connected_multi("w", "x", "s", num_uses=2)
-    assert collection.fisher_blocks["w"].num_registered_towers == 2

@@ -85,16 +85,6 @@ def damped(C, damping):
 # -- averages --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
-def test_the_average_is_a_decayed_sum_over_its_decayed_weight(decay):
-    batches = [batch(seed) for seed in range(4)]
-    factor = observe(make(), *batches, decay=decay)
-    var, total = 0.0, 0.0
-    for values in batches:
-        var, total = decay * var + moment(values), decay * total + 1
-    np.testing.assert_allclose(factor.cov, var / total, rtol=DOUBLE)
-
-
 @pytest.mark.parametrize("start", ["zeros", "identity"])
 def test_a_classical_average_starts_where_it_is_told(start):
     config = ke.CollectionConfig(debias=False, initial_covariance=start)
@@ -104,21 +94,6 @@ def test_a_classical_average_starts_where_it_is_told(start):
     for values in batches:
         C = 0.8 * C + 0.2 * moment(values)
     np.testing.assert_allclose(factor.cov, C, rtol=DOUBLE)
-
-
-@pytest.mark.parametrize("config", [None, ke.CollectionConfig(initial_covariance="identity")])
-def test_the_first_debiased_average_is_the_first_moment(config):
-    found = observe(make(config), batch(), decay=0.95).cov
-    np.testing.assert_array_equal(found, observe(make(), batch(), decay=0.0).cov)
-
-
-def test_updates_may_be_weighted():
-    factor = make()
-    factor.instantiate_cov_variables()
-    factor.make_covariance_update_op(0.5, 1.0)(batch(0))
-    found = factor.make_covariance_update_op(0.5, 3.0)(batch(1))
-    expected = (0.5 * moment(batch(0)) + 3 * moment(batch(1))) / 3.5
-    np.testing.assert_allclose(found, expected, rtol=DOUBLE)
 
 
 def test_what_was_read_is_the_callers_own():
@@ -152,24 +127,6 @@ def test_powers_are_those_of_the_damped_average(exps, damping):
         right = factor.right_multiply_matpower(V, exp, func)
         np.testing.assert_allclose(left, truth @ V, rtol=DOUBLE, atol=DOUBLE)
         np.testing.assert_allclose(right, V @ truth, rtol=DOUBLE, atol=DOUBLE)
-
-
-def test_roots_are_triangular_and_multiply_from_both_sides_and_transposed():
-    factor, func = observe(make(), batch()), constant(0.2)
-    factor.register_cholesky(func)
-    factor.register_cholesky_inverse(func)
-    refresh(factor)
-    L = np.linalg.cholesky(damped(factor.cov, 0.2))
-    V = np.random.default_rng(3).normal(size=(D, D))
-    for inverse in (False, True):
-        root = np.linalg.inv(L) if inverse else L
-        for transpose in (False, True):
-            M = root.T if transpose else root
-            options = {"transpose": transpose, "inverse": inverse}
-            left = factor.left_multiply_cholesky(V, func, **options)
-            right = factor.right_multiply_cholesky(V, func, **options)
-            np.testing.assert_allclose(left, M @ V, rtol=DOUBLE, atol=DOUBLE)
-            np.testing.assert_allclose(right, V @ M, rtol=DOUBLE, atol=DOUBLE)
 
 
 @pytest.mark.parametrize(

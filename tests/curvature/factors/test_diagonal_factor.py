@@ -90,31 +90,6 @@ def test_nothing_is_stored_so_nothing_is_stale():
     np.testing.assert_allclose(np.diag(found), 1 / (factor.cov + 2.0), rtol=ROUNDING)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
-def test_the_average_is_a_decayed_sum_over_its_decayed_weight(decay):
-    batches = [{"g": draw(2, 3, seed=seed)} for seed in range(4)]
-    var, total = 0.0, 0.0
-    for values in batches:
-        var, total = decay * var + values["g"] ** 2 / N, decay * total + 1
-    factor = observe(parameter(), *batches, decay=decay)
-    np.testing.assert_allclose(factor.cov, var / total, rtol=ROUNDING)
-
-
-def test_a_classical_average_may_start_at_one():
-    config = ke.CollectionConfig(debias=False, initial_covariance="identity")
-    factor = observe(parameter(config), {"g": draw(2, 3)}, decay=0.8)
-    np.testing.assert_allclose(factor.cov, 0.8 + 0.2 * draw(2, 3) ** 2 / N, rtol=ROUNDING)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_products_are_in_the_type_of_the_statistics(dtype):
-    factor = observe(parameter(), {"g": draw(2, 3, dtype=dtype)})
-    kept = np.float64 if dtype is np.float64 else np.float32
-    v = draw(2, 3, dtype=kept)
-    assert factor.cov.dtype == kept
-    assert factor.left_multiply_matpower(v, -1, constant(0.3)).dtype == kept
-
-
 @pytest.mark.parametrize("exp", [-1, -0.5])
 def test_the_inverse_of_a_zero_without_damping_is_refused(exp):
     factor = observe(parameter(), {"g": np.zeros((2, 3))})
@@ -131,15 +106,6 @@ def test_operands_of_another_size_are_refused():
         factor.left_multiply_matpower(np.ones((D + 1, 2)), 1, func)
     with pytest.raises(ke.ShapeError, match="from the right"):
         factor.right_multiply_matpower(np.ones((D, D + 1)), 1, func)
-
-
-def test_a_batch_with_nan_is_refused_and_leaves_the_average_as_it_was():
-    factor = observe(parameter(), {"g": draw(2, 3)})
-    before = factor.cov
-    with pytest.raises(ke.NonFiniteError, match="'g' holds NaN"):
-        observe(factor, {"g": np.array([[np.nan, 1, 1], [1, 1, 1]])})
-    np.testing.assert_array_equal(factor.cov, before)
-    assert factor.average.weight == 1.0
 
 
 def layer():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.curvature.linalg.lags import Infinite, Symmetric
 
 USES, BATCH, WIDTH = 3, 4, 2
 X = np.random.default_rng(0).normal(size=(USES, BATCH, WIDTH))
@@ -51,14 +50,6 @@ def test_one_use_has_no_lag():
     np.testing.assert_array_equal(factor.cov_dt1, 0.0)
 
 
-def test_sources_add_up_and_towers_are_averaged():
-    factor = ke.FullyConnectedMultiKF([["a", "b"], ["b", "a"]], USES)
-    factor.register_cov_dt1()
-    factor.update({"a": X, "b": 2 * X}, 0.9)
-    expected = 2 * (lag_moment(X, False) + lag_moment(2 * X, False)) / 2
-    np.testing.assert_allclose(factor.cov_dt1, expected, atol=EXACT)
-
-
 def test_sources_one_by_one_are_sources_at_once():
     values = [{"x": X, "y": X}, {"x": 3 * X, "y": X}]
     factor = ke.FullyConnectedMultiKF([["x"]], USES)
@@ -80,16 +71,6 @@ def test_a_classical_average_starts_from_independent_uses():
     np.testing.assert_allclose(factor.cov_dt1, 0.25 * lag_moment(X, False), atol=EXACT)
 
 
-@pytest.mark.parametrize(("option", "kind"), [(1, Symmetric), (2, Infinite)])
-def test_a_side_keeps_the_type_of_the_data(option, kind):
-    factor = lagged("stacked", option=option)
-    factor.update({"stacked": X.astype(np.float32)}, 0.9)
-    factor.refresh()
-    side = factor.series(option, fixed_damping)
-    assert isinstance(side, kind)
-    assert {side.basis.dtype, side.values.dtype} == {np.dtype(np.float32)}
-
-
 def test_the_options_do_not_disturb_each_other():
     """Option 1 symmetrises the lag moment: option 2 must not see that."""
     both = lagged("stacked", option=1)
@@ -102,15 +83,6 @@ def test_the_options_do_not_disturb_each_other():
     np.testing.assert_array_equal(found.shift, expected.shift)
     inverse = np.linalg.inv(alone.cov + 0.4 * np.eye(WIDTH))
     np.testing.assert_allclose(expected.shift, alone.cov_dt1.T @ inverse, atol=EXACT)
-
-
-def test_a_plain_factor_measures_no_lag():
-    factor = ke.FullyConnectedMultiKF([["stacked"]], USES)
-    factor.update(VALUES, 0.9)
-    with pytest.raises(ke.InputError, match="register_cov_dt1"):
-        _ = factor.cov_dt1
-    with pytest.raises(ke.InputError, match="before its first batch"):
-        factor.register_cov_dt1()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.compat import convolution_factors
 from kfac_engine.distributed.shards import Rows
-from tests.lifecycle import observe, second_moment
+from tests.lifecycle import observe
 
 SIDE = 4
 
@@ -85,22 +84,6 @@ def test_patches_are_drawn_from_the_drawn_examples():
     assert len(set(drawn // (SIDE * SIDE))) == 2
 
 
-def test_two_towers_are_one_of_both():
-    """Where everything is drawn: a factor is the mean over its towers."""
-    x = np.random.default_rng(0).normal(size=(6, SIDE, SIDE, 3))
-    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches_per_dimension=1000)
-    collection = ke.LayerCollection(graph={"w": (1, 1, 3, 1)}, config=config)
-    for tower in "01":
-        collection.register_conv2d(
-            ("w", "b"), [1, 1, 1, 1], "SAME", f"x{tower}", f"s{tower}", reuse=tower == "1"
-        )
-    ds = np.ones((3, SIDE, SIDE, 1))
-    values = {"x0": x[:3], "x1": x[3:], "ds0": ds, "ds1": ds}
-    found = observe(collection, [["ds0", "ds1"]], [values]).input_factor.cov
-    # Float64 rounding of a hundred terms of size one.
-    np.testing.assert_allclose(found, second_moment(x.reshape(-1, 3), True), atol=1e-12)
-
-
 def test_every_row_is_equally_likely():
     """The mean over many draws is the moment of everything."""
     draws = 400
@@ -111,14 +94,6 @@ def test_every_row_is_equally_likely():
     block = observe(collection, [["ds"]], [values] * draws, decay=1.0)
     # A row is drawn in a quarter of the batches: standard deviation sqrt(p(1-p)/400)/8 = 0.0027.
     np.testing.assert_allclose(np.diag(block.input_factor.cov), 1 / 32, atol=5 * 0.0027)
-
-
-def test_a_seed_repeats_itself_and_batches_differ():
-    options = {"sub_sample_inputs": True, "inputs_to_extract_patches_factor": 0.3}
-    first, second = (observed(examples_apart(20), seed=1, **options) for _ in range(2))
-    np.testing.assert_array_equal(first.cov, second.cov)
-    assert not np.array_equal(first.cov, observed(examples_apart(20), seed=2, **options).cov)
-    assert not np.array_equal(first.cov, observed(examples_apart(20), 2, seed=1, **options).cov)
 
 
 def test_a_restored_factor_goes_on_drawing_where_it_was():
@@ -140,19 +115,6 @@ def test_a_layer_may_choose_for_itself(asked, kept):
     block = observe(collection, [["ds"]], [values])
     assert np.count_nonzero(np.diag(block.input_factor.cov)) == kept
     assert block.repeats == SIDE * SIDE
-
-
-def test_few_images_at_a_time_give_the_same_numbers():
-    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches=25)
-    x = np.random.default_rng(0).normal(size=(6, SIDE, SIDE, 3))
-    values = {"x": x, "ds": np.ones((6, SIDE, SIDE, 1))}
-    found = []
-    for scratch in (1, 10**9):
-        collection = ke.LayerCollection(graph={"w": (2, 2, 3, 1)}, config=config)
-        collection.backend = NumpyBackend(scratch_bytes=scratch)
-        collection.register_conv2d(("w", "b"), [1, 1], "SAME", "x", "s")
-        found.append(observe(collection, [["ds"]], [values]).input_factor.cov)
-    np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-14)  # float64 rounding
 
 
 SAMPLINGS = {

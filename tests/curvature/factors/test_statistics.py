@@ -14,8 +14,7 @@ from kfac_engine.curvature.factors.statistics import (
     LayerSquare,
 )
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.views import RowView, patch_view
-from tests.backend.truths import patches
+from kfac_engine.layers.views import RowView
 
 ROWS = RowView()
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -103,49 +102,6 @@ def test_two_towers_are_one_tower_of_both():
     )
 
 
-@pytest.mark.parametrize("statistic", [KroneckerMoment, KroneckerDiagonal])
-@pytest.mark.parametrize("form", ["list", "folded", "stacked"])
-def test_uses_are_rows_like_any_other(statistic, form):
-    uses = [draw(4, 3, seed=s) for s in range(2)]
-    values = {
-        "list": {"x0": uses[0], "x1": uses[1]},
-        "folded": {"x": np.concatenate(uses)},
-        "stacked": {"x": np.stack(uses)},
-    }[form]
-    found = measured(statistic((((tuple(values),),)), ROWS, True, num_uses=2), values)
-    expected = mean_outer([row for x in uses for row in x], True)
-    if statistic is KroneckerDiagonal:
-        expected = np.diag(expected)
-    np.testing.assert_allclose(found, expected, atol=EXACT)
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["NHWC", "NCHW"])
-@pytest.mark.parametrize(
-    ("padding", "begins", "ends", "strides", "dilations"),
-    [
-        ("VALID", (0, 0), (0, 0), (1, 1), (1, 1)),
-        ("SAME", (1, 0), (1, 1), (1, 1), (1, 1)),
-        # Height: 3 outputs need (3 - 1)·2 + 3 = 7 pixels, one more than 6; width: 2 need all 5.
-        ("SAME", (0, 0), (1, 0), (2, 3), (1, 1)),
-        (((2, 1), (0, 3)), (2, 0), (1, 3), (1, 2), (2, 1)),
-    ],
-    ids=["valid", "same", "same-strided", "explicit-dilated"],
-)
-def test_the_side_of_a_convolution_is_that_of_its_patches(
-    padding, begins, ends, strides, dilations, first
-):
-    x = draw(3, 2, 6, 5)
-    z = patches(x, (3, 2), strides, dilations, begins, ends)
-    expected = mean_outer(list(z.reshape(-1, 12)), True)
-    view = patch_view((3, 2), strides, dilations, padding, channels_first=first)
-    values = {"x": x if first else np.moveaxis(x, 1, -1)}
-    found = measured(KroneckerMoment(((("x",),),), view, True), values)
-    np.testing.assert_allclose(found, expected, atol=EXACT)
-    assert found[-1, -1] == pytest.approx(1, rel=EXACT)
-    diagonal = measured(KroneckerDiagonal(((("x",),),), view, True), values)
-    np.testing.assert_allclose(diagonal, np.diag(expected), atol=EXACT)
-
-
 @pytest.mark.parametrize(
     "statistic",
     [
@@ -169,51 +125,6 @@ def test_a_measurement_is_added_to_the_scaled_old(statistic):
 # -- diagonals of layers ---------------------------------------------------------------------------
 
 
-def packed_gradient(a, ds, homogeneous):
-    """One example's gradient: the sum over positions of the outer products."""
-    return sum(np.outer(one_appended(x, homogeneous), g) for x, g in zip(a, ds, strict=True))
-
-
-@pytest.mark.parametrize("homogeneous", [False, True], ids=["weight", "weight and bias"])
-@pytest.mark.parametrize("positions", [None, 3], ids=["dense", "tokens"])
-def test_a_layer_diagonal_is_the_mean_of_squared_example_gradients(positions, homogeneous):
-    between = () if positions is None else (positions,)
-    values = {}
-    for tower in range(2):
-        values[f"a{tower}"] = draw(3, *between, 4, seed=tower)
-        for source in range(2):
-            values[f"d{source}{tower}"] = draw(3, *between, 2, seed=10 + 2 * source + tower)
-    expected = np.zeros((4 + homogeneous, 2))
-    for source in range(2):
-        for tower in range(2):
-            for a, d in zip(values[f"a{tower}"], values[f"d{source}{tower}"], strict=True):
-                g = packed_gradient(a.reshape(-1, 4), d.reshape(-1, 2), homogeneous)
-                expected += g**2 / 3 / 2
-    statistic = LayerSquare(
-        (("a0",), ("a1",)),
-        ((("d00",), ("d01",)), (("d10",), ("d11",))),
-        ROWS,
-        ROWS,
-        homogeneous,
-    )
-    np.testing.assert_allclose(measured(statistic, values), expected, atol=EXACT)
-    assert statistic.batch_size(values) == 6
-    assert statistic.repeats(values) == (positions or 1)
-
-
-def test_a_convolution_diagonal_is_the_mean_of_squared_example_gradients():
-    x, ds = draw(3, 2, 5, 4), draw(3, 2, 3, 3, seed=1)
-    z = patches(x, (2, 2), (2, 1), (1, 1), (0, 0), (0, 0))[:, : 2 * 3]
-    ds = ds[:, :, :2]
-    expected = np.zeros((9, 2))
-    for a, d in zip(z, ds.reshape(3, 2, -1).swapaxes(1, 2), strict=True):
-        expected += packed_gradient(a, d, True) ** 2 / 3
-    view = patch_view((2, 2), (2, 1), (1, 1), "VALID", channels_first=True)
-    statistic = LayerSquare((("x",),), ((("d",),),), view, RowView(1), True)
-    found = measured(statistic, {"x": x, "d": ds})
-    np.testing.assert_allclose(found, expected, atol=EXACT)
-
-
 def test_few_examples_at_a_time_give_the_same_diagonal():
     values = {"x": draw(7, 3), "d": draw(7, 2, seed=1)}
     statistic = LayerSquare((("x",),), ((("d",),),), ROWS, ROWS, True)
@@ -223,23 +134,6 @@ def test_few_examples_at_a_time_give_the_same_diagonal():
 
 
 # -- gradients of whole batches --------------------------------------------------------------------
-
-
-def test_the_naive_diagonal_is_the_squared_batch_gradient_over_the_batch():
-    g, h = draw(3, 4), draw(3, 4, seed=1)
-    statistic = GradientSquare(((("g",),), (("h",),)), (5, "x"))
-    values = {"g": g, "h": h, "x": np.zeros((3, 1))}
-    np.testing.assert_allclose(measured(statistic, values), (g**2 + h**2) / 8, atol=EXACT)
-    assert statistic.batch_size(values) == 8
-
-
-def test_the_naive_full_matrix_is_the_outer_product_of_the_flat_batch_gradient():
-    w, b, v, c = draw(2, 3), draw(3, seed=1), draw(2, 3, seed=2), draw(3, seed=3)
-    statistic = GradientOuter(((("w", "b"),), (("v", "c"),)), (4,))
-    first, second = np.append(w.ravel(), b), np.append(v.ravel(), c)
-    expected = (np.outer(first, first) + np.outer(second, second)) / 4
-    found = measured(statistic, {"w": w, "b": b, "v": v, "c": c})
-    np.testing.assert_allclose(found, expected, atol=EXACT)
 
 
 # -- element types ---------------------------------------------------------------------------------

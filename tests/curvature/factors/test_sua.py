@@ -105,15 +105,6 @@ def test_averages_of_covariance_and_mean_move_apart(centring):
     assert block.input_factor.trace() == pytest.approx(np.trace(expected), rel=1e-12)
 
 
-@every_centring
-def test_two_towers_are_one_of_both(centring):
-    whole = batch(5)
-    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
-    block = observe(registered(True, centring, towers=2), [["ds0", "ds1"]], [values])
-    expected = patch_moment(*pixel_moments(whole["x"], centring), True, centring)
-    np.testing.assert_allclose(block.input_factor.get_cov(), expected, atol=EXACT)
-
-
 @every_bias
 def test_with_one_tap_it_is_the_plain_kronecker_factor(bias):
     found = []
@@ -125,20 +116,6 @@ def test_with_one_tap_it_is_the_plain_kronecker_factor(bias):
         )
         found.append(observe(collection, [["ds"]], [values]).full_fisher_block())
     np.testing.assert_allclose(*found, atol=EXACT)
-
-
-def test_channels_may_come_first():
-    values = batch(7)
-    planes = {key: np.moveaxis(value, -1, 1) for key, value in values.items()}
-    options = {"data_format": "NCHW", "weight_format": "OIHW"}
-    config = ke.CollectionConfig()
-    collection = ke.LayerCollection(graph={"w": (OUTPUTS, CHANNELS, *KERNEL)}, config=config)
-    collection.register_conv2d(
-        ("w", "b"), [1, 1, 2, 2], "SAME", "x", "s", approx="kron_sua", **options
-    )
-    found = observe(collection, [["ds"]], [planes]).full_fisher_block()
-    expected = observe(registered(True, "mean modelled"), [["ds"]], [values]).full_fisher_block()
-    np.testing.assert_allclose(found, expected, atol=EXACT)
 
 
 def test_a_symmetric_matrix_is_the_same_from_the_right():

@@ -32,69 +32,11 @@ def sides(seed=0, size=0.8):
     return found
 
 
-def dense_sum(seed, weights, symmetric, size=0.8):
-    """``Σ_d weights[|d|] · A_d ⊗ G_d``, both signs of the lag."""
-    total = 0
-    (_, root_a, psi_a), (_, root_g, psi_g) = sides(seed, size)
-    if symmetric:
-        psi_a, psi_g = (absolute((psi + psi.T) / 2) for psi in (psi_a, psi_g))
-    for d, weight in enumerate(weights):
-        A = root_a @ np.linalg.matrix_power(psi_a, d) @ root_a
-        G = root_g @ np.linalg.matrix_power(psi_g, d) @ root_g
-        total = total + weight * np.kron(A, G)
-        if d:
-            total = total + weight * np.kron(A.T, G.T)
-    return total
-
-
-def absolute(matrix):
-    values, Q = np.linalg.eigh(matrix)
-    return (Q * abs(values)) @ Q.T
-
-
-def as_dense(product):
-    basis = np.eye(D_IN * D_OUT).reshape(-1, D_IN, D_OUT)
-    return np.stack([product(V).ravel() for V in basis], axis=1)
-
-
-@pytest.mark.parametrize("uses", [1, 2, 3, 7])
-def test_lag_weights_are_their_sum(uses):
-    x = np.array([0.0, 0.1, 0.5, 0.999999999, 1.0, 1.2])
-    expected = [sum((uses - abs(d)) * v ** abs(d) for d in range(1 - uses, uses)) for v in x]
-    np.testing.assert_allclose(lags.lag_weights(x, uses), expected, rtol=1e-14)
-
-
 def test_lag_weights_are_the_inverse_of_the_papers_factor():
     x, uses = np.linspace(0, 0.9, 10), 5
     factor = (1 - x) ** 2 / (uses * (1 - x**2) - 2 * x * (1 - x**uses))
     np.testing.assert_allclose(1 / lags.lag_weights(x, uses), factor, rtol=1e-12)
     assert lags.lag_weights(np.ones(1), uses) == uses**2
-
-
-@pytest.mark.parametrize("uses", [1, 2, 6])
-def test_option_1_is_the_dense_sum_over_lags_and_its_inverse(uses):
-    (A, *_), (G, *_) = sides()
-    F = dense_sum(0, [uses - d for d in range(uses)], symmetric=True)
-    found = as_dense(lambda V: lags.multiply_symmetric(V, A, G, uses, BACKEND))
-    np.testing.assert_allclose(found, F, atol=EXACT)
-    a, g = lags.symmetric(A, BACKEND), lags.symmetric(G, BACKEND)
-    found = as_dense(lambda V: lags.solve_symmetric(V, a, g, uses))
-    expected = np.linalg.inv(F)
-    np.testing.assert_allclose(found, expected, atol=EXACT * abs(expected).max())
-
-
-@pytest.mark.parametrize("uses", [1, 5])
-@pytest.mark.parametrize("size", [0.3, 0.95])
-def test_option_2_is_the_dense_sum_over_infinitely_many_lags_and_its_inverse(uses, size):
-    (A, *_), (G, *_) = sides(seed=3, size=size)
-    # 0.95² to the power 800 is 1e-36: what is left out is nothing.
-    F = dense_sum(3, [uses] * 800, symmetric=False, size=size)
-    found = as_dense(lambda V: lags.multiply_infinite(V, A, G, uses, BACKEND))
-    np.testing.assert_allclose(found, F, atol=EXACT * abs(F).max())
-    a, g = lags.infinite(A, BACKEND), lags.infinite(G, BACKEND)
-    found = as_dense(lambda V: lags.solve_infinite(V, a, g, uses))
-    expected = np.linalg.inv(F)
-    np.testing.assert_allclose(found, expected, atol=EXACT * abs(expected).max())
 
 
 def test_a_sum_over_lags_that_grows_is_refused():
