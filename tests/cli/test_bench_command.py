@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -36,37 +35,6 @@ def test_measurements_are_printed_and_written(one_small_case, tmp_path, capsys):
 def test_a_peer_that_nobody_knows_is_refused_by_name(capsys):
     assert main(["bench", "--compare", "torch,caffe"]) == 2
     assert "unknown peer 'caffe'; choose one of: " in capsys.readouterr().err
-
-
-def test_an_unknown_suite_is_refused_by_name(capsys):
-    assert main(["bench", "--suite", "convolution"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown suite 'convolution'; choose one of: ")
-    assert main(["bench", "--suite", "invers"]) == 2
-    assert "unknown suite 'invers' (did you mean 'inverse'?)" in capsys.readouterr().err
-
-
-def test_rows_of_a_case_are_printed_before_the_next_case_is_measured(
-    one_small_case, monkeypatch, capsys
-):
-    (case,) = run.SUITES["inverse"]
-    monkeypatch.setattr(run, "SUITES", {"inverse": [case, replace(case, name="second")]})
-    printed = []
-    measured = run.measure
-
-    def measure(job, *arguments):
-        printed.append(capsys.readouterr().out)
-        return measured(job, *arguments)
-
-    monkeypatch.setattr(run, "measure", measure)
-    command = ["bench", "--suite", "inverse", "--threads", "1", "--repeats", "2"]
-    assert main(command) == 0
-    first, between = printed
-    assert first.splitlines()[-1] == "  64 × 64"
-    assert [line.split()[0] for line in between.splitlines()] == ["definition", "ours", "second"]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:2]] == [
-        "definition",
-        "ours",
-    ]
 
 
 @pytest.mark.nightly
@@ -113,9 +81,3 @@ def test_list_names_suites_cases_and_contenders(capsys):
     assert heads == [*run.known_suites(), "contenders"]
     assert "gpu: kernels and a network on a GPU, only by --suite" in lines
     assert "    64 × 64" in lines
-
-
-def test_help_names_the_suites(capsys):
-    assert main(["bench", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"Names: {', '.join(run.known_suites())}." in text

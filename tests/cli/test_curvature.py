@@ -10,7 +10,6 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.bench.training.models import recurrent
 from kfac_engine.cli.curvature_data import first_examples
 from kfac_engine.cli.curvature_report import spectra_of
 from tests.models import Net, linear, two_outputs
@@ -100,49 +99,6 @@ def test_numbers_of_a_kronecker_block_equal_its_closed_form(capsys):
     assert result["above_damping"] == above.sum()
 
 
-@pytest.mark.parametrize("structure", ["full", "diagonal", "ekfac"])
-def test_each_structure_has_the_trace_of_the_exact_fisher_matrix(structure, capsys):
-    mean = sum(Truth().fisher()) / EXAMPLES
-    result = report(capsys, "--structure", structure)
-    assert result["trace"] == pytest.approx(np.trace(mean), rel=ROUNDING)
-    assert result["log_likelihood"] is None
-    if structure == "full":
-        assert_numbers(result["blocks"][0], mean)
-    if structure == "diagonal":
-        assert_numbers(result["blocks"][0], np.diag(np.diag(mean)))
-
-
-def test_empirical_fisher_matrix_reads_the_targets(capsys):
-    result = report(capsys, "--fisher", "empirical", "--targets", "y.npz")
-    residuals = Truth().residuals
-    assert_numbers(result["blocks"][0], Truth().kron(residuals.T @ residuals / EXAMPLES))
-
-
-def test_biases_and_layers_divide_and_select_the_blocks(capsys):
-    truth = Truth()
-    A = truth.a.T @ truth.a / EXAMPLES
-    A[-1, :-1] = A[:-1, -1] = 0
-    G = np.mean([np.diag(p) - np.outer(p, p) for p in truth.p], axis=0)
-    assert_numbers(report(capsys, "--biases", "separate")["blocks"][0], np.kron(A, G))
-    net = Net()
-    net.dense("last", net.op("Tanh", net.dense("first", "input", 4, 5), to="h"), 5, 3)
-    onnx.save(net.model({"input": ["n", 4]}, {"last": ["n", 3]}), "two.onnx")
-    every = report(capsys, model="two.onnx")
-    last = report(capsys, "--layers", "last", model="two.onnx")
-    assert [block["parameters"][0] for block in every["blocks"]] == ["first.weight", "last.weight"]
-    assert [block["parameters"][0] for block in last["blocks"]] == ["last.weight"]
-    assert last["trace"] == pytest.approx(every["blocks"][1]["trace"], rel=ROUNDING)
-
-
-@pytest.mark.parametrize("structure", ["kron", "ekfac"])
-def test_result_does_not_depend_on_the_batch(structure, capsys):
-    arguments = ("--targets", "y.npz", "--structure", structure)
-    whole = report(capsys, *arguments)
-    parts = report(capsys, *arguments, "--batch", "7")  # 20 = 7 + 7 + 6
-    for name in ("trace", "log_determinant", "effective_dimension", "log_likelihood", "examples"):
-        assert parts[name] == pytest.approx(whole[name], rel=ROUNDING)
-
-
 def test_file_has_the_curvature_of_the_library():
     assert run("--structure", "ekfac", "--biases", "separate") == 0
     stored = ke.Curvature.load("c.safetensors", "m.onnx")
@@ -152,17 +108,6 @@ def test_file_has_the_curvature_of_the_library():
     assert stored.options.biases == "separate"
     for name, array in direct.diagonal().items():
         np.testing.assert_allclose(stored.diagonal()[name], array, rtol=ROUNDING, atol=ROUNDING)
-
-
-def test_examples_on_another_axis_are_divided_along_it(capsys):
-    net = Net()
-    net.dense("fc", net.op("Transpose", "input", to="rows", perm=(1, 0)), 4, 3)
-    onnx.save(net.model({"input": [4, "n"]}, {"fc": ["n", 3]}), "turned.onnx")
-    np.save("turned.npy", np.load("x.npz")["input"].T.copy())
-    whole = report(capsys, model="turned.onnx", inputs="turned.npy")
-    parts = report(capsys, "--batch", "3", model="turned.onnx", inputs="turned.npy")
-    assert whole["examples"] == parts["examples"] == EXAMPLES
-    assert parts["trace"] == pytest.approx(whole["trace"], rel=ROUNDING)
 
 
 def test_sample_has_the_first_examples_of_the_axis_that_is_named():
@@ -212,35 +157,6 @@ def test_several_losses_have_targets_by_output(capsys):
     arguments = [f"--output={name}" for name in outputs] + ["--loss=normal"] * 2
     result = report(capsys, *arguments, model="two.onnx")
     assert result["trace"] > 0
-
-
-def test_blocks_name_the_parameters_of_the_file_and_their_entries(capsys):
-    model = recurrent(28, seed=0)
-    Path("gru.onnx").write_bytes(model.data)
-    np.save("rows.npy", np.zeros((2, 28, 28), np.float32))
-    blocks = report(capsys, model="gru.onnx", inputs="rows.npy")["blocks"]
-    described = [[*zip(b["parameters"], b["parts"], strict=True)] for b in blocks]
-    assert described == [
-        [("gru.input", ""), ("gru.bias", "[:, 0:192]")],
-        [("gru.state", ""), ("gru.bias", "[:, 192:384]")],
-        [("head.weight", ""), ("head.bias", "")],
-    ]
-    assert blocks[1]["shapes"] == [[1, 192, 64], [1, 384]]
-
-
-def test_unused_entries_of_a_parameter_have_a_block_of_zeros(capsys):
-    net = Net()
-    ends = [net.constant(name, np.array([value])) for name, value in (("start", 0), ("end", 4))]
-    half = net.op(
-        "Slice", net.weight("wide", 6, 3), *ends, net.constant("axis", np.array([0])), to="half"
-    )
-    net.op("MatMul", "input", half, to="output")
-    onnx.save(net.model({"input": ["n", 4]}, {"output": ["n", 3]}), "wide.onnx")
-    used, unused = report(capsys, model="wide.onnx")["blocks"]
-    assert (used["parameters"], used["parts"]) == (["wide"], ["[0:4, :]"])
-    assert (unused["parameters"], unused["parts"]) == (["wide"], ["unused entries"])
-    assert (unused["eigenvalues"], unused["trace"]) == (6, 0)
-    assert unused["log_determinant"] == pytest.approx(6 * np.log(DAMPING))
 
 
 def test_data_may_be_larger_than_the_memory(monkeypatch, capsys):

@@ -8,7 +8,6 @@ import pytest
 import kfac_engine
 from kfac_engine.__main__ import main
 from tests import models, oracle
-from tests.engine.test_recurrent_engine import classifier
 
 
 @pytest.fixture
@@ -52,19 +51,6 @@ def test_files_have_inputs_for_probabilities_and_weights(folder, capsys, kind):
 def test_inputs_may_be_asked_for(folder, capsys):
     assert main(["differentiate", "mlp.onnx", "--wrt", "input", "-o", "g.onnx"]) == 0
     assert "out: output, gradient/input" in capsys.readouterr().out
-
-
-def test_recurrences_have_the_length_of_given_sequences(folder):
-    model = classifier("GRU")
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
-    onnx.save(model, "gru.onnx")
-    batch = np.random.default_rng(0).standard_normal((5, 3, 2)).astype(np.float32)
-    np.save("batch.npy", batch)
-    assert main(["differentiate", "gru.onnx", "--inputs", "batch.npy", "-o", "g.onnx"]) == 0
-    session = onnxruntime.InferenceSession("g.onnx", providers=["CPUExecutionProvider"])
-    feeds = {"x": batch, "cotangent": np.ones((3, 3), np.float32)}
-    # The gradient of a sum of logits with respect to their bias counts the examples.
-    np.testing.assert_allclose(session.run(["gradient/c"], feeds)[0], [3, 3, 3])
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,6 @@ def test_option_is_listed_under_the_heading_of_its_group(name, capsys):
     ]
 
 
-def test_help_of_train_separates_data_optimizer_and_curvature(capsys):
-    written = sections(page_of("train", capsys))
-    assert "--data " in written["Data"]
-    assert "--learning-rate " in written["Optimizer"]
-    assert "--epochs " in written["Length of the run"]
-    assert "--mode " in written["Curvature"]
-    assert "--threads " in written["Machine"]
-
-
 # Command, option and the names that it accepts.
 NAMES = {
     "losses": ("train", "--loss", LOSSES),
@@ -99,13 +90,6 @@ def test_help_lists_kinds_and_names_of_approximations(name, capsys):
     for kind in KINDS:
         if len(accepted(kind)) > 1:
             assert re.search(rf"\b{kind}\b[\w, ]*? {', '.join(accepted(kind))}", rows)
-
-
-def test_refresh_options_of_train_speak_of_steps(capsys):
-    section = sections(page_of("train", capsys))[Group.KFAC_REFRESHES.value]
-    assert "Number of steps from one refresh" in " ".join(section.split())
-    assert "call" not in section.lower()
-    assert "Number of calls" in " ".join(page_of("precondition", capsys).split())
 
 
 # -- examples

@@ -13,8 +13,6 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.data import demo_model
 from kfac_engine.runtime.trace import Trace
-from tests.engine.test_buffers import normalised
-from tests.engine.test_recurrent_engine import classifier
 from tests.engine.test_train_form import folded, network
 from tests.models import Net, layer_norm, random_inputs, resnet_block, two_outputs
 
@@ -30,49 +28,6 @@ def report(tmp_path, capsys):
     return inspect
 
 
-def test_the_layers_of_the_demo_network_have_the_factors_of_their_formula(report):
-    layers = report(demo_model("cnn"))["layers"]
-    assert [layer["kind"] for layer in layers] == ["conv2d"] * 3 + ["fully_connected"] * 2
-    sides = [tuple(shape[0] for shape in layer["factor_shapes"]) for layer in layers]
-    # channels × 3 × 3 + 1 and features + 1 on the input side
-    assert sides == [(10, 16), (145, 32), (289, 32), (129, 64), (65, 10)]
-    # an average and an inverse, float32
-    expected = [2 * 4 * sum(side**2 for side in pair) for pair in sides]
-    assert [layer["factor_bytes"] for layer in layers] == expected
-
-
-def test_memory_adds_up_and_grows_with_the_batch_where_activations_are(report):
-    sizes = ("1000", "10000")
-    one, ten = (report(demo_model("mlp"), "--batch", size)["memory"] for size in sizes)
-    for memory in (one, ten):
-        parts = [count for part, count in memory.items() if part != "total"]
-        assert memory["total"] == sum(parts)
-    # Gradients of weights, which are in the sessions too, do not grow.
-    assert 9 * one["activations"] < ten["activations"] <= 10 * one["activations"]
-    assert ten["factors"] == one["factors"]
-
-
-def with_positions():
-    """A table that divides the tokens, then a dense layer: the table has no layer."""
-    net = Net()
-    x = net.op("Div", "input", net.positive("positions.weight", 4, 5), to="placed")
-    x = net.op("MatMul", x, net.weight("fc.weight", 5, 3), to="product")
-    net.op("Add", x, net.weight("fc.bias", 3), to="output")
-    return net.model({"input": ["batch", 4, 5]}, {"output": ["batch", 4, 3]})
-
-
-def test_every_parameter_is_claimed_once_and_a_generic_one_has_a_reason(report):
-    model = with_positions()
-    layers = report(model)["layers"]
-    claimed = [name for layer in layers for name in layer["parameters"]]
-    assert sorted(claimed) == sorted(set(claimed))
-    weights = {t.name for t in model.graph.initializer if t.name.endswith((".weight", ".bias"))}
-    assert set(claimed) == weights
-    for layer in layers:
-        assert (layer["kind"] == "generic") == bool(layer["reason"])
-    assert "generic" in {layer["kind"] for layer in layers}
-
-
 def test_constants_that_are_not_trained_are_listed_with_a_reason(report):
     model = resnet_block()
     found = report(model)
@@ -82,49 +37,6 @@ def test_constants_that_are_not_trained_are_listed_with_a_reason(report):
     assert trained | left == floats
     assert not trained & left
     assert all(entry["reason"] for entry in found["not_trained"])
-
-
-def test_running_statistics_of_the_training_form_are_called_so(report):
-    reasons = {entry["name"]: entry["reason"] for entry in report(normalised())["not_trained"]}
-    assert reasons.keys() == {"norm.mean", "norm.var"}
-    assert "running mean" in reasons["norm.mean"]
-
-
-def test_recurrences_are_shown_for_the_length_of_given_sequences(report, tmp_path):
-    model = classifier("GRU")
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "steps"
-    np.save(tmp_path / "batch.npy", np.zeros((5, 3, 2), np.float32))
-    layers = report(model, "--inputs", str(tmp_path / "batch.npy"))["layers"]
-    uses = {layer["parameters"][0]: layer["inputs"] for layer in layers}
-    assert len(uses["W"]) == len(uses["R"]) == 5
-
-
-def test_only_the_parameters_asked_for_are_trained(report):
-    layers = report(demo_model("mlp"), "--trainable", "dense3.*")["layers"]
-    assert [layer["parameters"] for layer in layers] == [["dense3.weight", "dense3.bias"]]
-
-
-def test_frozen_parameters_are_listed_among_those_that_are_not_trained(report):
-    shown = report(demo_model("cnn"), "--freeze", "*.bias", "--freeze", "conv1.*")
-    trained = {name for layer in shown["layers"] for name in layer["parameters"]}
-    assert trained
-    assert not any(name.endswith(".bias") or name.startswith("conv1.") for name in trained)
-    assert "conv1.weight" in {entry["name"] for entry in shown["not_trained"]}
-
-
-def test_another_approximation_is_shown(report):
-    layers = report(demo_model("mlp"), "--approx", "fully_connected=diagonal")["layers"]
-    assert {layer["approximation"] for layer in layers} == {"diagonal"}
-
-
-def test_the_table_names_every_parameter(tmp_path, capsys):
-    path = tmp_path / "model.onnx"
-    path.write_bytes(layer_norm().SerializeToString())
-    assert main(["inspect", str(path)]) == 0
-    out = capsys.readouterr().out
-    for tensor in layer_norm().graph.initializer:
-        if np.prod(tensor.dims) > 1:
-            assert tensor.name in out
 
 
 def greatest():
@@ -186,11 +98,6 @@ def test_a_factor_of_thousands_of_rows_names_the_approximation_without_it(sides,
     assert "warning:" not in capsys.readouterr().out
 
 
-def test_a_factor_of_2048_rows_has_no_warning(report):
-    assert report(wide(2, 2048), *DENSE)["warnings"] == []
-    assert len(report(wide(2, 2049), *DENSE)["warnings"]) == 1
-
-
 def test_json_has_the_numbers_of_the_summary(report):
     shown = report(demo_model("cnn"), "--damping", "0.01", "--approx", "conv2d=diagonal")
     conv = [(9 + 1) * 16, (16 * 9 + 1) * 32, (32 * 9 + 1) * 32]
@@ -240,16 +147,6 @@ def test_the_legend_explains_the_symbols_of_the_table_and_no_others(options, sym
     assert [row.split()[0] for row in legend] == symbols
 
 
-def test_the_totals_count_parameters_and_those_in_kronecker_blocks(tables):
-    rows = [row.split() for row in tables(layer_norm())["totals"]]
-    # Dense layers of 5 inputs with 5 and 3 outputs, and scales and shifts in a full block.
-    assert rows[0] == ["parameters", str(6 * 5 + 6 * 3 + 10)]
-    assert rows[1] == ["in", "Kronecker", "blocks", str(6 * 5 + 6 * 3), "(82.8", "%)"]
-    # Two factors of 6 rows, and those of 5, 3 and 10 rows: 1584 operations.
-    assert rows[3][:6] == ["refresh", "of", "all", "factors", "1.58", "kFLOP,"]
-    assert rows[3][-4:] == ["on", "this", "machine", "(estimate)"]
-
-
 def test_other_approximations_are_listed_where_a_kind_has_others(tables):
     (norm, dense) = sorted(tables(layer_norm())["approximations: --approx KIND=NAME"], reverse=True)
     assert norm.split() == ["scale_and_shift", "full", "diagonal"]
@@ -260,18 +157,6 @@ def test_other_approximations_are_listed_where_a_kind_has_others(tables):
     net.op("Conv", "first", w, to="y", kernel_shape=[3], pads=[1, 1], group=2)
     only = net.model({"x": ["n", 4, 5]}, {"y": ["n", 4, 5]})
     assert "approximations: --approx KIND=NAME" not in tables(only, "--loss", "normal")
-
-
-def test_the_announced_batch_is_that_of_the_inputs(tmp_path, capsys):
-    path, inputs = tmp_path / "model.onnx", tmp_path / "x.npy"
-    path.write_bytes(wide(3, 2).SerializeToString())
-    np.save(inputs, np.zeros((37, 3), np.float32))
-    assert main(["inspect", str(path), "--inputs", str(inputs)]) == 0
-    assert "peak memory, batch of 37" in capsys.readouterr().out
-    assert main(["inspect", str(path), "--inputs", str(inputs), "--batch", "5"]) == 0
-    assert "peak memory, batch of 5" in capsys.readouterr().out
-    assert main(["inspect", str(path)]) == 0
-    assert "peak memory, batch of 1" in capsys.readouterr().out
 
 
 def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys):

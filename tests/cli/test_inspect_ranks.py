@@ -47,11 +47,6 @@ def test_json_has_the_cost_of_a_rank_for_each_distribution(model, report, capsys
         assert values["product_operations"] == cost.products
 
 
-def test_json_has_no_ranks_without_the_option(model, capsys):
-    assert main(["inspect", str(model), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] is None
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals need a POSIX system")
 @pytest.mark.parametrize("width", nightly_but([80], [80, 120]))
 def test_table_of_ranks_fits_the_terminal(model, report, width):

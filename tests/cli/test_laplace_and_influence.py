@@ -13,7 +13,7 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.influence import extremes
 from tests import models
-from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, save_model, weights_of
+from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, weights_of
 
 __all__ = ["folder"]  # the fixture of two classifiers
 # Rounding of a float32 forward pass; closed forms are float64.
@@ -87,16 +87,6 @@ def test_predictions_equal_their_closed_forms(data, capsys):
     assert report["largest_standard_deviation"] == pytest.approx(np.sqrt(spread.max()), rel=1e-4)
 
 
-def test_exported_model_has_the_variance_of_the_predictions(data, capsys):
-    assert laplace("--inputs=q.npy", "-o", "p.npz", "--export", "u.onnx") == 0
-    session = onnxruntime.InferenceSession("u.onnx")
-    (variance,) = session.run(["variance"], {"input": np.load("q.npy")})
-    close(variance, np.load("p.npz")["variance"])
-    printed = capsys.readouterr().out
-    assert "prior precision" in printed
-    assert "written to u.onnx" in printed
-
-
 def test_exported_model_of_all_layers_has_a_limit_of_nodes(data, capsys):
     onnx.save(models.mlp((4, 5, 3)), "m.onnx")
     pair = ({"input": np.load("a.npy")}, np.load("y.npy"))
@@ -140,12 +130,6 @@ def test_wrong_arguments_of_laplace_have_one_error(data, words, message, capsys)
     assert message in error
     assert "Traceback" not in error
     assert sorted(path.name for path in data.iterdir()) == before
-
-
-def test_curvature_of_other_weights_is_refused(data, capsys):
-    save_model("a.onnx", 7)
-    assert laplace("--export", "u.onnx") == 2
-    assert "'fc.weight'" in capsys.readouterr().err
 
 
 # -- influence

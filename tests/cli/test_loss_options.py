@@ -7,7 +7,6 @@ from safetensors.numpy import load_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from tests import models
-from tests.training import softmax_net as net
 
 WEIGHTS = [0.5, 2.0, 1.0]
 
@@ -61,23 +60,6 @@ def test_a_file_without_numbers_is_one_clear_error(batch, capsys, tmp_path):
         assert message in capsys.readouterr().err
     assert main([*arguments, "--label-smoothing=1"]) != 0
     assert "label_smoothing must lie in [0, 1)" in capsys.readouterr().err
-
-
-def test_train_takes_weights_of_a_data_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.onnx").write_bytes(net.model().SerializeToString())
-    x, y = net.batch(0, n=64)
-    (name,) = ke.Engine.from_onnx(net.model(), loss="categorical").example_axes.inputs
-    np.savez("d.npz", **{name: x}, targets=y, weights=np.arange(64.0))
-    files = []
-    for weights in (True, False):
-        if not weights:
-            np.savez("d.npz", **{name: x}, targets=y)
-        options = ["--data=d.npz", "--epochs=2", "--batch-size=16", "--optimizer=adam"]
-        assert main(["train", "m.onnx", *options, "-o", "t.onnx"]) == 0
-        files.append((tmp_path / "t.onnx").read_bytes())
-    assert files[0] != files[1]
-    capsys.readouterr()
 
 
 def test_training_files_have_an_input_for_weights(batch, capsys):

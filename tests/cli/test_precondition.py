@@ -110,48 +110,6 @@ def test_the_state_carries_the_averages_from_call_to_call(folder):
     assert_close(written("natural_gradient"), natural(A, G, two.gradient))
 
 
-def test_inverses_may_be_older_than_averages(folder):
-    arguments = ["--mode", "empirical", "--state", "state.safetensors", "--refresh-every", "2"]
-    assert run(*arguments) == 0
-    assert run(*arguments, batch="two", targets="two_y.npz") == 0
-    one, two = Truth("one"), Truth("two")
-    assert_close(written("natural_gradient"), natural(one.A, one.G, two.gradient))
-
-
-def test_the_parameters_are_the_files_and_not_the_states(folder):
-    assert run("--state", "state.safetensors") == 0
-    model = onnx.load("model.onnx")
-    weight = model.graph.initializer[0]
-    halved = onnx.numpy_helper.to_array(weight) / 2
-    weight.CopyFrom(onnx.numpy_helper.from_array(halved, weight.name))
-    onnx.save(model, "model.onnx")
-    assert run("--state", "state.safetensors") == 0
-    assert_close(written("gradient"), Truth().gradient)
-
-
-def test_power_one_half_twice_is_power_one(folder):
-    """(F^½)² = F: the natural gradient of exp 1 is that of exp 0.5, taken twice."""
-    assert run("--mode", "empirical", "--exp", "0.5") == 0
-    half = load_file("out.safetensors")
-    once = {k.split("/")[1]: v for k, v in half.items() if k.startswith("natural_gradient/")}
-    save_file(once, "half.safetensors")
-    assert run("--mode", "empirical", "--exp", "0.5", "--gradients", "half.safetensors") == 0
-    twice = written("natural_gradient")
-    assert run("--mode", "empirical", "--exp", "1") == 0
-    assert_close(twice, written("natural_gradient"))
-
-
-@pytest.mark.parametrize("form", ["npy", "npz"])
-def test_a_lone_array_does_as_input_and_as_targets(form, folder):
-    x, y = np.load("one.npz")["input"], np.load("one_y.npz")["targets"]
-    save = {"npy": np.save, "npz": lambda path, array: np.savez(path, input=array)}[form]
-    save(f"x.{form}", x)
-    np.save("y.npy", y)
-    arguments = ["--inputs", f"x.{form}", "--targets", "y.npy", "-o", "out.safetensors"]
-    assert main(["precondition", "model.onnx", *arguments]) == 0
-    assert_close(written("gradient"), Truth().gradient)
-
-
 def test_gradients_under_both_spellings_are_refused(folder, capsys):
     one = np.ones((4, 3), np.float32)
     both = {"fc.weight": one, "gradient/fc.weight": 2 * one, "fc.bias": one[0]}

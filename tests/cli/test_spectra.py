@@ -1,6 +1,5 @@
 """`inspect --plot` draws the eigenvalues of the stored factors, and refuses what it cannot draw."""
 
-import json
 import sys
 
 import numpy as np
@@ -11,7 +10,6 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.spectra import figure
 from kfac_engine.data import demo_model, digits
-from tests.html_report.page_reader import PageReader
 from tests.models import linear
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
@@ -68,29 +66,6 @@ def test_a_picture_has_the_format_of_its_name(files, suffix, start, capsys):
     out = capsys.readouterr().out
     assert "eigenvalues of the factors" in out
     assert "singular" in out
-
-
-def test_json_and_page_have_the_conditions_of_the_stored_factors(files, observed, capsys):
-    command = ["inspect", "m.onnx", "--inputs", "batch.npz", "--plot", "s.html", "--json"]
-    assert main(command) == 0
-    entries = json.loads(capsys.readouterr().out)["spectra"]
-    rows = PageReader((files / "s.html").read_text(encoding="utf-8")).tables["Factors"][1:]
-    for entry, row, (layer, symbol, values, damping) in zip(
-        entries, rows, stored(observed), strict=True
-    ):
-        assert (entry["parameters"], entry["factor"]) == (list(layer.parameters), symbol)
-        assert entry["largest"] == pytest.approx(values[0], rel=1e-6)
-        # A singular factor has rounding errors in place of zeros.
-        smallest = max(values[-1], 0)
-        expected = (values[0] + damping) / (smallest + damping)
-        assert entry["damped_condition"] == pytest.approx(expected, rel=1e-4)
-        assert row[-1] == f"{entry['damped_condition']:.4g}"
-        assert entry["below_damping"] == pytest.approx((values < damping).sum(), abs=1)
-
-
-def test_without_a_plot_nothing_is_observed(files, capsys):
-    assert main(["inspect", "m.onnx", "--inputs", "batch.npz", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["spectra"] == []
 
 
 REFUSED = {

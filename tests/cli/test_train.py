@@ -79,16 +79,6 @@ def test_the_result_runs_in_onnx_runtime_with_the_loss_that_is_reported(folder, 
     assert (report["step"], report["epoch"], report["out"]) == (40, 19, "out.onnx")
 
 
-def test_parts_of_a_step_give_the_losses_of_the_larger_batch(folder):
-    assert run("--batch-size=64", "--steps=4", "--optimizer=sgd", "--log=whole.jsonl") == 0
-    assert run(
-        "--batch-size=16", "--accumulate=4", "--steps=4", "--optimizer=sgd", "--log=parts.jsonl"
-    ) == 0  # fmt: skip
-    losses = [[entry["loss"] for entry in logged(Path(f"{n}.jsonl"))] for n in ("whole", "parts")]
-    assert len(losses[0]) == 4
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
 def test_a_file_that_computes_its_loss_is_trained(folder, capsys):
     entry = "float[n,4] x, int64[n] label"
     model = onnx.parser.parse_model(
@@ -155,35 +145,12 @@ def test_the_choices_are_those_of_the_library():
     assert set(train.SCHEDULES) == set(SCHEDULES)
 
 
-def test_targets_may_be_in_a_file_of_their_own(folder):
-    assert run(*FAST) == 0
-    expected = parameters()
-    np.save("x.npy", IMAGES[:N])
-    np.save("y.npy", LABELS[:N])
-    assert run("--targets=y.npy", *FAST, data="x.npy") == 0
-    assert same(parameters(), expected)
-
-
-def test_frozen_parameters_keep_their_values(folder):
-    assert run("--freeze=*bias*", *FAST) == 0
-    initial, trained = parameters("mlp.onnx"), parameters()
-    frozen = [name for name in initial if "bias" in name]
-    assert frozen
-    for name in initial:
-        assert np.array_equal(initial[name], trained[name]) == (name in frozen)
-
-
 def test_the_report_is_that_of_the_log(folder):
     assert run("--report=run.html", "--log=run.jsonl", "--validation=0.2", *FAST) == 0
     ke.report("run.jsonl", "log.html")
     assert Path("run.html").read_text() == Path("log.html").read_text()
     description = json.loads(Path("run.jsonl").read_text().splitlines()[0])["run"]
     assert description["model"] == "mlp.onnx"
-
-
-def test_kfac_begins_with_the_damping_that_is_given(folder):
-    assert run("--damping=0.5", "--log=run.jsonl", *FAST) == 0
-    assert logged(Path("run.jsonl"))[0]["damping"] == 0.5
 
 
 def test_progress_and_notes_are_on_stderr(folder, capsys):
