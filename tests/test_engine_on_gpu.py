@@ -280,33 +280,6 @@ def test_optimizers_train_and_resume_on_the_gpu(name: str, gpu: str, tmp_path: P
             np.testing.assert_allclose(value, expected[parameter], rtol=TOLERANCE, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["kfac", "muon"])
-def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: Path) -> None:
-    model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
-    inputs = models.random_inputs(model, batch=40)
-    data = inputs, random_targets(model, inputs, loss)
-
-    def run(backend: str, others: list, **options: object) -> dict[str, np.ndarray]:
-        engine = ke.Engine.from_onnx(model, loss=loss, backend=backend, estimation_mode="exact")
-        callbacks = [ke.WeightAverage(0.5), ke.BestWeights(), ke.EarlyStop(), *others]
-        ke.fit(
-            engine, data, optimizer=optimizer, epochs=3, batch_size=8, validation=0.2,
-            callbacks=callbacks, **options,
-        )  # fmt: skip
-        return {name: host(value) for name, value in engine.parameters.items()}
-
-    def stop(record: dict[str, object], _: object) -> bool:
-        return record["step"] == 6
-
-    expected, whole = run("numpy", []), run("cupy", [])
-    run("cupy", [stop], checkpoint=tmp_path)
-    resumed = run("cupy", [], checkpoint=tmp_path, resume=True)
-    for name, value in whole.items():
-        # Float32 sums in another order, through inverses.
-        np.testing.assert_allclose(value, expected[name], rtol=TOLERANCE, atol=1e-4)
-        assert np.array_equal(resumed[name], value)
-
-
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
 def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) -> None:
     model = models.mlp()

@@ -48,7 +48,6 @@ JUNK: dict[str, Callable[[], object]] = {
 }
 
 MODEL = models.mlp((3, 4, 3)).SerializeToString()
-OUTPUT = "output"
 INPUTS = models.random_inputs(models.mlp((3, 4, 3)), 4)
 TARGETS = np.array([0, 1, 2, 1])
 DATA = (INPUTS, TARGETS)

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
-from kfac_engine.errors import BackendError, ModelError, UnsupportedOpError
+from kfac_engine.errors import BackendError, ModelError
 from tests import models, oracle
 
 # Relative to the largest gradient, of finite differences in float64...
@@ -98,30 +98,6 @@ def test_float_layer_after_quantized_layers_is_trained(activations: bool) -> Non
 def test_float_layer_before_int8_weights_is_trained() -> None:
     model = quantized(activations=False, before=True, head=True)
     assert_gradients(model, ["before.weight", "head.weight"], SINGLE)
-
-
-def test_parameter_before_quantizer_is_excluded_with_note() -> None:
-    model = quantized(activations=True, before=True, head=True)
-    assert_gradients(model, ["head.weight"], SINGLE)
-    inputs = models.random_inputs(model, batch=4)
-    result = ke.precondition(model, inputs, np.zeros(4, int), loss="categorical")
-    (note,) = result.notes
-    assert "'before.weight' is not trained: before a quantizer" in note
-    assert "(QuantizeLinear node 'node_whole')" in note
-
-
-@pytest.mark.parametrize("asked", ["before.weight", "*.weight"])
-def test_requested_parameter_before_quantizer_raises_error(asked: str) -> None:
-    model = quantized(activations=True, before=True, head=True)
-    words = r"QuantizeLinear at node 'node_whole' rounds .*'before.weight' .*--freeze"
-    with pytest.raises(UnsupportedOpError, match=words):
-        ke.Engine.from_onnx(model, loss="categorical", trainable=[asked])
-    with pytest.raises(UnsupportedOpError, match=words):
-        ke.differentiate(model, loss="categorical", wrt=[asked])
-    engine = ke.Engine.from_onnx(
-        model, loss="categorical", trainable=["*.weight"], freeze="before.*"
-    )
-    assert list(engine.parameters) == ["head.weight"]
 
 
 @pytest.mark.parametrize("activations", [False, True], ids=["weights", "activations"])

@@ -257,36 +257,6 @@ def test_gradients_of_a_network_equal_finite_differences(network):
 # -- rounding to whole numbers ---------------------------------------------------------------------
 
 _SCALE, _FLOATS = np.float32(0.5), np.array([[1, -2], [3, 4]], "float32")
-# How a value may come back from the whole numbers that ``q`` holds.
-_WAYS_BACK = {
-    "dequantized": ([node("DequantizeLinear", "q scale", "y")], {}),
-    "moved_before": (
-        [node("Transpose", "q", "turned"), node("DequantizeLinear", "turned scale", "y")],
-        {},
-    ),
-    "cast": ([node("Cast", "q", "wide", to=1), node("Mul", "wide scale", "y")], {}),
-    "integer_product": (
-        [node("MatMulInteger", "q whole", "wide"), node("Cast", "wide", "y", to=1)],
-        {"whole": np.array([[1, 2], [3, 4]], "uint8")},
-    ),
-}
-
-
-@pytest.mark.parametrize("way", _WAYS_BACK)
-@pytest.mark.parametrize("quantizer", ["QuantizeLinear", "DynamicQuantizeLinear"])
-def test_quantizer_on_gradient_path_raises_error(quantizer, way):
-    results = {
-        "QuantizeLinear": ("x scale zero", "q"),
-        "DynamicQuantizeLinear": ("x", "q found zero_found"),
-    }
-    nodes, constants = _WAYS_BACK[way]
-    rounding = node(quantizer, *results[quantizer])
-    made = build(
-        [rounding, *nodes], {"x": _FLOATS}, ["y"], ["x"], "ort",
-        scale=_SCALE, zero=np.uint8(3), **constants,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedOpError, match=rf"{quantizer} at node 'make_q'.*'x'"):
-        _ = made.backward
 
 
 @pytest.mark.parametrize("facts", [{}, {"q": "float8_e4m3fn"}, {"q": "int4"}], ids=str)
@@ -313,32 +283,12 @@ def test_quantizer_of_runtime_domain_raises_error():
         _ = made.backward
 
 
-def test_scale_computed_by_quantizer_raises_error():
-    nodes = [node("DynamicQuantizeLinear", "x", "q found zero"), node("Mul", "found a", "y")]
-    made = build(nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", a=_SCALE)
-    with pytest.raises(UnsupportedOpError, match=r"DynamicQuantizeLinear at node 'make_q'"):
-        _ = made.backward
-
-
 def test_frozen_integers_do_not_block_gradient():
     nodes = [node("DequantizeLinear", "q scale", "w"), node("MatMul", "x w", "y")]
     whole = np.array([[1, -2], [3, 4]], "int8")
     made = build(nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", q=whole, scale=_SCALE)
     found = gradients(made, y=np.ones((2, 2), "float32"))["x"]
     np.testing.assert_allclose(found, [[-0.5, 3.5]] * 2, rtol=ROUNDING)
-
-
-def test_quantizer_off_gradient_path_is_allowed():
-    nodes = [
-        node("QuantizeLinear", "a scale zero", "q"),
-        node("DequantizeLinear", "q scale zero", "back"),
-        node("Mul", "x back", "y"),
-    ]
-    made = build(
-        nodes, {"x": _FLOATS}, ["y"], ["x"], "ort", a=np.float32(1.1), scale=_SCALE,
-        zero=np.int8(0),
-    )  # fmt: skip
-    np.testing.assert_array_equal(gradients(made, y=_FLOATS)["x"], _FLOATS)
 
 
 def test_needed_nodes_include_values_captured_by_bodies():

@@ -16,7 +16,6 @@ NEAR = 1e-3
 
 _NUMBERS = np.array([[0.3, -1.2, 2.7], [-0.4, 0.9, 1.8]], "float32")
 _SHARES = np.array([[0.2, 0.7, 0.4], [0.9, 0.1, 0.6]], "float32")
-_SIZES = np.array([2, 3])
 # Operator to floating-point operands, other operands in front of them, and attributes.
 _STEPS = {
     **{op: ([_NUMBERS], [], {}) for op in ("Ceil", "Floor", "Round", "Sign")},

@@ -10,8 +10,6 @@ from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize, Peri
 from kfac_engine.errors import InputError
 from tests.distributed.known_models import MODELS, model_size
 
-EVERY_100 = Periods(refresh_every=100, covariance_every=10)
-
 
 def square(size):
     """A factor with an inverse."""

@@ -157,10 +157,6 @@ def bound(table, size):
     return max(sum(costs) / size, max(costs))
 
 
-def in_turn(table, size):
-    return {key: index % size for index, key in enumerate(table)}
-
-
 SIZES = (4, 8, 16, 32, 64)
 
 
@@ -172,51 +168,8 @@ def test_inverses_of_known_models_take_at_most_a_tenth_longer_than_the_bound(mod
     assert makespan(table, owners(table, size), size) <= 1.10 * bound(table, size)
 
 
-@pytest.mark.parametrize("of", [refreshes, blocks])
-@pytest.mark.parametrize("model", MODELS)
-def test_owners_in_turn_are_never_better_and_mostly_worse(model, of):
-    table = of(model)
-    ratios = [
-        makespan(table, in_turn(table, size), size) / makespan(table, owners(table, size), size)
-        for size in SIZES
-    ]
-    assert min(ratios) >= 1
-    assert max(ratios) >= 1.4
-
-
-def spans(table, places, size, period):
-    """The largest cost of a rank in each phase."""
-    totals = [[0.0] * size for _ in range(period)]
-    for key, (rank, phase) in places.items():
-        totals[phase][rank] += table[key].cost
-    return [max(ranks) for ranks in totals]
-
-
 def time_of(policy, table, size, period=10):
     """The largest costs of a rank in all phases, whose works are divided among the ranks anew."""
     plan = POLICIES[policy]([Work(k, load.cost, ranks=size) for k, load in table.items()], period)
     phases = [{k: load for k, load in table.items() if plan[k] == p} for p in range(period)]
     return sum(makespan(works, owners(works, size), size) for works in phases if works)
-
-
-@pytest.mark.parametrize("size", [2, *SIZES])
-@pytest.mark.parametrize("model", MODELS)
-def test_the_policy_balanced_ranks_wastes_less_time_than_balanced(model, size):
-    table = refreshes(model)
-    joint = time_of("balanced_ranks", table, size)
-    assert bound(table, size) <= joint <= 1.5 * bound(table, size)
-    assert joint < time_of("balanced", table, size)
-
-
-@pytest.mark.parametrize("size", [2, *SIZES])
-@pytest.mark.parametrize("model", MODELS)
-def test_slots_waste_less_time_than_phases_and_owners_chosen_apart(model, size):
-    table, period = refreshes(model), 10
-    joint = {key: (slot.rank, slot.phase) for key, slot in slots(table, size, period).items()}
-    ranks, phases = owners(table, size), owners(table, period)
-    apart = {key: (ranks[key], phases[key]) for key in table}
-    times = spans(table, joint, size, period)
-    # No assignment takes less than the bound, summed over the phases of a period.
-    assert bound(table, size) <= sum(times) <= 1.5 * bound(table, size)
-    assert max(times) <= 4 / 3 * bound(table, size * period)
-    assert sum(spans(table, apart, size, period)) >= 1.5 * sum(times)

@@ -5,7 +5,6 @@ import onnx
 import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
-from onnxruntime import InferenceSession
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -58,23 +57,6 @@ def test_step_leaves_the_statistics_that_onnx_defines(data, named):
     expected = reference(normalised(), inputs, ["mean0", "var0"])
     for name, value in zip(STATISTICS, expected, strict=True):
         np.testing.assert_allclose(engine.buffers[name], value, **ROUNDING)
-
-
-@pytest.mark.parametrize("kept", [["norm0"], ["norm0", "", "var0"]])
-def test_gradient_model_needs_no_name_for_the_statistics(data, kept):
-    inputs, _ = data
-    model = normalised()
-    del model.graph.node[1].output[:]
-    model.graph.node[1].output.extend(kept)
-    feeds = {**inputs, "cotangent": np.ones((7, 3), np.float32)}
-    found, expected = (
-        InferenceSession(
-            ke.differentiate(each).SerializeToString(), providers=["CPUExecutionProvider"]
-        ).run(None, feeds)
-        for each in (model, normalised())
-    )
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_statistics_move_with_every_step_but_not_on_request(data):
@@ -147,17 +129,6 @@ def test_statistics_are_saved_and_exported(data, tmp_path):
         np.testing.assert_array_equal(exported.buffers[name], value)
 
 
-def test_state_of_another_form_of_the_model_is_refused(data, tmp_path):
-    engine = ke.Engine.from_onnx(normalised(), loss="categorical")
-    engine.save(tmp_path / "state.safetensors")
-    model = normalised()
-    del model.graph.node[1].output[1:], model.graph.node[1].attribute[:]
-    frozen = ke.Engine.from_onnx(model, loss="categorical")
-    assert frozen.buffers == {}
-    with pytest.raises(ke.InputError, match=r"running statistic 'norm.mean' is absent here"):
-        frozen.load(tmp_path / "state.safetensors")
-
-
 def test_examples_that_share_statistics_are_reported():
     engine = ke.Engine.from_onnx(normalised(), loss="categorical")
     assert engine.losses[0].coupling == "BatchNormalization node 'node_norm0'"
@@ -171,16 +142,6 @@ def test_gradients_update_the_statistics_on_request_as_step_does(data):
     other.gradients(*data, update_buffers=True)
     for name, value in stepped.buffers.items():
         assert np.array_equal(other.buffers[name], value)
-
-
-def test_running_statistics_can_be_set(data):
-    stepped, other = (ke.Engine.from_onnx(normalised(), loss="categorical") for _ in range(2))
-    stepped.step(*data)
-    other.set_buffers(stepped.buffers)
-    for name, value in stepped.buffers.items():
-        assert np.array_equal(other.buffers[name], value)
-    other.set_parameters(stepped.parameters)
-    assert np.array_equal(other.predict(data[0]), stepped.predict(data[0]))
 
 
 @pytest.mark.parametrize(

@@ -107,17 +107,6 @@ def test_large_damping_gives_the_gradient_back_scaled(case):
         )
 
 
-def test_any_power_matches_the_inverse_when_composed(case):
-    model, inputs, targets = case
-    engine = ke.Engine.from_onnx(model, loss="categorical", exps=(-1, -0.5), damping=0.1)
-    result = engine.step(inputs, targets)
-    half = engine.precondition(engine.precondition(result.gradients, -0.5), -0.5)
-    back = engine.precondition(result.natural_gradients, 1)
-    for name, natural in result.natural_gradients.items():
-        np.testing.assert_allclose(half[name], natural, rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose(back[name], result.gradients[name], rtol=1e-3, atol=1e-6)
-
-
 def test_one_engine_serves_all_batch_sizes(case):
     model, _, _ = case
     engine = ke.Engine.from_onnx(model, loss="categorical")
@@ -159,32 +148,6 @@ def test_results_belong_to_the_caller(case):
         np.testing.assert_array_equal(value, kept[name])
     first.gradients["fc0.weight"][...] = 0.0  # writable, and nobody else's
     assert np.isfinite(engine.step(inputs, targets).loss)
-
-
-def test_same_seed_same_result_and_other_seed_another(case):
-    model, inputs, targets = case
-    results = [
-        ke.precondition(model, inputs, targets, "categorical", seed=seed) for seed in (0, 0, 1)
-    ]
-    naturals = [result.natural_gradients["fc0.weight"] for result in results]
-    np.testing.assert_array_equal(naturals[0], naturals[1])
-    assert not np.array_equal(naturals[0], naturals[2])
-
-
-def test_resume_is_exact_to_the_bit(case, tmp_path):
-    model, inputs, targets = case
-    schedule = ke.Schedule(refresh_every=4, policy="round_robin")
-    engine = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule)
-    for _ in range(3):
-        engine.step(inputs, targets)
-    engine.save(tmp_path / "state.safetensors")
-    straight = [engine.step(inputs, targets) for _ in range(3)]
-    resumed = ke.Engine.from_onnx(model, loss="categorical", schedule=schedule)
-    resumed.load(tmp_path / "state.safetensors")
-    for expected in straight:
-        result = resumed.step(inputs, targets)
-        for name, natural in expected.natural_gradients.items():
-            np.testing.assert_array_equal(result.natural_gradients[name], natural)
 
 
 def test_state_of_another_model_is_refused_and_nothing_changes(case, tmp_path):
@@ -232,44 +195,6 @@ def test_gradients_of_any_library_are_taken(case):
         np.testing.assert_allclose(natural, result.natural_gradients[name], rtol=1e-6)
 
 
-def test_numbers_whose_squares_overflow_are_taken_in_float64(case):
-    model, inputs, targets = case
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    huge = {"input": inputs["input"] * np.float32(1e25)}
-    result = engine.step(huge, targets)
-    A = engine.collection.fisher_blocks["fc0.weight", "fc0.bias"].input_factor.cov
-    rows = np.hstack([huge["input"].astype(np.float64), np.ones((6, 1))])
-    np.testing.assert_allclose(A, rows.T @ rows / 6, rtol=1e-12)
-    for name, natural in result.natural_gradients.items():
-        assert natural.dtype == np.float32
-        assert np.isfinite(natural).all(), name
-
-
-def test_every_parameter_is_in_exactly_one_block():
-    for make in (models.cnn, models.resnet_block, models.layer_norm, models.tied, models.embedding):
-        engine = ke.Engine.from_onnx(make(), loss="normal")
-        listed = [name for layer in engine.layers for name in layer.parameters]
-        assert sorted(listed) == sorted(engine.parameters)
-        for layer in engine.layers:
-            assert bool(layer.reason) == (layer.kind == "generic")
-
-
-def test_two_losses_on_two_outputs_add_up():
-    model = models.two_outputs(dtype="float64")
-    inputs = models.random_inputs(model, batch=4)
-    rng = np.random.default_rng(0)
-    targets = {"logits": rng.integers(0, 3, 4), "mean": rng.standard_normal((4, 2))}
-    engine = ke.Engine.from_onnx(model, loss=["categorical", "normal"], estimation_mode="exact")
-    result = engine.step(inputs, targets)
-    parts = [
-        oracle.loss_and_gradient(model, inputs, o, list(engine.parameters), loss, targets[o])
-        for o, loss in (("logits", "categorical"), ("mean", "normal"))
-    ]
-    assert result.loss == pytest.approx(sum(value for value, _ in parts), rel=1e-9)
-    for name, gradient in result.gradients.items():
-        np.testing.assert_allclose(gradient, sum(g[name] for _, g in parts), atol=1e-8)
-
-
 def test_gradients_whose_squares_overflow_are_preconditioned(case):
     model, inputs, targets = case
     engine = ke.Engine.from_onnx(model, loss="categorical")
@@ -281,17 +206,3 @@ def test_gradients_whose_squares_overflow_are_preconditioned(case):
     large[name] = np.full_like(large[name], np.nan)
     with pytest.raises(ke.NonFiniteError, match=name):
         engine.precondition(large)
-
-
-def test_memory_is_announced_and_grows_with_the_batch(case):
-    model, _, _ = case
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    small, large, largest = (engine.memory(size) for size in (10_000, 20_000, 30_000))
-    floats = sum(value.size for value in engine.parameters.values())
-    assert small.parameters == 4 * floats
-    # Each example takes the same; gradients of weights, in the sessions too, are taken once.
-    step = large.activations - small.activations
-    assert largest.activations - large.activations == pytest.approx(step, abs=2)
-    assert small.activations == pytest.approx(step, rel=0.02)
-    sides = [side for layer in engine.layers for side, _ in layer.factor_shapes]
-    assert small.factors == sum(2 * 4 * side * side for side in sides)

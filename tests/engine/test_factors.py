@@ -118,14 +118,6 @@ def table(model, inputs):
     return {"A": np.bincount(ids.ravel(), minlength=7) / ids.size, "G": W.T @ F @ W / 9}
 
 
-def reduced(model, inputs):
-    # The loss sums over positions, so that the gradients of the positions are those of z itself.
-    (z,) = oracle.evaluate(model, inputs, "output")
-    F = [[oracle.predictive_fisher("categorical", row) for row in rows] for rows in z]
-    a = oracle.evaluate(model, inputs, "act1")[0]
-    return {"A": moment(with_one(a).mean(1)), "G": np.mean([sum(f) for f in F], axis=0)}
-
-
 def successive(model, inputs):
     (a,) = oracle.evaluate(model, inputs, "act")
     return {"A": moment(np.concatenate([inputs["input"], a]))}

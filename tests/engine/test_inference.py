@@ -60,16 +60,6 @@ def test_predictions_are_the_outputs_of_the_model(name):
     assert engine.predict(inputs).any()
 
 
-def test_predictions_follow_the_parameters_and_the_batch():
-    engine, model, inputs, _ = made("cnn")
-    engine.predict(inputs)
-    values = {name: value * np.float32(0.7) for name, value in engine.parameters.items()}
-    engine.set_parameters(values)
-    inputs = models.random_inputs(model, batch=9, seed=5)
-    expected = oracle.evaluate(in_inference(model, values), inputs, "output")[0]
-    assert_close(engine.predict(inputs), expected)
-
-
 def test_several_outputs_are_a_dictionary():
     model = models.two_outputs()
     inputs = models.random_inputs(model, batch=4)

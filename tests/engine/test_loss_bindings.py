@@ -9,7 +9,7 @@ import pytest
 from onnx import helper, parser
 
 import kfac_engine as ke
-from tests import models, oracle
+from tests import models
 
 # Two float32 runs of one small network with its operators in another order.
 SAME = {"rtol": 2e-4, "atol": 2e-6}
@@ -30,28 +30,6 @@ def dense_net(*endings, d_out=3, outputs=None):
 PLAIN = dense_net(("Identity", (), {}))
 UNSQUEEZED = {"output": ["batch", 1, 3]}
 
-# Model, loss, and what precedes the value that the loss reads.
-ENDINGS = {
-    "softmax": ((("Softmax", (), {"axis": 1}),), "categorical", "Softmax"),
-    "log-softmax": ((("LogSoftmax", (), {"axis": -1}),), "categorical", "LogSoftmax"),
-    "sigmoid": ((("Sigmoid", (), {}),), "multi_bernoulli", "Sigmoid"),
-    "softmax behind an identity": (
-        (("Softmax", (), {}), ("Identity", (), {})),
-        "softmax_cross_entropy",
-        "Softmax",
-    ),
-    "softmax behind two turns": (
-        (("Softmax", (), {}), ("Transpose", (), {}), ("Transpose", (), {"perm": [1, 0]})),
-        "categorical",
-        "Softmax",
-    ),
-    "sigmoid behind a flattening": (
-        (("Sigmoid", (), {}), ("Flatten", (), {"axis": 1})),
-        "sigmoid_cross_entropy",
-        "Sigmoid",
-    ),
-}
-
 
 def batch(loss, size=6):
     rng = np.random.default_rng(5)
@@ -70,20 +48,6 @@ def assert_same(found, expected):
         )
 
 
-@pytest.mark.parametrize(("endings", "loss", "op"), ENDINGS.values(), ids=ENDINGS)
-def test_probabilities_are_read_at_their_logits(endings, loss, op):
-    inputs, targets = batch(loss)
-    engine = ke.Engine.from_onnx(dense_net(*endings), loss=loss, damping=0.1)
-    assert_same(
-        engine.step(inputs, targets),
-        ke.precondition(PLAIN, inputs, targets, loss, damping=0.1),
-    )
-    (report,) = engine.losses
-    assert (report.output, report.how.split(" (")[0]) == ("output", f"before {op}")
-    (note,) = engine.gradients(inputs, targets).notes
-    assert note.startswith(f"the loss on 'output' reads '{report.reads}', before {op}")
-
-
 def test_reshaped_probabilities_keep_the_targets_of_the_output():
     model = dense_net(
         ("Softmax", (), {}), ("Reshape", ("(-1, 1, classes)",), {}), outputs=UNSQUEEZED
@@ -91,28 +55,6 @@ def test_reshaped_probabilities_keep_the_targets_of_the_output():
     inputs, targets = batch("categorical")
     found = ke.precondition(model, inputs, targets[:, None], "categorical", damping=0.1)
     assert_same(found, ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1))
-
-
-def test_normal_loss_stays_on_probabilities():
-    inputs, _ = batch("normal")
-    model = dense_net(("Softmax", (), {}))
-    targets = np.full((6, 3), 0.3, np.float32)
-    engine = ke.Engine.from_onnx(model, loss="normal")
-    found = engine.gradients(inputs, targets)
-    value, _ = oracle.loss_and_gradient(model, inputs, "output", ["fc1.bias"], "normal", targets)
-    assert found.loss == pytest.approx(value, rel=1e-5)
-    assert engine.losses[0].reads == "output"
-
-
-def test_probabilities_can_be_taken_for_logits_on_request():
-    inputs, targets = batch("categorical")
-    model = dense_net(("Softmax", (), {}))
-    found = ke.precondition(model, inputs, targets, "categorical", find_logits=False)
-    value, gradients = oracle.loss_and_gradient(
-        model, inputs, "output", ["fc1.weight"], "categorical", targets
-    )
-    assert found.loss == pytest.approx(value, rel=1e-5)
-    np.testing.assert_allclose(found.gradients["fc1.weight"], gradients["fc1.weight"], atol=1e-5)
 
 
 def divided():
@@ -133,27 +75,6 @@ def test_probabilities_of_other_make_are_read_through_their_logarithm():
         engine.step(inputs, targets),
         ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1),
     )
-
-
-def with_labels():
-    """As converters write classifiers: labels first, then probabilities."""
-    net = models.Net(seed=3)
-    x = net.op("Tanh", net.dense("fc0", "input", 4, 5), to="act0")
-    p = net.op("Softmax", net.dense("fc1", x, 5, 3), to="probabilities")
-    net.op("ArgMax", p, to="label", axis=1, keepdims=0)
-    model = net.model({"input": ["batch", 4]}, {"probabilities": ["batch", 3]})
-    label = type(model.graph.output[0])()
-    label.name = "label"
-    label.type.tensor_type.elem_type = 7
-    label.type.tensor_type.shape.dim.add().dim_param = "batch"
-    model.graph.output.insert(0, label)
-    return model
-
-
-def test_labels_beside_probabilities_are_passed_over():
-    inputs, targets = batch("categorical")
-    found = ke.precondition(with_labels(), inputs, targets, "categorical", damping=0.1)
-    assert_same(found, ke.precondition(PLAIN, inputs, targets, "categorical", damping=0.1))
 
 
 def test_softmax_along_another_axis_names_the_right_class_axis():

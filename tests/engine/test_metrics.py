@@ -99,22 +99,6 @@ def test_mean_errors_of_a_predicted_variance_are_those_of_the_mean():
     assert errors.tolist() == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("cuts", [[], [1, 3]])
-def test_a_function_is_averaged_over_examples(regression, cuts):
-    engine, inputs, targets, errors = regression
-
-    def largest_error(outputs, targets):
-        return np.abs(outputs - targets).max(axis=1)
-
-    def signs(outputs, targets):
-        return np.sign(outputs - targets)
-
-    values = engine.evaluate(pairs(inputs, targets, cuts), metrics=["loss", largest_error, signs])
-    assert list(values) == ["loss", "largest_error", "signs"]
-    assert values["largest_error"] == pytest.approx(np.abs(errors).max(1).mean(), **CLOSE)
-    assert values["signs"] == pytest.approx(np.sign(errors).mean(), **CLOSE)
-
-
 def test_a_function_receives_the_outputs_and_targets_by_name():
     model = models.two_outputs()
     engine = ke.Engine.from_onnx(

@@ -58,31 +58,6 @@ def test_drift_is_the_relative_change_of_the_average_since_its_refresh():
         assert drift == pytest.approx(expected, rel=CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("drift", "policy"),
-    [(1e-9, {"refresh_every": 1}), (1e9, {"refresh_every": 3})],
-    ids=["any change", "period only"],
-)
-def test_extreme_drifts_give_the_bits_of_a_fixed_period(drift, policy):
-    by_drift = engine_of(policy="drift", drift=drift, refresh_every=3)
-    fixed = engine_of(**policy)
-    for seed in range(7):
-        assert_same(by_drift.step(*batch(seed)), fixed.step(*batch(seed)))
-
-
-def test_drift_refreshes_the_factors_that_moved_and_no_others():
-    engine = engine_of(policy="drift", drift=0.05, refresh_every=100)
-    engine.step(*batch(0))
-    partial = 0
-    for seed in range(1, 6):
-        found = refreshed(engine, seed)
-        drifts = engine.estimator.refreshes.drifts()
-        for index, drift in enumerate(drifts.values()):
-            assert drift == 0.0 if index in found else 0.0 < drift < 0.05
-        partial += 0 < len(found) < len(drifts)
-    assert partial
-
-
 def test_a_run_continues_with_the_drifts_of_its_file(tmp_path):
     schedule = {"policy": "drift", "drift": 0.05, "refresh_every": 4}
     first, second = engine_of(**schedule), engine_of(**schedule)
@@ -116,14 +91,6 @@ def test_a_budget_counts_the_time_of_calls_and_refreshes():
     assert state.spent <= 0.45 * state.elapsed + 1
     assert counts[0] == 0  # no time has been counted
     assert sum(counts) > 0
-
-
-def test_periods_refresh_each_layer_in_its_own_period():
-    engine = engine_of(refresh_every=6, periods={"fc0.*": 2, "fc1.weight": 3})
-    engine.step(*batch(0))
-    calls = [refreshed(engine, seed) for seed in range(1, 7)]
-    first, second, third = [0, 1], [2, 3], [4, 5]
-    assert calls == [[], first, second, first, [], first + second + third]
 
 
 def test_a_pattern_without_a_parameter_is_refused_and_the_schedule_kept():

@@ -23,23 +23,8 @@ def observed():
     return engine, (x, hidden)
 
 
-def with_one(rows):
-    return np.hstack([rows, np.ones((len(rows), 1))])
-
-
 def by_factor(engine, **options):
     return {(s.parameters[0], s.factor): s for s in ke.factor_spectra(engine, **options)}
-
-
-def test_spectra_are_eigenvalues_of_the_second_moments_of_the_inputs(observed):
-    engine, inputs = observed
-    spectra = by_factor(engine)
-    assert list(spectra) == [("w1", "A"), ("w1", "G"), ("w2", "A"), ("w2", "G")]
-    for name, rows in zip(("w1", "w2"), inputs, strict=True):
-        a = with_one(rows)
-        # Singular values of the rows: another path to the eigenvalues than that of the package.
-        expected = np.sort(np.linalg.svd(a, compute_uv=False) ** 2 / len(a))
-        np.testing.assert_allclose(spectra[name, "A"].eigenvalues, expected, rtol=EXACT)
 
 
 def test_spectra_of_stored_factors_agree_with_their_matrices(observed):
@@ -52,37 +37,6 @@ def test_spectra_of_stored_factors_agree_with_their_matrices(observed):
             np.testing.assert_allclose(
                 spectrum.eigenvalues, expected, rtol=0, atol=EXACT * expected[-1]
             )
-
-
-def test_dampings_of_a_layer_are_split_by_the_mean_eigenvalues(observed):
-    engine, _ = observed
-    spectra = by_factor(engine)
-    for name in ("w1", "w2"):
-        a, g = spectra[name, "A"], spectra[name, "G"]
-        assert a.damping * g.damping == pytest.approx(DAMPING, rel=EXACT)
-        ratio = a.eigenvalues.mean() / g.eigenvalues.mean()
-        assert a.damping / g.damping == pytest.approx(ratio, rel=EXACT)
-
-
-def test_the_damping_of_a_spectrum_follows_the_engine(observed):
-    engine, _ = observed
-    before = by_factor(engine)["w1", "A"].damping
-    engine.damping = 4 * DAMPING
-    assert by_factor(engine)["w1", "A"].damping == pytest.approx(2 * before, rel=EXACT)
-
-
-def test_a_batch_of_fewer_examples_than_inputs_has_a_singular_factor():
-    engine = net.engine(damping=DAMPING)
-    x, y = net.batch(n=3)  # 6 rows and columns, rank 3
-    engine.step({"x": x}, y)
-    spectrum = by_factor(engine)["w1", "A"]
-    assert spectrum.condition == np.inf
-    assert (spectrum.eigenvalues > spectrum.resolution * spectrum.eigenvalues[-1]).sum() == 3
-    largest = spectrum.eigenvalues[-1]
-    expected = (largest + spectrum.damping) / spectrum.damping
-    # The smallest eigenvalue is a rounding error instead of zero.
-    assert spectrum.damped_condition == pytest.approx(expected, rel=1e-9)
-    assert spectrum.below_damping >= 3
 
 
 def spectrum(eigenvalues, damping):

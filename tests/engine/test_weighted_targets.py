@@ -445,16 +445,6 @@ def test_optimizers_take_the_steps_of_a_batch_without_what_does_not_count(make):
         np.testing.assert_allclose(one.engine.parameters[name], array, atol=1e-5)
 
 
-def test_a_model_learns_from_half_of_its_targets():
-    model = models.mlp((6, 16, 3))
-    x = np.random.default_rng(0).standard_normal((256, 6)).astype(np.float32)
-    y = x[:, :3].argmax(1)
-    wrong = np.arange(256) % 2 == 0
-    data = {"input": np.where(wrong[:, None], 1e3, x).astype(np.float32)}, np.where(wrong, -100, y)
-    history = ke.fit(model, data, epochs=20, batch_size=64)
-    assert history.engine.evaluate(({"input": x}, y), ["accuracy"])["accuracy"] > 0.8
-
-
 @pytest.fixture(scope="module")
 def tokens():
     """Model, inputs, targets, weights, parameter names, Jacobian and the probabilities."""
@@ -566,21 +556,6 @@ def test_verify_checks_weighted_targets():
     assert report.passed, report
 
 
-def test_the_mean_of_batches_with_different_padding_is_that_of_all_rows():
-    model = models.token_mlp(dtype="float64")
-    inputs = models.random_inputs(model, batch=6)
-    targets = targets_of(model, inputs)
-    targets[0, 1:] = targets[3, 2:] = targets[4] = -100
-    options = {"estimation_mode": "exact", "reduction": "batch_mean"}
-    whole, parts = engine(model, **options), engine(model, **options)
-    whole.estimator.accumulate(whole.trace(inputs, targets), 6)
-    for chosen in (slice(0, 2), slice(2, 6)):
-        trace = parts.trace(rows(inputs, chosen), targets[chosen])
-        parts.estimator.accumulate(trace, len(targets[chosen]))
-    for one, two in zip(whole.estimator.factors, parts.estimator.factors, strict=True):
-        np.testing.assert_allclose(two.cov, one.cov, atol=1e-12)
-
-
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kron", "ekfac"])
 def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
     model = models.token_mlp("tokens", (2, 3), dtype="float64")
@@ -611,15 +586,3 @@ def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
         whole = ke.curvature(model, ({"input": x}, y, w), loss="categorical", structure="kron")
         assert measured.trace() == pytest.approx(whole.trace(), rel=1e-9)
         measured.save(tmp_path / "c.safetensors")
-
-
-def test_a_curvature_stores_the_options_of_its_loss(tmp_path):
-    model = models.mlp(dtype="float64")
-    inputs = models.random_inputs(model, batch=6)
-    targets = targets_of(model, inputs)
-    options = {"ignore_index": 1, "class_weights": [1.0, 2.0, 0.5]}
-    measured = ke.curvature(model, (inputs, targets), loss="categorical", **options)
-    measured.save(tmp_path / "c.safetensors")
-    loaded = ke.Curvature.load(tmp_path / "c.safetensors", model)
-    assert loaded.trace() == measured.trace()
-    assert loaded.trace() != ke.curvature(model, (inputs, targets), loss="categorical").trace()

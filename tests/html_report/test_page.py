@@ -131,36 +131,6 @@ def test_the_spectra_are_those_of_the_engine(read, history):
     assert read.page.count(">damping of ") == 4
 
 
-def test_the_layers_are_those_of_the_engine(read, history):
-    rows = read.tables["Layers"][1:]
-    for row, layer in zip(rows, history.engine.layers, strict=True):
-        numbers = sum(history.engine.parameters[name].size for name in layer.parameters)
-        shapes = ", ".join("×".join(map(str, shape)) for shape in layer.factor_shapes)
-        assert row[:2] == [", ".join(layer.parameters), layer.kind]
-        assert layer.approximation in row[2]
-        assert layer.formula in row[2]
-        assert row[3:5] == [shapes, str(numbers)]
-        assert row[5] == f"{layer.factor_bytes:.3g} B" or row[5].endswith("KiB")
-
-
-def test_the_settings_are_those_of_the_run(read):
-    settings = dict(read.tables["Settings"][1:])
-    assert settings["optimizer"] == "KfacOptimizer"
-    assert (settings["learning_rate"], settings["adapt_damping"]) == ("0.05", "yes")
-    assert (settings["epochs"], settings["batch_size"], settings["seed"]) == ("4", "16", "0")
-    assert settings["metrics"] == "loss, accuracy"
-    assert dict(read.tables["Versions"][1:])["numpy"] == np.__version__
-
-
-def test_the_page_of_a_log_is_that_of_the_history(tmp_path):
-    log = tmp_path / "run.jsonl"
-    history = run(log=log)
-    ke.report(log, tmp_path / "of_log.html")
-    ke.report(history, tmp_path / "of_history.html")
-    of_log, of_history = (tmp_path / f"of_{name}.html" for name in ("log", "history"))
-    assert of_log.read_text() == of_history.read_text()
-
-
 # -- one file, without network ---------------------------------------------------------------------
 
 
@@ -308,21 +278,6 @@ def test_averages_of_the_loss_are_means_of_the_steps_before():
     mean = PageReader(page(gathered(records))).lines["Loss", "mean of about 10 steps"]
     assert mean["step"] == list(range(10, 601, 10))
     np.testing.assert_allclose(mean["value"], losses.reshape(60, 10).mean(1))
-
-
-def test_a_run_without_curvature_or_validation_has_the_charts_that_it_can_have(tmp_path):
-    history = ke.fit(net.engine(), net.batch(n=50), optimizer="sgd", steps=3, batch_size=16)
-    ke.report(history, tmp_path / "run.html")
-    read = PageReader((tmp_path / "run.html").read_text(encoding="utf-8"))
-    charts = dict.fromkeys(title for title, _ in read.lines)
-    assert [*charts] == ["Loss", "Learning rate", "Time of a step by stage"]
-    assert "time for curvature" not in read.terms
-
-
-def test_skipped_batches_are_counted():
-    read = PageReader(page(gathered([record(1), record(2, loss=None, skipped=True), record(3)])))
-    assert read.terms["skipped batches"] == "1"
-    assert read.lines["Loss", "batch"]["step"] == [1, 3]
 
 
 @pytest.mark.parametrize("wrong", [3, None, ["run.jsonl"]])

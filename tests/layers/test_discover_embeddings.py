@@ -131,15 +131,6 @@ def test_embedding_block_is_independent_of_batch_axis():
         np.testing.assert_allclose(block, blocks[0], atol=SINGLE * np.abs(blocks[0]).max())
 
 
-def test_step_preconditions_embedding():
-    proto = models.embedding()
-    engine = ke.Engine.from_onnx(proto, loss="categorical")
-    result = engine.step(models.random_inputs(proto, BATCH), np.array([0, 1, 2, 0, 1]))
-    assert result.natural_gradients["table"].any()
-    kinds = {layer.parameters: layer.kind for layer in engine.layers}
-    assert kinds["table",] == "embedding"
-
-
 # -- generic with a reason -------------------------------------------------------------------------
 
 

@@ -69,57 +69,6 @@ def test_weight_used_twice_is_layer_with_two_uses(name):
     assert {other.kind for other in rest} <= {"shift"}
 
 
-def rows(x, features):
-    """``(rows, features)`` of a dense layer's tensor."""
-    return np.moveaxis(x, features, -1).reshape(-1, x.shape[features]).astype("float64")
-
-
-def patches(x):
-    """Rows of 3×3 patches of images padded by one, tap-major, by loops."""
-    n, _, height, width = x.shape
-    padded = np.pad(x.astype("float64"), ((0, 0), (0, 0), (1, 1), (1, 1)))
-    found = [
-        padded[i, :, r : r + 3, c : c + 3].transpose(1, 2, 0).ravel()
-        for i in range(n)
-        for r in range(height)
-        for c in range(width)
-    ]
-    return np.stack(found)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_multi_use_block_is_count_times_mean_moments(name):
-    build, inputs, outputs, _, parameters, values = CASES[name]
-    proto = made(build, inputs, outputs)
-    feeds = models.random_inputs(proto, 4)
-    engine = ke.Engine.from_onnx(
-        proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
-    )
-    trace = ke.load_model(proto).run(feeds)
-    targets = np.random.default_rng(1).standard_normal(trace["output"].shape).astype("float32")
-    engine.observe(feeds, targets)
-    ds = trace.vjp({"output": 2 * (trace["output"] - targets)}, list(values))  # squared error
-    image = name == "conv"
-    a = np.concatenate(
-        [patches(trace[n]) if image else rows(trace[n], -1) for n in ("input", "a1")]
-    )
-    g = np.concatenate([rows(ds[n], 1 if image else -1) for n in values])
-    if len(parameters) == 2:
-        a = np.hstack([a, np.ones((len(a), 1))])
-    A, G = a.T @ a / len(a), g.T @ g / len(g)
-    expected = len(a) / 4 * np.kron(A, G)
-    found = engine.collection.get_blocks()[0].full_fisher_block()
-    np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
-
-
-def test_step_preconditions_weight_used_twice():
-    proto = models.tied()
-    engine = ke.Engine.from_onnx(proto, loss="normal")
-    result = engine.step(models.random_inputs(proto, 5), np.zeros((5, 4), np.float32))
-    assert result.natural_gradients["shared.weight"].shape == (4, 4)
-    engine.collection.check_registration(["shared.weight"])
-
-
 def test_uses_without_influence_on_loss_are_ignored():
     net = models.Net()
     w = net.weight("w", 3, 3)

@@ -196,29 +196,6 @@ def test_slice_without_layer_is_generic():
     assert 0 < found[0, 0] / g[0, 0] < 2
 
 
-def test_weight_sliced_at_each_step_is_layer_with_several_uses():
-    """As an unrolled recurrence reads it: ``Gemm(x, Squeeze(W))`` again and again."""
-    net = models.Net()
-    axis = net.constant("axis", np.array([0]))
-    w = net.op("Squeeze", net.weight("w", 1, WIDTH, WIDTH), axis, to="w0")
-    b = cut(net, net.weight("b", 2 * WIDTH), 0, 0, WIDTH, "b0")
-    x = net.op("Tanh", net.op("Gemm", "input", w, b, to="s0", transB=1), to="t0")
-    net.op("Gemm", x, w, b, to="output", transB=1)
-    model = net.model({"input": SIDES}, {"output": SIDES})
-    (layer,) = ke.Engine.from_onnx(model, loss="normal").layers
-    assert (layer.kind, layer.key) == ("fully_connected_multi", ("w0", "b0"))
-    assert (layer.parameters, layer.parts) == (("w", "b"), ("", "[0:4]"))
-    plain = models.Net()
-    plain.constant("w0", np.array(ke.load_model(model).parameters["w"][0]))
-    plain.constant("b0", np.array(ke.load_model(model).parameters["b"][:WIDTH]))
-    x = plain.op("Tanh", plain.op("Gemm", "input", "w0", "b0", to="s0", transB=1), to="t0")
-    plain.op("Gemm", x, "w0", "b0", to="output", transB=1)
-    expected = step(plain.model({"input": SIDES}, {"output": SIDES}))[1].natural_gradients
-    found = step(model)[1].natural_gradients
-    np.testing.assert_allclose(found["w"][0], expected["w0"], rtol=SINGLE, atol=1e-6)
-    np.testing.assert_allclose(found["b"][:WIDTH], expected["b0"], rtol=SINGLE, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("part", "text"),
     [

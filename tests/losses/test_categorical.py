@@ -137,13 +137,6 @@ def test_extreme_logits_give_finite_results(dtype, size):
         np.testing.assert_array_equal(result, np.zeros((1, 3)))
 
 
-def test_adding_a_constant_to_the_logits_changes_nothing():
-    values = CASES[0].values()
-    shifted = {**values, "z": values["z"] + 1024}
-    expected = LOSS.gradient(values)["z"]
-    np.testing.assert_allclose(LOSS.gradient(shifted)["z"], expected, rtol=0, atol=1e-12)
-
-
 def test_one_hot_rows_and_class_ids_are_the_same_loss():
     values = CASES[0].values()
     rows = {**values, "t": np.eye(4)[values["t"]]}
@@ -160,13 +153,6 @@ def test_one_hot_targets_may_have_any_real_type(kind):
     rows = np.eye(4)[values["t"]]
     expected = ONE_HOT.value({**values, "t": rows})
     assert ONE_HOT.value({**values, "t": rows.astype(kind)}) == expected
-
-
-def test_smoothed_labels_give_cross_entropy():
-    z = CASES[0].values()["z"]
-    smooth = np.full((3, 4), 0.05) + 0.8 * np.eye(4)[:3]
-    expected = -(smooth * special.log_softmax(z, axis=-1)).sum()
-    assert ONE_HOT.value({"z": z, "t": smooth}) == pytest.approx(expected, rel=EXACT)
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "uint64"])

@@ -164,14 +164,6 @@ def test_a_run_on_shards_resumes_with_equal_bits(folder, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_run_is_not_resumed_with_other_data(data, tmp_path):
-    options = {"optimizer": "sgd", "epochs": 1, "batch_size": SIZE, "checkpoint": tmp_path}
-    ke.fit(net.engine(), data, **options)
-    x, y = data
-    with pytest.raises(ke.InputError, match="has examples=31, and this run has examples=30"):
-        ke.fit(net.engine(), (x[1:], y[1:]), resume=True, **options)
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 

@@ -252,22 +252,3 @@ def test_the_matrices_of_a_product_are_the_parts_of_its_outputs_that_are_read_ap
         np.testing.assert_allclose(changes[0][:, part], -0.03 * direction, rtol=1e-6, atol=1e-9)
         length = np.linalg.norm(changes[1][:, part])
         np.testing.assert_allclose(length, 0.025 * np.sqrt(len(part)), rtol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", ["kfac auto", "muon"])
-def test_a_run_resumes_with_equal_bits(optimizer, tmp_path):
-    chosen, rng = JOINED["gates of experts"], np.random.default_rng(1)
-    model = built(chosen, chosen.other, chosen.rearranged(draws(chosen)))
-    whole, resumed = (
-        OPTIMIZERS[optimizer](ke.Engine.from_onnx(model, loss="normal", threads=1))
-        for _ in range(2)
-    )
-    for step in range(3):
-        x, y = rng.standard_normal((N, *chosen.x)), rng.standard_normal((N, *chosen.y))
-        whole.step({"x": x}, y)
-        if step == 0:
-            whole.save(tmp_path / "state")
-            resumed.load(tmp_path / "state")
-        else:
-            resumed.step({"x": x}, y)
-    assert np.array_equal(whole.engine.parameters["W"], resumed.engine.parameters["W"])

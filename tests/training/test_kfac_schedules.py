@@ -163,17 +163,6 @@ def test_extreme_drifts_give_the_bits_of_a_fixed_period(drift, every, fixed):
     assert_same(by_drift, periodic)
 
 
-def test_drift_refreshes_between_the_periods_where_an_average_has_moved():
-    optimizer = optimizer_of(policy="drift", drift=0.2, refresh_every=30, statistics_every=5)
-    reports = run(optimizer, range(STEPS))
-    moved = [t for t, r in enumerate(reports) if r.refreshed and t not in growing(30)]
-    assert moved
-    observed = growing(5)
-    assert set(moved) <= set(observed)
-    # The drifts that remain are below the bound: factors above it were refreshed.
-    assert max(optimizer.engine.estimator.refreshes.drifts().values()) < 0.2
-
-
 # -- budget ----------------------------------------------------------------------------------------
 
 
@@ -217,34 +206,6 @@ def test_refreshes_take_the_budget_of_the_time_of_the_steps(budget):
         # With fresh inverses of all factors there is nothing to spend on.
         assert spent >= budget * before - ROUNDING or len(result.refreshed) == len(FACTORS)
     assert spent > 0
-
-
-@pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("periods", [{}, {"w1": 5}], ids=["equal periods", "periods of layers"])
-def test_a_budget_refreshes_the_factors_that_wait_longest(periods):
-    optimizer = optimizer_of(
-        policy="budget", budget=0.05, statistics_every=1, refresh_every=10, periods=periods
-    )
-    latest, partial = dict.fromkeys(step(optimizer, 0).refreshed, 0), 0
-    for seed in range(1, 3 * STEPS):
-        waits = {n: (seed - t) / (periods.get(n[:2], 10)) for n, t in latest.items()}
-        refreshed = step(optimizer, seed).refreshed
-        others = [waits[name] for name in FACTORS if name not in refreshed]
-        if refreshed and others:
-            assert min(waits[name] for name in refreshed) >= max(others)
-            partial += 1
-        latest |= dict.fromkeys(refreshed, seed)
-    assert partial
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_budget_waits_for_new_statistics():
-    optimizer = optimizer_of(policy="budget", budget=0.9, statistics_every=7)
-    reports = run(optimizer, range(STEPS))
-    for name in FACTORS:
-        gaps = np.diff(steps_of(reports, name))
-        assert (gaps[-2:] >= 7).all()
-        assert (gaps[:3] < 7).all()  # the period of the statistics grows
 
 
 # -- resumption ------------------------------------------------------------------------------------
@@ -334,21 +295,6 @@ def test_no_factor_waits_longer_than_its_period_or_the_bound(policy, periods):
             if work.key in due and policy == "all_at_once" and t:
                 assert age >= min(period, bound)
         planner.advance(t, due, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("policy", ["round_robin", "balanced"])
-@given(period=st.integers(2, 8), number=st.integers(2, 9))
-def test_refreshes_are_spread_once_the_period_has_grown(policy, period, number):
-    works = [Work(f"f{i}", 1.0, (f"p{i}",)) for i in range(number)]
-    planner = Planner(works, ke.Schedule(refresh_every=period, policy=policy))
-    sizes = []
-    for t in range(6 * period):
-        due = planner.refreshes(t, bound=max(1, t // 2))
-        planner.advance(t, due, 0.0, 0.0)
-        sizes.append(len(due))
-    last = sizes[-period:]
-    assert sum(last) == number
-    assert max(last) - min(last) <= 1
 
 
 def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes(monkeypatch):

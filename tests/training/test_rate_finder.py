@@ -71,21 +71,6 @@ def test_the_search_ends_when_the_loss_explodes():
     assert (result.losses[:-5] < 10 * result.losses[0]).all()
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_the_suggestion_trains_better_than_distant_rates(optimizer):
-    data = digits()
-    classes = {"adam": ke.Adam, "sgd": ke.SGD}
-    rate = ke.find_rate(demo_model("mlp"), data, optimizer=optimizer).suggestion
-
-    def loss(factor):
-        engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical")
-        trained = classes[optimizer](engine, rate * factor)
-        ke.fit(engine, data, optimizer=trained, steps=40)
-        return engine.evaluate(({"image": data[0]}, data[1]))["loss"]
-
-    assert loss(1) < 0.5 * min(loss(1 / 100), loss(100))
-
-
 # -- the suggestion --------------------------------------------------------------------------------
 
 

@@ -61,29 +61,6 @@ def test_ekfac_has_the_diagonal_of_the_fisher_in_the_eigenbasis_of_all_data(fish
         assert_close(actual[np.ix_(order, order)], expected)
 
 
-@pytest.mark.parametrize(("structure", "fisher"), [("ekfac", "exact"), ("diagonal", "empirical")])
-def test_trace_of_a_convolution_equals_the_trace_of_the_fisher(structure, fisher):
-    model = models.conv_linear(side=3, kernel=2, pads=0)
-    inputs = models.random_inputs(model, batch=7)
-    curvature = measured(model, uneven(inputs, LABELS), structure=structure, fisher=fisher)
-    F = fisher_of(curvature, model, inputs, fisher)
-    assert curvature.trace() == pytest.approx(np.trace(F), rel=SINGLE)
-
-
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("make", [models.mlp, models.layer_norm, models.token_mlp])
-def test_diagonal_curvature_equals_the_diagonal_of_the_fisher(make, fisher):
-    model = make()
-    inputs = models.random_inputs(model, batch=7)
-    labels = LABELS
-    if make is models.token_mlp:
-        labels = np.random.default_rng(0).integers(0, 3, (7, 4))
-    curvature = measured(model, uneven(inputs, labels), structure="diagonal", fisher=fisher)
-    targets = labels if fisher == "empirical" else None
-    F = exact_fisher(curvature, model, inputs, "categorical", targets)
-    assert_close(dense(curvature), np.diag(np.diag(F)), SINGLE)
-
-
 # Every name of a loss to the name that the oracle knows.
 ORACLES = dict.fromkeys(("categorical", "softmax_cross_entropy", "cross_entropy"), "categorical")
 ORACLES |= dict.fromkeys(("multi_bernoulli", "sigmoid_cross_entropy", "bce"), "multi_bernoulli")
@@ -149,16 +126,6 @@ def test_last_layer_has_the_block_of_the_whole_model(structure):
     assert list(last.model.parameters) == list(LAYERS[-1])
     order = order_of(whole, *LAYERS[-1])
     assert_close(dense(last), dense(whole)[np.ix_(sorted(order), sorted(order))])
-
-
-def test_last_layer_of_each_loss_is_measured():
-    model = models.two_outputs()
-    inputs = models.random_inputs(model, batch=4)
-    outputs = [entry.name for entry in model.graph.output]
-    curvature = measured(model, (inputs, None), ["normal", "normal"], output=outputs, layers="last")
-    biases = {name for name in curvature.model.parameters if name.endswith("bias")}
-    final = {node.input[2] for node in model.graph.node if node.output[0] in outputs}
-    assert biases == final
 
 
 def test_ekfac_refuses_an_iterator_that_is_read_once():

@@ -106,27 +106,6 @@ def test_score_is_the_derivative_of_a_loss_by_the_weight_of_an_example(ridge):
     np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_score_over_n_is_the_rise_of_the_loss_without_the_example():
-    """To first order: half the example's weight costs half as much, up to the second order."""
-    x, y = regression(n=400)
-    model = linear(bias=False)
-    W = np.linalg.solve(x.T @ x, x.T @ y)
-    (weight,) = model.graph.initializer
-    weight.CopyFrom(models.onnx.numpy_helper.from_array(W, "w"))
-    data = ({"input": x}, y)
-    influence = ke.Influence(measured(model, data, "normal"), damping=0.0)
-    queries, targets = x[:5] + 0.5, y[:5]
-    scores = influence.scores(({"input": queries}, targets), data)
-    for q in range(5):
-        i = int(abs(scores[q]).argmax())
-        without = np.delete(np.full(400, 1 / 400), i)
-        rest = (np.delete(x, i, axis=0), np.delete(y, i, axis=0))
-        rise = weighted_loss(*rest, without, queries[q], targets[q], 0.0)
-        rise -= ((targets[q] - queries[q] @ W) ** 2).sum()
-        # The leverage of an example is about 3/400, the relative size of the second order.
-        assert rise == pytest.approx(scores[q, i] / 400, rel=0.05)
-
-
 # -- bad input -------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 import kfac_engine as ke
-from kfac_engine.data import demo_model, digits
 from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import MODELS, STRUCTURES, assert_close, dense, measured
 from tests.analysis.laplace.test_export import run
@@ -138,16 +137,6 @@ def test_model_of_probabilities_exports_the_variance_of_its_logits(tmp_path, las
     expected = variance_of(jac, precision(posterior))
     assert_close(results["variance"], expected, TOLERANCES["float64"])
     np.testing.assert_allclose(results["output"].sum(axis=1), 1.0)
-
-
-def test_cnn_of_the_demo_exports_the_variance_of_its_digits(tmp_path):
-    images, labels = digits()
-    curvature = measured(demo_model("cnn"), ({"image": images[:100]}, labels[:100]))
-    posterior, path = ke.Laplace(curvature).fit_prior(), tmp_path / "uncertain.onnx"
-    posterior.export(path)
-    queries = {"image": images[100:104]}
-    expected = posterior.predict(queries).variance
-    assert_close(run(path, queries)["variance"], expected, TOLERANCES["float32"])
 
 
 def test_half_precision_file_computes_the_variance_of_all_layers_in_float32(tmp_path):

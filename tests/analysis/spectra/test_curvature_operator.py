@@ -44,31 +44,6 @@ def test_products_equal_those_of_the_dense_matrix(case, matrix):
     assert A.examples == N
 
 
-def test_hessian_equals_differences_of_gradients():
-    model = models.mlp((4, 3, 3), dtype="float64")
-    inputs = models.random_inputs(model, batch=N)
-    labels = np.arange(N) % 3
-    A = operator(model, uneven(inputs, labels, sizes=(2, 3)), "hessian")
-    engine = ke.Engine.from_onnx(model, loss="categorical", reduction="batch_mean", threads=1)
-    start = A.vector.join(engine.parameters)[0][0]
-    names = tuple(A.vector.shapes)
-
-    types = dict.fromkeys(names, np.dtype(float))
-
-    def gradient(theta):
-        engine.set_parameters(A.vector.split(theta[None], names, types, several=False))
-        return A.vector.join(engine.gradients(inputs, labels).gradients)[0][0]
-
-    step = 1e-5
-    v = np.random.default_rng(1).standard_normal(len(start))
-    expected = (gradient(start + step * v) - gradient(start - step * v)) / (2 * step)
-    # Central differences: third derivatives times 1e-10, and rounding 1e-16 / 1e-5.
-    np.testing.assert_allclose(A @ v, expected, atol=1e-8)
-    dense = A @ np.eye(len(start))
-    np.testing.assert_allclose(dense, dense.T, atol=1e-14)
-    assert np.linalg.eigvalsh(dense).min() < -1e-4  # unlike the Fisher matrix
-
-
 def test_scipy_finds_eigenvalues_and_solves_equations(case):
     model, tolerance, inputs, labels = case
     A = operator(model, (inputs, labels))

@@ -103,9 +103,3 @@ def test_inspect_prints_the_warning_above_its_tables(capsys):
     assert main(["inspect", path, "--loss", "categorical", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["export_notes"]
     assert "'0.weight', '3.weight'" in note
-
-
-def test_inspect_prints_no_warning_for_unchanged_parameters(capsys):
-    path = str(EXPORTS / "cnn-plain.onnx")
-    assert main(["inspect", path, "--loss", "categorical"]) == 0
-    assert "warning" not in capsys.readouterr().out

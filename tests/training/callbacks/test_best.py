@@ -158,18 +158,6 @@ def test_a_resumed_run_has_the_best_weights_of_the_whole_run(step, tmp_path):
     ]
 
 
-def test_a_longer_run_continues_from_the_last_weights(tmp_path):
-    def best():
-        return ke.BestWeights("planned", "higher")
-
-    store = {"checkpoint": tmp_path, "resume": True}
-    run(best(), epochs=6, **store)
-    longer = run(best(), plan=[9.0] * 6, **store)
-    whole = run(best(), plan=[*PLAN[:6], *[9.0] * 6])
-    assert whole.records[-1]["best_step"] == 7 * STEPS
-    assert same(net.weights(longer.engine), net.weights(whole.engine))
-
-
 def test_a_validation_at_the_end_within_an_epoch_counts():
     def end(record, optimizer):
         return record["step"] == 5

@@ -88,19 +88,6 @@ def test_the_events_are_the_numbers_of_the_records(board, folder):
     assert {tag for _, tag, _ in shown} >= {"loss", "validation_loss", "seconds/gradients"}
 
 
-def test_the_number_of_refreshed_factors_is_written(board, folder):
-    history = run(board(), optimizer="kfac")
-    counts = [value for _, tag, value in scalars(events_in(folder)) if tag == "refreshed"]
-    assert counts == [len(record["refreshed"]) for record in history.records]
-    assert counts[0] > 0
-
-
-def test_the_first_event_names_the_version_of_the_format(board, folder):
-    run(board())
-    first = next(events_in(folder))
-    assert first.file_version == "brain.Event:2"
-
-
 @pytest.mark.parametrize("step", [1, 5, 9])
 def test_a_resumed_run_continues_the_curves_without_doubled_steps(board, folder, tmp_path, step):
     store = {"checkpoint": tmp_path / "state", "checkpoint_every": 2}
@@ -114,17 +101,6 @@ def test_a_resumed_run_continues_the_curves_without_doubled_steps(board, folder,
     shown = scalars(events)
     assert len(shown) == len(set(shown))
     assert set(shown) == expected(history.records)
-
-
-def test_the_events_before_a_checkpoint_are_in_the_file(board, folder, tmp_path):
-    seen = []
-
-    def read(record, optimizer):
-        if record["step"] == 5:  # one step after a checkpoint
-            seen.extend(step for step, tag, _ in scalars(events_in(folder)) if tag == "loss")
-
-    run(board(), read, checkpoint=tmp_path / "state", checkpoint_every=4)
-    assert seen[:4] == [1, 2, 3, 4]
 
 
 def test_a_new_run_hides_an_older_run_and_keeps_its_file(board, folder):
