@@ -128,6 +128,34 @@ def test_device_reads_are_independent_of_number_of_layers(
     assert found[0] == found[1] <= 5
 
 
+OPTIMIZERS = {
+    "auto": ke.KfacOptimizer,
+    "adamw": ke.AdamW,
+    "sgd": lambda engine: ke.SGD(engine, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_reads_of_optimizers_are_independent_of_number_of_layers(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if compiler() is None:
+        pytest.skip("needs g++ to run kernels on the CPU")
+    forget()
+    cupy_standin.install(monkeypatch)
+    monkeypatch.setattr(CupyMemorySpace, "kind", "cpu")
+    found = []
+    for layers in (3, 12):
+        engine, inputs, targets = begun(chain(layers))
+        optimizer = OPTIMIZERS[name](engine)
+        for _ in range(3):
+            cupy_standin.COUNTS.clear()
+            optimizer.step(inputs, targets)
+        found.append(cupy_standin.COUNTS["reads"] + cupy_standin.COUNTS["downloads"])
+    assert found[0] == found[1] <= 20  # a step with statistics
+    forget()
+
+
 # -- what users give and get ----------------------------------------------------------------------
 
 

@@ -47,8 +47,11 @@ class ModelArrays:
         Returns:
             Name to array of the backend; a copy where a library has no read-only arrays.
         """
-        stored = self.for_backend(self._model.to_file_layout(arrays))
-        return {name: read_only(array) for name, array in stored.items()}
+        return {name: read_only(array) for name, array in self.stored(arrays).items()}
+
+    def stored(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return parameters or buffers as the file stores them, without a copy where possible."""
+        return self.for_backend(self._model.to_file_layout(arrays))
 
     def on_host(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the parameters and the buffers as arrays of the host, by name."""

@@ -82,6 +82,11 @@ class TrainableModel(Sealed):
         return self._passes.parameters
 
     @property
+    def stored_parameters(self) -> dict[str, Array]:
+        """Parameter name to the array that the engine holds, which nobody may change."""
+        return self._arrays.stored(self._model.parameters)
+
+    @property
     def buffers(self) -> dict[str, Array]:
         """Running statistics of normalizations in training form by name, read-only."""
         return self._arrays.for_caller(self._model.buffers)

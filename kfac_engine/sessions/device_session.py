@@ -19,7 +19,6 @@ from kfac_engine.sessions import session
 
 # Device type to its provider. The CPU provider runs the operators that the provider lacks.
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
-_NO_WAITING = "disable_synchronize_execution_providers"
 _ERRORS = 3
 _NO_MEMORY = "Failed to allocate memory"
 
@@ -131,7 +130,7 @@ class DeviceSession(session.Uncopied):
             for name in others:
                 space = self._memory_space_of(name)
                 binding.bind_output(name, space.kind, space.index)
-            self._evaluate(binding, (*results, *others))
+            self._evaluate(binding)
         values = dict(zip(others, binding.get_outputs()[len(results) :], strict=True))
         for name, value in values.items():
             if not value.has_value():
@@ -194,23 +193,22 @@ class DeviceSession(session.Uncopied):
             for name, array in zip(outputs, results, strict=True)
         }
 
-    def _evaluate(self, binding: Any, outputs: Iterable[str]) -> None:
-        options = ort.RunOptions()
-        if self._hosted.isdisjoint(outputs):
-            # The device orders later work after this run, so the host does not wait.
-            options.add_run_config_entry(_NO_WAITING, "1")
+    def _evaluate(self, binding: Any) -> None:
+        # A run that does not wait for the device (disable_synchronize_execution_providers) keeps
+        # its pinned memory until the session ends. ONNX Runtime 1.31 then frees it in a callback of
+        # CUDA, which may end the program.
         try:
-            self._attempt(binding, options)
+            self._attempt(binding)
         except RuntimeError as failure:  # the exception of bound runs
             raise self._failed(failure) from failure
 
-    def _attempt(self, binding: Any, options: ort.RunOptions) -> None:
+    def _attempt(self, binding: Any) -> None:
         try:
-            self._session.run_with_iobinding(binding, options)
+            self._session.run_with_iobinding(binding)
         except RuntimeError as failure:
             if _NO_MEMORY not in str(failure) or not self._memory_space.release():
                 raise
-            self._session.run_with_iobinding(binding, options)
+            self._session.run_with_iobinding(binding)
 
     def _failed(self, failure: Exception) -> BackendError | MemoryLimitError:
         detail = session.reason(failure)

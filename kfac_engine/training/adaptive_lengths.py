@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.pieces import Piece
@@ -21,7 +21,16 @@ from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradient
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize
 from kfac_engine.training.units import Units
-from kfac_engine.training.vectors import Vector, combine, zeros
+from kfac_engine.training.vectors import (
+    Vector,
+    Zeros,
+    block_of,
+    combine,
+    grouped,
+    groups,
+    joined,
+    separated,
+)
 
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
 # zero, or scale single features.
@@ -116,47 +125,73 @@ class AdaptiveLengthUpdate:
             weight the last direction p, and of each of its matrices ``⟨g', p⟩`` and ``log k``.
         """
         units, weights = self.units.split(parameters), self.units.weights
+        by_adam = {name: value for name, value in units.items() if name not in weights}
         counts = {name: len(weight.matrices(units[name])) for name, weight in weights.items()}
+        numbers = {name: np.empty(n if n > 1 else ()) for name, n in counts.items()}
         return {
-            "momentum": zeros(parameters),
-            "second_moment": zeros({n: value for n, value in units.items() if n not in weights}),
-            "natural_gradient": zeros({name: units[name] for name in weights}),
-            **{
-                slot: {name: np.zeros(n if n > 1 else ()) for name, n in counts.items()}
-                for slot in ("slope", "log_length")
-            },
+            "momentum": Zeros(grouped(parameters)),
+            "second_moment": Zeros(grouped(by_adam)),
+            "natural_gradient": Zeros({name: units[name] for name in weights}),
+            **{slot: Zeros(numbers) for slot in ("slope", "log_length")},
         }
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         means = step.new_slots["momentum"]
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
-        for name, gradient in step.gradients.items():
-            moments = means[name], self.momentum, step.slots["momentum"][name]
-            combine(*moments, 1 - self.momentum, gradient)
+        for names in groups(step.gradients, dict.fromkeys(step.gradients, "mean")):
+            mean, old = (
+                block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
+            )
+            combine(mean, self.momentum, old, 1 - self.momentum, joined(step.gradients, names))
         vectors = (step.gradients, step.parameters, means)
         gradients, parameters, means = map(self.units.split, vectors)
-        last = {
-            name: _products(
-                self.units.weights[name], gradients[name], p, self._is_single(step, name)
-            )
-            for name, p in step.slots["natural_gradient"].items()
-        }
+        (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
         due = {name: self._is_due(name, step, last[name]) for name in self.roots}
         with step.clock("precondition"):
             natural = self._natural_gradients(means, step, due)
+        slopes, squares = self._products(step, (gradients, natural), (natural, natural))
+        factors = self._factors(step, last, slopes, squares, due)
+        step.new_slots["natural_gradient"].update(natural)
         units: dict[str, Array] = {}
-        for name, gradient in gradients.items():
+        for names in groups(gradients, {n: None if n in self.roots else "Adam" for n in gradients}):
             # The memory of a gradient that is not needed any more receives the new value.
-            value = units[name] = gradient.copy() if step.predicts else gradient
+            value, old = joined(gradients, names), joined(parameters, names)
+            value = value.copy() if step.predicts else value
+            (name, *others) = names
             if name in self.roots:
-                last_and_due = last[name], due[name]
-                self._by_matrix(name, value, natural[name], parameters[name], step, *last_and_due)
+                self._by_matrix(name, value, natural[name], old, step, factors[name])
             else:
-                self._by_adam(name, value, means[name], parameters[name], step)
+                self._by_adam(names, value, joined(means, names), old, step)
+            units |= separated(value, {n: gradients[n] for n in names}) if others else {name: value}
         values = self.units.join(units, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
+
+    def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[dict[str, Array]]:
+        """Return the inner products of the matrices of each weight, on the host.
+
+        Args:
+            step: The step.
+            pairs: Pairs of vectors; the weights are those of the second one.
+
+        Returns:
+            For each pair, name to inner products. A device is read once.
+        """
+        results = [
+            {
+                name: _inner_products(
+                    self.units.weights[name], left[name], p, self._is_single(step, name)
+                )
+                for name, p in right.items()
+            }
+            for left, right in pairs
+        ]
+        every = [products for pair in results for products in pair.values()]
+        if every and on_device(every[0]):
+            on_host = iter(self.engine.collection.backend.download(every))
+            results = [{name: next(on_host) for name in pair} for pair in results]
+        return results
 
     def _is_due(self, name: str, step: StepInputs, last: Array) -> Any:
         """Return whether a weight has a new direction in a step, or a recorded truth value.
@@ -197,48 +232,101 @@ class AdaptiveLengthUpdate:
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in wanted}
         vectors = self.units.join(alone, blocks)
         natural = self.units.split(natural_gradients(self.engine, vectors))
-        directions = dict(step.slots["natural_gradient"])
-        for name, is_due in due.items():
-            if is_recorded(is_due):
-                new = self._direction(name, means[name], natural[name], step.examples)
-                directions[name] = np.where(is_due, new, directions[name])
-            elif is_due:
-                directions[name] = self._direction(name, means[name], natural[name], step.examples)
-        return directions
+        last = step.slots["natural_gradient"]
+        now = {n: natural[n] for n, is_due in due.items() if is_recorded(is_due) or is_due}
+        new = {
+            n: np.where(due[n], direction, last[n]) if is_recorded(due[n]) else direction
+            for n, direction in self._directions(now, means, step.examples).items()
+        }
+        return {**last, **new}
 
-    def _direction(self, name: str, mean: Array, natural: Array, examples: int) -> Array:
-        """Return the direction of a weight; the norm of its matrices means nothing.
+    def _directions(self, natural: Vector, means: Vector, examples: int) -> dict[str, Array]:
+        """Return the directions of weights; the norms of their matrices mean nothing.
 
         Args:
-            name: The weight.
-            mean: The averaged gradient.
-            natural: Its natural gradient.
+            natural: The natural gradient of the averaged gradient of each weight.
+            means: The averaged gradients.
             examples: Number of examples of the batch.
         """
-        weight, side = self.units.weights[name], self.sides[name]
+        weights, directions = self.units.weights, dict(natural)
+        matrices = {name: weights[name].matrices(array) for name, array in natural.items()}
+        iterations = {name: self._iterations(name, examples) for name in natural}
+        kinds = {
+            name: (matrices[name].shape[1:], count)
+            for name, count in iterations.items()
+            if is_recorded(count) or count
+        }
+        for names in groups(matrices, kinds):
+            shape, count = matrices[names[0]].shape[1:], iterations[names[0]]
+            stack = joined(matrices, names).reshape(-1, *shape)
+            operand = stack[0] if len(stack) == 1 else stack  # as for Muon
+            equal = orthogonalize(operand, self.matmul, count, bound=True).reshape(stack.shape)
+            averaged = {name: weights[name].matrices(means[name]) for name in names}
+            products = joined(averaged, names).reshape(stack.shape) * equal
+            descends = products.sum(axis=(1, 2), keepdims=True) > 0
+            chosen = array_module(stack).where(descends, equal, stack)
+            like = {name: matrices[name] for name in names}
+            parts = separated(chosen.reshape(-1), like) if names[1:] else {names[0]: chosen}
+            directions |= {n: weights[n].array(part, natural[n]) for n, part in parts.items()}
+        return directions
+
+    def _iterations(self, name: str, examples: Any) -> Any:
+        """Return the number of Newton–Schulz iterations of a weight, or a recorded number."""
+        side = self.sides[name]
         if side < _SMALLEST_SIDE:
-            return natural
+            return 0
         iterations = self._rows(name, examples) / (2 * side)
-        if isinstance(iterations, float):
-            iterations = int(min(iterations, _ITERATIONS))
-            if not iterations:
-                return natural
-        xp, matrices = array_module(natural), weight.matrices(natural)
-        operand = matrices[0] if len(matrices) == 1 else matrices  # as for Muon
-        equal = orthogonalize(operand, self.matmul, iterations, bound=True).reshape(matrices.shape)
-        descends = (weight.matrices(mean) * equal).sum(axis=(1, 2), keepdims=True) > 0
-        return weight.array(xp.where(descends, equal, matrices), natural)
+        return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _by_adam(
-        self, name: str, value: Array, mean: Array, parameter: Array, step: StepInputs
+        self, names: tuple[str, ...], value: Array, mean: Array, parameter: Array, step: StepInputs
     ) -> None:
-        """Write the new value of a unit in place of its gradient."""
+        """Write the new values of units in place of their gradients."""
         adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
         rate = step.scale * evaluated_rate(self.adam_rate, step.step)
-        old, new = (slots["second_moment"][name] for slots in (step.slots, step.new_slots))
+        both = step.slots, step.new_slots
+        old, new = (block_of(slots["second_moment"], names) for slots in both)
         direction = adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
         combine(value, -rate, direction, shrunk, parameter)
+
+    def _factors(
+        self,
+        step: StepInputs,
+        last: Vector,
+        slopes: Vector,
+        squares: Vector,
+        due: Mapping[str, Any],
+    ) -> dict[str, Array]:
+        """Write the new slopes and lengths; return the factors of the directions of each weight.
+
+        Args:
+            step: The step.
+            last: Inner products of the gradient with the last directions.
+            slopes: Inner products of the gradient with the directions.
+            squares: Squared norms of the directions.
+            due: Whether the direction of a weight is new.
+
+        Returns:
+            Name of a weight to the factors of its matrices.
+        """
+        old, new = step.slots, step.new_slots
+        factors: dict[str, Array] = {}
+        for names in groups(old["slope"], dict.fromkeys(squares, "matrix")):
+            slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
+            logs = _next_logs(log_length, slope, joined(last, names), step.scale)
+            block_of(new["log_length"], names)[...] = logs
+            norms = joined(squares, names) ** 0.5
+            both = np.exp(logs), norms + (norms == 0)
+            like = {name: squares[name] for name in names}
+            parts = [separated(array, like) if names[1:] else {names[0]: array} for array in both]
+            for name in names:
+                length, norm = (array[name] for array in parts)
+                factors[name] = step.rate * self.roots[name] * length / norm
+                # A direction of several steps has the slope of the first one.
+                of_first = np.where(due[name], slopes[name], old["slope"][name])
+                new["slope"][name][...] = of_first
+        return factors
 
     def _by_matrix(
         self,
@@ -247,22 +335,12 @@ class AdaptiveLengthUpdate:
         natural: Array,
         parameter: Array,
         step: StepInputs,
-        last: Array,
-        is_due: Any,
+        factors: Array,
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
-        weight, old, new = self.units.weights[name], step.slots, step.new_slots
-        single = self._is_single(step, name)
-        logs = _next_logs(old["log_length"][name], old["slope"][name], last, step.scale)
-        new["natural_gradient"][name] = natural
-        # A direction of several steps has the slope of the first one.
-        slope = _products(weight, value, natural, single)
-        new["slope"][name][...] = np.where(is_due, slope, old["slope"][name])
-        new["log_length"][name][...] = logs
-        norms = _products(weight, natural, natural, single) ** 0.5
-        factors = step.rate * self.roots[name] * np.exp(logs) / (norms + (norms == 0))
+        weight = self.units.weights[name]
         shrunk = 1 - step.rate * step.decay * self.weight_decay
-        if single:
+        if self._is_single(step, name):
             combine(value, -factors.item(), natural, shrunk, parameter)
         else:
             scales = array_module(natural).asarray(factors, natural.dtype)[:, None, None]
@@ -270,14 +348,11 @@ class AdaptiveLengthUpdate:
             combine(value, -1.0, scaled, shrunk, parameter)
 
 
-def _products(weight: Piece, left: Array, right: Array, single: bool) -> Array:
-    """Return the inner product of each matrix of one array with that of another, on the host."""
+def _inner_products(weight: Piece, left: Array, right: Array, single: bool) -> Any:
+    """Return the inner product of each matrix of one array with that of another."""
     if single:
-        products: Any = np.vdot(left, right)
-    else:
-        products = (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
-    on_host: Array = products.get() if hasattr(products, "get") else products
-    return on_host
+        return np.vdot(left, right)
+    return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
 
 
 def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float) -> Array:

@@ -1,13 +1,14 @@
 """Optimizers of gradients alone: SGD, Adam, AdamW and Muon, as update rules of each parameter."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, positive
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
@@ -27,7 +28,18 @@ from kfac_engine.training.optimizer import (
 from kfac_engine.training.report import StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
-from kfac_engine.training.vectors import Vector, add_multiple, combine, dot, parts, zeros
+from kfac_engine.training.vectors import (
+    Vector,
+    Zeros,
+    add_multiple,
+    block_of,
+    combine,
+    dot,
+    groups,
+    joined,
+    parts,
+    separated,
+)
 
 # A step whose terms stay below these numbers cannot overflow: squares of the first one and the
 # second one are finite in float32.
@@ -44,6 +56,7 @@ class _Setting:
     Attributes:
         units: The division of the parameters.
         rules: Unit to its update rule.
+        groups: The units; those of small arrays with one rule are updated together.
         decoupled: Whether weight decay shrinks the parameters directly, in place of a term of the
             gradient.
         momentum: The momentum in reports.
@@ -53,6 +66,7 @@ class _Setting:
     rules: Mapping[str, Rule]
     decoupled: bool
     momentum: float
+    groups: Sequence[tuple[str, ...]] = ()
 
 
 class _FirstOrder(Optimizer):
@@ -65,10 +79,15 @@ class _FirstOrder(Optimizer):
 
     def _set_up(self, setting: _Setting) -> None:
         parameters = setting.units.split(self._parameters())
-        self._setting = setting
-        for name, rule in setting.rules.items():
-            for slot in rule.slots:
-                self._slots.setdefault(slot, {}).update(zeros({name: parameters[name]}))
+        kinds = {name: rule if rule.elementwise else None for name, rule in setting.rules.items()}
+        together = [*groups(parameters, kinds)]
+        self._setting = replace(setting, groups=together)
+        # Arrays of a group are adjacent.
+        order = {name: setting.rules[name] for names in together for name in names}
+        for slot in dict.fromkeys(slot for rule in order.values() for slot in rule.slots):
+            self._slots[slot] = Zeros(
+                {n: parameters[n] for n, r in order.items() if slot in r.slots}
+            )
         self._sealed = True
 
     def _rates(self, rate: float, steps: int) -> dict[str, float]:
@@ -130,12 +149,14 @@ class _FirstOrder(Optimizer):
         rates = self._rates(evaluated_rate(self._learning_rate, steps), steps)
         decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units
         values, gradients = units.split(parameters), units.split(gradients)
-        for name, gradient in gradients.items():
+        recorded = any(map(is_recorded, gradients.values()))
+        for names in [(name,) for name in gradients] if recorded else self._setting.groups:
+            rule, step = self._setting.rules[names[0]], scale * rates[names[0]]
+            gradient, old_value = joined(gradients, names), joined(values, names)
             if decay and not decoupled:
-                add_multiple(gradient, decay, values[name])
-            rule, step = self._setting.rules[name], scale * rates[name]
-            state = (arrays[slot][name] for arrays in slots for slot in rule.slots)
-            operands = (gradient, values[name], *state)
+                add_multiple(gradient, decay, old_value)
+            state = (block_of(arrays[slot], names) for arrays in slots for slot in rule.slots)
+            operands = (gradient, old_value, *state)
             shrunk = 1 - step * decay if decoupled else 1.0
             for g, value, *both in parts(*operands) if rule.elementwise else (operands,):
                 count = len(rule.slots)
@@ -145,6 +166,8 @@ class _FirstOrder(Optimizer):
                 direction = rule(g, old, new, steps + 1)
                 # The gradient is not needed any more: its memory receives the new value.
                 combine(g, -step, direction, shrunk, value)
+            if len(names) > 1:
+                gradients |= separated(gradient, {name: values[name] for name in names})
         return units.join(gradients, parameters)
 
 

@@ -10,7 +10,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.training.optimizer import SlotArrays
-from kfac_engine.training.vectors import Vector, combine, dot, zeros
+from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class RatedUpdate:
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return velocities of zero."""
-        return {"momentum": zeros(parameters)}
+        return {"momentum": Zeros(parameters)}
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new velocities."""

@@ -39,7 +39,7 @@ from kfac_engine.training.checkpoint import (
     write_training,
 )
 from kfac_engine.training.report import StepReport
-from kfac_engine.training.vectors import zeros
+from kfac_engine.training.vectors import Zeros
 
 # A learning rate: a number, or a function of the number of steps so far.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -297,7 +297,7 @@ class Optimizer(Summarized, Sealed, ABC):
 
     def _parameters(self) -> dict[str, Array]:
         """Return the parameters that are trained, by name."""
-        values = self.engine.parameters
+        values = self.engine.stored_parameters
         return {name: values[name] for name in self._names}
 
     def _gradients(
@@ -325,7 +325,7 @@ class Optimizer(Summarized, Sealed, ABC):
     def _new_slots(self) -> SlotArrays:
         """Return arrays that receive the new state: those of the state before the present one."""
         if not self._spare_slots:
-            self._spare_slots = {slot: zeros(arrays) for slot, arrays in self._slots.items()}
+            self._spare_slots = {slot: Zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
 
     def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:

@@ -13,7 +13,7 @@ from kfac_engine.training.curvature_updates import PartialBatch
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients
 from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.quadratic_model import QuadraticModel
-from kfac_engine.training.vectors import Vector, combine, dot, zeros
+from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 # Largest change of a parameter in a step, as a part of its norm.
 _LARGEST_CHANGE = 1.0
@@ -42,7 +42,7 @@ class QuadraticUpdate:
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return velocities of zero."""
-        return {"momentum": zeros(parameters)}
+        return {"momentum": Zeros(parameters)}
 
     def _products(self, parts: Sequence[Batch], examples: int | None) -> CurvatureProducts | None:
         """Return products with the Fisher matrix of examples; None if no target of them counts."""

@@ -5,18 +5,24 @@ system provides and takes back their memory in each step. Results are therefore 
 that exist.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.linalg import blas
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module, is_recorded
 
 Vector: TypeAlias = Mapping[str, Array]
 
 # Entries of a part of an array.
 _PART = 1 << 16
+# Largest number of entries of an array in a group. A call of NumPy takes as long as the arithmetic
+# of some thousand entries, and a launch on a GPU as that of some hundred thousand.
+_SMALL, _SMALL_ON_DEVICE = 1 << 13, 1 << 18
 
 _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
 
@@ -41,9 +47,87 @@ def dot(left: Vector, right: Vector) -> float:
     return sum(float(np.vdot(array, right[name])) for name, array in left.items())
 
 
-def zeros(parameters: Vector) -> dict[str, Array]:
-    """Return an array of zeros for each parameter, by name."""
-    return {name: np.zeros_like(value) for name, value in parameters.items()}
+class Zeros(dict[str, Array]):
+    """Arrays of zeros by name, in the memory of one array for each type.
+
+    Args:
+        like: Name to an array of the shape and the type.
+    """
+
+    def __init__(self, like: Vector) -> None:
+        alike: dict[Any, dict[str, Array]] = {}
+        for name, value in like.items():
+            alike.setdefault(value.dtype, {})[name] = value
+        self._blocks: dict[tuple[str, ...], Array] = {}
+        arrays: dict[str, Array] = {}
+        for dtype, values in alike.items():
+            size = sum(value.size for value in values.values())
+            block = array_module(next(iter(values.values()))).zeros(size, dtype)
+            self._blocks[tuple(values)] = block
+            arrays |= separated(block, values)
+        super().__init__({name: arrays[name] for name in like})
+
+    def block(self, names: tuple[str, ...]) -> Array:
+        """Return a view with one axis of arrays of one type that follow one another."""
+        if names not in self._blocks:
+            (every,) = (every for every in self._blocks if names[0] in every)
+            first = every.index(names[0])
+            assert every[first : first + len(names)] == names, "the arrays are not adjacent"
+            start = sum(self[name].size for name in every[:first])
+            stop = start + sum(self[name].size for name in names)
+            self._blocks[names] = self._blocks[every][start:stop]
+        return self._blocks[names]
+
+
+def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Return the names of small arrays of one kind and type together, other names alone.
+
+    Args:
+        arrays: Name to array.
+        kinds: Name to the rule of the entries, which must be equal in a group; None for no group.
+
+    Returns:
+        The groups.
+    """
+    together: dict[Any, list[str]] = {}
+    for name, kind in kinds.items():
+        array = arrays[name]
+        largest = _SMALL if isinstance(array, np.ndarray) else _SMALL_ON_DEVICE
+        small = kind is not None and not is_recorded(array) and array.size <= largest
+        together.setdefault((kind, array.dtype) if small else name, []).append(name)
+    return map(tuple, together.values())
+
+
+def grouped(arrays: Vector) -> dict[str, Array]:
+    """Return arrays in the order of their groups, if one rule updates all."""
+    return {n: arrays[n] for names in groups(arrays, dict.fromkeys(arrays, "")) for n in names}
+
+
+def joined(vector: Vector, names: Sequence[str]) -> Array:
+    """Return the entries of arrays on one axis, as a copy; the array itself for one name."""
+    if len(names) == 1:
+        return vector[names[0]]
+    entries: Array = array_module(vector[names[0]]).concatenate(
+        [vector[name].reshape(-1) for name in names]
+    )
+    return entries
+
+
+def block_of(state: Vector, names: tuple[str, ...]) -> Array:
+    """Return the entries of state arrays as a view with one axis; the array itself for one name."""
+    if len(names) == 1:
+        return state[names[0]]
+    assert isinstance(state, Zeros)
+    return state.block(names)
+
+
+def separated(entries: Array, like: Vector) -> dict[str, Array]:
+    """Return views of the entries of one axis, in the shapes of arrays that follow one another."""
+    ends = accumulate((prod(value.shape) for value in like.values()), initial=0)
+    return {
+        name: entries[start:stop].reshape(value.shape)
+        for (start, stop), (name, value) in zip(pairwise(ends), like.items(), strict=True)
+    }
 
 
 def parts(*arrays: Array) -> Iterator[tuple[Array, ...]]:

@@ -5,6 +5,8 @@ ONNX Runtime's provider for the CPU reads and writes them by address.
 """
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -143,6 +145,47 @@ def test_runtime_work_is_ordered_before_and_after(
     later = standin_streams.Stream(non_blocking=True)
     with later, pytest.raises(AssertionError, match="used unfinished"):
         abs(after)
+
+
+# Splits into unequal parts read their sizes from pinned memory, long after the host has launched
+# them. An exception in a callback of CUDA ends the process.
+RELEASED_EARLY = """
+import numpy as np
+from kfac_engine.backend.cuda.backend import CupyBackend
+from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
+from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.sessions.device_session import DeviceSession
+
+space = CupyMemorySpace(CupyBackend(), tf32=False)
+parts = tuple(f"part{i}" for i in range(40))
+nodes = (
+    *(Node("MatMul", (f"x{i}", "x0"), (f"x{i + 1}",)) for i in range(30)),
+    Node("Split", ("x30", "sizes"), parts, {"axis": 0}),
+)
+sizes = 4 * (np.arange(40) + 1)
+model = compact_model(
+    nodes, [Input("x0", np.dtype(np.float32), (None, None))], parts, {"sizes": sizes}, 18
+)
+x = space.as_feed(np.zeros((sizes.sum(), sizes.sum()), np.float32))
+for _ in range(20):
+    made = DeviceSession(model, threads=1, what="a test", memory_space=space)
+    for _ in range(3):
+        found = made.run(parts, {"x0": x})
+    del made, found
+made = DeviceSession(model, threads=1, what="a test", memory_space=space)
+made.run(parts, {"x0": x})
+print("finished")
+"""
+
+
+@pytest.mark.gpu
+def test_programs_survive_sessions_that_are_released_early() -> None:
+    if not has_provider("cuda"):
+        pytest.skip("needs onnxruntime-gpu")
+    program = [sys.executable, "-c", RELEASED_EARLY]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "finished\n"), ended.stderr
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The memory of a GPU, with a stream for ONNX Runtime.
 
 CuPy's default stream has no address that ONNX Runtime accepts, so ONNX Runtime uses a second
-stream. Events on the device order the two streams, and the host does not wait.
+stream. Events on the device order the two streams.
 """
 
 from collections.abc import Iterator, Sequence
