@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from kfac_engine.kernels.symmetric import Floor, widen

@@ -16,8 +16,7 @@ import onnxruntime
 from onnx import defs
 
 from kfac_engine.autodiff.lowering import load_lowerings
-from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
-from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.autodiff.rules import QUANTIZERS, REFUSED, ZERO_DERIVATIVE, load_rules
 from kfac_engine.graph.passes.decompose import DECOMPOSITIONS
 from scripts import node_tests
 

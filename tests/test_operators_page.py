@@ -8,8 +8,7 @@ import pytest
 from onnx import defs
 
 from kfac_engine.autodiff.lowering import LOWERINGS, load_lowerings
-from kfac_engine.autodiff.rules import QUANTIZERS, RULES, ZERO_DERIVATIVE, load_rules
-from kfac_engine.autodiff.rules.refused import REFUSED
+from kfac_engine.autodiff.rules import QUANTIZERS, REFUSED, RULES, ZERO_DERIVATIVE, load_rules
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph, Input, Node
 from scripts import list_operators, node_tests

@@ -14,13 +14,14 @@ from kfac_engine.autodiff.activity import activity, behind_quantizers, refuse_ro
 from kfac_engine.autodiff.lowering import find_lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules import (
+    REFUSED,
+    REFUSED_DOMAINS,
     ZERO_DERIVATIVE,
     Cotangents,
     Gradients,
     Wanted,
     load_rules,
 )
-from kfac_engine.autodiff.rules.refused import REFUSED, REFUSED_DOMAINS
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError

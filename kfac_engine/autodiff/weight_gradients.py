@@ -7,7 +7,7 @@ graphs on a GPU and graphs that are differentiated again contain the nodes.
 
 from dataclasses import dataclass
 
-from kfac_engine.backend.sliding_window import SlidingWindow
+from kfac_engine.backend.window import SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,7 @@ from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching, trainable_parameters
 from kfac_engine.graph.files import declare, model_files, with_constants, write_model
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
-from kfac_engine.graph.passes.cast_boundary import with_borders
-from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
+from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types, with_borders
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model

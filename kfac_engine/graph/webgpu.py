@@ -13,8 +13,7 @@ import onnx
 from onnx import helper, numpy_helper, shape_inference
 
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.graph.names import claim, taken_names
-from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes, claim, taken_names
 
 # Where a file is to run: on any provider of ONNX Runtime, or also on WebGPU.
 Provider: TypeAlias = Literal["any", "webgpu"]

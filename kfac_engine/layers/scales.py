@@ -1,8 +1,9 @@
-"""Matches scales: parameters that multiply data, with the shifts that are added after them.
+"""Matches scales and shifts: parameters that multiply data, or are added to data.
 
-The input of the layer is the data before scaling. In a product, the data are an operand. The graph
-of a normalization or a ``PRelu`` does not contain these data. A new value computes them: the same
-normalization with scale one and shift zero, or the negative part of the data.
+The input of a scale is the data before scaling. In a product, the data are an operand. The graph of
+a normalization or a ``PRelu`` does not contain these data. A new value computes them: the same
+normalization with scale one and shift zero, or the negative part of the data. A shift after a scale
+belongs to the scale; other shifts are layers, such as biases of frozen weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -198,3 +199,53 @@ def _normalised(context: MatchContext, node: Node) -> NewValue:
         node, context.dtypes[scale], context.shapes[scale], context.shapes.get(shift, ())
     )
     return NewValue(normalization, constants, node.outputs[0])
+
+
+# -- shifts without a scale ------------------------------------------------------------------------
+#
+# The gradient of a shift for one example is the sum of the gradient of the result over the axes
+# along which the shift is broadcast. In a canonical graph, no shift is subtracted from data.
+
+
+def match_shift(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
+    """Match a shift, an operand in ``SHIFTS``; return the reason if there is no layer."""
+    value, y = node.inputs[index], node.outputs[0]
+    role = f"operand {index} of {node.op}"
+    if node.attributes.get("beta", 1) != 1:
+        return f"{role}, which is multiplied by beta"
+    axis = SHIFTS[node.op, index](context, node)
+    if axis is None:
+        return f"{role}, which does not have one number for each channel"
+    reason = broadcast_mismatch(context, value, y, axis)
+    return (
+        f"{role}, {reason}"
+        if reason
+        else LayerMatch("shift", (value,), "", y, axis_options(context, y, axis))
+    )
+
+
+def _last(context: MatchContext, node: Node) -> int:
+    del context, node
+    return -1
+
+
+def _channels(context: MatchContext, node: Node) -> int:
+    del context, node
+    return 1
+
+
+# Operator and operand to the axis of the result with which the operand's last axis is aligned.
+SHIFTS: Mapping[tuple[str, int], Callable[[MatchContext, Node], int | None]] = {
+    ("Add", 0): _last,
+    ("Add", 1): _last,
+    ("Expand", 0): _last,
+    ("Gemm", 2): _last,
+    ("Sub", 0): _last,
+    ("Tile", 0): _last,
+    ("Conv", 2): _channels,
+    ("ConvTranspose", 2): _channels,
+    ("BatchNormalization", 2): feature_axis,
+    ("GroupNormalization", 2): feature_axis,
+    ("InstanceNormalization", 2): feature_axis,
+    ("LayerNormalization", 2): feature_axis,
+}

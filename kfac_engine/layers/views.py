@@ -12,8 +12,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.sliding_window import SlidingWindow
-from kfac_engine.backend.window import Window, pointwise
+from kfac_engine.backend.window import SlidingWindow, Window, pointwise
 from kfac_engine.errors import InputError, ShapeError
 
 Padding: TypeAlias = str | tuple[tuple[int, int], ...]

@@ -12,8 +12,7 @@ import numpy as np
 
 from kfac_engine._types import DType
 from kfac_engine.backend import channel_groups
-from kfac_engine.backend.sliding_window import SlidingWindow
-from kfac_engine.backend.window import Window
+from kfac_engine.backend.window import SlidingWindow, Window
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.recording.functions import Namespace, applied, called
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, size_of

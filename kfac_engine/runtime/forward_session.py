@@ -9,7 +9,7 @@ from kfac_engine.autodiff.random_ops import given_draws
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.graph.analysis.subgraph import read_by
 from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.passes.decomposition import DecompositionBuilder
+from kfac_engine.graph.passes.decompose import DecompositionBuilder
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout

@@ -22,7 +22,7 @@ from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.graph.passes.cast_boundary import with_borders
+from kfac_engine.graph.passes.upcast import with_borders
 from kfac_engine.graph.structure import Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties

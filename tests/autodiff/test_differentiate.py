@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from kfac_engine.autodiff.differentiate import differentiate, needed
-from kfac_engine.autodiff.rules.refused import REFUSED_DOMAINS
+from kfac_engine.autodiff.rules import REFUSED_DOMAINS
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
 from kfac_engine.graph.structure import Fact, Graph, Input, Node, Subgraph
 from tests.autodiff.harness import Bench, finite_differences

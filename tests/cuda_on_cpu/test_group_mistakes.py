@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts
+from kfac_engine.backend.cuda.gram import GroupProducts
 from kfac_engine.backend.window import Window
 from tests.cuda_on_cpu.module import ORDERS, compiler
 from tests.cuda_on_cpu.test_shim import BARRIER, Broken, without

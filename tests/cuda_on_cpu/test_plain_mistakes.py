@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.kernels.launch import Launch, source
 from tests.cuda_on_cpu.device import ShimDevice
 from tests.cuda_on_cpu.module import ORDERS, Module, compiler

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.graph.node_builder import NodeBuilder
-from kfac_engine.graph.passes.decomposition import DecompositionBuilder
+from kfac_engine.graph.passes.decompose import DecompositionBuilder
 from kfac_engine.graph.structure import Node
 
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts
+from kfac_engine.backend.cuda.gram import GroupProducts
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
 from tests.backend.geometries import CORNERS, STRIDED, Case

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.backend.cuda.patch_gram_plan import plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
+from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.finite import find_infinite

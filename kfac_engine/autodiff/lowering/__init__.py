@@ -28,17 +28,16 @@ from functools import cache
 from importlib import import_module
 from typing import TypeAlias
 
+from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.lowering.definitions import write_definition
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, load_rules
-from kfac_engine.graph.functions import has_definition
+from kfac_engine.graph.functions import definition, has_definition
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
 _FAMILIES = (
-    "dropout", "loops", "microsoft", "microsoft_attention", "microsoft_norms",
-    "microsoft_quantized", "microsoft_rotary", "recurrent", "regions", "sampling", "sequences",
-    "signal",
+    "dropout", "loops", "microsoft", "microsoft_attention", "recurrent", "regions", "sampling",
+    "sequences", "signal",
 )  # fmt: skip
 
 Lowering: TypeAlias = Callable[[LoweringBuilder, Node], None]
@@ -73,3 +72,33 @@ def load_lowerings() -> Registry[Lowering]:
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return LOWERINGS
+
+
+# Largest size of a constant on which a definition may branch, such as sizes and axes.
+_SMALL_BYTES = 4096
+
+
+def write_definition(b: LoweringBuilder, node: Node) -> None:
+    """Write the nodes of the ONNX definition of an operator.
+
+    Args:
+        b: Receives the nodes.
+        node: Node whose operator has a definition.
+
+    Raises:
+        UnsupportedOpError: An operand is a sequence or an optional value.
+    """
+    operands = [name for name in node.inputs if name]
+    if any(name not in b.facts for name in operands):
+        raise b.refuse(node, "an operand is not a tensor")
+    constants = b.graph.constants
+    known = {n: constants[n] for n in operands if n in constants and _decides(constants[n])}
+    versions = {"": b.graph.opset, **b.graph.domains}
+    graph = definition(node, b.facts, known, versions, b.prefix)
+    b.nodes.extend(graph.nodes)
+    b.constants |= {n: array for n, array in graph.constants.items() if n not in known}
+
+
+def _decides(array: Array) -> bool:
+    # Floating-point numbers may be parameters, so they are not fixed.
+    return array.dtype.kind in "iub" and array.nbytes <= _SMALL_BYTES

@@ -10,8 +10,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.lowering.steps import label_last
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder, label_last
 from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES

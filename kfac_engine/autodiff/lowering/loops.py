@@ -4,20 +4,19 @@ Constants and sizes must determine the number of iterations and the branch. The 
 sizes in each run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
-from kfac_engine.autodiff.lowering.builder import LoweringBuilder
+from kfac_engine.autodiff.lowering.builder import MOST_STEPS, LoweringBuilder, split_steps, stacked
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
-from kfac_engine.autodiff.lowering.steps import MOST_STEPS, split_steps, stacked
 from kfac_engine.autodiff.rules.attributes import integer, integers
 from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.passes.bodies import Body, body_of
+from kfac_engine.graph.passes.bodies import Body, body_of, renamed
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.session import Session
 
@@ -197,3 +196,33 @@ def _listed(node: Node, name: str, count: int) -> tuple[int, ...]:
 def _signs(node: Node, name: str, count: int) -> list[int]:
     """Return 1 for each forward sequence and -1 for each backward sequence."""
     return [-1 if backward else 1 for backward in _listed(node, name, count)]
+
+
+# -- bodies, whose nodes are written to the outer graph --------------------------------------------
+
+
+def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
+    """Add the constants of a body to the graph; return a map from old to new names."""
+    return {name: b.constant(array) for name, array in body.graph.constants.items()}
+
+
+def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tuple[str, ...]:
+    """Write the nodes of one iteration of a body; return the names of its outputs.
+
+    Args:
+        b: Receives the nodes.
+        body: The body. The names of captured values do not change.
+        outer: Map from each input and constant of the body to the value that replaces it.
+
+    Returns:
+        The values that replace the outputs of the body.
+    """
+    names = dict(outer)
+    for node in body.graph.nodes:
+        if node.qualified_op == "Identity":
+            names[node.outputs[0]] = names.get(node.inputs[0], node.inputs[0])
+            continue
+        results = b.multi(node.op, node.inputs, ("",) * len(node.outputs))
+        names.update((old, new) for old, new in zip(node.outputs, results, strict=True) if old)
+        b.nodes[-1] = replace(renamed(node, names), name=b.nodes[-1].name)
+    return tuple(names.get(name, name) for name in body.graph.outputs)

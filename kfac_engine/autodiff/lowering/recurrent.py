@@ -1,21 +1,264 @@
 """Unrolls LSTM, GRU and RNN over the sequence length of the sample run.
 
 Every gate matrix is sliced from its parameter once and used in every step, as the weight of a dense
-layer. The batch size remains dynamic, and the length is fixed. For another length, the node that
-splits the steps fails, and its name gives the reason.
+layer. The rows of the weights are the gates, in the order of ONNX. Both products of a step have a
+bias in the file, so each product is a dense layer with one use in every step. The batch size
+remains dynamic, and the length is fixed. For another length, the node that splits the steps fails,
+and its name gives the reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isnan, nan
+from typing import TypeAlias
 
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.lowering.recurrent_activations import activations, clipping
-from kfac_engine.autodiff.lowering.recurrent_cells import KINDS, Kit, State, Weights
-from kfac_engine.autodiff.lowering.steps import split_steps
-from kfac_engine.autodiff.rules.attributes import integer, text
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder, split_steps
+from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.graph.structure import Node
+
+Activation: TypeAlias = Callable[[str], str]
+
+
+def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple[Activation, ...]:
+    """Return functions that write activations.
+
+    Args:
+        b: Receives the nodes.
+        node: Node with the parameters of activations in ``activation_alpha`` and
+            ``activation_beta``.
+        names: Names of activations in the node; case is ignored.
+
+    Returns:
+        One function for each name.
+
+    Raises:
+        UnsupportedOpError: A name is unknown, or a parameter without default is missing.
+    """
+    alphas, betas = (_listed(node, f"activation_{key}") for key in ("alpha", "beta"))
+    functions: list[Activation] = []
+    for name in names:
+        if name.lower() not in _ACTIVATIONS:
+            raise b.refuse(node, f"it has the unknown activation '{name}'")
+        write, *defaults = _ACTIVATIONS[name.lower()]
+        numbers = [
+            next(listed, default)
+            for listed, default in zip((alphas, betas), defaults, strict=False)
+        ]
+        if any(map(isnan, numbers)):
+            raise b.refuse(node, f"it does not list the parameters of its activation '{name}'")
+        functions.append(partial(write, b, node, *numbers))
+    return tuple(functions)
+
+
+def clipping(b: LoweringBuilder, node: Node) -> Activation:
+    """Return a function that clips values by the attribute ``clip``; the identity without it."""
+    bound = number(node, "clip", 0)
+    if not bound:
+        return lambda value: value
+    low, high = (b.scalar(limit, node.inputs[0]) for limit in (-bound, bound))
+    return lambda value: b.op("Clip", value, low, high)
+
+
+def _listed(node: Node, name: str) -> Iterator[float]:
+    values = node.attributes.get(name, ())
+    assert isinstance(values, tuple)
+    return map(float, values)
+
+
+def _plain(op: str) -> Callable[[LoweringBuilder, Node, str], str]:
+    return lambda b, node, x: b.op(op, x)
+
+
+def _leaky(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
+    return b.op("LeakyRelu", x, alpha=alpha)
+
+
+def _elu(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
+    return b.op("Elu", x, alpha=alpha)
+
+
+def _thresholded(b: LoweringBuilder, node: Node, alpha: float, x: str) -> str:
+    """Write the nodes of ThresholdedRelu: ``x`` where ``x > α``, else zero."""
+    above = b.op("Greater", x, b.scalar(alpha, node.inputs[0]))
+    return b.op("Where", above, x, b.scalar(0, node.inputs[0]))
+
+
+def _hard_sigmoid(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
+    return b.op("HardSigmoid", x, alpha=alpha, beta=beta)
+
+
+def _affine(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
+    """Write the nodes of ``α x + β``."""
+    slope, shift = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
+    return b.op("Add", b.op("Mul", x, slope), shift)
+
+
+def _scaled_tanh(b: LoweringBuilder, node: Node, alpha: float, beta: float, x: str) -> str:
+    """Write the nodes of ``α tanh(β x)``."""
+    outer, inner = (b.scalar(value, node.inputs[0]) for value in (alpha, beta))
+    return b.op("Mul", b.op("Tanh", b.op("Mul", x, inner)), outer)
+
+
+# A function and the defaults of alpha and beta. A default is NaN if ONNX Runtime and the
+# specification differ: the default threshold of ThresholdedRelu is 0 in ONNX Runtime and 1 in ONNX.
+_Row: TypeAlias = tuple[Callable[..., str], *tuple[float, ...]]
+_ACTIVATIONS: Mapping[str, _Row] = {
+    "relu": (_plain("Relu"),),
+    "tanh": (_plain("Tanh"),),
+    "sigmoid": (_plain("Sigmoid"),),
+    "softsign": (_plain("Softsign"),),
+    "softplus": (_plain("Softplus"),),
+    "leakyrelu": (_leaky, 0.01),
+    "thresholdedrelu": (_thresholded, nan),
+    "elu": (_elu, 1.0),
+    "hardsigmoid": (_hard_sigmoid, 0.2, 0.5),
+    "affine": (_affine, nan, nan),
+    "scaledtanh": (_scaled_tanh, nan, nan),
+}
+
+
+State: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights of one direction.
+
+    Attributes:
+        W: Weights of the input, ``(gates·h, d)``.
+        R: Weights of the state, ``(gates·h, h)``. A GRU that resets the state before the product
+            has two parts, for the gates and for the candidate.
+        bias_w: Bias of the product with ``W``; ``""`` without a bias.
+        bias_r: Biases of the products with ``R``.
+        peepholes: Weights ``(h,)`` of an LSTM for input, output and forget gate; ``""`` if omitted.
+    """
+
+    W: str
+    R: tuple[str, ...]
+    bias_w: str
+    bias_r: tuple[str, ...]
+    peepholes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """The parts that a cell needs to write a step.
+
+    Attributes:
+        b: Receives the nodes.
+        node: The recurrent node.
+        hidden: Size of the state.
+        activations: Functions that write the activations f, g and h.
+        clip: Function that clips the operands of f and g; the identity without ``clip``.
+    """
+
+    b: LoweringBuilder
+    node: Node
+    hidden: int
+    activations: tuple[Activation, ...]
+    clip: Activation
+
+    def one_minus(self, value: str) -> str:
+        return self.b.op("Sub", self.b.scalar(1, self.node.inputs[0]), value)
+
+    def bounded(self, index: int, value: str) -> str:
+        """Write activation ``index`` of a clipped value."""
+        return self.activations[index](self.clip(value))
+
+    def parts(self, value: str, *gates: int) -> tuple[str, ...]:
+        """Write parts of the columns with ``gates`` gates each; return their names."""
+        sizes = self.b.constant([gate * self.hidden for gate in gates])
+        return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
+
+
+def product(b: LoweringBuilder, x: str, weight: str, bias: str) -> str:
+    """Write ``x Wᵀ + b``."""
+    operands = (x, weight, bias) if bias else (x, weight)
+    return b.op("Gemm", *operands, transB=1)
+
+
+# -- cells -----------------------------------------------------------------------------------------
+
+Cell: TypeAlias = Callable[[Kit, Weights, str, State], State]
+
+
+def rnn(kit: Kit, weights: Weights, x: str, state: State) -> State:
+    """Write ``h' = f(x Wᵀ + h Rᵀ + b)``."""
+    return (kit.bounded(0, _sum_of_products(kit, weights, x, state[0])),)
+
+
+def lstm(kit: Kit, weights: Weights, x: str, state: State) -> State:
+    """Write a step of long short-term memory; the state is ``(h, c)``."""
+    h, c = state
+    b = kit.b
+    i, o, f, g = kit.parts(_sum_of_products(kit, weights, x, h), 1, 1, 1, 1)
+
+    def peeped(gate: str, index: int, cell: str) -> str:
+        if not weights.peepholes[index]:
+            return gate
+        return b.op("Add", gate, b.op("Mul", weights.peepholes[index], cell))
+
+    i = kit.bounded(0, peeped(i, 0, c))
+    coupled = integer(kit.node, "input_forget", 0)
+    f = kit.one_minus(i) if coupled else kit.bounded(0, peeped(f, 2, c))
+    remembered, added = b.op("Mul", f, c), b.op("Mul", i, kit.bounded(1, g))
+    c = b.op("Add", remembered, added)
+    o = kit.bounded(0, peeped(o, 1, c))
+    return b.op("Mul", o, kit.activations[2](c)), c
+
+
+def gru(kit: Kit, weights: Weights, x: str, state: State) -> State:
+    """Write a step of a gated recurrent unit: ``h' = (1 − z) g(…) + z h``."""
+    h, b = state[0], kit.b
+    from_x = product(b, x, weights.W, weights.bias_w)
+    gates_x, x_part = kit.parts(from_x, 2, 1)
+    from_h = product(b, h, weights.R[0], weights.bias_r[0])
+    before = integer(kit.node, "linear_before_reset", 0)
+    gates_h, h_part = kit.parts(from_h, 2, 1) if before else (from_h, "")
+    z, r = kit.parts(kit.bounded(0, b.op("Add", gates_x, gates_h)), 1, 1)
+    reset = b.op("Mul", r, h_part or h)
+    if not before:
+        reset = product(b, reset, weights.R[1], weights.bias_r[1])
+    candidate = kit.bounded(1, b.op("Add", x_part, reset))
+    new = b.op("Mul", kit.one_minus(z), candidate)
+    return (b.op("Add", new, b.op("Mul", z, h)),)
+
+
+def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
+    from_x = product(kit.b, x, weights.W, weights.bias_w)
+    return kit.b.op("Add", from_x, product(kit.b, h, weights.R[0], weights.bias_r[0]))
+
+
+# -- sequences -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The properties of one of the three operators.
+
+    Attributes:
+        cell: Function that writes a step.
+        gates: Number of blocks of rows in the weights.
+        states: Number of states.
+        activations: Default activations.
+    """
+
+    cell: Cell
+    gates: int
+    states: int
+    activations: tuple[str, ...]
+
+
+KINDS: Mapping[str, Kind] = {
+    "RNN": Kind(rnn, 1, 1, ("Tanh",)),
+    "GRU": Kind(gru, 3, 1, ("Sigmoid", "Tanh")),
+    "LSTM": Kind(lstm, 4, 2, ("Sigmoid", "Tanh", "Tanh")),
+}
+
 
 # The increments of the step index, for each direction.
 _DIRECTIONS = {"forward": (1,), "reverse": (-1,), "bidirectional": (1, -1)}

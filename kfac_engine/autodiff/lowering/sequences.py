@@ -6,10 +6,9 @@ Constants and sizes must determine the order of the tensors. No node then reads 
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
-from kfac_engine.autodiff.lowering.bodies import constants_of, write_body
-from kfac_engine.autodiff.lowering.builder import LoweringBuilder
+from kfac_engine.autodiff.lowering.builder import LoweringBuilder, check_steps, label_last, stacked
 from kfac_engine.autodiff.lowering.known import KnownValues, gated
-from kfac_engine.autodiff.lowering.steps import check_steps, label_last, stacked
+from kfac_engine.autodiff.lowering.loops import constants_of, write_body
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.graph.passes.bodies import body_of
 from kfac_engine.graph.structure import Node

@@ -32,9 +32,8 @@ Gradients: TypeAlias = Mapping[int, str]
 Rule: TypeAlias = Callable[[VjpBuilder, Node, Cotangents, Wanted], Gradients]
 
 _FAMILIES = (
-    "activation", "convolution", "determinant", "einsum", "elementwise", "fourier", "indexing",
-    "inverse", "matmul", "normalization", "pooling", "quantization", "reduction", "resize", "scan",
-    "scattering", "selection", "shape", "trigonometry",
+    "activation", "convolution", "elementwise", "fourier", "indexing", "linear_algebra",
+    "normalization", "pooling", "reduction", "resize", "shape",
 )  # fmt: skip
 
 RULES: Registry[Rule] = Registry("derivative rule")
@@ -80,3 +79,31 @@ def load_rules() -> Registry[Rule]:
     for family in _FAMILIES:
         import_module(f"{__name__}.{family}")
     return RULES
+
+
+_WHOLE = "it computes with whole numbers that stand for rounded ones"
+_TEXT = "it reads text"
+
+REFUSED: Mapping[str, str] = {
+    "BitCast": "it reads the bits of a number as those of another type",
+    "ConvInteger": _WHOLE,
+    "ImageDecoder": "it reads the bytes of a picture",
+    "MatMulInteger": _WHOLE,
+    "OptionalHasElement": "it asks whether there is a value",
+    "RegexFullMatch": _TEXT,
+    "StringConcat": _TEXT,
+    "StringNormalizer": _TEXT,
+    "StringSplit": _TEXT,
+    "TfIdfVectorizer": "it counts words",
+}
+
+_OPTIMIZED = (
+    "ONNX Runtime writes it into files that it saves after optimization, for one kind of "
+    "processor; use the file from before, or save with ORT_ENABLE_BASIC as "
+    "graph_optimization_level"
+)
+
+REFUSED_DOMAINS: Mapping[str, str] = {
+    "com.microsoft.nchwc": _OPTIMIZED,
+    "com.ms.internal.nhwc": _OPTIMIZED,
+}

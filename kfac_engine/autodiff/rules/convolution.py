@@ -12,7 +12,7 @@ from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
 from kfac_engine.autodiff.rules.kernels import kernel_cotangent
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.backend.sliding_window import SlidingWindow
+from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 _LAST = -(2**63) + 1  # end of a backward slice that includes index zero

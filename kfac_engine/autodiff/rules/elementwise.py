@@ -1,8 +1,9 @@
-"""Arithmetic with broadcasting, powers, exponentials and the error function."""
+"""Elementwise operators: arithmetic with broadcasting, powers, exponentials, and trigonometry."""
 
 from collections.abc import Sequence
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Node
@@ -216,3 +217,117 @@ def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
         if coefficient:
             result = b.op("Add", result, b.scalar(coefficient, x))
     return result
+
+
+# -- circle ----------------------------------------------------------------------------------------
+
+
+@vjp_rule("Sin")
+def sin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent times cos x."""
+    return {0: b.op("Mul", g[0], b.op("Cos", node.inputs[0]))}
+
+
+@vjp_rule("Cos")
+def cos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent times −sin x."""
+    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Sin", node.inputs[0])))}
+
+
+@vjp_rule("Tan")
+def tan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent times 1 + y²."""
+    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, 1)))}
+
+
+@vjp_rule("Asin")
+def asin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by √(1 − x²)."""
+    return {0: b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0])))}
+
+
+@vjp_rule("Acos")
+def acos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by −√(1 − x²)."""
+    return {0: b.op("Neg", b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0]))))}
+
+
+@vjp_rule("Atan")
+def atan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by 1 + x²."""
+    return {0: b.op("Div", g[0], polynomial(b, node.inputs[0], (1, 0, 1)))}
+
+
+# -- hyperbola -------------------------------------------------------------------------------------
+
+
+@vjp_rule("Sinh")
+def sinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent times cosh x."""
+    return {0: b.op("Mul", g[0], b.op("Cosh", node.inputs[0]))}
+
+
+@vjp_rule("Cosh")
+def cosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent times sinh x."""
+    return {0: b.op("Mul", g[0], b.op("Sinh", node.inputs[0]))}
+
+
+@vjp_rule("Asinh")
+def asinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by √(x² + 1)."""
+    return {0: b.op("Div", g[0], b.op("Sqrt", polynomial(b, node.inputs[0], (1, 0, 1))))}
+
+
+@vjp_rule("Acosh")
+def acosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by √(x² − 1)."""
+    x = node.inputs[0]
+    less, more = (b.op(op, x, b.scalar(1, x)) for op in ("Sub", "Add"))
+    return {0: b.op("Div", g[0], b.op("Sqrt", b.op("Mul", less, more)))}
+
+
+@vjp_rule("Atanh")
+def atanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the cotangent divided by 1 − x²."""
+    return {0: b.op("Div", g[0], _one_minus_square(b, node.inputs[0]))}
+
+
+def _one_minus_square(b: VjpBuilder, x: str) -> str:
+    """Write (1 − x)(1 + x), which is accurate near one, unlike 1 − x²."""
+    one = b.scalar(1, x)
+    return b.op("Mul", b.op("Sub", one, x), b.op("Add", one, x))
+
+
+# -- stored integers times a real scale ------------------------------------------------------------
+
+
+@vjp_rule("DequantizeLinear")
+def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the gradient of the scale in y = (x − zero point) · scale: a sum over entries."""
+    x, scale, *zero_point = node.inputs
+    # With a scale of one, the operator returns the integers.
+    one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
+    whole = b.repeat(node, x, one, *zero_point)[0]
+    wide = b.cast_like(b.op("Mul", g[0], whole), scale)
+    if b.rank(scale) == 0 or (b.rank(scale) == 1 and b.sample_shape(scale) == (1,)):
+        return {1: b.reshape_like(b.op("ReduceSum", wide, keepdims=0), scale)}
+    axis = integer(node, "axis", 1) % b.rank(x)
+    if b.rank(scale) == 1:
+        others = [other for other in range(b.rank(x)) if other != axis]
+        return {1: b.op("ReduceSum", wide, b.constant(others, "int64"), keepdims=0)}
+    return {1: _sum_of_blocks(b, wide, x, axis, integer(node, "block_size", 1))}
+
+
+def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> str:
+    """Write sums over blocks along an axis of ``x``; the last block may be shorter."""
+    side = b.forward("Gather", b.shape(x), b.constant([axis]))[0]
+    missing = b.forward("Mod", b.forward("Neg", side)[0], b.constant([block]))[0]
+    pads = b.forward("Concat", b.constant([0]), missing, axis=0)[0]
+    whole = b.pad(wide, pads, b.constant([axis]), b.rank(x))
+    before, after = (
+        b.forward("Gather", b.shape(x), b.constant(axes, "int64"))[0]
+        for axes in (range(axis), range(axis + 1, b.rank(x)))
+    )
+    shape = b.forward("Concat", before, b.constant([-1, block]), after, axis=0)[0]
+    return b.op("ReduceSum", b.op("Reshape", whole, shape), b.constant([axis + 1]), keepdims=0)

@@ -23,7 +23,7 @@ cubic in the image size. The comparison of maxima was measured with 32 images of
 
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.backend.sliding_window import SlidingWindow, split_padding
+from kfac_engine.backend.window import SlidingWindow, split_padding
 from kfac_engine.graph.structure import Node
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from kfac_engine.autodiff.rules.geometry import same_padding
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.autodiff.weight_gradients import KernelGradient
-from kfac_engine.backend.sliding_window import SlidingWindow
+from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 
 # ``backend.cpu.conv_weight_grad`` is faster than ONNX Runtime for kernels with at least two taps

@@ -8,7 +8,7 @@ from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.backend.sliding_window import SlidingWindow
+from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.errors import ModelError, UnsupportedOpError
 from kfac_engine.graph.structure import Node
 

@@ -18,11 +18,11 @@ patch is copied. The scratch memory is one matrix ``(C, C)`` for each offset.
 
 **Where it applies.** All strides are one and the kernel has several taps; padding and dilation are
 arbitrary. It is slower than copied patches for few channels under a large kernel, and for few
-pixels (``patch_gram_cost``).
+pixels (``patch_gram.COSTS``).
 
 **Two variants.** With few channels, all offsets along a line are one batch of small products, which
 are then summed. With many channels, BLAS accumulates line after line in the matrix of an offset.
-Both read images in channels-last order (``channels_last``). Measurements are in ADR 9.
+Both read images in channels-last order (``ChannelsLastLines``). Measurements are in ADR 9.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ from math import prod
 from typing import TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.channels_last import ChannelsLastLines, buffer_numbers
 from kfac_engine.backend.cpu.syrk import run_tasks, scale, threads_for
 from kfac_engine.backend.kernel_offsets import (
     LineProduct,
@@ -46,6 +46,83 @@ from kfac_engine.backend.kernel_offsets import (
 )
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
+
+
+class ChannelsLastLines:
+    """Reusable buffer that stores a group of images with the channels on the last axis.
+
+    Args:
+        images: Largest number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image; the last axis runs along the lines.
+        gap: Number of zero pixels before each line and after the last line.
+        dtype: Element type of the buffer.
+
+    Attributes:
+        group: Largest number of images.
+        channels: Channels of each image.
+        length: Pixels of a line.
+    """
+
+    def __init__(
+        self, images: int, channels: int, spatial_shape: tuple[int, ...], gap: int, dtype: DType
+    ) -> None:
+        self.group, self.channels, self._gap = images, channels, gap
+        self.length = spatial_shape[-1]
+        self._flat = np.zeros(buffer_numbers(images, channels, spatial_shape, gap), dtype)
+        pixel = images * channels
+        lines = self._flat[: self._flat.size - gap * pixel]
+        with_gaps = lines.reshape(*spatial_shape[:-1], gap + spatial_shape[-1], images, channels)
+        self._pixels = with_gaps[..., gap:, :, :]
+
+    def fill(self, x: Array) -> None:
+        """Copy images to the buffer, and set its other entries to zero.
+
+        Args:
+            x: ``(n, channels, *spatial_shape)``, any strides, ``n ≤ group``.
+        """
+        # One copy of each image would take half of the time on one thread. On two threads calls of
+        # 10 µs take longer, because each call waits for the interpreter.
+        self._pixels[..., : len(x), :] = np.moveaxis(x, (0, 1), (-2, -1))
+        self._pixels[..., len(x) :, :] = 0.0
+
+    def runs(
+        self, lines: Sequence[range], pixels: range, *, shifts: int = 1, apart: int = 1
+    ) -> Array:
+        """Return a view of runs of pixels, and of the same runs shifted along their lines.
+
+        Args:
+            lines: Lines, as a range for each axis but the last.
+            pixels: Pixels of the run. It starts at ``-gap`` or later; the run and its shifts end at
+                most ``gap`` pixels after the line.
+            shifts: Number of runs of each line.
+            apart: Number of pixels from one run to the next.
+
+        Returns:
+            ``(*lines, shifts, len(pixels)·group, channels)``.
+        """
+        *strides, pixel, _, number = self._pixels.strides
+        start = (self._gap + pixels.start) * pixel
+        start += sum(line.start * step for line, step in zip(lines, strides, strict=True))
+        shape = (*map(len, lines), shifts, len(pixels) * self.group, self.channels)
+        steps = (*strides, apart * pixel, self.channels * number, number)
+        return as_strided(self._flat[start // number :], shape, steps)
+
+
+def buffer_numbers(images: int, channels: int, spatial_shape: tuple[int, ...], gap: int) -> int:
+    """Return the number of entries of the buffer of ``ChannelsLastLines``.
+
+    Args:
+        images: Largest number of images.
+        channels: Channels of each image.
+        spatial_shape: Shape of each image.
+        gap: Number of zero pixels before each line.
+
+    Returns:
+        Number of entries, zeros included.
+    """
+    return images * channels * (prod(spatial_shape[:-1]) * (gap + spatial_shape[-1]) + gap)
+
 
 # Largest number of channels for products in batches. For 32 images of 28 × 28 with 96 channels,
 # batches take 32 ms and single lines 44 ms; with 128 channels, 62 ms and 57 ms.

@@ -15,10 +15,9 @@ from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.grouped_gram import GroupProducts, as_entry_images, merge_axes
+from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_images, merge_axes
 from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
-from kfac_engine.backend.cuda.patch_gram import PatchMoments
 from kfac_engine.backend.namespace import readable
 from kfac_engine.backend.tasks import Task
 from kfac_engine.backend.window import Window, pointwise

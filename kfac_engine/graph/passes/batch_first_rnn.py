@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import helper
 
-from kfac_engine.graph.names import claim, taken_names
-from kfac_engine.graph.passes.order import all_nodes
+from kfac_engine.graph.passes.order import all_nodes, claim, taken_names
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 

@@ -9,11 +9,10 @@ import onnx
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
-from kfac_engine.graph.names import claim, taken_names
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.passes.branches import rename
 from kfac_engine.graph.passes.constants import constant_value, lift_constants
-from kfac_engine.graph.passes.order import all_nodes, captures, describe
+from kfac_engine.graph.passes.order import all_nodes, captures, claim, describe, taken_names
 from kfac_engine.graph.structure import Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS, to_array
 

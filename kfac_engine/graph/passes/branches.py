@@ -7,8 +7,7 @@ from onnx import helper
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
-from kfac_engine.graph.names import claim, taken_names
-from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.passes.order import claim, describe, taken_names
 
 
 def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:

@@ -1,4 +1,4 @@
-"""Checks the names of values and sorts nodes in topological order."""
+"""Checks the names of values, finds unused ones, and sorts nodes in topological order."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,3 +114,20 @@ def _order(before: Mapping[int, set[int]], nodes: Sequence[onnx.NodeProto]) -> l
             f"the model has a cycle: the {describe(nodes[cycle[0]])} reads its own result, through "
             f"{len(cycle) - 2} other nodes."
         ) from failure
+
+
+# -- unused names ----------------------------------------------------------------------------------
+
+
+def taken_names(graph: onnx.GraphProto, others: Iterable[str] = ()) -> set[str]:
+    """Return ``others`` and the names of all values of a graph and of its bodies."""
+    names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
+    return names.union((entry.name for entry in graph.input), others)
+
+
+def claim(name: str, used: set[str]) -> str:
+    """Return ``name`` with underscores that make it unused, and add it to ``used``."""
+    while name in used:
+        name += "_"
+    used.add(name)
+    return name

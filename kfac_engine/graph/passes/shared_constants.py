@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from kfac_engine._types import Array
-from kfac_engine.graph.names import claim
+from kfac_engine.graph.passes.order import claim
 
 # Indices of the operands of BatchNormalization that are statistics, with the suffix of a copy.
 _STATISTICS = {3: "running_mean", 4: "running_variance"}

@@ -1,7 +1,8 @@
 """Converts float16 and bfloat16 values of a model to float32.
 
 A machine without kernels for half types can then execute any model, and sums are more accurate. The
-types of the file are returned, so that results can be converted to them.
+types of the file are returned, so that results can be converted to them; or casts are added between
+inputs and outputs in half precision and the nodes in float32.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,11 +10,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, TensorProto
+from onnx import AttributeProto, TensorProto, helper
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
-from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.passes.bodies import renamed
+from kfac_engine.graph.passes.order import claim, describe
+from kfac_engine.graph.structure import Node
 from kfac_engine.graph.tensors import element_type, to_array
 from kfac_engine.graph.write import tensor
 
@@ -165,3 +168,31 @@ def _upcast_type(form: onnx.TypeProto) -> None:
         inner.elem_type = TensorProto.FLOAT if inner.elem_type in _CODES else inner.elem_type
     elif kind in {"sequence_type", "optional_type"}:
         _upcast_type(getattr(form, kind).elem_type)
+
+
+def with_borders(
+    nodes: Iterable[Node], operands: Mapping[str, DType], results: Mapping[str, DType]
+) -> list[Node]:
+    """Return the nodes of a graph with casts before and after them.
+
+    Args:
+        nodes: Nodes in topological order; they compute in float32.
+        operands: Element types of inputs and constants with another type, by name.
+        results: Element types of results with another type, by name.
+
+    Returns:
+        The casts, and the nodes with new names for the float32 values.
+    """
+    nodes = tuple(nodes)
+    used = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}
+    names = {name: claim(f"{name}/float32", used) for name in (*operands, *results)}
+    widening = [_cast(name, names[name], TensorProto.FLOAT) for name in operands]
+    narrowing = [
+        _cast(names[name], name, helper.np_dtype_to_tensor_dtype(dtype))
+        for name, dtype in results.items()
+    ]
+    return [*widening, *(renamed(node, names) for node in nodes), *narrowing]
+
+
+def _cast(source: str, target: str, code: int) -> Node:
+    return Node("Cast", (source,), (target,), {"to": code}, name=f"node_{source}_to_{target}")

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from kfac_engine.layers.matchers import _MATCHERS
-from kfac_engine.layers.shifts import SHIFTS
+from kfac_engine.layers.scales import SHIFTS
 from tests import oracle
 from tests.analysis.fisher_matrix.dense import SINGLE, assert_close, dense, measured
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.batched_gram import add_batched_gram, as_gram_stack
+from kfac_engine.backend.cpu.gram import add_batched_gram, as_gram_stack
 from kfac_engine.backend.threads import Workers
 from tests.backend import truths
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu.channels_last import ChannelsLastLines, buffer_numbers
+from kfac_engine.backend.cpu.shifted_gram import ChannelsLastLines, buffer_numbers
 
 GAP = 3
 SIDES = {"line": (7,), "plane": (3, 7), "volume": (2, 3, 7)}

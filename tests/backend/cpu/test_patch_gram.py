@@ -8,8 +8,7 @@ import pytest
 
 from kfac_engine.backend.cpu import shifted_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cpu.patch_gram import _ALGORITHMS
-from kfac_engine.backend.cpu.patch_gram_cost import Images, select_algorithm
+from kfac_engine.backend.cpu.patch_gram import _ALGORITHMS, Images, select_algorithm
 from kfac_engine.backend.cpu.shifted_gram import Resources, add_shifted_gram, scratch_numbers
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
