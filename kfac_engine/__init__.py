@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
-    from kfac_engine.html_report.report import report as report
+    from kfac_engine.html_report.page import report as report
     from kfac_engine.losses import L1 as L1
     from kfac_engine.losses import Categorical as Categorical
     from kfac_engine.losses import (
@@ -150,8 +150,8 @@ if TYPE_CHECKING:
     )
     from kfac_engine.losses import Poisson as Poisson
     from kfac_engine.losses import Weighted as Weighted
-    from kfac_engine.runtime.load import load_model as load_model
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
+    from kfac_engine.runtime.model import load_model as load_model
     from kfac_engine.runtime.trace import Trace as Trace
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop

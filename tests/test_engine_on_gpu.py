@@ -10,7 +10,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device, inverse_roots
-from kfac_engine.engine.refresh_time import estimate_refresh
+from kfac_engine.engine.time_estimates import estimate_refresh
 from kfac_engine.errors import BackendError
 from kfac_engine.sessions import placement
 from tests import models

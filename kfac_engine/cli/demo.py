@@ -121,7 +121,7 @@ def verdicts(winners: "Winners") -> list[str]:
 
 
 def _draw(winners: "Winners", path: Path) -> None:
-    from kfac_engine.cli.loss_curves import draw
+    from kfac_engine.cli.comparison import draw
 
     if draw(winners, path):
         say(f"loss curves: {path}")

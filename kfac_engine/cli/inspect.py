@@ -36,20 +36,19 @@ from kfac_engine.cli.options import (
     spelled,
 )
 from kfac_engine.cli.processes import layer_owners_option
-from kfac_engine.cli.ranks_table import print_ranks, ranks_as_values
 from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
+from kfac_engine.text.summary import counted
 
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
     from kfac_engine.distributed.cost import Distribution, RankCost
     from kfac_engine.engine.memory import MemoryReport
-    from kfac_engine.engine.refresh_time import RefreshEstimate
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
-    from kfac_engine.engine.step_time import StepTime
+    from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
     from kfac_engine.graph.analysis.ties import Tie
     from kfac_engine.runtime.model import OnnxModel
 
@@ -115,8 +114,7 @@ def inspect(
     """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
-    from kfac_engine.engine.refresh_time import estimate_refresh
-    from kfac_engine.engine.step_time import measure_step
+    from kfac_engine.engine.time_estimates import estimate_refresh, measure_step
 
     if plot is not None:
         _check_plot(plot, inputs, model)
@@ -396,3 +394,63 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
             f"examples depend on each other, first by {loss.coupling}: "
             f"the curvature takes them for independent."
         )
+
+
+if TYPE_CHECKING:
+    from kfac_engine.distributed.cost import Distribution, RankCost
+
+# -- the table of --ranks --------------------------------------------------------------------------
+
+# Row of the table, field of a cost, and how it is shown.
+_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("handed to collectives", "handed_over", show_bytes),
+    ("traffic", "traffic", show_bytes),
+    ("averages and inverses", "memory", show_bytes),
+    ("refresh, slowest rank", "refresh", show_flops),
+    ("products, slowest rank", "products", show_flops),
+)
+# Field of a cost to its name in JSON.
+_VALUES = {
+    "handed_over": "handed_over_bytes",
+    "traffic": "traffic_bytes",
+    "memory": "curvature_bytes",
+    "refresh": "refresh_multiplications",
+    "products": "product_operations",
+}
+_NAMES = {"sgd": " SGD"}
+_NONE = "–"
+
+
+def print_ranks(costs: "Mapping[Distribution, RankCost]", refresh_every: int) -> None:
+    """Print a column for each distribution.
+
+    Args:
+        costs: The cost of one rank, by distribution.
+        refresh_every: Number of calls from one refresh to the next.
+    """
+    heads = ("quantity", *(_NAMES.get(name, f" {name}") for name in costs))
+    rows = [
+        [
+            title,
+            *(
+                show(getattr(cost, field)) if getattr(cost, field) else _NONE
+                for cost in costs.values()
+            ),
+        ]
+        for title, field, show in _ROWS
+    ]
+    print_table(f"one of {counted(costs['sgd'].ranks, 'rank')}", heads, rows)
+    every = counted(refresh_every, "call")
+    say(f"Bytes are those of a step, the mean over a refresh every {every}.")
+    print_lines([""])
+
+
+def ranks_as_values(costs: "Mapping[Distribution, RankCost]") -> dict[str, object]:
+    """Return costs as values that JSON can hold."""
+    return {
+        "ranks": costs["sgd"].ranks,
+        "distributions": {
+            name: {title: getattr(cost, field) for field, title in _VALUES.items()}
+            for name, cost in costs.items()
+        },
+    }

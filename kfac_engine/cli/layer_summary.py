@@ -11,8 +11,7 @@ from kfac_engine.text.summary import counted as spelled_count
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine.engine.memory import MemoryReport
-    from kfac_engine.engine.refresh_time import RefreshEstimate
-    from kfac_engine.engine.step_time import StepTime
+    from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
 
 
 class HasFormula(Protocol):

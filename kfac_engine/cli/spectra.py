@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import show_shape
 from kfac_engine.cli.tables import print_table
-from kfac_engine.engine.spectrum_plot import plot_spectra, show_condition
+from kfac_engine.engine.spectra import plot_spectra, show_condition
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.printable import printable
 from kfac_engine.system.writing import write_file, write_rendered

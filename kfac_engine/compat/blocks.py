@@ -7,17 +7,22 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.compat.patch_extraction import check_extraction
+from kfac_engine.compat.convolution_factors import check_extraction
 from kfac_engine.curvature.blocks.base import FactorOwner
-from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_side
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import (
     GroupedDiagonalFB,
     GroupedKroneckerFB,
     single_filter,
 )
-from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB
-from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
+from kfac_engine.curvature.blocks.kronecker import (
+    DENSE,
+    DIAGONAL,
+    KroneckerProductFB,
+    MultiUseKroneckerFB,
+    patches_side,
+    uncorrelated_side,
+)
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
@@ -345,7 +350,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
         strides: Stride of each spatial axis, or of each axis of the data; ones by default.
         dilation_rate: Dilations, in the form of ``strides``.
         data_format: ``"NHWC"`` (the default) or ``"NCHW"``, with ``W``, ``HW`` or ``DHW``.
-        extract_patches_fn: Name of an extraction in ``compat.patch_extraction``. All extractions
+        extract_patches_fn: Name of an extraction in ``compat.convolution_factors``. All extractions
             return the same patches, and each is restricted to some layers.
         sub_sample_inputs: Whether ``A`` reads a random subset of the examples; by default the
             choice of the configuration.

@@ -1,9 +1,9 @@
 """Factor classes for convolutions with the names and constructors of TensorFlow's library."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Unpack
+from typing import TypeAlias, Unpack
 
 from kfac_engine._types import Array
 from kfac_engine.compat.factors import (
@@ -14,16 +14,16 @@ from kfac_engine.compat.factors import (
     uses_in,
     uses_of,
 )
-from kfac_engine.compat.patch_extraction import check_extraction
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquare
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
-from kfac_engine.errors import InputError
-from kfac_engine.layers.layer_forms import convolution_form
-from kfac_engine.layers.views import Padding, RowView
+from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.layers.layer_forms import LayerForm, convolution_form
+from kfac_engine.layers.masked import MaskedPatchView
+from kfac_engine.layers.views import Padding, PatchView, RowView
 
 _CHANNELS_LAST = (None, "NWC", "NHWC", "NDHWC")
 _CHANNELS_FIRST = ("NCW", "NCHW", "NCDHW")
@@ -258,3 +258,68 @@ def _output_view(data_format: str | None) -> RowView:
         raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")
     axis = 1 if data_format in _CHANNELS_FIRST else -1
     return RowView(axis, rank=len(data_format) if data_format else None)
+
+
+Entries: TypeAlias = Sequence[int] | None
+# Function of the geometry, the strides and the dilations that returns the missing property, or "".
+_Requirement: TypeAlias = Callable[[PatchView, Entries, Entries], str]
+
+_IMAGE_AXES = 4
+
+
+# -- names of extractions of patches ---------------------------------------------------------------
+#
+# All extractions return the same patches. A name is checked, so that layers that TensorFlow's
+# library refuses raise an error.
+
+
+def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates: Entries) -> None:
+    """Check that an extraction supports a convolution.
+
+    Args:
+        name: Name of the extraction; None supports every convolution.
+        form: The convolution.
+        strides: Strides of the caller.
+        rates: Dilations of the caller.
+
+    Raises:
+        UnsupportedError: The name is unknown, or the extraction does not support the convolution.
+    """
+    requirement = _REQUIREMENTS.get(name)
+    if requirement is None:
+        known = ", ".join(key for key in _REQUIREMENTS if key)
+        raise UnsupportedError(f"unknown extract_patches_fn '{name}'; choose one of: {known}.")
+    view = form.input_view
+    patches = view.patches if isinstance(view, MaskedPatchView) else view
+    assert isinstance(patches, PatchView)  # the view of every convolution
+    missing = requirement(patches, strides, rates)
+    if missing:
+        raise UnsupportedError(
+            f"{name} needs {missing}; got kernel {patches.window.kernel}, strides {strides} and "
+            f"dilations {rates}. Omit extract_patches_fn."
+        )
+
+
+def _anything(patches: PatchView, strides: Entries, rates: Entries) -> str:
+    del patches, strides, rates
+    return ""
+
+
+def _images(patches: PatchView, strides: Entries, rates: Entries) -> str:
+    entered = [entries for entries in (strides, rates) if entries is not None]
+    fits = patches.rank == _IMAGE_AXES and all(len(entries) == _IMAGE_AXES for entries in entered)
+    return "" if fits else "images with two spatial axes, strides and dilations of four entries"
+
+
+def _pointwise(patches: PatchView, strides: Entries, rates: Entries) -> str:
+    del strides, rates
+    fits = patches.window.kernel == patches.window.strides == (1, 1)
+    return "" if fits else "a filter of one pixel and strides of one"
+
+
+_REQUIREMENTS: Mapping[str | None, _Requirement] = {
+    None: _anything,
+    "extract_convolution_patches": _anything,
+    "extract_image_patches": _images,
+    "extract_pointwise_conv2d_patches": _pointwise,
+}

@@ -8,8 +8,6 @@ from math import prod
 from typing import TypeAlias
 
 from kfac_engine.curvature.blocks.base import FactorOwner, FisherBlock
-from kfac_engine.curvature.blocks.convolution import patches_side, uncorrelated_side
-from kfac_engine.curvature.blocks.eigenbasis import EigenbasisFB
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB, TiedTableFB
 from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
 from kfac_engine.curvature.blocks.kronecker import (
@@ -18,13 +16,20 @@ from kfac_engine.curvature.blocks.kronecker import (
     DIAGONAL,
     LARGEST_DIVIDED,
     KroneckerProductFB,
+    MultiUseKroneckerFB,
+    ReducedKroneckerFB,
     Side,
+    patches_side,
+    uncorrelated_side,
 )
-from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
-from kfac_engine.curvature.blocks.reduced import ReducedKroneckerFB
 from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB, NaiveDiagonalFB, NaiveFullFB
+from kfac_engine.curvature.blocks.single import (
+    EigenbasisFB,
+    LayerDiagonalFB,
+    NaiveDiagonalFB,
+    NaiveFullFB,
+)
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare

@@ -4,22 +4,24 @@ A batch has one part or several, and the processes of a communicator have shards
 parts are computed one after the other.
 """
 
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.engine.backward import BackwardResult, origin_named, reported_loss, run_backward
 from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
-from kfac_engine.engine.divergence import LossHistory
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
-from kfac_engine.errors import NonFiniteError
+from kfac_engine.errors import DivergenceWarning, NonFiniteError
 from kfac_engine.losses.objective import BatchSize, Observation, Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -241,3 +243,70 @@ class BatchPasses:
         traced.each(add)
         self.part_sizes = tuple(ranks)
         return results[0], sizes
+
+
+# -- losses of the latest calls, by which a diverging run is known ---------------------------------
+
+CURES = (
+    "take smaller steps (Result.clipped_rate bounds them), raise the damping, "
+    "or refresh the inverses more often (Schedule.refresh_every)"
+)
+LATEST = 5  # losses that an error lists
+EXPLODED = 1000  # times the first loss
+
+
+class LossHistory:
+    """The losses of an engine's latest calls.
+
+    Args:
+        warns: Whether a diverging run is a warning.
+    """
+
+    def __init__(self, *, warns: bool = True) -> None:
+        self._warns = warns
+        self.restart()
+
+    def restart(self) -> None:
+        """Remove all losses, because another run begins."""
+        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._first: float | None = None
+        self._parameters_moved = False
+        self._warned = False
+
+    def parameters_moved(self) -> None:
+        """Record that parameters were replaced: the calls are those of a training run."""
+        self._parameters_moved = True
+
+    def add(self, loss: float) -> None:
+        """Record the loss of a call; warn once if it is a large multiple of the first loss."""
+        self._latest.append(loss)
+        if self._first is None:
+            self._first = loss
+        exploded = loss > EXPLODED * abs(self._first)
+        if exploded and self._parameters_moved and self._warns and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the run diverges: the loss rose from {self._first:.3g} to {loss:.3g}; {CURES}.",
+                DivergenceWarning,
+                stacklevel=4,
+            )
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Add the latest losses and the remedies to a ``NonFiniteError`` of a run.
+
+        Raises:
+            NonFiniteError: The error of the block, with the losses where parameters have moved.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            agreed = raised_by_all_ranks(error)
+            if agreed or not (self._latest and self._parameters_moved):
+                raise
+            losses = ", ".join(f"{loss:.3g}" for loss in self._latest)
+            longer = NonFiniteError(
+                f"{error} The latest losses were {losses}. If the run diverges: {CURES}."
+            )
+            longer.place = error.place
+            raise longer from error

@@ -9,9 +9,9 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.distributed.agreement import Agreement, checksums
+from kfac_engine.distributed.messages import sum_arrays, summed
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.distributed.shards import Rows
-from kfac_engine.distributed.sums import sum_arrays, summed
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.objective import BatchSize, Objective, Observation

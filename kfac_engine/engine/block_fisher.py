@@ -21,8 +21,7 @@ from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
-from kfac_engine.engine.distribution import Distribution
-from kfac_engine.engine.replicate import Replicate
+from kfac_engine.engine.distribution import Distribution, Replicate
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.engine.rollback import Undo, quiet
 from kfac_engine.engine.shard import Shard

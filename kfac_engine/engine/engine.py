@@ -28,7 +28,6 @@ from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
-from kfac_engine.engine.engine_summary import engine_summary
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.large_factors import large_factor_notes
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
@@ -46,6 +45,7 @@ from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rank_checks import check_ranks
 from kfac_engine.engine.report import (
     LayerReport,
+    engine_summary,
     layer_reports,
 )
 from kfac_engine.engine.result import Result

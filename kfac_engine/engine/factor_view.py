@@ -9,8 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.engine.spectra import FactorSpectrum
-from kfac_engine.engine.spectrum_plot import plot_spectra
+from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
 from kfac_engine.errors import NotReadyError
 from kfac_engine.printable import shortened
 from kfac_engine.text.summary import dimensions

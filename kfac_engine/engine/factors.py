@@ -11,8 +11,7 @@ from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.engine.factor_view import HEADS, FactorView
 from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
-from kfac_engine.engine.spectra import FactorSpectrum
-from kfac_engine.engine.spectrum_plot import plot_spectra
+from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
 from kfac_engine.errors import NotReadyError, UnknownAttributeError, UnknownNameError
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.suggestions import suggestion

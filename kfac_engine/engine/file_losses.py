@@ -18,10 +18,9 @@ from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.graph.structure import Fact
-from kfac_engine.losses.kinds import OUTPUT, LossKind, Normal
+from kfac_engine.losses.kinds import LOSSES, OUTPUT, LossKind, Normal
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.losses.observed import Targets, Weighted
-from kfac_engine.losses.table import LOSSES
 from kfac_engine.runtime.sample_run import open_run
 
 Value = TypeVar("Value")

@@ -29,7 +29,7 @@ from kfac_engine.engine.loss_bindings import LossChoices, LossOptions, named_set
 from kfac_engine.errors import InputError, UnknownNameError
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
-from kfac_engine.runtime.cpu.passes import chosen_passes
+from kfac_engine.runtime.cpu.graph_passes import chosen_passes
 from kfac_engine.suggestions import suggestion
 
 # Options of losses that are given by name.

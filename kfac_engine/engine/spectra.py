@@ -1,10 +1,18 @@
-"""The eigenvalues of a factor, next to the damping that is added to them."""
+"""The eigenvalues of a factor, next to the damping that is added to them, and their drawings.
 
+matplotlib is loaded when a spectrum is drawn.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isinf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.errors import BackendError, InputError
+from kfac_engine.printable import shortened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,3 +65,99 @@ class FactorSpectrum:
         if self.eigenvalues is None or self.damping is None:
             return None
         return int((self.eigenvalues < self.damping[..., None]).sum())
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# More points cannot be told apart in a picture.
+_MOST_POINTS = 2000
+_MOST_CHARACTERS = 40
+
+
+def plot_spectra(
+    title: str, labelled: "Sequence[tuple[str, FactorSpectrum]]", ax: "Axes | None" = None
+) -> "Axes":
+    """Draw spectra next to the dampings, and return the axes.
+
+    Args:
+        title: Title of the axes.
+        labelled: Spectra with their names in the legend.
+        ax: Axes of matplotlib to draw on; None for those of a new figure.
+
+    Returns:
+        The axes: for each factor a line of the eigenvalues, descending, against their rank in
+        percent, and a dashed line at the damping.
+
+    Raises:
+        BackendError: matplotlib is not installed.
+        InputError: ``ax`` is not an ``Axes``.
+    """
+    axes = _new_axes() if ax is None else ax
+    if not hasattr(axes, "axhline"):
+        raise InputError(f"ax must be an Axes of matplotlib, got {type(ax).__name__}.")
+    for index, (label, spectrum) in enumerate(labelled):
+        draw_spectrum(axes, spectrum, f"C{index}", label)
+    finish(axes, title)
+    return axes
+
+
+def draw_spectrum(axes: Any, spectrum: FactorSpectrum, colour: str, label: str) -> None:
+    """Draw the eigenvalues of a factor that are above their rounding errors, and the damping.
+
+    The line has at most 2000 points. Of a factor of several groups, it has the eigenvalues of all
+    groups, and the dashed line is their smallest damping.
+
+    Args:
+        axes: Axes of matplotlib.
+        spectrum: The spectrum; nothing is drawn if its eigenvalues were not computed.
+        colour: Colour of both lines.
+        label: Text in the legend.
+    """
+    if spectrum.eigenvalues is None:
+        return
+    values = np.sort(spectrum.eigenvalues, axis=None)[::-1]
+    part = np.linspace(0, 100, len(values))
+    # Rounding errors have no place on a logarithmic axis.
+    count = int((values > max(0.0, spectrum.resolution * values[0])).sum())
+    shown = np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(int)
+    name = shortened(label, _MOST_CHARACTERS).replace("$", r"\$")  # no formula
+    axes.plot(part[shown], values[shown], color=colour, label=f"{name}, {_conditions(spectrum)}")
+    if spectrum.damping is not None and spectrum.damping.min() > 0:
+        axes.axhline(float(spectrum.damping.min()), color=colour, linestyle="--", linewidth=1)
+
+
+def finish(axes: Any, title: str) -> None:
+    """Set the title, the scales, the labels and the legend of axes with spectra."""
+    axes.set_title(
+        shortened(title, _MOST_CHARACTERS), loc="left", fontsize="medium", parse_math=False
+    )
+    axes.set_yscale("log")
+    axes.set_xlabel("% of the eigenvalues, dashed: damping", fontsize="small")
+    axes.set_ylabel("eigenvalue", fontsize="small")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="x-small")
+
+
+def show_condition(spectrum: FactorSpectrum) -> str:
+    """Return the condition number without damping, or ``"singular"``."""
+    condition = spectrum.condition
+    if condition is None:
+        return "–"
+    return "singular" if isinf(condition) else f"{condition:.3g}"
+
+
+def _conditions(spectrum: FactorSpectrum) -> str:
+    text = f"condition {show_condition(spectrum)}"
+    damped = spectrum.damped_condition
+    return text if damped is None else f"{text}, damped {damped:.3g}"
+
+
+def _new_axes() -> "Axes":
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise BackendError("plot needs matplotlib: pip install 'kfac-engine[plot]'.") from None
+    _, axes = pyplot.subplots(layout="constrained")
+    return axes

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 
 import numpy as np
 
+from kfac_engine.errors import InputError
 from kfac_engine.html_report.charts import MOST_POINTS, Chart, Series, charts, stages
 from kfac_engine.html_report.drawing import drawing, legend
 from kfac_engine.html_report.entries import (
@@ -18,7 +20,7 @@ from kfac_engine.html_report.entries import (
     spectrum_entries,
 )
 from kfac_engine.html_report.refreshes import FactorRefreshes, refreshes
-from kfac_engine.html_report.run_log import Json, RunLog
+from kfac_engine.html_report.run_log import Json, RunLog, gathered, read_log
 from kfac_engine.html_report.tables import (
     MOST_FACTORS,
     layer_table,
@@ -28,6 +30,8 @@ from kfac_engine.html_report.tables import (
     summary,
     table,
 )
+from kfac_engine.system.writing import check_outputs, checked_path, write_file
+from kfac_engine.training.history import History
 
 _PACKAGE = "kfac_engine.html_report"
 
@@ -195,3 +199,26 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the source expression that allows this text in a security policy."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def report(run: History | str | Path, path: str | Path) -> None:
+    """Write the report of a training run: one HTML page, which loads nothing.
+
+    The page shows losses, metrics, learning rate, damping and reduction ratio against steps and
+    seconds, the time of each stage, the spectra of the factors, the layers and the settings.
+
+    Args:
+        run: The result of ``fit``, or the path of its log.
+        path: File of the page, which is replaced whole or not at all.
+
+    Raises:
+        InputError: The log is missing or damaged, or the page cannot be written.
+    """
+    if isinstance(run, History):
+        log = gathered(run.lines())
+    elif isinstance(run, str | Path):
+        check_outputs({"the page": checked_path(path)}, {"the log": checked_path(run)})
+        log = read_log(checked_path(run))
+    else:
+        raise InputError(f"a report needs a History or the path of a log, got {run!r:.80}.")
+    write_file(path, [page(log).encode()])

@@ -3,17 +3,18 @@
 ``LOSSES`` is the table of losses by name; each has one input.
 """
 
-from kfac_engine.losses.base import LossFunction, RegisteredLoss
+from kfac_engine.losses.base import ElementwiseLoss, LossFunction, RegisteredLoss
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
     OnehotCategoricalLogitsNegativeLogProbLoss,
 )
-from kfac_engine.losses.elementwise import ElementwiseLoss
 from kfac_engine.losses.kinds import (
     L1,
+    LOSSES,
     Categorical,
     Huber,
+    LossFactory,
     LossKind,
     MultiBernoulli,
     Normal,
@@ -29,7 +30,6 @@ from kfac_engine.losses.outliers import (
     LaplaceNegativeLogProbLoss,
     PoissonNegativeLogProbLoss,
 )
-from kfac_engine.losses.table import LOSSES, LossFactory
 
 __all__ = [
     "L1",

@@ -16,13 +16,13 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import (
     check_matching_targets,
     class_numbers,
     first_index,
     smoothing,
 )
-from kfac_engine.losses.elementwise import ElementwiseLoss
 from kfac_engine.losses.observed import Observed, times
 
 

@@ -1,18 +1,63 @@
-"""Losses with options, before they are put on an output of a model.
+"""The losses by name, and losses with options, before they are put on an output of a model.
 
 ``ke.Categorical(ignore_index=255)`` is accepted wherever the name ``"categorical"`` is.
 """
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 from kfac_engine._types import Array
 from kfac_engine.errors import UnknownNameError
 from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
+from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
+from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
+from kfac_engine.losses.outliers import (
+    HuberNegativeLogProbLoss,
+    LaplaceNegativeLogProbLoss,
+    PoissonNegativeLogProbLoss,
+)
 from kfac_engine.losses.output import OutputLoss
-from kfac_engine.losses.table import LOSSES
+from kfac_engine.registry import Registry
 from kfac_engine.suggestions import suggestion
+
+
+class LossFactory(Protocol):
+    """A function that creates a loss on an output of a model."""
+
+    def __call__(
+        self,
+        output: str,
+        /,
+        *,
+        targets: str | None = None,
+        seed: int | None = None,
+        class_axis: int = -1,
+    ) -> LossFunction:
+        """Return the loss on the value ``output``."""
+
+
+LOSSES: Registry[LossFactory] = Registry(
+    "loss",
+    {
+        "categorical": CategoricalLogitsNegativeLogProbLoss,
+        "softmax_cross_entropy": CategoricalLogitsNegativeLogProbLoss,
+        "cross_entropy": CategoricalLogitsNegativeLogProbLoss,
+        "normal": NormalMeanNegativeLogProbLoss,
+        "squared_error": NormalMeanNegativeLogProbLoss,
+        "mse": NormalMeanNegativeLogProbLoss,
+        "laplace": LaplaceNegativeLogProbLoss,
+        "absolute_error": LaplaceNegativeLogProbLoss,
+        "l1": LaplaceNegativeLogProbLoss,
+        "huber": HuberNegativeLogProbLoss,
+        "poisson": PoissonNegativeLogProbLoss,
+        "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
+        "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
+        "bce": MultiBernoulliNegativeLogProbLoss,
+    },
+)
+
 
 # Name of the loss that the file computes itself.
 OUTPUT = "output"

@@ -10,8 +10,8 @@ from kfac_engine._types import Array, Values
 from kfac_engine.arguments import positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError
+from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import check_matching_targets, first_index
-from kfac_engine.losses.elementwise import ElementwiseLoss
 
 
 class NormalMeanNegativeLogProbLoss(ElementwiseLoss):

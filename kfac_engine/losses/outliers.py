@@ -16,8 +16,8 @@ from kfac_engine._types import Array, Values
 from kfac_engine.arguments import positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError
+from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import check_matching_targets, first_index
-from kfac_engine.losses.elementwise import ElementwiseLoss
 
 # Stirling's series of log Γ(y), times y, in powers of 1/y², the highest first.
 STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)

@@ -15,9 +15,12 @@ from kfac_engine.errors import BackendError
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.runtime.batch_axis import Batch
-from kfac_engine.runtime.cpu.graph_passes import to_blocked_layout
+from kfac_engine.runtime.cpu.graph_passes import (
+    FUSED_TRANSPOSES,
+    WEIGHT_GRADIENTS,
+    to_blocked_layout,
+)
 from kfac_engine.runtime.cpu.nchwc_layout import BlockedGraph
-from kfac_engine.runtime.cpu.passes import FUSED_TRANSPOSES, WEIGHT_GRADIENTS
 from kfac_engine.runtime.cpu.transposed_products import fused_products
 from kfac_engine.runtime.cpu.weight_gradient_session import split_backward
 from kfac_engine.runtime.model import OnnxModel

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import MOST_THREADS, patterns, whole
 from kfac_engine.autodiff.activity import left_out
 from kfac_engine.autodiff.canonicalize.linear_products import plain_products
 from kfac_engine.autodiff.canonicalize.weight_operands import fold_weight_operands
@@ -25,15 +26,15 @@ from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
-from kfac_engine.graph.load import LoadedModel
+from kfac_engine.graph.load import LoadedModel, ModelSource
+from kfac_engine.graph.load import load_model as load
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Node
-from kfac_engine.runtime.backward_session import BackwardSession, open_backward
 from kfac_engine.runtime.context import SessionContext
-from kfac_engine.runtime.cpu.passes import chosen_passes
-from kfac_engine.runtime.forward_session import open_forward
+from kfac_engine.runtime.cpu.graph_passes import chosen_passes
 from kfac_engine.runtime.inputs import check_inputs, check_parameters, explained, not_finite
 from kfac_engine.runtime.lower import lowered, with_taken_branches
+from kfac_engine.runtime.model_sessions import BackwardSession, open_backward, open_forward
 from kfac_engine.runtime.sample_run import measured_facts, sample_facts
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sessions.device_session import DeviceSession
@@ -403,3 +404,43 @@ class OnnxModel:
                 self.context(), self.extended_graph(), tuple(self._wanted), {}
             )
         return self._forward
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    trainable: str | Sequence[str] | None = None,
+    freeze: str | Sequence[str] | None = None,
+    threads: int | None = None,
+    sample_inputs: Mapping[str, Array] | None = None,
+) -> OnnxModel:
+    """Return a model that can be evaluated and differentiated.
+
+    Args:
+        source: Path, bytes or ``ModelProto``.
+        trainable: Pattern or patterns of parameter names; None for the constants that the graph
+            uses like parameters.
+        freeze: Pattern or patterns of names that are not trained.
+        threads: Number of threads of ONNX Runtime; None for its default.
+        sample_inputs: A batch for the sample run, as a map from input to array; needed if the model
+            does not run on generated inputs.
+
+    Returns:
+        The model; ``model.run(inputs)`` returns a trace.
+
+    Raises:
+        InputError: The file or an argument is wrong.
+        UnknownNameError: A pattern matches no floating-point constant.
+        ModelError: The model has no parameter to train.
+    """
+    patterns("trainable", trainable)
+    patterns("freeze", freeze)
+    if threads is not None:
+        whole("threads", threads, least=0, most=MOST_THREADS)
+    return OnnxModel(
+        load(source),
+        trainable=trainable,
+        freeze=freeze,
+        threads=threads or 0,
+        sample_inputs=sample_inputs,
+    )

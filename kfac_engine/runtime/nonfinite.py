@@ -8,8 +8,8 @@ from kfac_engine.autodiff.differentiate import differentiate
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.graph.structure import Graph, Node
-from kfac_engine.runtime.forward_session import open_forward
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.runtime.model_sessions import open_forward
 from kfac_engine.runtime.trace import Trace
 
 # Operators with a result or a derivative that is infinite at some operand.

@@ -12,8 +12,8 @@ from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.backend.memory_space import MemorySpace
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.graph.structure import Graph
-from kfac_engine.runtime.backward_session import BackwardSession
 from kfac_engine.runtime.inputs import finite, naming
+from kfac_engine.runtime.model_sessions import BackwardSession
 from kfac_engine.suggestions import suggestion
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
@@ -19,8 +20,9 @@ from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.sklearn.example_input import ExampleInput, as_rows
-from kfac_engine.sklearn.network import dense_network
 from kfac_engine.sklearn.trained_model import TrainedModel
 from kfac_engine.training.callbacks.best import BestWeights, EarlyStop
 from kfac_engine.training.hooks import Callback
@@ -290,3 +292,43 @@ def _restored_on_error(estimator: OnnxEstimator) -> Iterator[None]:
         estimator.__dict__.clear()
         estimator.__dict__.update(attributes)
         raise
+
+
+# -- the network of an estimator without a model ---------------------------------------------------
+
+_OPSET = 18
+_FLOAT = np.dtype(np.float32)
+
+
+def dense_network(sizes: Sequence[int], seed: int) -> ModelProto:
+    """Return a network of dense layers with random weights and biases of zero.
+
+    The variance of the weights is 2 / fan-in, which preserves the scale of activations through a
+    ReLU (He et al. 2015).
+
+    Args:
+        sizes: Number of features, sizes of the hidden layers, and number of outputs.
+        seed: Seed of the weights.
+
+    Returns:
+        A model with the input ``X`` ``(batch, sizes[0])`` and the output ``output``
+        ``(batch, sizes[-1])`` in float32.
+    """
+    rng, last = np.random.default_rng(seed), len(sizes) - 1
+    nodes: list[Node] = []
+    constants: dict[str, Array] = {}
+    value = "X"
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes), start=1):
+        name = f"dense{i}"
+        weight = rng.standard_normal((fan_out, fan_in)) * np.sqrt(2 / fan_in)
+        constants[f"{name}.weight"] = weight.astype(_FLOAT)
+        constants[f"{name}.bias"] = np.zeros(fan_out, _FLOAT)
+        operands = value, f"{name}.weight", f"{name}.bias"
+        value = "output" if i == last else f"{name}_out"
+        nodes.append(Node("Gemm", operands, (value,), {"transB": 1}, name))
+        if i < last:
+            nodes.append(Node("Relu", (value,), (f"relu{i}_out",), name=f"relu{i}"))
+            value = f"relu{i}_out"
+    inputs = [Input("X", _FLOAT, ("batch", sizes[0]))]
+    outputs = [Input("output", _FLOAT, ("batch", sizes[-1]))]
+    return build_model(nodes, inputs, outputs, constants, _OPSET, name="dense network")

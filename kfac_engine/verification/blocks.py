@@ -18,8 +18,7 @@ from kfac_engine.verification.dense_fisher import (
     dense_fisher,
 )
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.sources import Rebuild
-from kfac_engine.verification.specimen import Floats, Specimen, spread_evenly
+from kfac_engine.verification.specimen import Floats, Rebuild, Specimen, spread_evenly
 
 NAME = "blocks"
 REMEDY = (

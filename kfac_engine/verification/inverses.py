@@ -12,8 +12,7 @@ from kfac_engine.engine.report import LayerReport
 from kfac_engine.errors import MemoryLimitError
 from kfac_engine.verification.checks import Check, Measurement
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.sources import Rebuild
-from kfac_engine.verification.specimen import Floats, Specimen
+from kfac_engine.verification.specimen import Floats, Rebuild, Specimen
 
 NAME = "inverses"
 REMEDY = (

@@ -1,9 +1,15 @@
-"""The model and the part of a batch that a verification reads, with a float64 copy of the model."""
+"""The model and the part of a batch that a verification reads.
+
+A copy of the model computes in float64, and further engines are built from its file.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,3 +239,35 @@ def _graphs_of(model: OnnxModel, names: tuple[str, ...]) -> Iterator[Graph]:
     for graph in graphs:
         if {*names} <= {*graph.values()}:
             yield replace(graph, nodes=SubGraph(graph, names).nodes, outputs=names)
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Builds engines with the file and the options of an engine.
+
+    Attributes:
+        original: The engine.
+        file: File that the engine exported.
+        inputs: A batch, for the sample run.
+    """
+
+    original: Engine
+    file: Path
+    inputs: Mapping[str, Array]
+
+    @classmethod
+    @contextmanager
+    def exported(cls, engine: Engine, inputs: Mapping[str, Array]) -> "Iterator[Rebuild]":
+        """Export an engine to a temporary folder for the duration of a ``with`` block."""
+        with TemporaryDirectory(prefix="kfac-engine-verify-") as folder:
+            file = Path(folder) / "model.onnx"
+            engine.export(file)
+            yield cls(engine, file, inputs)
+
+    def engine(self, **changes: Any) -> Engine:
+        """Return an engine without statistics, with some options replaced."""
+        options = self.original.options
+        values = {field.name: getattr(options, field.name) for field in fields(options)}
+        if values["sample_inputs"] is None and self.original.losses[0].fixed_batch:
+            values["sample_inputs"] = self.inputs
+        return Engine.from_onnx(self.file, **{**values, **changes})

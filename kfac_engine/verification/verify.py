@@ -16,8 +16,7 @@ from kfac_engine.training.bars import stages
 from kfac_engine.verification import blocks, exports, gradients, inverses, products
 from kfac_engine.verification.checks import Check, Verification
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.sources import Rebuild
-from kfac_engine.verification.specimen import Specimen, spread_evenly
+from kfac_engine.verification.specimen import Rebuild, Specimen, spread_evenly
 
 # Layers whose refresh takes more operations are not inverted or compared.
 _MOST_FLOPS = 2e11

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
-from kfac_engine.runtime.load import load_model
+from kfac_engine.runtime.model import load_model
 from tests import models
 
 RATIO = 0.25

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kfac_engine.runtime.load import load_model
+from kfac_engine.runtime.model import load_model
 
 # Enough additions into few rows that ONNX Runtime spreads an operator over its threads.
 ROWS, WIDTH, PICKS = 4, 256, 4096

@@ -8,7 +8,7 @@ from onnx import parser
 import kfac_engine as ke
 from kfac_engine.runtime.batch_axis import find_batch
 from kfac_engine.runtime.example_axis import ExampleAxis
-from kfac_engine.runtime.load import load_model
+from kfac_engine.runtime.model import load_model
 from tests import models, oracle
 
 

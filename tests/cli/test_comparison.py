@@ -7,9 +7,9 @@ from kfac_engine.cli.comparison import (
     Run,
     best_rate,
     compared,
+    median_curve,
 )
 from kfac_engine.cli.demo import verdicts
-from kfac_engine.cli.loss_curves import median_curve
 from kfac_engine.data import demo_model, digits
 
 

@@ -216,12 +216,12 @@ def test_step_is_measured_with_targets_of_the_loss(report, loss):
 
 
 def test_step_has_a_reason_where_none_is_measured(report, monkeypatch):
-    monkeypatch.setattr("kfac_engine.engine.step_time._LONGEST_REFRESH", 0.0)
+    monkeypatch.setattr("kfac_engine.engine.time_estimates._LONGEST_REFRESH", 0.0)
     step = report(demo_model("mlp"))["step"]
     assert step["seconds"] is None
     assert step["reason"] == "its first refresh takes too long"
     monkeypatch.undo()
-    monkeypatch.setattr("kfac_engine.engine.step_time._MOST_BYTES", 1_000_000)
+    monkeypatch.setattr("kfac_engine.engine.time_estimates._MOST_BYTES", 1_000_000)
     assert report(demo_model("mlp"))["step"]["reason"] == "it needs more than 1.0 MB of memory"
 
 

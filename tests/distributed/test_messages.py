@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.select import select
-from kfac_engine.distributed.messages import OwnedArrays
-from kfac_engine.distributed.packing import Form, pack, unpack
-from kfac_engine.distributed.sums import sum_arrays
+from kfac_engine.distributed.messages import Form, OwnedArrays, pack, sum_arrays, unpack
 from tests.backend import cupy_standin
 from tests.distributed.threads import run
 

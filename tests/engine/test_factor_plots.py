@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.engine.spectra import FactorSpectrum
-from kfac_engine.engine.spectrum_plot import plot_spectra
+from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
 from tests import models
 
 matplotlib = pytest.importorskip("matplotlib")

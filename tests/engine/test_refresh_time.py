@@ -3,8 +3,8 @@
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.engine import refresh_time
-from kfac_engine.engine.refresh_time import estimate_refresh
+from kfac_engine.engine import time_estimates
+from kfac_engine.engine.time_estimates import estimate_refresh
 from tests.models import Net
 
 RATE = 1e9
@@ -19,7 +19,7 @@ def measured(monkeypatch):
         calls[operation] = list(sides)
         return sum(side**3 for side in sides) / RATE
 
-    monkeypatch.setattr(refresh_time, "_measure", measure)
+    monkeypatch.setattr(time_estimates, "_measure", measure)
     return calls
 
 
@@ -43,14 +43,14 @@ def test_small_factors_are_all_measured(measured):
     result = estimate(chain(7, 5, 3))
     assert result.flops == 7**3 + 5**3 + 5**3 + 3**3
     assert result.seconds == pytest.approx(result.flops / RATE)
-    assert measured == {refresh_time._INVERSE: [7, 5, 5, 3]}
+    assert measured == {time_estimates._INVERSE: [7, 5, 5, 3]}
 
 
 def test_large_factors_are_cut_and_scaled(measured):
     result = estimate(chain(2000, 1500, 2), approximations={"fully_connected": "kron"})
     assert result.flops == 2000**3 + 2 * 1500**3 + 2**3
     assert result.seconds == pytest.approx(result.flops / RATE)
-    assert measured == {refresh_time._INVERSE: [768]}
+    assert measured == {time_estimates._INVERSE: [768]}
 
 
 def test_a_shared_factor_counts_once(measured):
@@ -61,7 +61,7 @@ def test_a_shared_factor_counts_once(measured):
 
 def test_layers_in_an_eigenbasis_are_decomposed(measured):
     estimate(chain(7, 5, 3), approximations={"fully_connected": "ekfac"})
-    assert measured == {refresh_time._EIGH: [7, 5, 5, 3]}
+    assert measured == {time_estimates._EIGH: [7, 5, 5, 3]}
 
 
 def test_diagonal_blocks_have_no_refresh(measured):

@@ -6,7 +6,7 @@ from onnx import numpy_helper, parser
 
 from kfac_engine.runtime.batch_axis import find_batch, find_coupling
 from kfac_engine.runtime.example_axis import ExampleAxis
-from kfac_engine.runtime.load import load_model
+from kfac_engine.runtime.model import load_model
 from tests import models
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.bench.training.models import perceptron
-from kfac_engine.training.quadratic_model import QuadraticModel
+from kfac_engine.training.quadratic_update import QuadraticModel
 from tests.training import softmax_net as net
 from tests.training.kfac_reference import Reference
 from tests.training.test_kfac import CLOSE, distance, engine, linear_model, scale_of

@@ -10,8 +10,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.system.locks import FileLock
 from kfac_engine.training.checkpoint import SavedState
-from kfac_engine.training.record_file import RecordFile, position_of, read_records
-from kfac_engine.training.run_checkpoint import CHECKPOINT
+from kfac_engine.training.run_checkpoint import CHECKPOINT, RecordFile, position_of, read_records
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 

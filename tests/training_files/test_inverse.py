@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.training_files.inverse import damped_inverses
+from kfac_engine.training_files.curvature import damped_inverses
 
 ROOT = 0.1**0.5  # of the default relative damping
 

@@ -7,8 +7,13 @@ A product with ``Rows`` reads these rows only.
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.curvature.blocks.base import ExampleReader, FactorOwner, Found, GradsList
-from kfac_engine.curvature.blocks.kronecker import DENSE, DIAGONAL, KroneckerProductFB, Side
-from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
+from kfac_engine.curvature.blocks.kronecker import (
+    DENSE,
+    DIAGONAL,
+    KroneckerProductFB,
+    MultiUseKroneckerFB,
+    Side,
+)
 from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.tied import (

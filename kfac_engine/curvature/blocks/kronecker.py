@@ -29,7 +29,7 @@ from kfac_engine.curvature.blocks.base import (
     shape_of,
     uses,
 )
-from kfac_engine.curvature.config import LEAST_EIGENVALUE, RelativeDamping
+from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig, RelativeDamping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
@@ -39,20 +39,23 @@ from kfac_engine.curvature.factors.divided import (
     DividedMoment,
     block_shape,
 )
+from kfac_engine.curvature.factors.reduced import ReducedMoment
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
-from kfac_engine.curvature.factors.sampled import SampledFactor
-from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment
+from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
+from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
+from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.curvature.linalg.kronecker import (
     multiply_in_turn,
     multiply_parts,
     pi_correction,
 )
 from kfac_engine.distributed.sizes import Divisible
-from kfac_engine.errors import NotReadyError
+from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.uses import rows_per_example
+from kfac_engine.layers.views import PatchView, RowView, View
 
 # Factors whose powers are stored matrices of the size of their side.
 _MATRICES = (DenseSquareMatrixFactor, SampledFactor)
@@ -400,3 +403,187 @@ class _SideDamping:
 
     def __call__(self) -> Level:
         return self.block.split_damping()[self.side]
+
+
+# -- KFAC-reduce: layers whose positions are averaged ----------------------------------------------
+#
+# A layer with positions has two Kronecker approximations. ``kron`` (KFAC-expand) treats each
+# position as an example, which is exact if the loss sums over positions. KFAC-reduce replaces the
+# gradient of an example, ``Σ_t a_t ds_tᵀ``, by ``(mean_t a_t) (Σ_t ds_t)ᵀ``, which is exact if the
+# network averages over positions before its loss. Without positions both are K-FAC. Source:
+# Eschenhagen et al. 2023, arXiv:2311.00636, section 3.3.
+
+_MEAN = Side(partial(ReducedMoment, mean=True), DenseSquareMatrixFactor)
+_SUM = Side(ReducedMoment, DenseSquareMatrixFactor)
+
+
+class ReducedKroneckerFB(KroneckerProductFB):
+    """``F ≈ A ⊗ G`` with A of mean inputs and G of summed gradients.
+
+    Args:
+        collection: Owner of the factors.
+        form: Layout of the tensors and parameters of the layer.
+    """
+
+    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+        super().__init__(collection, form, input_side=_MEAN, output_side=_SUM)
+
+    @property
+    def repeats(self) -> float:
+        """Number of rows for each example, 1: positions are reduced."""
+        return 1
+
+
+# -- input factors of convolutions -----------------------------------------------------------------
+
+
+def patches_side(form: LayerForm, side: Side = DENSE) -> Side:
+    """Return the form of an input factor, which is dense where it samples a part of a batch.
+
+    Args:
+        form: Layout of the convolution.
+        side: The form without sampling.
+    """
+    if not form.sampling.active:
+        return side
+    return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
+
+
+def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
+    """Return an input factor of single pixels, uncorrelated between positions (SUA).
+
+    Strides and padding have no effect on it.
+
+    Args:
+        form: Layout of the convolution.
+        config: Decides whether the mean of pixels is modelled.
+
+    Returns:
+        The form of the factor.
+
+    Raises:
+        UnsupportedError: Patches are masked, so that the pixels of different positions differ.
+    """
+    patches = form.input_view
+    if not isinstance(patches, PatchView):
+        raise UnsupportedError("approximation 'kron_sua' cannot mask patches; use 'kron'.")
+    pixels = RowView(1 if patches.channels_first else -1, rank=patches.rank)
+    taps, has_bias = patches.window.taps, form.packing.has_bias
+    modelled = not config.assume_zero_mean_activations
+
+    def statistic(
+        tensors: Tensors,
+        view: View,
+        *,
+        homogeneous: bool,
+        num_uses: int,
+        batch: str | None,
+        exact: bool,
+    ) -> PixelCovariance:
+        del view  # patches are not extracted
+        return PixelCovariance.configured(
+            config,
+            tensors=tensors,
+            view=pixels,
+            homogeneous=homogeneous,
+            taps=taps,
+            num_uses=num_uses,
+            batch=batch,
+            exact=exact,
+        )
+
+    def shape(d: int) -> tuple[int, ...]:
+        channels = (d - has_bias) // taps
+        return channels + modelled, channels
+
+    return Side(statistic, SpatiallyUncorrelatedFactor, shape)
+
+
+# -- independent uses ------------------------------------------------------------------------------
+#
+# ``F ≈ u·t · A ⊗ G`` with means over all uses (Martens, Ba & Johnson 2018, section 3.2). The
+# tensors of a tower are a list over uses, or one tensor of all uses, ``(u·n, …)`` or ``(u, n, …)``.
+# Inputs, outputs and gradients may have different forms.
+
+
+class MultiUseKroneckerFB(KroneckerProductFB):
+    """A Kronecker block of a layer used several times.
+
+    Args:
+        collection: Owner of the factors.
+        form: Layout of the tensors and parameters of one use.
+        num_uses: Number of uses; optional if a tower lists them.
+        input_side: Form of ``A``.
+        output_side: Form of ``G``.
+    """
+
+    def __init__(
+        self,
+        collection: FactorOwner,
+        form: LayerForm,
+        num_uses: int | None = None,
+        *,
+        input_side: Side = DENSE,
+        output_side: Side = DENSE,
+    ) -> None:
+        super().__init__(collection, form, input_side=input_side, output_side=output_side)
+        self._num_uses = num_uses
+
+    @property
+    def num_uses(self) -> int:
+        """Number of uses of the layer.
+
+        Raises:
+            InputError: The number was not given.
+        """
+        return count_uses(self._num_uses)
+
+    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
+        """Add a tower.
+
+        Args:
+            inputs: Names of the layer's input over uses, or the name of a tensor of all uses.
+            outputs: Names of the layer's output before any nonlinearity, in either form.
+        """
+        if not isinstance(inputs, str) or not isinstance(outputs, str):
+            self._num_uses = count_uses(self._num_uses, inputs, outputs)
+        super().register_additional_tower(inputs, outputs)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        for source in grads_list:
+            count_uses(self.num_uses, *source)
+        self.form = replace(self.form, num_uses=self.num_uses)
+        super()._make_factors(grads_list)
+
+
+def count_uses(num_uses: int | None, *tensors: TowerNames) -> int:
+    """Return the number of uses, from a number and from lists of names.
+
+    Args:
+        num_uses: The number that the caller gave; None if omitted.
+        tensors: Names; a list has a name for each use.
+
+    Returns:
+        The number of uses, at least one.
+
+    Raises:
+        InputError: Neither a number nor a list was given, or the number is below one.
+        RegistrationError: The number and the lengths of lists differ.
+    """
+    counts = {len(names) for names in tensors if not isinstance(names, str)}
+    if num_uses is not None:
+        counts.add(num_uses)
+    if not counts:
+        raise InputError(
+            "You must supply a value for the num_uses argument when the uses of a layer are not "
+            "given as a list."
+        )
+    if len(counts) > 1:
+        raise RegistrationError(
+            f"the uses of one layer are counted differently: {sorted(counts)}; num_uses and the "
+            f"lengths of all lists must be equal."
+        )
+    (uses,) = counts
+    if uses < 1:
+        raise InputError(f"a layer must be used at least once, got num_uses={uses}.")
+    return uses

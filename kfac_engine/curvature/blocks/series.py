@@ -9,8 +9,7 @@ from typing import TypeAlias, cast
 from kfac_engine._types import Array, Vector
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.blocks.base import Decomposition, FactorOwner, Found, GradsList
-from kfac_engine.curvature.blocks.kronecker import Side
-from kfac_engine.curvature.blocks.multi_use import MultiUseKroneckerFB
+from kfac_engine.curvature.blocks.kronecker import MultiUseKroneckerFB, Side
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.curvature.linalg.lags import (

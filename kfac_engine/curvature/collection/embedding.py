@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kfac_engine._types import Params
 from kfac_engine.curvature.blocks.base import TowerNames
-from kfac_engine.curvature.blocks.multi_use import count_uses
+from kfac_engine.curvature.blocks.kronecker import count_uses
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key
 from kfac_engine.layers.layer_forms import LayerForm, embedding_form
 from kfac_engine.layers.packing import Packing

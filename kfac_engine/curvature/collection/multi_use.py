@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kfac_engine._types import Params
 from kfac_engine.curvature.blocks.base import TowerNames
-from kfac_engine.curvature.blocks.multi_use import count_uses
+from kfac_engine.curvature.blocks.kronecker import count_uses
 from kfac_engine.curvature.collection.dense import require_diagonal_input
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
 from kfac_engine.layers.grouped import grouped_form

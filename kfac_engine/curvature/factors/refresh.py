@@ -18,7 +18,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.linalg.spectral import eigh_power
-from kfac_engine.distributed.packing import Form
+from kfac_engine.distributed.messages import Form
 from kfac_engine.errors import NonFiniteError
 
 # Returns the current damping; called at each refresh. Two callables with equal hashable attributes

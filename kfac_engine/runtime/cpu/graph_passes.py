@@ -1,15 +1,22 @@
-"""Applies the graph passes for a CPU to the graphs of a model."""
+"""The table of graph passes for a CPU, which reduce the time or the memory of a session.
+
+A model runs any subset of the passes, with the same results. A pass that saves time must save 5 %
+of a step; docs/performance.md lists the measured ratios.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
+from typing import Final
 
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.arguments import texts
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.registry import Registry
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.nchwc_layout import (
     DOMAIN,
@@ -17,7 +24,6 @@ from kfac_engine.runtime.cpu.nchwc_layout import (
     LayoutContext,
     convert_to_blocked,
 )
-from kfac_engine.runtime.cpu.passes import BLOCKED_LAYOUT
 from kfac_engine.sessions.session import Session
 
 _FLOAT = np.dtype(np.float32)
@@ -93,3 +99,39 @@ def _tried(
     model = compact_model(nodes, inputs, ("y",), constants or {}, 18, name="trial", once=True)
     session = Session(model, threads=1, once=True, what="a trial of layouts")
     return list(session.run(("y",), {"x": x, "w": _trial_kernel()}).values())
+
+
+BLOCKED_LAYOUT: Final = "blocked_layout"
+FUSED_TRANSPOSES: Final = "fused_transposes"
+WEIGHT_GRADIENTS: Final = "weight_gradients"
+
+# Map from the name of a pass to its purpose.
+PASSES = Registry(
+    "graph pass",
+    {
+        BLOCKED_LAYOUT: "convolutions on images in ONNX Runtime's blocked layout NCHWc",
+        FUSED_TRANSPOSES: "transposes within the products that read them",
+        WEIGHT_GRADIENTS: "gradients of convolution kernels by BLAS, outside ONNX Runtime",
+    },
+)
+
+
+def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
+    """Return the checked names of the passes that a model runs.
+
+    Args:
+        names: Names from ``PASSES``; None for all of them, an empty list for none.
+
+    Returns:
+        Names of the passes.
+
+    Raises:
+        InputError: ``names`` is not a list of strings.
+        UnknownNameError: A name is not in the table.
+    """
+    if names is None:
+        return frozenset(PASSES)
+    texts("graph_passes", names, "['blocked_layout']")
+    for name in names:
+        PASSES[name]
+    return frozenset(names)

@@ -14,16 +14,16 @@ from kfac_engine.autodiff.rules import kernels
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import keywords
 from kfac_engine.graph.structure import Node
-from kfac_engine.runtime import backward_session
-from kfac_engine.runtime.cpu.graph_passes import channel_block
-from kfac_engine.runtime.cpu.nchwc_layout import DOMAIN
-from kfac_engine.runtime.cpu.passes import (
+from kfac_engine.runtime import model_sessions
+from kfac_engine.runtime.cpu.graph_passes import (
     BLOCKED_LAYOUT,
     FUSED_TRANSPOSES,
     PASSES,
     WEIGHT_GRADIENTS,
+    channel_block,
     chosen_passes,
 )
+from kfac_engine.runtime.cpu.nchwc_layout import DOMAIN
 from tests import models
 
 # Float32 sums of some thousand products in another order, relative to the largest entry. Inverses
@@ -124,7 +124,7 @@ MARKS = {
 def opened(monkeypatch):
     """The backward sessions that are opened during a test."""
     recorded = Opened([], [])
-    compact, finishing = backward_session.compact_model, backward_session.WeightGradientSession
+    compact, finishing = model_sessions.compact_model, model_sessions.WeightGradientSession
 
     def compact_model(nodes, *arguments, **options):
         recorded.nodes.extend(nodes)
@@ -134,8 +134,8 @@ def opened(monkeypatch):
         recorded.outside.extend(parts.finished)
         return finishing(session, parts, *arguments)
 
-    monkeypatch.setattr(backward_session, "compact_model", compact_model)
-    monkeypatch.setattr(backward_session, "WeightGradientSession", finishing_session)
+    monkeypatch.setattr(model_sessions, "compact_model", compact_model)
+    monkeypatch.setattr(model_sessions, "WeightGradientSession", finishing_session)
     return recorded
 
 
