@@ -170,7 +170,7 @@ ROWS: Mapping[str, Row] = {
     "backend": Row(Group.MACHINE, "Array library.", names=("backend.select.BackendName",),
         metavar="NAME"),
     "graph_passes": Row(Group.MACHINE, "Graph passes that make sessions faster or smaller.",
-        names=("all", "none", "runtime.cpu.passes.PASSES"), metavar="NAMES", callback=_names,
+        names=("all", "none", "runtime.cpu.graph_passes.PASSES"), metavar="NAMES", callback=_names,
         multiple=False, default="all"),
 }  # fmt: skip
 # Those of a measurement of curvature that differ.

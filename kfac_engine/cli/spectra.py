@@ -46,13 +46,7 @@ def check_picture(path: Path) -> None:
 
 
 def write_picture(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> None:
-    """Draw the spectra into a file, in the format of its name.
-
-    Args:
-        path: File of the picture.
-        title: Title of the picture.
-        spectra: The spectra.
-    """
+    """Draw the spectra into a file, in the format of its name."""
     _FORMATS[path.suffix.lower()](path, printable(title), spectra)
 
 

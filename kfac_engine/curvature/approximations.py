@@ -84,12 +84,7 @@ class LayerKind:
         return next(iter(self.approximations))
 
     def default_for(self, form: object, shapes: Sequence[tuple[int, ...]]) -> str:
-        """Return the default approximation of a layer.
-
-        Args:
-            form: Layout of the layer.
-            shapes: Shapes of its parameters.
-        """
+        """Return the default approximation of a layer."""
         if isinstance(form, LayerForm):
             ids = isinstance(form.input_view, TokenIdView)  # the vocabulary has a diagonal
             rows = shapes[0][-1] if ids else max(form.packing.matrix_shape(shapes[0]))

@@ -178,11 +178,7 @@ class Distribution(ABC):
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
-        """Return a context in which the first rank has the results of all refreshes.
-
-        Yields:
-            Nothing.
-        """
+        """Return a context in which the first rank has the results of all refreshes."""
         yield
 
     def _agree(

@@ -72,15 +72,7 @@ def page(log: RunLog) -> str:
 
 
 def spectrum_page(title: str, spectra: Sequence[Json]) -> str:
-    """Return a page with the spectra of factors.
-
-    Args:
-        title: Title of the page.
-        spectra: Entries of the log.
-
-    Returns:
-        HTML that loads nothing.
-    """
+    """Return a page with the spectra of factors."""
     entries, more = spectrum_entries(spectra)
     sections = [_section("Spectra of the factors", _spectra(entries))]
     return _document(title, "", _left_out(more, "factors"), sections)

@@ -63,12 +63,7 @@ def stage_table(stages: Stages, steps: int) -> str:
 
 
 def refresh_table(factors: Sequence[FactorRefreshes], steps: Array) -> str:
-    """Return the number and the cost of the refreshes of each factor.
-
-    Args:
-        factors: The refreshes.
-        steps: Step of each record.
-    """
+    """Return the number and the cost of the refreshes of each factor."""
     total = sum(factor.seconds for factor in factors) or 1.0
     rows = [
         (

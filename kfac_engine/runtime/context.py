@@ -23,7 +23,7 @@ class SessionContext:
         memory_space: Memory space that the sessions compute in.
         threads: Number of threads of ONNX Runtime; 0 for its default.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime.
-        graph_passes: Names from ``runtime.cpu.passes.PASSES``.
+        graph_passes: Names from ``runtime.cpu.graph_passes.PASSES``.
     """
 
     graph: Graph

@@ -68,11 +68,7 @@ class Run:
     recovery: Recovery
 
     def steps(self, position: Position) -> Iterator[Step]:
-        """Train from a position to the end of the budget.
-
-        Yields:
-            Each step.
-        """
+        """Train from a position to the end of the budget."""
         start, agreement = perf_counter() - position.seconds, self.optimizer.engine.agreement
         per_epoch = self.batches.per_epoch
         spent = self.budget.spent(position, per_epoch)

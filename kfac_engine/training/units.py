@@ -49,12 +49,7 @@ class Units:
         return parameter_slices.split(self._parts, divided)
 
     def join(self, units: Vector, like: Vector) -> dict[str, Array]:
-        """Return arrays by parameter from arrays by unit; entries in no unit are those of ``like``.
-
-        Args:
-            units: Unit to array.
-            like: Parameter to array.
-        """
+        """Return arrays by parameter; entries that belong to no unit are as in ``like``."""
         return {
             name: parameter_slices.join(self._parts[name], units, array, rest=1.0)
             for name, array in like.items()

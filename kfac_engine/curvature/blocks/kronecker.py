@@ -438,12 +438,7 @@ class ReducedKroneckerFB(KroneckerProductFB):
 
 
 def patches_side(form: LayerForm, side: Side = DENSE) -> Side:
-    """Return the form of an input factor, which is dense where it samples a part of a batch.
-
-    Args:
-        form: Layout of the convolution.
-        side: The form without sampling.
-    """
+    """Return the form of an input factor, which is dense where it samples a part of a batch."""
     if not form.sampling.active:
         return side
     return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)
