@@ -10,7 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.bench.training.soap import Soap
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
-from kfac_engine.training.schedules import SCHEDULES
+from kfac_engine.training.budget import SCHEDULES
 
 # Changes the parameters of an engine by one batch; returns the loss before the change. The last
 # argument is the factor of the learning rate.

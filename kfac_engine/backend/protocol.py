@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy.typing as npt
 
 from kfac_engine._types import Array
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window
 
 

@@ -19,9 +19,9 @@ import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.system.writing import write_rendered
+from kfac_engine.training.budget import SCHEDULES
 from kfac_engine.training.history import Record
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.schedules import SCHEDULES
 
 BATCH_SIZE = 128
 HELD_OUT = 360

@@ -171,7 +171,7 @@ class _Report:
 
     def warnings(self) -> list[str]:
         """Return a clause for each layer whose factors are too large."""
-        from kfac_engine.engine.large_factors import large_factor_notes
+        from kfac_engine.engine.report import large_factor_notes
 
         return list(large_factor_notes(self.engine.layers, self.memory.total))
 

@@ -23,21 +23,18 @@ from kfac_engine.curvature.blocks.kronecker import (
     patches_side,
     uncorrelated_side,
 )
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
-from kfac_engine.curvature.blocks.single import LayerDiagonalFB
+from kfac_engine.curvature.blocks.single import LayerDiagonalFB, ScaleShiftFB
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
-from kfac_engine.curvature.factors.scale_shift import ScaleShiftMoment, ScaleShiftSquare
-from kfac_engine.curvature.factors.statistics import one_use
+from kfac_engine.curvature.factors.statistics import ScaleShiftMoment, ScaleShiftSquare, one_use
+from kfac_engine.curvature.factors.tables import IdCounts, VocabularyFactor
 from kfac_engine.errors import InputError
 from kfac_engine.layers.broadcast import ScaleShiftForm, SummedAxes
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import convolution_form, dense_form, embedding_form
-from kfac_engine.layers.token_ids import TokenIdView
-from kfac_engine.layers.views import Padding
+from kfac_engine.layers.views import Padding, TokenIdView
 
 
 class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):

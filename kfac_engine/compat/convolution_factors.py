@@ -22,8 +22,7 @@ from kfac_engine.curvature.factors.statistics import KroneckerMoment, LayerSquar
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm, convolution_form
-from kfac_engine.layers.masked import MaskedPatchView
-from kfac_engine.layers.views import Padding, PatchView, RowView
+from kfac_engine.layers.views import MaskedPatchView, Padding, PatchView, RowView
 
 _CHANNELS_LAST = (None, "NWC", "NHWC", "NDHWC")
 _CHANNELS_FIRST = ("NCW", "NCHW", "NCDHW")

@@ -14,9 +14,10 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.gradient_squares import GradientOuter, GradientSquare
 from kfac_engine.curvature.factors.lagged import LaggedFactor
 from kfac_engine.curvature.factors.statistics import (
+    GradientOuter,
+    GradientSquare,
     KroneckerDiagonal,
     KroneckerMoment,
     LayerSquare,

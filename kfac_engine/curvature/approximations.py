@@ -22,19 +22,19 @@ from kfac_engine.curvature.blocks.kronecker import (
     patches_side,
     uncorrelated_side,
 )
-from kfac_engine.curvature.blocks.scale_shift import ScaleShiftFB
 from kfac_engine.curvature.blocks.series import USES, SeriesFB
 from kfac_engine.curvature.blocks.single import (
     EigenbasisFB,
     LayerDiagonalFB,
     NaiveDiagonalFB,
     NaiveFullFB,
+    ScaleShiftFB,
 )
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
-from kfac_engine.curvature.factors.scale_shift import ScaleShiftSquare
+from kfac_engine.curvature.factors.statistics import ScaleShiftSquare
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.token_ids import TokenIdView
+from kfac_engine.layers.views import TokenIdView
 from kfac_engine.registry import Registry
 
 # Creates a block from the collection and the form of a layer.

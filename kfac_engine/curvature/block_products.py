@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kfac_engine._types import Params, Rows, Vector
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.collection import LayerCollection

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kfac_engine.arguments import one_of, whole
-from kfac_engine.distributed.layer_owners import Part, layer_owners
-from kfac_engine.distributed.owners import Load, owners
+from kfac_engine.distributed.owners import Load, Part, layer_owners, owners
 from kfac_engine.distributed.sizes import ModelSize, Periods
 
 Distribution: TypeAlias = Literal["sgd", "replicate", "shard"]

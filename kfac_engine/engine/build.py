@@ -36,7 +36,7 @@ from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
 from kfac_engine.runtime.batch_axis import Batch
-from kfac_engine.runtime.leading_examples import with_batch_axes
+from kfac_engine.runtime.declared_axes import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.placement import available_memory_space
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Params, Rows, whole_arrays
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import Measurement

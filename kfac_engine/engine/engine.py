@@ -29,7 +29,6 @@ from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.factors import Factors
-from kfac_engine.engine.large_factors import large_factor_notes
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.options import (
@@ -46,6 +45,7 @@ from kfac_engine.engine.rank_checks import check_ranks
 from kfac_engine.engine.report import (
     LayerReport,
     engine_summary,
+    large_factor_notes,
     layer_reports,
 )
 from kfac_engine.engine.result import Result

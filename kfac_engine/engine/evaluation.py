@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.inference_form import inference_form
+from kfac_engine.autodiff.training_form import inference_form
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.datasets.forms import Data, batches_of, converted
 from kfac_engine.engine.batch_shards import BatchShards

@@ -13,8 +13,8 @@ from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
 from kfac_engine.curvature.schedule import Schedule
-from kfac_engine.distributed.layer_owners import Part, layer_owners
 from kfac_engine.distributed.messages import Form, broadcast_arrays
+from kfac_engine.distributed.owners import Part, layer_owners
 from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
@@ -87,7 +87,7 @@ def parameter_parts(
 class Shard(Distribution):
     """The owner of a layer receives its gradient, and sends its natural gradient to all ranks.
 
-    Owners are chosen once; see ``distributed.layer_owners``. A large layer may have several.
+    Owners are chosen once; see ``distributed.owners``. A large layer may have several.
     """
 
     def __init__(

@@ -14,12 +14,13 @@ from kfac_engine.errors import InputError
 from kfac_engine.html_report.charts import MOST_POINTS, Chart, Series, charts, stages
 from kfac_engine.html_report.drawing import drawing, legend
 from kfac_engine.html_report.entries import (
+    FactorRefreshes,
     SpectrumEntry,
     layer_entries,
     named_texts,
+    refreshes,
     spectrum_entries,
 )
-from kfac_engine.html_report.refreshes import FactorRefreshes, refreshes
 from kfac_engine.html_report.run_log import Json, RunLog, gathered, read_log
 from kfac_engine.html_report.tables import (
     MOST_FACTORS,

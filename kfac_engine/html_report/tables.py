@@ -9,8 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.html_report.charts import CURVATURE_STAGES, VALIDATION, Stages, constants
-from kfac_engine.html_report.entries import LayerEntry, SpectrumEntry
-from kfac_engine.html_report.refreshes import FactorRefreshes
+from kfac_engine.html_report.entries import FactorRefreshes, LayerEntry, SpectrumEntry
 from kfac_engine.html_report.run_log import RunLog
 
 # A head; heads that start with a blank belong to numbers.

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from kfac_engine._types import Array
 from kfac_engine.arguments import listed, whole
 from kfac_engine.errors import InputError
-from kfac_engine.layers.masked import masked_patch_view
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.subsampling import EVERYTHING, Sampling
-from kfac_engine.layers.token_ids import TokenIdView
-from kfac_engine.layers.views import Padding, RowView, View, patch_view
+from kfac_engine.layers.views import (
+    Padding,
+    RowView,
+    TokenIdView,
+    View,
+    masked_patch_view,
+    patch_view,
+)
 
 # Number of spatial axes to their letters in formats.
 _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.layers.batched_dense import StackedDensePacking
+from kfac_engine.layers.grouped import StackedDensePacking
 from kfac_engine.layers.packing import Packing
 from kfac_engine.layers.parameter_slices import ParameterSlice, all_entries
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.window import SlidingWindow, Window, pointwise
-from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 Padding: TypeAlias = str | tuple[tuple[int, int], ...]
 
@@ -254,3 +256,210 @@ def patch_view(
 def rows_as_images(rows: Array) -> tuple[Array, Window]:
     """Return rows ``(n, t, d)`` as images ``(n, d, t)`` with the window of a single pixel."""
     return rows.swapaxes(1, 2), pointwise(1)
+
+
+# -- patches that are multiplied by a mask ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedPatchView:
+    """The input of a convolution whose patches are multiplied by a mask.
+
+    Attributes:
+        patches: View without the mask.
+        mask: Factor of each feature, in the order ``(*kernel, channels)``.
+    """
+
+    has_rows: ClassVar[bool] = True
+
+    patches: PatchView
+    mask: tuple[float, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.patches.rank
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether images are ``(n, channels, *spatial_shape)``."""
+        return self.patches.channels_first
+
+    def width(self, shape: tuple[int, ...]) -> int:
+        features = self.patches.width(shape)
+        if features != len(self.mask):
+            raise ShapeError(
+                f"a patch mask has {len(self.mask)} entries, but patches of an input of shape "
+                f"{shape} have {features} features."
+            )
+        return features
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        return self.patches.count(shape)
+
+    def second_moment(
+        self,
+        x: Array,
+        out: Array,
+        backend: Backend,
+        *,
+        homogeneous: bool,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        d = self.width(x.shape)
+        moment = backend.xp.zeros_like(out)
+        self.patches.second_moment(
+            x, moment, backend, homogeneous=homogeneous, alpha=alpha, beta=0.0
+        )
+        # (m∘z)(m∘z)ᵀ = (m mᵀ)∘(z zᵀ): masking the moment costs d², masking the patches n·t·d.
+        mask = self._mask(backend, out)
+        moment[:d] *= mask[:, None]
+        moment[:, :d] *= mask
+        if beta == 0.0:  # 0 · NaN would be NaN
+            out[...] = moment
+            return
+        out *= beta
+        out += moment
+
+    def rows(self, x: Array, backend: Backend) -> Array:
+        patches = self.patches.rows(x, backend)
+        masked: Array = patches * self._mask(backend, patches)
+        return masked
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return rows_as_images(self.rows(x, backend))
+
+    def _mask(self, backend: Backend, like: Array) -> Array:
+        return backend.asarray(np.array(self.mask), like.dtype)
+
+
+def masked_patch_view(patches: PatchView, mask: Array, channels: int) -> MaskedPatchView:
+    """Return the view of patches that are multiplied by a mask.
+
+    Args:
+        patches: View without the mask.
+        mask: ``(*kernel, channels)``.
+        channels: Number of channels of the images.
+
+    Returns:
+        The view.
+
+    Raises:
+        ShapeError: The mask has another shape.
+        NonFiniteError: The mask contains NaN or infinity.
+    """
+    expected = (*patches.window.kernel, channels)
+    array = np.asarray(mask, dtype=np.float64)
+    if array.shape != expected:
+        raise ShapeError(f"patch_mask has shape {array.shape}; (*kernel, channels) is {expected}.")
+    if not np.isfinite(array).all():
+        raise NonFiniteError("patch_mask contains NaN or infinity.")
+    return MaskedPatchView(patches, tuple(array.reshape(-1).tolist()))
+
+
+# -- token ids, read as one-hot rows without a copy of them ----------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdView:
+    """Token ids, read as rows; a row is the sum of the unit vectors of its ids.
+
+    Attributes:
+        vocabulary: Number of rows of the table, which is the number of features.
+        rank: 1 for one id in an example, ``(n,)``; 2 for several, ``(n, ids)``.
+        positions: Whether each id is a row, ``(n, …positions)``; otherwise the ids of an example
+            are one row.
+        count_repeats: Whether an id that occurs ``k`` times in a row counts ``k`` times in the
+            diagonal of the second moment; otherwise it counts once.
+        zeros_outside: Whether an id outside the table is a row of zeros, as in OneHot; otherwise it
+            is an error.
+    """
+
+    has_rows: ClassVar[bool] = False  # one-hot rows are as long as the table
+
+    vocabulary: int
+    rank: int = 2
+    positions: bool = False
+    count_repeats: bool = False
+    zeros_outside: bool = False
+
+    def width(self, shape: tuple[int, ...]) -> int:
+        if len(shape) != self.rank and not self.positions:
+            raise ShapeError(
+                f"token ids need shape {'(n,)' if self.rank == 1 else '(n, ids)'}, got {shape}; "
+                f"set positions=True if each id has an output."
+            )
+        return self.vocabulary
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        return prod(shape) if self.positions else shape[0]
+
+    def second_moment(
+        self,
+        x: Array,
+        out: Array,
+        backend: Backend,
+        *,
+        homogeneous: bool,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        del x, out, backend, homogeneous, alpha, beta
+        raise InputError(
+            "the second moment of token ids is diagonal; use an approximation with a diagonal "
+            "input factor, such as 'kron_in_diag'."
+        )
+
+    def rows(self, x: Array, backend: Backend) -> Array:
+        del x, backend
+        raise InputError(
+            "token ids cannot be read as one-hot rows; use an approximation with a diagonal "
+            "input factor, such as 'kron_in_diag'."
+        )
+
+    def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
+        return rows_as_images(self.rows(x, backend))
+
+    def counts(self, ids: Array, backend: Backend, weights: Array | None = None) -> Array:
+        """Count the rows with each id, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
+
+        Args:
+            ids: Checked token ids, ``(n,)`` or ``(n, ids)``.
+            backend: Backend of the array.
+            weights: Weight of each row; None for ones.
+
+        Returns:
+            Integers, or sums of weights; with ``count_repeats`` the number of occurrences.
+        """
+        xp = backend.xp
+        flat = xp.where(ids < 0, ids + self.vocabulary, ids)
+        flat = xp.where((flat < 0) | (flat >= self.vocabulary), -1, flat)
+        if not (self.count_repeats or self.positions or ids.ndim == 1):
+            ordered = xp.sort(flat, axis=1)
+            first = xp.ones(ordered.shape, bool)
+            first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+            flat = xp.where(first, ordered, -1)
+        if weights is None:
+            return backend.count_ids(flat, self.vocabulary)
+        of_ids = xp.repeat(weights, flat.size // len(weights))
+        sums = xp.bincount(flat.reshape(-1) + 1, of_ids, minlength=self.vocabulary + 1)
+        counts: Array = sums[1:]
+        return counts
+
+    def check(self, name: str, ids: Array) -> None:
+        """Check that token ids are rows of the table; negative ids count from its end.
+
+        Raises:
+            InputError: The ids are not integers, or are outside the vocabulary without
+                ``zeros_outside``.
+        """
+        if ids.dtype.kind not in "iu":
+            raise InputError(f"'{name}' contains token ids and must be integer, not {ids.dtype}.")
+        if self.zeros_outside:
+            return
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if not -self.vocabulary <= low <= high < self.vocabulary:
+            raise InputError(
+                f"'{name}' contains token ids from {low} to {high}; the vocabulary has "
+                f"{self.vocabulary} entries."
+            )

@@ -15,7 +15,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph
-from kfac_engine.runtime.batch_candidates import Axes, Candidate, batch_candidates
+from kfac_engine.runtime.declared_axes import Axes, Candidate, axis_of, batch_candidates
 from kfac_engine.runtime.example_axis import (
     ExampleAxis,
     grown,
@@ -23,7 +23,6 @@ from kfac_engine.runtime.example_axis import (
     unmoved_axes,
     with_example,
 )
-from kfac_engine.runtime.leading_examples import axis_of
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
 # Bytes of values that are compared at a time, with at least one value.

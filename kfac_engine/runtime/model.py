@@ -19,8 +19,8 @@ from kfac_engine.autodiff.canonicalize.linear_products import plain_products
 from kfac_engine.autodiff.canonicalize.weight_operands import fold_weight_operands
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.random_ops import drawn_values
-from kfac_engine.autodiff.running_statistics import joined_statistics, with_running_statistics
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
+from kfac_engine.autodiff.training_form import joined_statistics, with_running_statistics
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants

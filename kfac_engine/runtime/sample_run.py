@@ -16,8 +16,8 @@ from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.errors import BackendError, MissingKernelError, ModelError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.runtime.declared_axes import first_examples, says_batch
 from kfac_engine.runtime.inputs import check_inputs, disagreements, spelled
-from kfac_engine.runtime.leading_examples import first_examples, says_batch
 from kfac_engine.runtime.session_chain import Chain, inferred
 
 # Sizes of axes without a declared size, as (first axis, other axes), in the order of trial. The

@@ -14,7 +14,7 @@ from kfac_engine.backend.namespace import refuse_mask
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.graph.load import LoadedModel
 from kfac_engine.sklearn.estimator import ModelChoice, OnnxEstimator
-from kfac_engine.training.schedules import ScheduleFunction
+from kfac_engine.training.budget import ScheduleFunction
 
 _CATEGORICAL, _BERNOULLI = "categorical", "multi_bernoulli"
 

@@ -24,9 +24,9 @@ from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.sklearn.example_input import ExampleInput, as_rows
 from kfac_engine.sklearn.trained_model import TrainedModel
+from kfac_engine.training.budget import ScheduleFunction
 from kfac_engine.training.callbacks.best import BestWeights, EarlyStop
 from kfac_engine.training.hooks import Callback
-from kfac_engine.training.schedules import ScheduleFunction
 
 # A model, or a function that returns one for a number of features and a number of outputs.
 ModelChoice: TypeAlias = ModelSource | Callable[[int, int], ModelSource] | None

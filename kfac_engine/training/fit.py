@@ -26,7 +26,7 @@ from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
 from kfac_engine.system.writing import check_outputs, checked_path
 from kfac_engine.training.batches import run_data
-from kfac_engine.training.budget import Position, budget_of
+from kfac_engine.training.budget import Position, ScheduleFunction, budget_of, schedule_function
 from kfac_engine.training.callbacks.best import VALIDATION_LOSS, BestWeights, EarlyStop
 from kfac_engine.training.description import contents, describe, without_addresses
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
@@ -38,7 +38,6 @@ from kfac_engine.training.progress import Progress
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
-from kfac_engine.training.schedules import ScheduleFunction, schedule_function
 
 _SGD_RATE = 0.01
 # Validations since the lowest loss, and the rise from it, that a run ends with a warning for.

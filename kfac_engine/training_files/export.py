@@ -12,7 +12,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, whole
 from kfac_engine.autodiff.differentiate import needed
-from kfac_engine.autodiff.inference_form import inference_form
+from kfac_engine.autodiff.training_form import inference_form
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.build import Assembly, build

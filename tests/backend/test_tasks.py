@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from kfac_engine.backend.tasks import WORTH_WAKING, Task, run_parallel
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import WORTH_WAKING, Task, Workers, run_parallel
 
 LARGE = 3 * WORTH_WAKING
 EVEN = WORTH_WAKING

@@ -17,8 +17,8 @@ import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli import train
 from kfac_engine.data import demo_model, digits
+from kfac_engine.training.budget import SCHEDULES
 from kfac_engine.training.fit import OPTIMIZERS
-from kfac_engine.training.schedules import SCHEDULES
 from tests import models
 from tests.nightly import nightly_but
 from tests.training import softmax_net as net

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kfac_engine.distributed.cost import DISTRIBUTIONS, Message, rank_cost
-from kfac_engine.distributed.layer_owners import layer_owners
+from kfac_engine.distributed.owners import layer_owners
 from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize, Periods
 from kfac_engine.errors import InputError
 from tests.distributed.known_models import MODELS, model_size

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kfac_engine.distributed.layer_owners import layer_owners
+from kfac_engine.distributed.owners import layer_owners
 from scripts import list_distributions
 from tests.distributed.known_models import MODELS, model_size
 from tests.distributed.test_owners import bound, refreshes, time_of

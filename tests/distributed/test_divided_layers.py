@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.distributed.layer_owners import Part, layer_owners
+from kfac_engine.distributed.owners import Part, layer_owners
 from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize
 from tests.distributed.test_distributions import (
     CUTS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.engine.large_factors import large_factor_notes
+from kfac_engine.engine.report import large_factor_notes
 from tests.models import Net
 
 # By default, wide layers have blocks.

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.layers.batched_dense import StackedDensePacking
-from kfac_engine.layers.grouped import GroupedPacking
+from kfac_engine.layers.grouped import GroupedPacking, StackedDensePacking
 from kfac_engine.layers.packing import Packing
 
 SIDES = {"I": 3, "O": 4, "H": 2, "W": 5, "D": 2}

@@ -9,8 +9,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
-from kfac_engine.training.budget import Budget, Position
-from kfac_engine.training.schedules import SCHEDULES
+from kfac_engine.training.budget import SCHEDULES, Budget, Position
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
 

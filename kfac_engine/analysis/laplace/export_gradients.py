@@ -19,8 +19,7 @@ from kfac_engine.backend.channel_groups import split_features
 from kfac_engine.layers.broadcast import Reduction, ScaleShiftForm, per_example
 from kfac_engine.layers.grouped import GroupedPacking
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.token_ids import TokenIdView
-from kfac_engine.layers.views import PatchView, RowView, View
+from kfac_engine.layers.views import PatchView, RowView, TokenIdView, View
 from kfac_engine.recording.operations import Operations
 from kfac_engine.recording.recorded import Symbol
 

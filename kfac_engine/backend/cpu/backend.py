@@ -12,7 +12,6 @@ from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.cpu import (
     gram,
     grouped_gram,
-    im2col,
     patch_gram,
     reductions,
     threaded_matmul,
@@ -20,8 +19,7 @@ from kfac_engine.backend.cpu import (
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cpu.syrk import threads_for
 from kfac_engine.backend.namespace import as_array
-from kfac_engine.backend.tasks import TO_READ, WORTH_WAKING, Task, run_parallel
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import TO_READ, WORTH_WAKING, Task, Workers, run_parallel
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
 
@@ -137,7 +135,7 @@ class NumpyBackend:
         )
 
     def patches(self, x: Array, window: Window) -> Array:
-        return im2col.patches(x, window)
+        return patch_gram.patches(x, window)
 
     def patch_squares(
         self, x: Array, window: Window, out: Array, *, alpha: float = 1.0, beta: float = 0.0

@@ -6,8 +6,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.tasks import WORTH_WAKING
-from kfac_engine.backend.threads import Workers, single_threaded_blas
+from kfac_engine.backend.threads import WORTH_WAKING, Workers, single_threaded_blas
 
 # Number of entries below which a separate product is faster than BLAS in place. With two threads,
 # they take 0.05 ms and 0.12 ms for 577 × 64, and 0.30 ms and 0.17 ms for 1025 × 256.

@@ -19,7 +19,7 @@ from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_
 from kfac_engine.backend.cuda.inverse_roots import MOST_COPIES
 from kfac_engine.backend.cuda.linear_algebra import CupyLinearAlgebra
 from kfac_engine.backend.namespace import readable
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.averages import count_ids, update_average

@@ -14,18 +14,18 @@ from kfac_engine.curvature.blocks.kronecker import (
     MultiUseKroneckerFB,
     Side,
 )
-from kfac_engine.curvature.factors.embedding import IdCounts, VocabularyFactor
 from kfac_engine.curvature.factors.row_weights import LayerRows
-from kfac_engine.curvature.factors.tied import (
+from kfac_engine.curvature.factors.tables import (
+    IdCounts,
     TableEntries,
     TableEntriesFactor,
     TableFeatures,
     TableFeatureSquares,
+    VocabularyFactor,
 )
 from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.token_ids import TokenIdView
-from kfac_engine.layers.views import RowView
+from kfac_engine.layers.views import RowView, TokenIdView
 
 TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 

@@ -39,11 +39,15 @@ from kfac_engine.curvature.factors.divided import (
     DividedMoment,
     block_shape,
 )
-from kfac_engine.curvature.factors.reduced import ReducedMoment
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
-from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, KroneckerMoment, Tensors
+from kfac_engine.curvature.factors.statistics import (
+    KroneckerDiagonal,
+    KroneckerMoment,
+    ReducedMoment,
+    Tensors,
+)
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.curvature.linalg.kronecker import (
     multiply_in_turn,

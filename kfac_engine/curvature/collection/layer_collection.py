@@ -16,9 +16,8 @@ from kfac_engine.curvature.blocks.grouped import single_filter
 from kfac_engine.curvature.blocks.kronecker import count_uses
 from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
 from kfac_engine.errors import InputError, RegistrationError
-from kfac_engine.layers.batched_dense import stacked_dense_form
 from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
-from kfac_engine.layers.grouped import depthwise_form, grouped_form
+from kfac_engine.layers.grouped import depthwise_form, grouped_form, stacked_dense_form
 from kfac_engine.layers.layer_forms import (
     LayerForm,
     convolution_form,
@@ -27,8 +26,7 @@ from kfac_engine.layers.layer_forms import (
     transposed_form,
 )
 from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.token_ids import TokenIdView
-from kfac_engine.layers.views import Padding, RowView
+from kfac_engine.layers.views import Padding, RowView, TokenIdView
 from kfac_engine.losses.collection import Reuse
 from kfac_engine.registry import Registry
 

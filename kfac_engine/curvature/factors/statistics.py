@@ -7,14 +7,17 @@ towers. Statistics are frozen: layers with equal statistics share a factor.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.namespace import is_recorded
+from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import ShapeError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
+from kfac_engine.layers.broadcast import Reduction, entries, per_example
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
@@ -447,3 +450,315 @@ def scale(out: Array, beta: float) -> None:
         out[...] = 0.0
     else:
         out *= beta
+
+
+# -- rows that are reduced over positions: KFAC-reduce ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedMoment(KroneckerMoment):
+    """Mean over examples of ``x xᵀ``, where ``x`` is the mean or the sum of an example's rows.
+
+    Attributes:
+        mean: Whether rows are averaged (inputs) or summed (gradients).
+    """
+
+    mean: bool = False
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        batch = self._batch(values)
+        for name in self.names():
+            if batch is not None and len(values[name]) != batch:
+                raise UnsupportedError(
+                    f"'{name}' has {len(values[name])} rows along its first axis for {batch} "
+                    f"examples; 'kron_reduce' needs positions along axes of their own, use 'kron'."
+                )
+        return KroneckerMoment.shape(self, values)
+
+    def repeats(self, values: Values) -> int:
+        del values
+        return 1
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, uses in self._towers():
+            weights = self._row_weights(uses, values)
+            if weights is not None:
+                arrays = self._arrays(uses, values, backend)
+                self._add_weighted(out, arrays, weights, backend, alpha / towers, beta)
+                beta = 1.0
+                continue
+            for x in self._arrays(uses, values, backend):
+                share = alpha / (len(x) * towers)
+                rows = self._reduced(x, out.dtype, backend)
+                backend.second_moment(
+                    rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta
+                )
+                beta = 1.0
+
+    def counted(self, values: Values, sizes: Sizes) -> float | None:
+        weights = [self._row_weights(uses, values) for _, uses in self._towers()]
+        if weights[0] is None:
+            return None
+        return sum(
+            float(w.reshape(sizes.examples, -1).max(axis=1).sum())
+            for ws in weights
+            for w in ws or ()
+        )
+
+    def _add_weighted(
+        self,
+        out: Array,
+        arrays: Sequence[Array],
+        weights: Sequence[Array],
+        backend: Backend,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """Add the weighted mean of ``x xᵀ``, with x the mean of the rows that count."""
+        scale(out, beta)
+        ((x, w),) = zip(arrays, weights, strict=True)
+        w = w.reshape(len(x), -1)
+        counting = (w > 0).astype(out.dtype)
+        of_examples = w.max(axis=1)
+        total = float(of_examples.sum())
+        positions = counting.sum(axis=1)[:, None]
+        rows = self.view.rows(at_least(out.dtype, x), backend)
+        means = (rows * counting[:, :, None]).sum(axis=1) / backend.xp.maximum(positions, 1)
+        if total > 0:
+            self._add_rows(out, means, of_examples, backend, alpha / total)
+
+    def _reduced(self, x: Array, dtype: DType, backend: Backend) -> Array:
+        """Return the sum of the rows of each example, ``(n, d)``."""
+        positions = self.view.count(x.shape) // max(len(x), 1)
+        numbers = positions * self.view.width(x.shape)
+        # Examples in chunks: a view may extract its rows into scratch memory.
+        step = max(1, backend.scratch_bytes // (numbers * dtype.itemsize))
+        parts = []
+        for start in range(0, len(x), step):
+            images, window = self.view.images(x[start : start + step], backend)
+            parts.append(row_sums(images, window, dtype, backend.xp))
+        rows: Array = backend.xp.concatenate(parts)
+        if self.mean:
+            rows /= positions
+        return rows
+
+
+# -- the gradient of a whole batch -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSquare:
+    """Square of the gradient summed over the batch, divided by the batch size.
+
+    It is the square of a sum, not a sum of squares: unbiased for independent examples whose
+    gradients have mean zero, with a large variance.
+
+    Attributes:
+        tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
+        batch: Number of examples, or name of a value whose first axis is the batch, ``[tower]``.
+    """
+
+    over_rows: ClassVar[bool] = False
+
+    tensors: Tensors
+    batch: tuple[int | str, ...]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for source in self.tensors for name in source[0])
+
+    def lengths(self) -> tuple[str, ...]:
+        return tuple(batch for batch in self.batch if isinstance(batch, str))
+
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        if len(self.tensors[0][0]) != 1:
+            raise InputError("the naive diagonal takes one parameter; use 'full' for several.")
+        return the_same("shapes", {name: values[name].shape for name in self.names()})
+
+    def batch_size(self, values: Values) -> int:
+        missing = [name for name in self.lengths() if name not in values]
+        if missing:
+            raise UnknownNameError(f"the batch size is read from {missing}, which are missing.")
+        return sum(len(values[n]) if isinstance(n, str) else n for n in self.batch)
+
+    def repeats(self, values: Values) -> int:
+        del values
+        return 1
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for name in self.names():
+            g = backend.asarray(values[name]).astype(out.dtype, copy=False)
+            self._add_square(out, g, backend, alpha / self.batch_size(values), beta)
+            beta = 1.0
+
+    def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
+        """Return the mean gradient of each source, ``(sources, entries)``."""
+        xp = backend.xp
+        parts = ([backend.asarray(values[n]).reshape(-1) for n in s[0]] for s in self.tensors)
+        rows: Array = xp.stack([xp.concatenate(source) for source in parts])
+        return rows.astype(dtype) / self.batch_size(values)
+
+    def add_sums(
+        self, out: Array, sums: Array, examples: int, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        """Add the squares of the mean gradients, times the number of examples."""
+        for mean in sums:
+            self._add_square(out, mean, backend, alpha * examples, beta)
+            beta = 1.0
+
+    def _add_square(
+        self, out: Array, g: Array, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        g = g.reshape(out.shape)
+        backend.add_scaled(out, g * g, alpha, beta)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOuter(GradientSquare):
+    """Outer product of the gradient summed over the batch, divided by the batch size."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        sizes = {
+            names: sum(prod(values[name].shape) for name in names) for names, *_ in self.tensors
+        }
+        size = the_same("entries", sizes)
+        return size, size
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        xp = backend.xp
+        for names, *_ in self.tensors:
+            parts = [backend.asarray(values[name]).reshape(-1) for name in names]
+            g = xp.concatenate(parts).astype(out.dtype, copy=False)
+            self._add_square(out, g, backend, alpha / self.batch_size(values), beta)
+            beta = 1.0
+
+    def _add_square(
+        self, out: Array, g: Array, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        backend.second_moment(g[None], out, alpha=alpha, beta=beta)
+
+
+# -- parameters that scale and shift the data ------------------------------------------------------
+#
+# For ``s = x ∘ scale + shift``, an example's gradient is ``[Σ x∘ds, Σ ds]``, each sum over the axes
+# along which the parameter is broadcast, and over the uses of the parameter. The statistic is its
+# full second moment, or the second moment of each entry.
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleShiftMoment(LayerPairs):
+    """Mean over examples of ``v vᵀ`` with ``v = [scale's gradient, shift's gradient]``.
+
+    The gradient of an example is summed over the uses of the parameters.
+
+    Attributes:
+        inputs: Names of the data before scaling, ``[tower]``; empty without a scale.
+        tensors: Names of output gradients, ``[source][tower]``.
+        scale: Sums for the scale; None without a scale.
+        shift: Sums for the shift; None without a shift.
+    """
+
+    scale: Reduction | None
+    shift: Reduction | None
+
+    def entries(self, values: Values) -> int:
+        """Return the size of ``v``; raise a ShapeError if inputs and gradients differ in shape."""
+        for x_name, ds_name in self.products():
+            x, ds = values[x_name].shape, values[ds_name].shape
+            if len(x) != len(ds) or any(a not in (1, b) for a, b in zip(x, ds, strict=True)):
+                raise ShapeError(
+                    f"'{x_name}' has shape {x} and '{ds_name}' {ds}: data before scaling has as "
+                    f"many axes, each as long or of length one."
+                )
+        sums = [reduction for reduction in (self.scale, self.shift) if reduction]
+        sizes = {
+            name: sum(entries(values[name].shape, reduction) for reduction in sums)
+            for name in self._gradient_names()
+        }
+        return the_same("entries", sizes)
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        size = self.entries(values)
+        return size, size
+
+    def products(self) -> tuple[tuple[str, str], ...]:
+        return tuple(
+            pair
+            for source in self.tensors
+            for xs, gradients in zip(self.inputs, source, strict=True)
+            for pair in zip(xs, gradients, strict=False)
+        )
+
+    def batch_size(self, values: Values) -> int:
+        reduction = self.scale or self.shift
+        axis = reduction.batch_axis if reduction else 0
+        sizes = {name: values[name].shape[axis] for name in self._gradient_names()}
+        examples: int = the_same("examples", sizes)
+        return examples * len(self.inputs)
+
+    def repeats(self, values: Values) -> int:
+        del values
+        return 1  # positions are summed within an example
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, v in self._gradients(out, values, backend):
+            backend.second_moment(v, out, alpha=alpha / (len(v) * towers), beta=beta)
+            beta = 1.0
+
+    def _gradient_names(self) -> Iterator[str]:
+        return (name for source in self.tensors for tower in source for name in tower)
+
+    def _gradients(
+        self, out: Array, values: Values, backend: Backend
+    ) -> Iterator[tuple[int, Array]]:
+        """Yield ``v`` of each example, for every tower of every source, in the average's type."""
+        for source in self.tensors:
+            for xs, gradients in zip(self.inputs, source, strict=True):
+                v: Array | None = None
+                for use, name in enumerate(gradients):
+                    ds = values[name].astype(out.dtype, copy=False)
+                    x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
+                    term = self._of_use(x, ds, backend)
+                    v = term if v is None else v + term
+                assert v is not None, "a tower has at least one use"
+                yield len(source), v
+
+    def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
+        """Return the contribution of a use to ``v``."""
+        if self.scale and self.shift and not self.scale.batch_axis and x is not None:
+            axes = self.scale.summed(ds.shape)
+            if axes == self.shift.summed(ds.shape):
+                return backend.example_sums(x, ds, tuple(axes))
+        columns = []
+        if self.scale and x is not None:
+            columns.append(per_example(x * ds, self.scale))
+        if self.shift:
+            columns.append(per_example(ds, self.shift))
+        joined: Array = backend.xp.concatenate(columns, axis=1)
+        return joined
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleShiftSquare(ScaleShiftMoment):
+    """Mean over examples of ``v²``."""
+
+    def shape(self, values: Values) -> tuple[int, ...]:
+        return (self.entries(values),)
+
+    def add_to(
+        self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        for towers, v in self._gradients(out, values, backend):
+            squares = backend.xp.einsum("ni,ni->i", v, v)
+            backend.add_scaled(out, squares, alpha / (len(v) * towers), beta)
+            beta = 1.0

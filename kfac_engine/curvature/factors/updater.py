@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import set_bases, without_basis
 from kfac_engine.curvature.factors.measurement import (

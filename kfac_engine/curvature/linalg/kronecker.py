@@ -10,7 +10,7 @@ from math import isfinite, sqrt
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.tasks import Task
+from kfac_engine.backend.threads import Task
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
 
 

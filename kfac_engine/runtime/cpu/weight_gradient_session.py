@@ -21,8 +21,7 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.weight_gradients import KernelGradient
 from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_weight_gradient
-from kfac_engine.backend.tasks import TO_READ, Task, run_parallel
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import TO_READ, Task, Workers, run_parallel
 from kfac_engine.graph.structure import Node
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session

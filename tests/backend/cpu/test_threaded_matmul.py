@@ -5,8 +5,7 @@ import pytest
 
 from kfac_engine.backend.cpu import threaded_matmul
 from kfac_engine.backend.cpu.threaded_matmul import add_outer, matmul
-from kfac_engine.backend.tasks import WORTH_WAKING
-from kfac_engine.backend.threads import Workers
+from kfac_engine.backend.threads import WORTH_WAKING, Workers
 
 # Sums of at most 2000 products of order one, in float64; threads cut none of them.
 ROUNDING = 1e-11

@@ -5,8 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.gradient_squares import GradientSquare
-from kfac_engine.curvature.factors.statistics import KroneckerDiagonal, LayerSquare
+from kfac_engine.curvature.factors.statistics import GradientSquare, KroneckerDiagonal, LayerSquare
 from kfac_engine.layers.views import RowView
 
 ROUNDING = 1e-13  # relative: a few float64 operations

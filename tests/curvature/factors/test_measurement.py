@@ -7,7 +7,7 @@ import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.reduced import ReducedMoment
+from kfac_engine.curvature.factors.statistics import ReducedMoment
 from kfac_engine.curvature.factors.updater import FactorUpdater
 from kfac_engine.errors import NonFiniteError
 from kfac_engine.layers.views import RowView

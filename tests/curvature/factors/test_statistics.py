@@ -7,8 +7,9 @@ import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.gradient_squares import GradientOuter, GradientSquare
 from kfac_engine.curvature.factors.statistics import (
+    GradientOuter,
+    GradientSquare,
     KroneckerDiagonal,
     KroneckerMoment,
     LayerSquare,

@@ -10,7 +10,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.autodiff.rules import kernels
+from kfac_engine.autodiff.rules import convolution
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import keywords
 from kfac_engine.graph.structure import Node
@@ -70,7 +70,7 @@ def step(passes):
 
 @pytest.fixture
 def _kernels_of_any_size(monkeypatch):
-    monkeypatch.setattr(kernels, "_LEAST_MULTIPLIED", 0)
+    monkeypatch.setattr(convolution, "_LEAST_MULTIPLIED", 0)
 
 
 of_any_size = pytest.mark.usefixtures("_kernels_of_any_size")

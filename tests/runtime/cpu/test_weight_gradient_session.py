@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import kfac_engine as ke
-from kfac_engine.autodiff.rules import kernels
+from kfac_engine.autodiff.rules import convolution
 from kfac_engine.runtime.cpu import weight_gradient_session
 from kfac_engine.runtime.cpu.weight_gradient_session import Move, ProductTerm, _task, split_backward
 from tests import models, oracle
@@ -21,7 +21,7 @@ SINGLE = 1e-5
 
 @pytest.fixture
 def _of_any_size(monkeypatch):
-    monkeypatch.setattr(kernels, "_LEAST_MULTIPLIED", 0)
+    monkeypatch.setattr(convolution, "_LEAST_MULTIPLIED", 0)
 
 
 of_any_size = pytest.mark.usefixtures("_of_any_size")
@@ -108,7 +108,7 @@ def test_grouped_transposed_convolution_gradient_equals_runtime(monkeypatch):
     rng, found = np.random.default_rng(0), []
     x = rng.standard_normal((2, *layer.shape)).astype(np.float32)
     for least, left in ((np.inf, 0), (0, 1)):
-        monkeypatch.setattr(kernels, "_LEAST_MULTIPLIED", least)
+        monkeypatch.setattr(convolution, "_LEAST_MULTIPLIED", least)
         model = ke.load_model(layer.model())
         trace = model.run({"input": x})
         c = np.random.default_rng(1).standard_normal(trace["output"].shape).astype(np.float32)
