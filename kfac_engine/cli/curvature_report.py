@@ -41,7 +41,7 @@ def print_curvature(
         return
     if not _print_blocks(rows, wide=wide):
         print_lines([f"not shown: the column{_OPTIONAL}; --wide shows it.", ""])
-    print_legend(curvature.blocks)
+    print_legend(block.formula for block in curvature.blocks)
     _print_totals(curvature, totals)
     for note in notes:
         say(f"note: {note}.")

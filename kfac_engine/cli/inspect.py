@@ -191,7 +191,7 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
     if not print_layers(engine, wide=wide):
         print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
     _say_all(_uncovered(engine))
-    print_legend(engine.layers)
+    print_legend(layer.formula for layer in engine.layers)
     print_totals(engine, report.refresh, report.step)
     print_choices(engine.layers)
     _say_all((f"{spelled(clause)}." for clause in report.warnings()), warn)

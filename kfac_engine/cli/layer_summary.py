@@ -1,8 +1,8 @@
 """The tables below the layers of ``inspect``: notation, totals, and approximations to choose."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 from kfac_engine.cli.tables import print_table
@@ -14,19 +14,11 @@ if TYPE_CHECKING:
     from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
 
 
-class HasFormula(Protocol):
-    """A layer or a block."""
-
-    @property
-    def formula(self) -> str:
-        """The block in a few symbols."""
-
-
-def print_legend(blocks: "Sequence[HasFormula]") -> None:
+def print_legend(formulas: Iterable[str]) -> None:
     """Print the meaning of the symbols in formulas of blocks."""
     from kfac_engine.curvature.approximations import explained
 
-    rows = list(explained(block.formula for block in blocks).items())
+    rows = list(explained(formulas).items())
     print_table("symbols of the blocks", ("symbol", "meaning"), rows, sentences="meaning")
 
 

@@ -71,8 +71,11 @@ class Agreement:
         return self._meet(numbers, None, place)[:, : len(numbers)]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, place: str = "") -> Iterator[None]:
         """Return a context in which an error of one rank becomes an error of all ranks.
+
+        Args:
+            place: As for ``vote``. If it is given, all ranks meet at the end of the context.
 
         Yields:
             Nothing.
@@ -83,21 +86,28 @@ class Agreement:
         """
         try:
             yield
+            if place:
+                self.vote(place=place)
         except Exception as error:
             if raised_by_all_ranks(error) or hasattr(error, _ALONE) or self.alone:
                 raise
             self._meet((), error)
 
     @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def exchanging(self, place: str = "") -> Iterator[None]:
         """Return a context for messages that are no votes, and for code right before them.
 
         An error in it is raised by this rank alone. In a vote, this rank would meet the others in
         another message.
 
+        Args:
+            place: As for ``vote``. If it is given, all ranks meet before the context begins.
+
         Yields:
             Nothing.
         """
+        if place:
+            self.vote(place=place)
         try:
             yield
         except Exception as error:

@@ -65,12 +65,6 @@ class BatchShards:
         with single_threaded_blas(), quiet(), self.agreement.together():
             yield
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Return a context in which an error of one rank becomes an error of all ranks."""
-        with self.agreement.together():
-            yield
-
     def meet(
         self,
         trace: Trace,

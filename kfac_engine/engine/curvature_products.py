@@ -62,7 +62,7 @@ class CurvatureProducts:
         def meet(trace: Trace) -> Observation:
             return shards.meet(trace, objective.observe(trace, targets=False))
 
-        with shards.together():
+        with shards.agreement.together():
             traced.count(shards, meet, examples)
         self.counts = all(traced.size.totals)
 
@@ -199,8 +199,8 @@ class CurvatureProducts:
     def _sum(self, arrays: Sequence[Array]) -> None:
         """Sum arrays over the shards of all processes, in place."""
         if not self._shards.alone:
-            self._shards.agreement.vote(place="curvature products")
-            self._shards.sum(arrays)
+            with self._shards.agreement.exchanging("curvature products"):
+                self._shards.sum(arrays)
 
 
 def _inner(one: Sequence[Array], other: Sequence[Array]) -> float:

@@ -148,11 +148,9 @@ class Distribution(ABC):
         """Make all averages whole on all ranks; a collective call."""
         if self._whole or self._shards.alone:
             return
-        self._shards.agreement.vote(place="synchronize")
-        self._empty_copies()
-        averages = [factor.average.lower() for factor in self.divided]
-        with self._shards.agreement.exchanging():
-            self._shards.sum(averages)
+        with self._shards.agreement.exchanging("synchronize"):
+            self._empty_copies()
+            self._shards.sum([factor.average.lower() for factor in self.divided])
         self._mark(divided=False)
 
     def restart(self) -> None:
@@ -171,10 +169,10 @@ class Distribution(ABC):
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """See ``curvature.factors.refresh.Division``."""
-        with self._shards.together():
-            self._shards.agreement.vote(place="refresh")
+        agreement = self._shards.agreement
+        with agreement.together("end of a refresh"):
+            agreement.vote(place="refresh")
             yield
-            self._shards.agreement.vote(place="end of a refresh")
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
@@ -393,8 +391,7 @@ class Distribution(ABC):
         message = self._message(
             list(chain(*forms.values())), [owner[r] for r in requests for _ in forms[r]]
         )
-        self._shards.agreement.vote(place="inverses")
-        with self._shards.agreement.exchanging():
+        with self._shards.agreement.exchanging("inverses"):
             arrays = iter(message.gather([array for r in mine for array in results[r]]))
         shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}
         self._mark(divided=True)

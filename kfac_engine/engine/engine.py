@@ -148,14 +148,13 @@ class Engine(Summarized, TrainableModel):
         Warns:
             ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
         """
-        with Agreement(options.communicator or Alone()).together():
+        with Agreement(options.communicator or Alone()).together("from_onnx"):
             assembly, estimator = build(model, options)
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:
                 engine.fisher.place_draws()
             engine._warn_of_export()
-            engine.agreement.vote(place="from_onnx")
         return engine
 
     @property
@@ -414,7 +413,7 @@ class Engine(Summarized, TrainableModel):
         a communicator. ``save``, and products with the power 1, call this method. One process has
         nothing to do.
         """
-        with self._shards.together():
+        with self.agreement.together():
             self.fisher.distribution.complete()
 
     # -- reports -----------------------------------------------------------------------------------

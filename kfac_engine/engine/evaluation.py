@@ -51,7 +51,7 @@ class Evaluation:
 
     def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
-        with self._shards.together():
+        with self._shards.agreement.together():
             return self._metrics(data, choices)
 
     def _metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:

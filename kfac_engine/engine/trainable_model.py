@@ -140,10 +140,9 @@ class TrainableModel(Sealed):
         Raises:
             InputError: The file cannot be written.
         """
-        with self._shards.together():
-            if self._shards.communicator.rank == 0:
+        with self.agreement.together("export"):
+            if self.agreement.rank == 0:
                 self._arrays.export(path)
-            self._shards.agreement.vote(place="export")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, because sessions of ONNX Runtime support neither."""
@@ -370,10 +369,9 @@ class TrainableModel(Sealed):
             InputError: ``examples`` is not a positive whole number.
             KfacError: The values that the losses read do not fit the losses.
         """
-        with self._shards.together():
+        with self.agreement.together("curvature_products"):
             if examples is not None:
                 whole("examples", examples, least=1)
-            self._shards.agreement.vote(place="curvature_products")
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
         return self._passes.curvature_products(batch, examples)
 

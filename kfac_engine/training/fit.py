@@ -154,7 +154,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     alone = Agreement(Alone())
     agreement = model_or_engine.agreement if isinstance(model_or_engine, Engine) else alone
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
-    with agreement.together():
+    with agreement.together("end of fit"):
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
@@ -195,7 +195,6 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             with hooks, Progress(progress and is_first, budget.epochs) as display:
                 reporters = _Reporters(hooks, Log(log, description, records), display)
                 _train(run, position, records, reporters, store)
-        agreement.vote(place="end of fit")
     _warn_of_rise(records if is_first else (), callbacks)
     return History(chosen.engine, chosen, records, description)
 
