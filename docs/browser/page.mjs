@@ -20,16 +20,17 @@ async function bytes(path) {
   return new Uint8Array(await response.arrayBuffer());
 }
 
+// All files are asked for at once; the runtime, the largest one, starts with the first session.
 async function load() {
-  const ort = await import(url('ort/ort.wasm.min.mjs'));
+  const names = ['training.onnx', 'initial.onnx', 'predict.onnx'];
+  const paths = ['digits.bin', ...RUNS.flatMap((run) => names.map((name) => `${run.name}/${name}`))];
+  const [ort, ...contents] = await Promise.all([import(url('ort/ort.wasm.min.mjs')), ...paths.map(bytes)]);
+  const files = Object.fromEntries(paths.map((path, i) => [path, contents[i]]));
   ort.env.wasm.wasmPaths = url('ort/').href;
   ort.env.wasm.numThreads = 1;
   page.ort = ort;
-  page.data = T.digits(await bytes('digits.bin'));
-  for (const run of RUNS) {
-    run.files = {};
-    for (const name of ['training.onnx', 'initial.onnx', 'predict.onnx']) run.files[name] = await bytes(`${run.name}/${name}`);
-  }
+  page.data = T.digits(files['digits.bin']);
+  page.read = (run) => async (name) => files[`${run.name}/${name}`];
   await begin(); // the sessions exist before the first click
   page.state = 'ready';
   say('Everything is on this device now; the network is not needed any more.');
@@ -40,7 +41,7 @@ async function begin() {
   page.runs = [];
   for (const run of RUNS) {
     const start = performance.now();
-    const model = await T.open(page.ort, async (name) => run.files[name], page.data.train);
+    const model = await T.open(page.ort, page.read(run), page.data.train);
     const created = performance.now() - start;
     await warmUp(model);
     page.runs.push({ ...run, model, created, points: [], numbers: [], orders: T.orders(page.data.train, BATCH, 1) });

@@ -611,9 +611,9 @@ def _by_iteration(A: Array, norms: Array, smallest: float) -> Array:
         low *= scale
         if 1 - low <= _RESIDUAL:
             break
-        M = _symmetric(factor @ M)
+        M = factor @ M
     for _ in range(2):
-        X = _symmetric(X @ (twice - A @ _symmetric(X)))
+        X = _symmetric(X @ (twice - A @ X))
     return X
 
 
