@@ -104,28 +104,6 @@ def test_contenders_take_turns_and_what_disturbs_them_is_marked():
     assert [row.runs for row in rows] == [4, 4]
 
 
-def test_checked_run_of_an_endless_contender_is_its_only_run():
-    contenders, order = fakes([1.0], [1.0])
-    slow = Usage((60.0,), (60.0,), 0.0, 0, 3000)
-    contenders[DEFINITION].prepare = lambda job: ({"result": np.ones(1)}, slow)
-    definition, ours = measure(SMALL["inverse"], contenders, CEILING, repeats=3)
-    assert order == [OURS] * 3
-    assert (definition.runs, definition.seconds.median) == (1, 60.0)
-    assert (ours.runs, definition.ratio) == (3, 1 / 60)
-
-
-def test_rates_and_fractions_are_those_of_the_ceiling_that_is_nearer():
-    contenders, _ = fakes([1.0], [1.0])
-    multiplying, moving = (
-        measure(jobs.Job("inverse", "", {}, work, traffic), contenders, CEILING)[0]
-        for work, traffic in ((3e8, 2e8), (3e8, 8e8))
-    )
-    assert multiplying.fraction == pytest.approx(0.3)
-    # Each byte of a copy is read and written.
-    assert moving.fraction == pytest.approx(0.4)
-    assert multiplying.rate == moving.rate == pytest.approx(3e8)
-
-
 def step_fakes():
     contenders, order = fakes([1.0], [1.0])
     for fake in contenders.values():
@@ -285,12 +263,6 @@ def test_a_job_that_fails_does_not_stop_the_others(small_run, tmp_path, capsys, 
     assert [len(rows) for rows in (suites["small"], suites["other"])] == [2, 2]
 
 
-def test_only_contenders_that_can_do_a_job_are_started(small_run, monkeypatch):
-    monkeypatch.setattr(run, "select_contenders", lambda compare: [DEFINITION, OURS, "kfac-jax"])
-    run.run_suites(["small"], options=run.Options(threads=1))
-    assert small_run == [(DEFINITION, OURS)]
-
-
 def test_measurements_of_other_machines_are_not_mixed(small_run, tmp_path, monkeypatch):
     path = tmp_path / "times.json"
     run.run_suites(["small"], path, options=run.Options(threads=1))
@@ -337,11 +309,6 @@ def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(
     with pytest.raises(BackendError, match="charts need matplotlib"):
         run.run_suites(["small"], options=run.Options(threads=1, plot=tmp_path / "x"))
     assert not small_run
-
-
-def test_more_threads_than_cores_are_refused():
-    with pytest.raises(InputError, match="threads must lie between 1 and"):
-        run.run_suites(["dense"], options=run.Options(threads=10**6))
 
 
 def test_unknown_suites_list_the_known_ones():

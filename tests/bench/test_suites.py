@@ -5,11 +5,9 @@ from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import scaling
-from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling_fit import fitted
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
-from kfac_engine.bench.timing import milliseconds
 
 PARAMETERS = {
     "mlp": 785 * 1024 + 1025 * 512 + 513 * 256 + 257 * 10,
@@ -70,26 +68,6 @@ def test_steps_of_a_shape_are_timed(side):
     found = scaling.take_steps(shape, threads=1, rounds=2)
     assert len(found.times) == 2
     assert min(found.times) > 0
-
-
-def test_every_axis_has_shapes_that_differ():
-    for axis in scaling.AXES.values():
-        assert len({axis.shape(size) for size in axis.sizes}) == len(axis.sizes) > 2
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(0.00012345, "0.12"), (0.012345, "12.3"), (1.2345, "1234")]
-)
-def test_milliseconds_have_three_digits_or_all_before_the_point(seconds, told):
-    assert milliseconds(seconds) == told
-
-
-def test_usage_counts_this_process_apart_from_others():
-    found = used(lambda: sum(i * i for i in range(300_000)), runs=3)
-    assert len(found.times) == 3
-    assert len(found.cpu_times) == 3
-    assert 0 < sum(found.cpu_times) <= sum(found.times) * 1.5
-    assert min(found.switches, found.peak_bytes) >= 0
 
 
 def test_stages_of_a_step_are_those_of_the_engine(monkeypatch):

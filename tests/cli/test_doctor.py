@@ -1,12 +1,11 @@
 """`doctor` reports what this process really has, and warns where that is slow."""
 
 import json
-import platform
 import sys
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
 from kfac_engine.__main__ import main
 from kfac_engine.backend.cpu.backend import NumpyBackend
@@ -19,38 +18,16 @@ def report(capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_versions_are_those_in_use(report):
-    assert report["python"] == platform.python_version()
-    assert report["packages"]["numpy"] == np.__version__
-    assert set(report["packages"]) >= {"scipy", "onnx", "onnxruntime"}
-
-
-def test_every_blas_library_is_named_with_its_kernel(report):
-    loaded = {entry["filepath"] for entry in threadpool_info() if entry["user_api"] == "blas"}
-    assert {library["path"] for library in report["blas"]} == loaded
-    assert all(library["threads"] >= 1 for library in report["blas"])
-
-
 def test_auto_names_its_backend_and_the_reason(report):
     assert report["backend"]["auto"] == "numpy"
     assert "numpy" in report["backend"]["reason"]
     assert report["backend"]["model"] == "the CPU"
 
 
-def test_thread_counts_are_those_of_the_moment():
-    with threadpool_limits(1):
-        assert {library["threads"] for library in doctor.examine()["blas"]} == {1}
-
-
 def test_threads_are_those_of_an_engine(report):
     assert report["threads"] == NumpyBackend().workers.count
     with threadpool_limits(1):
         assert doctor.examine()["threads"] == 1
-
-
-def test_the_text_says_that_ranks_divide_the_threads(capsys):
-    assert main(["doctor"]) == 0
-    assert "divided by the ranks of MPI on this node" in " ".join(capsys.readouterr().out.split())
 
 
 def library(**changes):

@@ -17,7 +17,7 @@ from kfac_engine.analysis.pruning.saliency import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app
-from kfac_engine.cli.command import Command, Group, Option
+from kfac_engine.cli.command import Command
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.data import demo_model, digits
@@ -47,19 +47,6 @@ def sections(page):
 def test_help_fits_80_columns(name, columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     assert [line for line in page_of(name, capsys).splitlines() if len(line) > 80] == []
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_option_is_listed_under_the_heading_of_its_group(name, capsys):
-    written = sections(page_of(name, capsys))
-    for option in app.commands[name].params:
-        if isinstance(option, click.Option):
-            assert isinstance(option, Option), option.name
-            assert re.search(rf"^  .*{option.opts[-1]}\b", written[option.group.value], re.M)
-    groups = [group.value for group in Group]
-    assert [heading for heading in written if heading in groups] == [
-        heading for heading in groups if heading in written
-    ]
 
 
 # Command, option and the names that it accepts.

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.cli import tables
-from kfac_engine.cli.display import show_bytes, show_flops, show_seconds, wrapped
+from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
 HEADER = ("parameters", "shapes", "factors", " bytes")
@@ -47,47 +47,6 @@ def test_a_terminal_narrower_than_the_numbers_has_a_line_for_each_cell(monkeypat
     ]
 
 
-def test_heads_wrap_at_spaces_before_names_leave_the_table(monkeypatch, capsys):
-    monkeypatch.setattr(tables, "console", lambda: Console(width=30, highlight=False))
-    tables.print_table("t", ("name", " steps to 0.5"), [("a" * 14, "12")])
-    assert capsys.readouterr().out.splitlines()[2:6] == [
-        "  name              steps",
-        "                   to 0.5",
-        " ────────────────────────",
-        "  aaaaaaaaaaaaaa       12",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("width", "heads"),
-    [(60, ["name", "shape", "cost"]), (22, ["name", "shape"])],
-)
-def test_the_optional_column_is_omitted_only_where_it_does_not_fit(
-    width, heads, monkeypatch, capsys
-):
-    monkeypatch.setattr(tables, "console", lambda: Console(width=width, highlight=False))
-    header = ("name", "shape", " cost")
-    assert tables.print_table("t", header, [("w", "8×8", "1.25 GFLOP")], optional=" cost") == (
-        heads == ["name", "shape", "cost"]
-    )
-    assert capsys.readouterr().out.splitlines()[2].split() == heads
-
-
-SENTENCE = "picked by auto: the accelerator library is not installed; install kfac-engine[gpu]"
-
-
-def test_sentences_wrap_at_spaces_under_their_column(monkeypatch, capsys):
-    monkeypatch.setattr(tables, "console", lambda: Console(width=40, highlight=False))
-    rows = [("backend", SENTENCE), ("cores", "2")]
-    tables.print_table("facts", ("fact", "value"), rows, sentences="value")
-    lines = capsys.readouterr().out.splitlines()[4:]
-    assert lines[0] == "  backend   picked by auto: the"
-    assert [line[12:] for line in lines[:-2]] == [line[12:].strip() for line in lines[:-2]]
-    assert " ".join(line[12:] for line in lines[:-2]) == SENTENCE
-    assert max(map(len, lines)) <= 40
-    assert lines[-2] == "  cores     2"
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [(999, "999 B"), (999.6 * 1024, "0.976 MiB"), (1023, "0.999 KiB"), (3 << 20, "3 MiB")],
@@ -106,24 +65,6 @@ def test_numbers_of_operations_have_a_decimal_unit(count, text):
 
 def test_a_name_wider_than_the_terminal_is_not_broken(monkeypatch, capsys):
     assert f"  {NAMES[0]}\n" in printed(30, monkeypatch, capsys)
-
-
-def test_words_longer_than_the_terminal_are_not_broken(monkeypatch, capsys):
-    monkeypatch.setattr(tables, "console", lambda: Console(width=30, highlight=False))
-    rows = [("blocks", "1e-3", ", ".join(NAMES))]
-    tables.print_table("t", ("check", " error", "at"), rows, sentences="at")
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["blocks"],
-        ["error", "1e-3"],
-        ["at", f"{NAMES[0]},"],
-        [NAMES[1]],
-        [],
-    ]
-    assert wrapped("pip install 'kfac-engine[cuda13]' first", 12) == [
-        "pip install",
-        "'kfac-engine[cuda13]'",
-        "first",
-    ]
 
 
 @pytest.mark.parametrize(

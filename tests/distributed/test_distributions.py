@@ -122,20 +122,6 @@ def test_steps_equal_those_of_one_process_for_every_reduction(reduction, distrib
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("approximation", ["diagonal", "kron_sua", "kron_reduce", "ekfac"])
-def test_steps_equal_those_of_one_process_for_convolutions(approximation, distribution):
-    chosen = {"conv2d": approximation}
-    assert_equal_to_one_process("cnn", 3, approximations=chosen, distribution=distribution)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("approximation", ["diagonal", "ekfac"])
-def test_steps_equal_those_of_one_process_for_dense_layers(approximation, distribution):
-    chosen = {"fully_connected": approximation}
-    assert_equal_to_one_process("mlp", 3, approximations=chosen, distribution=distribution)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("policy", ["round_robin", "balanced"])
 def test_steps_equal_those_of_one_process_for_every_policy(policy, distribution):
     schedule = ke.Schedule(refresh_every=2, policy=policy)

@@ -281,15 +281,6 @@ def test_parameters_that_one_rank_has_changed_are_refused(call):
     run(SIZE, work)
 
 
-def test_ranks_with_other_models_are_refused_at_construction():
-    def work(communicator):
-        model = models.mlp() if communicator.rank else models.token_mlp()
-        with pytest.raises(ke.RankError, match="rank 1 has other models"):
-            ke.Engine.from_onnx(model, loss="categorical", communicator=communicator)
-
-    run(2, work)
-
-
 @pytest.mark.parametrize("policy", ["drift", "budget"])
 def test_policies_that_ranks_decide_apart_are_refused(policy):
     def work(communicator):

@@ -159,26 +159,6 @@ def test_an_error_in_a_vote_keeps_its_mark_when_losses_are_added_to_it(distribut
     assert texts[0].startswith("rank 1 of 3 refused: 'input' holds numbers up to 1e+160")
 
 
-def test_a_refresh_that_one_rank_fails_is_an_error_of_all():
-    data = list(batches("mlp", 1))
-
-    def fail(*_, **__):
-        raise MemoryError("no memory left")
-
-    def work(communicator):
-        engine = engine_of(communicator)
-        engine.step(*part_of(communicator, data[0]))
-        with pytest.MonkeyPatch.context() as patch:
-            if communicator.rank == 1:
-                patch.setattr(engine.collection.backend.linalg, "begin_damped_inverses", fail)
-            assert "MemoryError" in refused(engine.estimator.update_inverses)
-        engine.estimator.update_inverses()
-        with pytest.raises(ke.UnsupportedError, match="call update_inverses"):
-            engine.estimator.inv_update_thunks  # noqa: B018
-
-    run(SIZE, work)
-
-
 def test_averages_are_divided_on_a_rank_that_owns_nothing():
     def work(communicator):
         engine = linear(communicator, distribution="shard")

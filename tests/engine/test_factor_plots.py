@@ -43,17 +43,6 @@ def test_plot_draws_eigenvalues_descending_and_the_damping(engine, axes):
     assert text.get_text().endswith(f"damped {view.condition:.3g}")
 
 
-def test_plot_of_a_parameter_draws_all_its_factors(engine, axes):
-    factors = engine.factors["fc1.bias"]
-    assert factors.plot(ax=axes) is axes
-    curves, dashed = axes.lines[::2], axes.lines[1::2]
-    for view, curve, line in zip(factors, curves, dashed, strict=True):
-        np.testing.assert_array_equal(curve.get_ydata(), view.eigenvalues()[::-1])
-        assert line.get_ydata()[0] == view.damping
-        assert line.get_color() == curve.get_color()
-    assert curves[0].get_color() != curves[1].get_color()
-
-
 def test_plot_opens_a_figure_where_no_axes_are_passed(engine, monkeypatch):
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -79,18 +68,6 @@ def spectrum(eigenvalues, damping):
     values = np.array(eigenvalues)
     level = None if damping is None else np.array(damping)
     return FactorSpectrum(("w",), "A", values.shape, 1e-9, values, level)
-
-
-def test_plot_leaves_out_rounding_errors(axes):
-    plot_spectra("w", [("A", spectrum([-1e-12, 0.0, 1e-11, 1.0, 4.0], 0.5))], axes)
-    assert list(axes.lines[0].get_ydata()) == [4.0, 1.0]
-    assert list(axes.lines[0].get_xdata()) == [0, 25]
-
-
-def test_plot_of_groups_has_all_eigenvalues_and_the_smallest_damping(axes):
-    plot_spectra("w", [("A", spectrum([[1.0, 4.0], [2.0, 3.0]], [0.5, 0.2]))], axes)
-    assert list(axes.lines[0].get_ydata()) == [4.0, 3.0, 2.0, 1.0]
-    assert axes.lines[1].get_ydata()[0] == 0.2
 
 
 def test_plot_has_a_bounded_number_of_points_with_both_ends(axes):

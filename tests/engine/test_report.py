@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.curvature.approximations import accepted
 from kfac_engine.engine import memory
 from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.validation import check_finite
@@ -84,20 +83,6 @@ def test_the_refresh_of_an_eigenbasis_costs_the_factors_that_it_decomposes():
     assert layer.inverse_flops == 6.0**3 + 3.0**3
     (work,) = (w for w in engine.estimator.refreshes.works if w.parameters == layer.parameters)
     assert work.cost == layer.inverse_flops
-
-
-def test_blocks_with_an_input_factor_are_kronecker_products():
-    kronecker = {
-        name: {"A" in layer.symbols for layer in engine.layers if "fully" in layer.kind}
-        for name in accepted("fully_connected")
-        for engine in [
-            ke.Engine.from_onnx(
-                models.mlp(), loss="categorical", approximations={"fully_connected": name}
-            )
-        ]
-    }
-    assert kronecker.pop("diagonal") == {False}
-    assert set(map(frozenset, kronecker.values())) == {frozenset({True})}
 
 
 def normalized(channels):

@@ -50,26 +50,6 @@ def test_repr_of_an_engine_has_its_facts(engine):
     }
 
 
-def test_repr_of_an_engine_follows_its_options():
-    model = models.two_outputs()
-    losses = ["categorical", ke.NormalMeanNegativeLogProbLoss("mean")]
-    engine = ke.Engine.from_onnx(model, loss=losses, output="logits", backend="numpy")
-    engine.damping = ke.RelativeDamping(0.1)
-    engine.schedule = ke.Schedule(covariance_every=2, policy="balanced")
-    shown = facts(engine)
-    assert shown["loss"] == "categorical on 'logits', normal on 'mean'"
-    assert shown["damping"] == "0.1 of the mean eigenvalue"
-    assert shown["schedule"] == "statistics every 2 calls, inverses every 10 calls (balanced)"
-
-
-def test_repr_of_an_engine_counts_parameters_without_a_layer():
-    net = Net()
-    offset = net.op("Sin", net.weight("offset", 5), to="sine")
-    net.dense("output", net.op("Mul", "input", offset, to="product"), 5, 3)
-    model = net.model({"input": ["batch", 5]}, {"output": ["batch", 3]})
-    assert facts(engine_of(model))["layers"] == "1, 1 parameter without a layer"
-
-
 def test_html_of_an_engine_has_a_row_for_each_layer(engine):
     texts = Reader(engine._repr_html_()).texts
     start = texts.index("kind") - 1
@@ -140,12 +120,6 @@ def test_html_of_a_result_has_the_norms_of_each_parameter(engine):
     assert row[1] == "4×5"
     for text, arrays in zip(row[2:], (result.gradients, result.natural_gradients), strict=True):
         assert float(text) == pytest.approx(np.linalg.norm(arrays["fc1.weight"]), rel=1e-3)
-
-
-def test_result_without_natural_gradients_has_no_norms_of_them():
-    result = ke.Result(0.5, {"w": np.full((1, 3), 2, np.float16)}, {})
-    assert facts(result) == {"loss": "0.5", "gradients": "1 array of 3 numbers, norm 3.464"}
-    assert Reader(result._repr_html_()).texts[-4:] == ["w", "1×3", "3.464", "–"]
 
 
 def test_norms_do_not_overflow_and_cover_large_arrays():

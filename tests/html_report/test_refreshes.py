@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.html_report.charts import MOST_POINTS
 from kfac_engine.html_report.page import page
 from kfac_engine.html_report.run_log import gathered
 from tests.html_report.page_reader import PageReader
@@ -93,12 +92,3 @@ def test_shapes_that_are_wrong_or_missing_divide_the_time_equally(factors):
     rows = PageReader(page(gathered(lines))).tables["Refreshes of the factors"][1:]
     assert [row[1] for row in rows] == ["w", "<b>"]
     assert [row[5] for row in rows] == ["0.2500", "0.2500"]
-
-
-def test_a_long_run_has_a_mark_of_each_factor_in_each_range():
-    names = [f"w{i}: A" for i in range(10)]
-    lines = [record(step, refreshed=names) for step in range(1, 5001)]
-    line = drawn(PageReader(page(gathered(lines))))
-    assert MOST_POINTS / 2 < len(line["step"]) <= MOST_POINTS
-    assert set(line["value"]) == set(range(1, 11))
-    assert (line["step"][0], max(np.diff(sorted(set(line["step"])))) <= 51) == (1, True)

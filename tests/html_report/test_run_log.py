@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.html_report.charts import extremes, means, ranges
+from kfac_engine.html_report.charts import extremes
 from kfac_engine.html_report.run_log import gathered, read_log
 
 GOOD = {"step": 1, "seconds": 0.5, "loss": 2.0}
@@ -69,13 +69,6 @@ def test_a_missing_log_is_refused_and_no_page_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_numbers_beyond_a_bound_are_left_out_with_a_note():
-    record = GOOD | {f"metric {i}": 1.0 for i in range(1000)}
-    read = gathered([record])
-    assert len(read.columns) == 64
-    assert any("939 of the numbers" in note for note in read.notes)
-
-
 @pytest.mark.parametrize("seconds", [[2.0, 1.0], [1.0, None], [0.0, "x"]])
 def test_seconds_that_do_not_increase_are_left_out_with_a_note(seconds):
     records = [{"step": i, "seconds": value} for i, value in enumerate(seconds)]
@@ -92,23 +85,3 @@ def test_shortened_series_keep_their_extremes_and_their_ends(n):
     assert len(chosen) <= 100
     assert (len(chosen) == n) if n <= 100 else (len(chosen) > 50)
     assert {0, n - 1, int(values.argmin()), int(values.argmax())} <= set(chosen.tolist())
-
-
-def test_a_single_outlier_in_a_long_series_remains():
-    values = np.zeros(100_000)
-    values[54_321] = -1.0
-    assert 54_321 in extremes(values, 10)
-
-
-def test_ranges_divide_all_entries_evenly():
-    for n, most in [(7, 3), (3, 10), (1000, 120)]:
-        parts = ranges(n, most)
-        sizes = [end - start for start, end in parts]
-        assert [i for start, end in parts for i in range(start, end)] == list(range(n))
-        assert len(parts) == min(n, most)
-        assert max(sizes) - min(sizes) <= 1
-
-
-def test_means_leave_out_what_is_not_finite():
-    values = np.array([1.0, np.nan, 3.0, np.nan, np.nan, 1e300])
-    np.testing.assert_array_equal(means(values, [(0, 3), (3, 5), (5, 6)]), [2.0, np.nan, 1e300])

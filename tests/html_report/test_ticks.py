@@ -35,16 +35,3 @@ def test_ticks_of_every_range_are_few_and_on_the_axis(log):
         assert pixels[0] <= pixels[-1], where
         if not log and high - low > 1e-9 * max(abs(low), abs(high), 1e-280):
             assert len(ticks) >= 2, where
-
-
-@pytest.mark.parametrize(
-    ("case", "log", "ticks"),
-    [
-        ((0, 1), False, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        ((-3, 7), False, [-2, 0, 2, 4, 6]),
-        ((1e-3, 1e2), True, [1e-3, 1e-2, 1e-1, 1, 10, 100]),
-        ((1, 30), True, [1, 2, 5, 10, 20]),
-    ],
-)
-def test_ticks_of_usual_ranges_are_round_numbers(case, log, ticks):
-    assert scale(*case, 0, 100, logarithmic=log)[1] == ticks

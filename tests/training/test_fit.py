@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.data import demo_model, digits
 from kfac_engine.training.budget import SCHEDULES, Budget, Position
 from tests.training import softmax_net as net
 from tests.training.interruptions import InterruptionError, interrupt_at
@@ -214,22 +213,6 @@ def test_a_skipped_batch_has_no_loss_in_the_log(data, tmp_path):
     assert losses[1] is None
     assert losses[0] == history.records[0]["loss"]
     assert optimizer.skipped == 1
-
-
-@pytest.mark.parametrize("optimizer", ["kfac", "adam", "adamw", "muon", "sgd"])
-def test_every_optimizer_learns_the_digits(optimizer):
-    images, labels = digits()
-    history = ke.fit(
-        demo_model("mlp"),
-        (images[:1536], labels[:1536]),
-        optimizer=optimizer,
-        epochs=12,
-        validation=(images[1536:], labels[1536:]),
-        metrics=("loss", "accuracy"),
-    )
-    # A guess is right for one image of ten.
-    assert history.records[-1]["accuracy"] > 0.75
-    assert history.records[-1]["loss"] < 0.5 * history.records[0]["loss"]
 
 
 # -- resumption ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
 import kfac_engine as ke
@@ -51,39 +50,6 @@ def test_an_epoch_has_a_line_with_its_mean_loss_and_the_share_of_curvature():
         "epoch 2/3 step 4: loss 0.875, validation_loss 0.25, rate 0.025, damping 0.001235, "
         "curvature 30%, 4:04",
     ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "ends_epochs", "lines"),
-    [
-        (0.3, True, [4, 8, 10]),  # a line a second, and at the end of the run
-        (2.0, True, list(range(1, 11))),
-        (2.0, False, [10]),
-        (11.0, False, [3, 6, 9, 10]),  # a line every 30 seconds within an epoch
-    ],
-)
-def test_lines_have_a_least_and_a_largest_distance(seconds, ends_epochs, lines):
-    text = shown([(record(step), ends_epochs) for step in range(1, 11)], seconds)
-    assert [int(line.split()[3].rstrip(":")) for line in text.splitlines()] == lines
-
-
-def test_the_loss_of_a_line_is_the_mean_over_its_epoch():
-    # Losses 0.25, 0.5 | 0.75, 1, 1.25; the first epoch ends too soon for a line.
-    steps = [(record(i), i in {2, 5}) for i in range(1, 6)]
-    assert [line.split(",")[0] for line in shown(steps, 0.3).splitlines()] == [
-        "epoch 1/3 step 5: loss 1"
-    ]
-    # The second line is within the epoch.
-    assert [line.split(",")[0] for line in shown(steps[2:], 16).splitlines()] == [
-        "epoch 1/3 step 4: loss 0.875", "epoch 1/3 step 5: loss 1",
-    ]  # fmt: skip
-
-
-def test_optimizers_without_curvature_have_no_share_and_no_damping():
-    plain = {n: v for n, v in record(1).items() if n not in {"damping", "seconds/statistics"}}
-    del plain["seconds/inverses"]
-    text = shown([(plain | {"loss": float("nan")}, True)], 1, epochs=None)
-    assert text == "epoch 1 step 1: loss nan, rate 0.025, 1:01\n"
 
 
 def test_a_display_fits_into_80_columns():

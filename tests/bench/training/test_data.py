@@ -68,13 +68,6 @@ def test_batches_of_an_epoch_contain_each_example_once():
     assert [next(other)[0]["x"].tolist() for _ in range(3)] != first
 
 
-def test_validation_examples_are_read_once_in_order():
-    x = np.arange(7.0)
-    parts = [inputs["x"] for inputs, _ in data.Data(x[:2], x[:2], x, x).held_batches(3)]
-    assert [len(part) for part in parts] == [3, 3, 1]
-    np.testing.assert_array_equal(np.concatenate(parts), x)
-
-
 def test_validation_examples_are_not_trained_on():
     images = data.load_digits()
     rows = {row.tobytes() for row in data.classified(images, (64,)).x}
@@ -82,27 +75,6 @@ def test_validation_examples_are_not_trained_on():
     assert len(held) == 300
     # No two of the digits are equal.
     assert not rows & {row.tobytes() for row in held}
-
-
-def test_blurred_images_are_means_of_nine_pixels_with_noise():
-    pixels = np.zeros((3, 5, 5), np.float32)
-    pixels[:, 2, 2] = 9
-    pixels[:, 0, 0] = 9
-    examples = data.blurred(data.Images(pixels, np.zeros(3, int), 2, ""), 2, 1)
-    expected = np.zeros((5, 5))
-    expected[1:4, 1:4] = 1
-    expected[:2, :2] += 1
-    noise = np.random.default_rng(3).standard_normal((3, 5, 5))
-    np.testing.assert_allclose(examples.x[:, 0], expected + 0.1 * noise[:2], atol=1e-6)
-    np.testing.assert_allclose(examples.held_x[:, 0], expected + 0.1 * noise[2:], atol=1e-6)
-    np.testing.assert_array_equal(examples.y, pixels[:2].reshape(2, 25))
-
-
-def test_the_smooth_function_has_variance_one_half():
-    examples = data.smooth_function(20_000, 10)
-    # The mean of sin² of evenly spread angles; the waves of one output may be longer than the cube.
-    assert np.mean(examples.y**2) == pytest.approx(0.5, abs=0.1)
-    assert len(examples.held_x) == 10
 
 
 def test_targets_of_a_text_are_the_next_characters(tmp_path, monkeypatch):

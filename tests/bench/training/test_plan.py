@@ -2,14 +2,11 @@
 
 import pytest
 
-from kfac_engine.bench.training.methods import METHODS, parse_method
+from kfac_engine.bench.training.methods import METHODS
 from kfac_engine.bench.training.plan import (
-    BUDGETS,
     COLLECTIONS,
     Group,
-    final_runs,
     groups,
-    tuning_runs,
 )
 from kfac_engine.bench.training.run import Outcome, Point
 from kfac_engine.bench.training.tasks import TASKS, find_task
@@ -19,19 +16,6 @@ from kfac_engine.errors import InputError, UnknownNameError
 def result(*losses, died=""):
     points = tuple(Point(i, i, i, loss, None) for i, loss in enumerate(losses))
     return Outcome(1, 1.0, 1.0, points, died)
-
-
-def test_candidates_are_all_rates_with_all_schedules():
-    runs = Group("mlp", "adam", 16.0).candidates(4)
-    assert len(set(runs)) == 10
-    assert {run.schedule for run in runs} == {"tail", "cosine"}
-    assert {(run.task, run.method, run.seed, run.seconds) for run in runs} == {
-        ("mlp", "adam", 4, 16.0)
-    }
-    # Another batch size has the same rates.
-    assert {run.rate for run in Group("mlp@64", "adam", 1.0).candidates(0)} == {
-        run.rate for run in runs
-    }
 
 
 def test_the_best_candidate_has_the_lowest_loss_of_those_that_did_not_die():
@@ -48,27 +32,6 @@ def test_the_best_candidate_has_the_lowest_loss_of_those_that_did_not_die():
     assert group.chosen({}, (0, 7)) == []
 
 
-def test_groups_take_turns():
-    pair = [Group("digits", "kfac", 1.0), Group("digits", "muon", 1.0)]
-    assert [run.method for run in tuning_runs(pair, 0)] == ["kfac", "muon", "muon", "muon"]
-    outcomes = {run: result(2.0) for run in tuning_runs(pair, 0)}
-    final = final_runs(pair, outcomes, (0, 1))
-    assert [(run.method, run.seed) for run in final] == [
-        ("kfac", 0), ("muon", 0), ("kfac", 1), ("muon", 1),
-    ]  # fmt: skip
-
-
-def test_groups_have_the_budgets_of_the_table_or_those_of_the_caller():
-    assert groups(["mlp"], ["kfac", "sgd"]) == [
-        *(Group("mlp", "kfac", seconds) for seconds in BUDGETS["mlp"]["kfac"]),
-        Group("mlp", "sgd", 16),
-    ]
-    assert groups(["mlp"], ["kfac"], [0.5]) == [Group("mlp", "kfac", 0.5)]
-    # Another batch size and options do not change the budgets.
-    assert [g.seconds for g in groups(["lenet@64"], ["kfac:damping=0.1"])] == [5, 6, 12]
-    assert groups(["autoencoder@128"], ["sgd"]) == []
-
-
 def test_a_batch_size_follows_the_name_of_a_task():
     assert find_task("mlp") == (TASKS["mlp"], 512)
     assert find_task("mlp@64") == (TASKS["mlp"], 64)
@@ -77,19 +40,6 @@ def test_a_batch_size_follows_the_name_of_a_task():
     for name in ("mlp@", "mlp@0", "mlp@many"):
         with pytest.raises(InputError, match="must be a positive integer"):
             find_task(name)
-
-
-def test_options_of_a_method_are_values_of_json():
-    method, options = parse_method("kfac:damping=0.03:adapt_damping=true")
-    assert method is METHODS["kfac"]
-    assert options == {"damping": 0.03, "adapt_damping": True}
-    with pytest.raises(UnknownNameError, match="unknown method 'lbfgs'"):
-        groups(["mlp"], ["lbfgs"])
-    for text in ("kfac:damping", "kfac:damping=", "kfac:damping=much"):
-        with pytest.raises(InputError, match="write options as kfac:option=value"):
-            parse_method(text)
-    with pytest.raises(InputError, match="an option has no name"):
-        parse_method("kfac:=3")
 
 
 def test_learning_rates_rise_at_first_and_follow_the_schedule():

@@ -1,7 +1,6 @@
 """SOAP beside its formulas on whole vectors of parameters, in float64."""
 
 import numpy as np
-import pytest
 
 from kfac_engine.bench.training.soap import Soap
 
@@ -58,19 +57,3 @@ def test_filters_are_matrices_with_a_row_for_each_output():
         of_filters = filters.update({"w": G}, RATE)["w"]
         of_matrix = matrix.update({"w": G.reshape(4, 12)}, RATE)["w"]
     np.testing.assert_array_equal(of_filters.reshape(4, 12), of_matrix)
-
-
-@pytest.mark.parametrize("shape", [(5,), ()])
-def test_vectors_are_updated_by_adam(shape):
-    rng = np.random.default_rng(2)
-    steps = [rng.standard_normal(shape) for _ in range(6)]
-    soap, expected = Soap({"b": np.zeros(shape)}), np.zeros(shape)
-    mean = square = np.zeros(shape)
-    for t, g in enumerate(steps):
-        values = soap.update({"b": g}, RATE)
-        if t:
-            mean, square = DECAY * mean + 0.05 * g, DECAY * square + 0.05 * g**2
-            corrected = 1 - DECAY**t
-            expected = expected - RATE * (mean / corrected) / (np.sqrt(square / corrected) + 1e-8)
-    assert values["b"].shape == shape
-    np.testing.assert_allclose(values["b"], expected, rtol=1e-12)

@@ -1,6 +1,5 @@
 """The suite ``train``: stored runs, tables, pictures and the process of a run."""
 
-import json
 import subprocess
 import sys
 import time
@@ -14,19 +13,12 @@ from kfac_engine.bench.training import suite as module
 from kfac_engine.bench.training import worker
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Point, Run
-from kfac_engine.bench.training.suite import TrainingOptions, run_training, with_peers
+from kfac_engine.bench.training.suite import TrainingOptions, run_training
 from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import BackendError, InputError
 
 RUN = Run("digits", "adam", 0.002, "tail", 0, 2.0)
 OUTCOME = Outcome(3, 2.0, 2.5, (Point(0, 0.0, 0.0, 2.3, 0.1), Point(3, 2.0, 2.5, 1.5, 0.6)))
-
-
-def test_a_record_is_restored_from_its_line():
-    record = Record(RUN, OUTCOME, "digits", "abc")
-    assert Record.parse(record.line()) == record
-    assert record.line().count("\n") == 1
-    assert {"task", "method", "rate", "seed", "curve", "died"} <= set(json.loads(record.line()))
 
 
 def test_runs_of_other_data_or_sources_do_not_count(tmp_path):
@@ -117,22 +109,6 @@ def test_runs_in_the_file_are_skipped(tmp_path, monkeypatch):
     assert len(renewed.runs) == 8
 
 
-def test_a_run_that_fails_keeps_the_records_of_the_others(tmp_path):
-    recorder = Recorder()
-
-    def failing(run, folder, core):
-        if run.rate == 0.1:
-            raise BackendError("the run failed")
-        return recorder.fall(run, folder, core)
-
-    with pytest.raises(BackendError, match="the run failed"):
-        execute(Recorder(failing), tmp_path)
-    again = Recorder()
-    execute(again, tmp_path)
-    assert 0.1 in {run.rate for run in again.runs}
-    assert not set(again.runs) & set(recorder.runs)
-
-
 def test_several_workers_use_different_cores(tmp_path):
     busy, seen = set(), set()
     recorder = Recorder()
@@ -148,31 +124,6 @@ def test_several_workers_use_different_cores(tmp_path):
     execute(Recorder(executing), tmp_path, workers=2)
     assert seen <= {0, 1}
     assert len(recorder.runs) == 8
-
-
-def test_without_images_the_suite_says_that_it_uses_digits(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "DATA_FOLDER", tmp_path / "none")
-    execute(Recorder(), tmp_path)
-    assert "images: the bundled digits, because" in capsys.readouterr().out
-    with pytest.raises(InputError, match="does not contain the images of Fashion-MNIST"):
-        execute(Recorder(), tmp_path, data_folder=tmp_path)
-    with pytest.raises(InputError, match="--seeds must name one seed"):
-        execute(Recorder(), tmp_path, seeds=())
-
-
-def test_a_peer_without_its_library_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    recorder = Recorder()
-    with pytest.raises(BackendError, match="method 'torch-adam' needs torch"):
-        execute(recorder, tmp_path, methods=["torch-adam"])
-    assert not recorder.runs
-
-
-def test_a_library_to_compare_with_adds_its_methods():
-    plain, named = TrainingOptions(), TrainingOptions(methods=("kfac",))
-    assert with_peers(plain, ["ours", "torch"]).methods == (*module.METHODS, "torch-adam")
-    assert with_peers(plain, ["ours"]).methods == module.METHODS
-    assert with_peers(named, ["torch"]).methods == ("kfac",)
 
 
 def test_a_picture_is_drawn_for_each_task(tmp_path):

@@ -45,11 +45,6 @@ def test_the_moment_of_a_level_is_interpolated_on_the_best_loss_so_far(level, mo
     assert reached(curve(8, 4, 6, 2, 5), level) == moment
 
 
-def test_the_lowest_evaluation_counts_and_in_collections_the_last_one():
-    assert ADAM.counted(outcome(8, 3, 5, 3)).cpu == 1
-    assert Group("wine", "adam", 1.0).counted(outcome(8, 3, 5, 4)).loss == 4
-
-
 def runs(method, seconds, outcomes, rate=None):
     return {
         Run("mlp", method, rate, "tail", seed, seconds): result
@@ -109,16 +104,6 @@ def test_a_level_that_most_seeds_do_not_reach_has_no_time():
     assert row.seconds is None is row.seconds_ratio
     assert row.steps is None is row.steps_ratio
     assert row.loss_ratio is None is row.accuracy_gain
-
-
-def test_variants_of_kfac_and_tasks_are_compared_apart():
-    variant = Group("mlp", "kfac:damping=0.1", 4.0)
-    other = Group("digits", "adam", 4.0)
-    results = {**RESULTS, variant: RESULTS[KFAC], other: RESULTS[ADAM]}
-    assert [(row.task, row.method) for row in compare(results)] == [
-        ("mlp", "kfac"),
-        ("mlp", "kfac:damping=0.1"),
-    ]
 
 
 def test_runs_of_equal_steps_are_compared_with_each_other():

@@ -15,9 +15,3 @@ def test_curve_ends_at_a_loss_of_the_table(task, method):
     final = draw_training.read_curve(task, method)[1][-1]
     tables = [row["losses"] for row in rows if (row["task"], row["method"]) == (task, method)]
     assert any(final == pytest.approx(losses[0], rel=1e-4) for losses in tables)
-
-
-def test_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    draw_training.draw(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"

@@ -18,7 +18,7 @@ from tests.curvature.blocks.dense_layer import (
     registered,
     sides,
 )
-from tests.lifecycle import as_matrix, assert_products, observe, plain_packing, second_moment
+from tests.lifecycle import as_matrix, assert_products, observe, plain_packing
 
 # -- the published example -------------------------------------------------------------------------
 
@@ -188,30 +188,3 @@ def test_the_split_is_by_the_moments_at_refresh_and_fresh_for_power_one():
 
 
 # -- towers, sources, shared factors ---------------------------------------------------------------
-
-
-def test_layers_of_one_input_share_its_factor_and_keep_their_own_dampings():
-    values = batch() | {"dt": 3 * batch(2)["ds"]}
-    collection = ke.LayerCollection()
-    collection.register_fully_connected("w", "x", "s")
-    collection.register_fully_connected("v", "x", "t")
-    first, second = collection.get_blocks()
-    first.instantiate_factors([["ds"]], DAMPING)
-    second.instantiate_factors([["dt"]], 0.01)
-    factors = collection.get_factors()
-    assert len(factors) == 3
-    assert first.input_factor is second.input_factor
-    assert factors == (first.input_factor, first.output_factor, second.output_factor)
-    for block in (first, second):
-        block.register_inverse()
-    for factor in factors:
-        factor.instantiate_cov_variables()
-        factor.make_covariance_update_op(0.9)(values)
-    for factor in factors:
-        factor.refresh()
-    A, G = sides(values, False)
-    for block, gradient, damping in [(first, G, DAMPING), (second, None, 0.01)]:
-        moment = second_moment(values["dt"]) if gradient is None else gradient
-        found = as_matrix(block.multiply_inverse, SHAPES[False], plain_packing)
-        expected = block_power(A, moment, -1, damping)
-        np.testing.assert_allclose(found, expected, rtol=DOUBLE, atol=DOUBLE * abs(expected).max())

@@ -186,19 +186,6 @@ def test_sources_are_summed_over_the_examples_of_all_towers(approx):
 # -- the form of results ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("form", [tuple, list])
-def test_results_have_the_types_and_shapes_of_the_vector(form, dtype):
-    values = {"g0": draw(2, 3).astype(dtype), "g1": draw(3, seed=1).astype(dtype)}
-    block = observe(generic(("w", "b"), "full"), [("g0", "g1")], [values], exps=(-1,))
-    vector = form([draw(2, 3, seed=2).astype(dtype), draw(3, seed=3).astype(dtype)])
-    for result in (block.multiply(vector), block.multiply_inverse(vector)):
-        assert isinstance(result, tuple)
-        assert [(part.dtype, part.shape) for part in result] == [(dtype, (2, 3)), (dtype, (3,))]
-    kept = np.float64 if dtype is np.float64 else np.float32
-    assert block.full_fisher_block().dtype == kept
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 

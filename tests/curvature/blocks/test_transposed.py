@@ -136,23 +136,6 @@ def test_transposed_convolution_of_a_model_is_found_with_its_geometry(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_block_of_one_pixel_and_one_example_is_exact():
-    """With one location, the outer product of the example's gradient."""
-    net = models.Net()
-    net.op("ConvTranspose", "input", net.weight("w", INS, OUTS, 2, 3), to="output")
-    proto = net.model({"input": ["batch", INS, 1, 1]}, {"output": ["batch", OUTS, 2, 3]})
-    engine = ke.Engine.from_onnx(
-        proto, loss="normal", class_axis=1, estimation_mode="empirical", reduction="batch_mean"
-    )
-    feeds = models.random_inputs(proto, 1)
-    targets = np.zeros((1, OUTS, 2, 3), np.float32)
-    engine.observe(feeds, targets)
-    gradient = engine.gradients(feeds, targets).gradients["w"]
-    flat = gradient.transpose(0, 2, 3, 1).ravel()
-    found = engine.collection.fisher_blocks["w"].full_fisher_block()
-    np.testing.assert_allclose(found, np.outer(flat, flat), rtol=1e-4, atol=1e-5)
-
-
 def test_groups_and_wrong_formats_are_refused_by_name():
     net = models.Net()
     net.op("ConvTranspose", "input", net.weight("w", 4, 1, 2), to="output", group=2)
