@@ -111,6 +111,24 @@ def test_smallest_saliencies_become_zero(options, count):
     np.testing.assert_array_equal(pruned[pruned != 0], theta[pruned != 0])
 
 
+def test_other_weights_make_up_for_the_zeros_and_the_rise_is_that_of_the_matrix(capsys):
+    damping = 0.1
+    assert prune("--count=6", "--method=obs", f"--damping={damping}", "--json") == 0
+    theta, F = fisher("a")
+    pruned = vector(weights_of("out.onnx"))
+    zero = pruned == 0
+    H = F + damping * np.eye(15)
+    expected = theta.copy()
+    expected[zero] = 0
+    force = H[np.ix_(~zero, zero)] @ theta[zero]
+    expected[~zero] += np.linalg.solve(H[np.ix_(~zero, ~zero)], force)
+    # Conjugate gradients stop at a relative residual of 1e-8; the file is float32.
+    close(pruned, expected)
+    step = pruned - theta
+    rise = json.loads(capsys.readouterr().out)["rise"]
+    assert rise == pytest.approx(0.5 * step @ F @ step, rel=10 * ROUNDING)
+
+
 def test_pruned_model_keeps_names_and_outputs_of_the_file():
     assert prune("--count=0") == 0
     before, after = onnx.load("a.onnx"), onnx.load("out.onnx")

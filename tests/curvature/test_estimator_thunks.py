@@ -7,6 +7,7 @@ import kfac_engine as ke
 from tests import models
 from tests.two_layers import (
     DAMPING,
+    EXACT,
     WEIGHTS,
     N,
     batch,
@@ -81,6 +82,21 @@ def test_there_is_a_thunk_for_every_factor_in_their_order():
     for thunk in estimator.inv_update_thunks:
         thunk()
     assert [len(stored) for stored in estimator.get_inv_vars()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("how", ["whole", "thunks"])
+def test_without_decay_batches_are_averaged_alike(how):
+    estimator = estimate("normal", decay=0.5)
+    for seed in range(4):
+        trace = run(batch(seed))
+        if how == "whole":
+            estimator.update_covariances(trace, should_decay=False)
+        else:
+            for thunk in estimator.cov_update_thunks:
+                thunk(trace, should_decay=False)
+    rows = np.concatenate([np.c_[batch(seed), np.ones(N)] for seed in range(4)])
+    A = sum(np.outer(row, row) for row in rows) / len(rows)
+    np.testing.assert_allclose(estimator.factors[0].cov, A, rtol=EXACT, atol=EXACT)
 
 
 # -- plain means -----------------------------------------------------------------------------------

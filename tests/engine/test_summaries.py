@@ -122,6 +122,12 @@ def test_html_of_a_result_has_the_norms_of_each_parameter(engine):
         assert float(text) == pytest.approx(np.linalg.norm(arrays["fc1.weight"]), rel=1e-3)
 
 
+def test_result_without_natural_gradients_has_no_norms_of_them():
+    result = ke.Result(0.5, {"w": np.full((1, 3), 2, np.float16)}, {})
+    assert facts(result) == {"loss": "0.5", "gradients": "1 array of 3 numbers, norm 3.464"}
+    assert Reader(result._repr_html_()).texts[-4:] == ["w", "1×3", "3.464", "–"]
+
+
 def test_norms_do_not_overflow_and_cover_large_arrays():
     # More than one part of 2^20 numbers; the squares overflow float32.
     result = ke.Result(0.0, {"w": np.full(3 << 19, 1e25, np.float32)}, {"w": np.zeros((0, 2))})

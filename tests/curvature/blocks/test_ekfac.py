@@ -197,6 +197,23 @@ def test_a_checkpoint_brings_basis_and_eigenvalues_back():
     np.testing.assert_array_equal(new.full_fisher_block(), old.full_fisher_block())
 
 
+def test_vectors_may_be_columns_or_rows():
+    case = CASES["dense"]
+    values = case[1](6, 14)
+    factor = observe(registered(case), [["ds"]], [values]).factor
+    A, G, F = moments(case, values)
+    B = diagonal_in(basis(A, G), F) + np.eye(len(F))
+    x = np.random.default_rng(15).normal(size=(len(B), 3))
+    atol = EXACT * abs(B).max()
+    np.testing.assert_allclose(factor.left_multiply_matpower(x, 1, lambda: 1), B @ x, atol=atol)
+    column = factor.left_multiply_matpower(x[:, 0], 1, lambda: 1)
+    np.testing.assert_allclose(column, B @ x[:, 0], atol=atol)
+    rows = factor.right_multiply_matpower(x.T, 1, lambda: 1)
+    np.testing.assert_allclose(rows, x.T @ B, atol=atol)
+    with pytest.raises(ke.ShapeError, match="from the left"):
+        factor.left_multiply_matpower(x[1:], 1, lambda: 1)
+
+
 def test_reading_before_the_first_batch_is_refused():
     block = prepared(CASES["dense"])
     with pytest.raises(ke.NotReadyError, match="no statistics yet"):

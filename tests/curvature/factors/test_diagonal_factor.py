@@ -89,6 +89,12 @@ def test_nothing_is_stored_so_nothing_is_stale():
     np.testing.assert_allclose(np.diag(found), 1 / (factor.cov + 2.0), rtol=ROUNDING)
 
 
+def test_a_classical_average_may_start_at_one():
+    config = ke.CollectionConfig(debias=False, initial_covariance="identity")
+    factor = observe(parameter(config), {"g": draw(2, 3)}, decay=0.8)
+    np.testing.assert_allclose(factor.cov, 0.8 + 0.2 * draw(2, 3) ** 2 / N, rtol=ROUNDING)
+
+
 @pytest.mark.parametrize("exp", [-1, -0.5])
 def test_the_inverse_of_a_zero_without_damping_is_refused(exp):
     factor = observe(parameter(), {"g": np.zeros((2, 3))})

@@ -85,6 +85,15 @@ def test_the_options_do_not_disturb_each_other():
     np.testing.assert_allclose(expected.shift, alone.cov_dt1.T @ inverse, atol=EXACT)
 
 
+def test_a_plain_factor_measures_no_lag():
+    factor = ke.FullyConnectedMultiKF([["stacked"]], USES)
+    factor.update(VALUES, 0.9)
+    with pytest.raises(ke.InputError, match="register_cov_dt1"):
+        _ = factor.cov_dt1
+    with pytest.raises(ke.InputError, match="before its first batch"):
+        factor.register_cov_dt1()
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
