@@ -40,16 +40,7 @@ class Activity:
 
 
 def activity(graph: Graph, facts: Mapping[str, Fact], wrt: Iterable[str]) -> Activity:
-    """Return the values that depend on ``wrt`` and have a derivative.
-
-    Args:
-        graph: Forward graph.
-        facts: Element type and shape of its values.
-        wrt: Names of values.
-
-    Returns:
-        Names of the dependent values.
-    """
+    """Return the names of the values that depend on ``wrt`` and have a derivative."""
     active, rounded = set(wrt), dict[str, Node]()
     for node in graph.nodes:
         reads = (*node.inputs, *node.captures)
@@ -76,15 +67,8 @@ def behind_quantizers(
 ) -> dict[str, Node]:
     """Return the values of ``wrt`` with at least one path to an output through rounding.
 
-    Args:
-        graph: Forward graph.
-        facts: Element type and shape of its values.
-        outputs: Names of the values that are differentiated.
-        wrt: Names of the values that they are differentiated with respect to.
-        stops: Values that are independent variables.
-
-    Returns:
-        Map from each value to the last rounding node on its path.
+    Each name is mapped to the last rounding node on its path. Values in ``stops`` are independent
+    variables: no path continues through them.
     """
     last = _smooth(graph, facts, outputs, wrt, stops)
     return {name: node for name in wrt if (node := last.get(name))}
@@ -113,15 +97,8 @@ def behind_jumps(
 ) -> dict[str, Node]:
     """Return the values of ``wrt`` that reach an output through operators of derivative zero.
 
-    Args:
-        graph: Forward graph.
-        facts: Element type and shape of its values.
-        outputs: Names of values.
-        wrt: Names of values without a gradient.
-
-    Returns:
-        Map from each value to the last node of derivative zero on its path. Values that do not
-        affect the outputs, or only their shapes, are absent.
+    The values of ``wrt`` have no gradient. Each name is mapped to the last node of derivative zero
+    on its path. Values that do not affect the outputs, or only their shapes, are absent.
     """
 
     def passes_on(node: Node, _: Sequence[str]) -> bool:
@@ -163,14 +140,7 @@ def left_out(
 ) -> dict[str, str]:
     """Return parameters whose derivative is zero or does not exist because of rounding.
 
-    Args:
-        graph: Forward graph.
-        facts: Element type and shape of its values.
-        outputs: Names of the values that are differentiated.
-        parameters: Names of the parameters of the graph.
-
-    Returns:
-        Map from each parameter that is not trained to a reason that can follow "it is".
+    Each name is mapped to a reason that can follow "it is".
     """
     smooth = _smooth(graph, facts, outputs, parameters)
     zero = [name for name in parameters if name not in smooth]
@@ -252,13 +222,7 @@ def notes_of(left: Mapping[str, str]) -> tuple[str, ...]:
 def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]) -> str:
     """Return the error message for outputs that depend on no trained parameter.
 
-    Args:
-        model: Name of the model.
-        outputs: Names of the outputs.
-        left: The result of ``left_out``.
-
-    Returns:
-        The error and its remedy.
+    ``left`` is the result of ``left_out``.
     """
     results = f"{'depends' if len(outputs) == 1 else 'depend'} on no trainable parameter"
     if not left:
@@ -270,14 +234,7 @@ def nothing_to_train(model: str, outputs: Sequence[str], left: Mapping[str, str]
 
 
 def refuse_rounding(blocked: Mapping[str, Node]) -> None:
-    """Raise an error if derivatives pass through rounding.
-
-    Args:
-        blocked: Result of ``behind_quantizers``.
-
-    Raises:
-        UnsupportedOpError: ``blocked`` is not empty.
-    """
+    """Raise an UnsupportedOpError if ``behind_quantizers`` returned any values."""
     for node in blocked.values():
         alike = [name for name, rounding in blocked.items() if rounding is node]
         raise UnsupportedOpError(
@@ -304,17 +261,10 @@ def _described(node: Node) -> str:
 
 
 def rounds(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Return whether a node rounds real numbers to a few bits.
+    """Return whether a node rounds real numbers to a few bits, so that it has no useful derivative.
 
     Such nodes are quantizers, casts to types of at most eight bits that NumPy does not have, nodes
     with a quantizer in a body, and nodes without a derivative rule that compute 8-bit integers.
-
-    Args:
-        node: Node on a differentiated path.
-        facts: Element type and shape of values.
-
-    Returns:
-        True if the derivative of the node is refused because of rounding.
     """
     known = [facts[name].dtype for name in node.outputs if name in facts]
     if node.qualified_op in QUANTIZERS:

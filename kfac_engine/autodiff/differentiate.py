@@ -69,23 +69,12 @@ def differentiate(
     *,
     independent: bool = False,
 ) -> Backward:
-    """Return the graph that maps cotangents of ``outputs`` to gradients with respect to ``wrt``.
+    """Return the backward graph from ``outputs``, which may be any values, to ``wrt``.
 
-    Args:
-        graph: Canonical forward graph.
-        facts: Element type and shape of every forward value, from a sample run.
-        outputs: Values to differentiate; any value of the graph.
-        wrt: Values to differentiate with respect to: parameters, inputs or intermediate values. The
-            gradient of an intermediate value includes all paths to the outputs.
-        independent: Whether the values of ``wrt`` are independent variables, even if one is
-            computed from another. The gradients are then partial derivatives.
-
-    Returns:
-        The backward nodes, with the names of their inputs and outputs.
-
-    Raises:
-        UnknownNameError: A name is not a value of the graph.
-        UnsupportedOpError: An operator between ``wrt`` and ``outputs`` has no derivative rule.
+    The gradient of an intermediate value includes all paths to the outputs. If ``independent``, the
+    values of ``wrt`` are independent variables even where one is computed from another, so that the
+    gradients are partial derivatives. An operator between ``wrt`` and ``outputs`` without a
+    derivative rule raises UnsupportedOpError.
     """
     known = set(graph.values())
     for name in (*outputs, *wrt):

@@ -17,14 +17,9 @@ from kfac_engine.graph.structure import Fact, Graph, Input, Node
 
 
 def joint_graph(graph: Graph, backward: Backward) -> Graph:
-    """Return a graph from data and cotangents to gradients, the forward and backward graph.
+    """Return the forward and backward graph as one, from data and cotangents to gradients.
 
-    Args:
-        graph: The forward graph.
-        backward: A backward graph of it.
-
-    Returns:
-        A graph whose outputs are the gradients; several values may share a gradient.
+    Each gradient is one output, even if several values share it.
     """
     cotangents = (Input(name, dtype, None) for name, dtype in backward.dtypes.items())
     return Graph(
@@ -55,9 +50,6 @@ def differentiate_twice(
         A backward graph. Its inputs are the cotangents of ``backward`` and, as cotangents of the
         *gradients*, tangents. Its gradients with respect to the cotangents are ``J v``; those with
         respect to ``wrt`` are the second derivative times v.
-
-    Raises:
-        UnsupportedOpError: An operator in ``backward`` has no derivative rule.
     """
     joint = joint_graph(graph, backward)
     variables = (*backward.cotangents.values(), *wrt)

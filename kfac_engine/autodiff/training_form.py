@@ -22,14 +22,9 @@ _DEFAULT_MOMENTUM = 0.9
 def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
     """Return a graph that also computes the updated running statistics.
 
-    Normalizations that share statistics update them one after the other.
-
-    Args:
-        graph: The canonical graph.
-
-    Returns:
-        The graph, and the name of the updated value of each running statistic. A graph without a
-        normalization in training form is returned unchanged.
+    Its second result maps each running statistic to the name of its updated value. Normalizations
+    that share statistics update them one after the other. A graph without a normalization in
+    training form is returned unchanged.
     """
     newest: dict[str, str] = {}
     constants: dict[str, Array] = {}
@@ -42,18 +37,12 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
 def joined_statistics(
     graph: Graph, parts: Sequence[tuple[int, Mapping[str, Array]]]
 ) -> dict[str, Array]:
-    """Return the running statistics after a batch from those after each of its parts.
+    """Return the running statistics after a batch from the statistics after each of its parts.
 
-    All parts start from the same statistics. A mean after the batch is the mean over the parts. A
-    variance also contains the squared distances of the means of the parts: it is the variance of
-    the joined parts. Normalizations that share their statistics leave out these distances.
-
-    Args:
-        graph: The canonical graph.
-        parts: Number of examples and statistics after each part, at least one part.
-
-    Returns:
-        Name to statistic; new arrays for several parts.
+    Each of ``parts`` is a number of examples and their statistics; all parts start from the same
+    statistics. A mean after the batch is the mean over the parts. A variance also contains the
+    squared distances of the means of the parts: it is the variance of the joined parts.
+    Normalizations that share their statistics leave out these distances.
     """
     if len(parts) == 1:
         return dict(parts[0][1])
@@ -127,14 +116,8 @@ def inference_form(graph: Graph, statistics: Collection[str]) -> Graph:
 
     A ``BatchNormalization`` in training form uses its running mean and variance in place of the
     statistics of the batch, and leaves them unchanged. A ``Dropout`` whose training mode is a
-    constant drops no elements. Nodes in the bodies of loops do not change.
-
-    Args:
-        graph: Graph after ``with_running_statistics``, which may be lowered.
-        statistics: Names of the constants that are running statistics.
-
-    Returns:
-        The graph, with the same names for the same values.
+    constant drops no elements. Nodes in the bodies of loops do not change. ``graph`` is a result of
+    ``with_running_statistics``; ``statistics`` names its constants that are running statistics.
     """
     unchanged: dict[str, str] = {}
     nodes = (new for node in graph.nodes for new in _rewritten(node, graph, statistics, unchanged))
@@ -146,11 +129,8 @@ def _rewritten(
 ) -> Iterator[Node]:
     """Yield the inference form of a node.
 
-    Args:
-        node: A node of the graph.
-        graph: The graph.
-        statistics: Names of running statistics.
-        unchanged: Receives a map from the batch's share of a running statistic to that statistic.
+    ``unchanged`` receives a map from the share of the batch in a running statistic to the
+    statistic.
     """
     if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode", 0):
         yield from _with_running_statistics(node, statistics, unchanged)

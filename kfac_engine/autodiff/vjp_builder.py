@@ -47,14 +47,11 @@ class VjpBuilder(NodeBuilder):
     def forward(
         self, op: str, *inputs: str, outputs: int = 1, **attributes: AttributeValue
     ) -> tuple[str, ...]:
-        """Add a node to the *forward* graph; its operands are forward values and constants.
+        """Add a node to the *forward* graph and return the names of its results.
 
-        Names are hashes of the content, so equal calls share one node, also of different builders.
-        Only results that backward nodes read are saved. Attributes must be hashable (numbers,
-        strings, tuples).
-
-        Returns:
-            The names of the results.
+        Its operands are forward values and constants. Names are hashes of the content, so equal
+        calls share one node, also of different builders. Only results that backward nodes read are
+        saved. Attributes must be hashable (numbers, strings, tuples).
         """
         return self._forward(op, inputs, outputs, attributes)
 
@@ -65,9 +62,7 @@ class VjpBuilder(NodeBuilder):
     def append(self, node: Node, constants: Mapping[str, Array]) -> None:
         """Add a complete node to the *forward* graph, unless the graph contains its results.
 
-        Args:
-            node: Node that reads forward values and ``constants``; its results have names.
-            constants: New constants, by name.
+        The node reads forward values and ``constants``, and its results have names.
         """
         if node.outputs[0] not in self._forward_values:
             self.constants.update(constants)
@@ -115,9 +110,6 @@ class VjpBuilder(NodeBuilder):
 
         The shape of a constant or parameter is fixed. For other values, only the rank and the *axes
         of size one* are the same in every batch. Read their sizes from ``shape`` or ``count``.
-
-        Returns:
-            One size for each axis.
         """
         return self._facts[name].shape
 
@@ -166,15 +158,9 @@ class VjpBuilder(NodeBuilder):
         return self.op("ConstantOfShape", self.shape(like), value=zero)
 
     def unbroadcast(self, g: str, result: str, operand: str) -> str:
-        """Write the adjoint of a broadcast: the sum of ``g`` over the broadcast axes.
+        """Write the sum of ``g`` over the axes along which ``operand`` was broadcast to ``result``.
 
-        Args:
-            g: Value with the shape of the forward value ``result``.
-            result: Forward value with the broadcast shape.
-            operand: Forward value that was broadcast; the sum has its shape.
-
-        Returns:
-            The name of the sum, or ``g`` if no axis was broadcast.
+        This is the adjoint of a broadcast. It is ``g`` itself if no axis was broadcast.
         """
         wide, narrow = self.sample_shape(result), self.sample_shape(operand)
         lead = len(wide) - len(narrow)

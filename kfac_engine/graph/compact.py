@@ -59,21 +59,8 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
 ) -> CompactModel:
     """Return a serialized model, with its large constants outside the message.
 
-    Args:
-        nodes: Nodes, in topological order.
-        inputs: Declared inputs.
-        outputs: Declared outputs.
-        constants: Values of constants, by name; small ones become initializers.
-        opset: Version of the standard operator set.
-        name: Name of the graph, for messages.
-        domains: Versions of other operator domains in use.
-        once: Whether the model runs only once; then no constant is copied.
-
-    Returns:
-        The message, and the large constants.
-
-    Raises:
-        ModelError: The message is larger than 2 GB.
+    The arguments before ``once`` are those of ``build_model``. A model that runs only ``once``
+    needs no copy of its constants.
     """
     large = {key: array for key, array in constants.items() if _is_large(array)}
     small = {key: array for key, array in constants.items() if key not in large}

@@ -24,13 +24,7 @@ def schema_of(op: str, domain: str, versions: Mapping[str, int]) -> Any:
 def is_defined(op: str, domain: str, versions: Mapping[str, int]) -> bool:
     """Return whether ONNX defines an operator by other operators.
 
-    Args:
-        op: Name of the operator.
-        domain: Domain of the operator; ``""`` is the standard one.
-        versions: Versions of the operator domains in use.
-
-    Returns:
-        False for primitive operators, and for operators that the installed onnx does not know.
+    This is false for primitive operators, and for operators that the installed onnx does not know.
     """
     schema = schema_of(op, domain, versions)
     return schema is not None and bool(schema.has_function or schema.has_context_dependent_function)
@@ -41,15 +35,9 @@ def as_call(
 ) -> tuple[onnx.NodeProto, onnx.FunctionProto]:
     """Convert a node to the call of a function that is the definition of its operator.
 
-    Args:
-        node: Node whose operator has a definition.
-        types: Types of the operands; empty for omitted operands.
-        versions: Versions of the operator domains in use; the standard one is ``""``.
-        name: Name of the function.
-
-    Returns:
-        The call, with explicit default attributes, and the function: the newest definition for
-        the operator set in use.
+    The call has explicit default attributes, and the function is the newest definition for the
+    operator set in use. ``types`` are the types of the operands; a type is empty for an omitted
+    operand.
     """
     schema = schema_of(node.op_type, node.domain, versions)
     version = versions[node.domain]

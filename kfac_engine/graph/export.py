@@ -49,20 +49,10 @@ def extended_files(
     outputs: Sequence[Input],
     location: str,
 ) -> ModelFiles:
-    """Return the files of a model with more nodes and outputs.
+    """Return the files of a model with more nodes, constants and outputs at its end.
 
-    Args:
-        model: Result of ``load_model``.
-        nodes: Nodes to append; what they read is in ``file_values`` or computed by them.
-        constants: Their constants, by name.
-        outputs: Outputs to append.
-        location: As for ``export_files``.
-
-    Returns:
-        The files.
-
-    Raises:
-        InputError: The file has a value that a node computes.
+    The nodes read names of ``file_values`` or their own results and constants. A new name that the
+    file already has raises InputError. ``location`` is as for ``export_files``.
     """
     result, values = _with_nodes(model, {})
     names = file_values(model)

@@ -42,19 +42,10 @@ class ExternalData:
         return tuple(self._mapped)
 
     def array(self, tensor: TensorProto, dtype: DType, what: str) -> Array:
-        """Return the values of an external tensor.
+        """Return the values of an external tensor, as a view of the file where they are aligned.
 
-        Args:
-            tensor: Tensor with the name of a file and a range of bytes.
-            dtype: Element type.
-            what: Description of the tensor, for messages.
-
-        Returns:
-            A view of the file, or a copy if the data are unaligned.
-
-        Raises:
-            ModelError: The file is missing, out of bounds or too short.
-            UnsupportedError: The element type is packed.
+        Messages call the tensor ``what``. A file that is missing or outside of the model's folder,
+        bytes that do not fit the shape, and packed element types raise errors.
         """
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")

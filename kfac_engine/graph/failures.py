@@ -27,13 +27,8 @@ _RAISED = (
 def model_errors(what: str, cure: str = "") -> Iterator[None]:
     """Return a context that converts exceptions of the onnx package to ModelErrors.
 
-    Args:
-        what: The failure, such as "the functions cannot be inlined".
-        cure: The remedy, if there is one.
-
-    Raises:
-        KfacError: The block raised it.
-        ModelError: The block raised another exception.
+    ``what`` is the failure, such as "the functions cannot be inlined"; ``cure`` is the remedy, if
+    there is one. A KfacError passes unchanged.
     """
     try:
         yield

@@ -51,15 +51,7 @@ class ModelFiles:
 def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> onnx.ModelProto:
     """Add initializers with their values to ``model``, in place, and return it.
 
-    Args:
-        model: A model without these initializers; changed in place.
-        constants: Values by name.
-
-    Returns:
-        The model.
-
-    Raises:
-        ModelError: The values exceed the limit of one message.
+    Values of more than one message can contain raise ModelError.
     """
     size = sum(array.nbytes for array in constants.values())
     if size > _MOST_INLINE:
@@ -82,16 +74,8 @@ def model_files(
 ) -> ModelFiles:
     """Return the contents of the files of a model: one file, or two if a message is too small.
 
-    Args:
-        model: The model; its initializers may lack their data.
-        constants: Values of all initializers, by name.
-        location: Name of the second file.
-
-    Returns:
-        The contents of the files.
-
-    Raises:
-        ModelError: The message exceeds its limit even without the weights.
+    The initializers of ``model`` may lack their data; ``constants`` has the values of all of them.
+    ``location`` is the name of the second file.
     """
     entries = list(model.graph.initializer)
     beside = sum(constants[entry.name].nbytes for entry in entries) > _MOST_INLINE
@@ -112,11 +96,7 @@ def write_model(path: str | Path, files: ModelFiles) -> None:
     """Write a model, and the file beside it if there is one; each is the old one or the new one.
 
     A crash between the two leaves the old message beside new weights, which it fits if it was
-    written here from the same graph.
-
-    Raises:
-        InputError: The folder does not exist or cannot be written, or two files are needed and
-            ``path`` is a device or a pipe.
+    written here from the same graph. Two files for a device or pipe raise InputError.
     """
     target = Path(path)
     if files.tensors:

@@ -39,9 +39,6 @@ def definition(
     Returns:
         A graph whose inputs and constants have the names of the operands of ``node``, and whose
         outputs have the names of its results.
-
-    Raises:
-        ModelError: The definition cannot be converted to a supported operator set.
     """
     operands = [name for name in dict.fromkeys(node.inputs) if name]
     declared = {name: _declaration(name, facts[name]) for name in operands}

@@ -70,17 +70,10 @@ _OTHER_FORMATS = {
 
 
 def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> onnx.ModelProto:
-    """Return the protobuf message of a model, without checks and without external data.
+    """Return the message of a model, without checks and without external data.
 
-    Args:
-        source: A path, the bytes of a file, or a message.
-
-    Returns:
-        A new message, which the caller may change.
-
-    Raises:
-        InputError: ``source`` has another type.
-        ModelError: The file cannot be read or is not an ONNX model.
+    ``source`` is a path, the bytes of a file, or a message. The result is new, so the caller may
+    change it.
     """
     if isinstance(source, onnx.ModelProto):
         copy = onnx.ModelProto()
@@ -186,19 +179,9 @@ def load_graph(source: ModelSource) -> Graph:
 def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     """Return the canonical graph of a model, with the message of the file.
 
-    Args:
-        source: A path, the bytes of a file, or a message. A message is not changed.
-        train_form: Whether the graph has normalizations and dropouts in training form. The message
-            keeps the form of the file.
-
-    Returns:
-        The graph and the message.
-
-    Raises:
-        InputError: ``train_form`` is set for a model without normalization and dropout.
-        ModelError: The file cannot be read, or does not contain a valid model.
-        UnsupportedError: An input or attribute of the model is not a tensor.
-        MemoryLimitError: A sparse tensor does not fit into the free memory with all its entries.
+    With ``train_form``, normalizations and dropouts in the graph have their training form, and a
+    model without any raises InputError. The message keeps the form of the file. A message as
+    ``source`` is not changed.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     try:
@@ -281,12 +264,8 @@ def _canonical(
 ) -> tuple[onnx.ModelProto, frozenset[str], frozenset[str]]:
     """Return a copy of ``template`` after all passes.
 
-    Args:
-        template: The message; not changed.
-        constants: Receives constants that the file writes as nodes.
-
-    Returns:
-        The canonical message, the names of filled constants, and the names of constants in bodies.
+    The other results are the names of filled constants and the names of constants in bodies.
+    ``constants`` receives the constants that the file writes as nodes.
     """
     # The inputs of this graph are the data and the large constants.
     working = onnx.ModelProto()

@@ -44,15 +44,8 @@ class NodeBuilder:
     ) -> str:
         """Add a node with one result; return the name of the result.
 
-        Args:
-            op: Operator.
-            *inputs: Names of the operands; ``""`` for an omitted optional operand.
-            result: Name of the result; if empty, a new name.
-            domain: Operator domain; ``""`` is the standard one.
-            **attributes: Attributes of the node.
-
-        Returns:
-            The name of the result.
+        ``""`` stands for an omitted operand, for a new name of the result, and for the standard
+        domain.
         """
         return self.write(op, inputs, (result,), attributes, domain)[0]
 
@@ -67,15 +60,8 @@ class NodeBuilder:
     ) -> tuple[str, ...]:
         """Add a node with several results; return the names of the results.
 
-        Args:
-            op: Operator.
-            inputs: Names of the operands; ``""`` for an omitted optional operand.
-            results: Names of the results; a new name replaces each empty name.
-            domain: Operator domain; ``""`` is the standard one.
-            **attributes: Attributes of the node.
-
-        Returns:
-            The names of the results.
+        ``""`` stands for an omitted operand, for a new name of a result, and for the standard
+        domain.
         """
         return self.write(op, inputs, results, attributes, domain)
 
@@ -100,15 +86,9 @@ class NodeBuilder:
     def constant(
         self, value: Array | Sequence[int] | int, dtype: str | None = None, label: str = ""
     ) -> str:
-        """Add a constant; return its name.
+        """Add a constant; return its name, which ends with ``label`` or a number.
 
-        Args:
-            value: Value of the constant; Python integers become int64.
-            dtype: Element type, if not that of ``value``.
-            label: End of the name; if empty, a number.
-
-        Returns:
-            The name.
+        Python integers become int64, unless ``dtype`` is another type.
         """
         name = f"{self.prefix}{label or f'constant_{len(self.constants)}'}"
         self.constants[name] = np.asarray(value, dtype=dtype)

@@ -12,16 +12,10 @@ from kfac_engine.graph.tensors import to_array
 
 
 def canonical_nodes(protos: Iterable[onnx.NodeProto]) -> Iterator[Node]:
-    """Yield converted nodes with unique names, which ONNX Runtime requires.
+    """Yield the nodes in the same order, converted and with unique names.
 
-    Args:
-        protos: Nodes, in topological order.
-
-    Yields:
-        The converted nodes, in the same order.
-
-    Raises:
-        UnsupportedError: An attribute has a type that no supported operator uses.
+    ONNX Runtime requires unique names. An attribute of a type that no supported operator uses
+    raises UnsupportedError.
     """
     used: set[str] = set()
     for index, proto in enumerate(protos):

@@ -117,17 +117,9 @@ class ReferenceModel:
             self._evaluator = ReferenceEvaluator(model, new_ops=[Conv, Erf, Gelu])
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Evaluate the graph.
+        """Evaluate the graph in float64.
 
-        Args:
-            feeds: Name to array for the inputs of the graph and the ``fed`` values; floats of any
-                width.
-
-        Returns:
-            Name to array in float64, or of its own type if it is not a float.
-
-        Raises:
-            ModelError: The reference implementation fails on the graph.
+        ``feeds`` has the inputs of the graph and the ``fed`` values, as floats of any width.
         """
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
         with model_errors("the reference implementation of onnx cannot evaluate the model"):

@@ -21,15 +21,7 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 def element_type(code: int, what: str) -> DType:
     """Return the NumPy type of a ``TensorProto.DataType`` code.
 
-    Args:
-        code: Code in the file.
-        what: Description of the value, for messages.
-
-    Returns:
-        The type; types such as bfloat16 come from ``ml_dtypes``.
-
-    Raises:
-        ModelError: ONNX does not define the code.
+    Types such as bfloat16 come from ``ml_dtypes``. Messages call the value ``what``.
     """
     try:
         return np.dtype(helper.tensor_dtype_to_np_dtype(code))
@@ -45,17 +37,10 @@ def is_external(tensor: TensorProto) -> bool:
 
 
 def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array:
-    """Return the values of a tensor.
+    """Return the values of a tensor as a read-only array, mapped from disk if the data is external.
 
-    Args:
-        tensor: Tensor of a model.
-        external: External data files; None if the model was not read from a file.
-
-    Returns:
-        A read-only array, mapped from disk if the data is external.
-
-    Raises:
-        ModelError: Shape, type and bytes do not agree, or the external data cannot be read.
+    ``external`` is None if the model was not read from a file. Shape, type and bytes that do not
+    agree raise ModelError.
     """
     what = f"tensor '{tensor.name}'"
     dtype = element_type(tensor.data_type, what)
@@ -73,18 +58,11 @@ def to_array(tensor: TensorProto, external: ExternalData | None = None) -> Array
 
 
 def densified(sparse: SparseTensorProto, external: ExternalData | None = None) -> Array:
-    """Return a sparse tensor as an array with all its entries.
+    """Return a sparse tensor as a read-only array with all its entries.
 
-    Args:
-        sparse: Values and their indices, which are positions in the flat array or coordinates.
-        external: External data files; None if the model was not read from a file.
-
-    Returns:
-        A read-only array.
-
-    Raises:
-        ModelError: Shape, values and indices do not agree, or the array has too many entries.
-        MemoryLimitError: The array does not fit into the free memory.
+    The indices are positions in the flat array or coordinates. ``external`` is None if the model
+    was not read from a file. An array that does not fit into the free memory raises
+    MemoryLimitError.
     """
     what = f"sparse tensor '{sparse.values.name}'"
     values, indices = to_array(sparse.values, external), to_array(sparse.indices, external)
@@ -129,18 +107,9 @@ def _repeat(flat: Array) -> bool:
 
 
 def filled(shape: Array, value: Array | None, what: str) -> Array:
-    """Return the result of ``ConstantOfShape`` as a view of one number.
+    """Return the result of ``ConstantOfShape`` as a read-only view of one number.
 
-    Args:
-        shape: Shape of the result.
-        value: One number; None means zero in float32.
-        what: Description of the result, for messages.
-
-    Returns:
-        A read-only view that repeats the number.
-
-    Raises:
-        ModelError: A size is negative, or the result has too many entries.
+    The number None means zero in float32. Messages call the result ``what``.
     """
     number = np.zeros((), np.float32) if value is None else np.asarray(value)
     sizes = np.ravel(shape).tolist()

@@ -25,14 +25,8 @@ _RIGHT = 4  # up to this number of outputs in a group, and for multiples of it
 def for_webgpu(model: onnx.ModelProto) -> onnx.ModelProto:
     """Rewrite the convolutions of a model in place, also those in bodies; return the model.
 
-    Args:
-        model: A model that was written here, with its constants inside.
-
-    Returns:
-        The model.
-
-    Raises:
-        UnsupportedError: The number of outputs of a convolution in groups is not known.
+    The model was written here, with its constants inside. A convolution in groups with an unknown
+    number of outputs raises UnsupportedError.
     """
     shapes = dict(_shapes(shape_inference.infer_shapes(model).graph))
     names = taken_names(model.graph, (entry.name for entry in model.graph.initializer))

@@ -35,7 +35,7 @@ def build_model(
     name: str = "model",
     domains: Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Return a model with these nodes.
+    """Return a model with these nodes, in topological order.
 
     Args:
         nodes: Nodes, in topological order.
@@ -48,9 +48,6 @@ def build_model(
 
     Returns:
         The model, with the oldest format version that its operator set requires (at least 10).
-
-    Raises:
-        ModelError: The constants exceed the limit of a serialized model.
     """
     total = sum(array.nbytes for array in constants.values())
     if total > MAX_BYTES:
@@ -94,17 +91,7 @@ def properties_of(data: bytes) -> dict[str, str]:
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
-    """Return a model as the bytes of an ``.onnx`` file.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The serialized model.
-
-    Raises:
-        ModelError: The model is larger than protobuf's limit of 2 GB.
-    """
+    """Return a model as the bytes of an ``.onnx`` file; more than 2 GB raise ModelError."""
     try:
         return bytes(model.SerializeToString())
     except EncodeError as failure:

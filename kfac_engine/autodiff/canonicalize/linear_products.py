@@ -80,15 +80,8 @@ def write_product(
     """Write ``data · weight`` as a product with ``(slots, summed, features)``.
 
     Without slots the weight is a matrix. With slots the values on both sides of the product are
-    also written as ``(positions, slots, summed)`` and ``(positions, slots, features)``.
-
-    Args:
-        b: Receives the nodes.
-        letters: Letters of the axes.
-        data: Name of the data.
-        weight: Name of the weight.
-        sizes: Map from each letter of the weight to the size of its axis.
-        result: Name of the result.
+    also written as ``(positions, slots, summed)`` and ``(positions, slots, features)``. ``sizes``
+    maps each letter of the weight to the size of its axis.
     """
     slots = [prod(sizes[letter] for letter in letters.slots)] if letters.slots else []
     k, f = (prod(sizes[e] for e in part) for part in (letters.summed, letters.features))
@@ -137,15 +130,9 @@ _SCALE_PER_CHANNEL = 21  # operator set from which GroupNormalization has a scal
 
 
 def plain_products(graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]) -> Graph:
-    """Return a graph in which products with weights have one form.
+    """Return a graph of the same function in which products with ``parameters`` have one form.
 
-    Args:
-        graph: Canonical graph.
-        facts: Element type and shape of every value.
-        parameters: Names of the weights.
-
-    Returns:
-        A graph of the same function, which is ``graph`` if no product changes.
+    The result is ``graph`` itself if no product changes.
     """
     graph = merge_rearrangements(graph, parameters)
     graph, facts = move_scales_to_data(graph, facts, parameters)

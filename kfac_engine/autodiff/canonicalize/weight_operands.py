@@ -15,12 +15,7 @@ from kfac_engine.sessions.session import Session
 def fold_weight_operands(graph: Graph, parameters: Set[str]) -> Graph:
     """Return a graph in which the operands that slice, reshape or scale a weight are constants.
 
-    Args:
-        graph: Canonical graph.
-        parameters: Names of the weights.
-
-    Returns:
-        A graph of the same function, which is ``graph`` if all such operands are constants.
+    The result is ``graph`` itself if all such operands are constants.
     """
     weights = rearranged(graph, parameters)
     known = _computed_from_constants(graph, parameters)

@@ -41,14 +41,8 @@ def _rearranges(weights: Set[str], node: Node) -> bool:
 def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
     """Return a graph without repeated nodes that rearrange the entries of a weight.
 
-    The weight replaces the result of an ``Identity`` of it.
-
-    Args:
-        graph: Canonical graph.
-        parameters: Names of the weights.
-
-    Returns:
-        A graph with the same values, which is ``graph`` if no two nodes are equal.
+    The weight replaces the result of an ``Identity`` of it. The result is ``graph`` itself if no
+    two nodes are equal.
     """
     weights = rearranged(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}
@@ -83,15 +77,9 @@ def _content(node: Node, constants: Mapping[str, Array]) -> object:
 def move_scales_to_data(
     graph: Graph, facts: Mapping[str, Fact], parameters: Set[str]
 ) -> tuple[Graph, Mapping[str, Fact]]:
-    """Return a graph in which constants multiply the data instead of the weights.
+    """Return a graph in which constants multiply the data instead of the weights, and its facts.
 
-    Args:
-        graph: Canonical graph.
-        facts: Element type and shape of every value.
-        parameters: Names of the weights.
-
-    Returns:
-        A graph with the same values and its facts; the arguments if no weight is scaled.
+    The results are the arguments themselves if no weight is scaled.
     """
     weights, data = rearranged(graph, parameters), of_data(graph)
     names: dict[str, str] = {}  # scaled value to the value without its scale

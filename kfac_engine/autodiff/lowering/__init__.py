@@ -79,14 +79,9 @@ _SMALL_BYTES = 4096
 
 
 def write_definition(b: LoweringBuilder, node: Node) -> None:
-    """Write the nodes of the ONNX definition of an operator.
+    """Write the nodes of the ONNX definition of the operator of ``node``.
 
-    Args:
-        b: Receives the nodes.
-        node: Node whose operator has a definition.
-
-    Raises:
-        UnsupportedOpError: An operand is a sequence or an optional value.
+    An operand that is a sequence or an optional value raises UnsupportedOpError.
     """
     operands = [name for name in node.inputs if name]
     if any(name not in b.facts for name in operands):

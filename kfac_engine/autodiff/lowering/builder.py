@@ -52,21 +52,10 @@ MOST_STEPS = 1024
 
 
 def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[str, ...]:
-    """Write the slices of a value along an axis, as many as in the sample run.
+    """Write the slices of a value along an axis, as many as in the sample run; return their names.
 
-    For a batch with another number of slices, the Split node fails, and its name gives the reason.
-
-    Args:
-        b: Receives the nodes.
-        node: The unrolled node, for messages.
-        value: Name of a value of the graph.
-        axis: Axis of the steps; the slices do not have it.
-
-    Returns:
-        Names of the slices.
-
-    Raises:
-        UnsupportedOpError: There are no steps, or too many to unroll.
+    The slices do not have the axis. For a batch with another number of slices, the Split node
+    fails, and its name gives the reason. ``node`` is the unrolled node, for messages.
     """
     shape = b.facts[value].shape
     length = check_steps(b, node, shape[axis])
@@ -84,19 +73,7 @@ def stacked(b: LoweringBuilder, values: Sequence[str], axis: int, result: str = 
 
 
 def check_steps(b: LoweringBuilder, node: Node, length: int) -> int:
-    """Return a number of steps if it can be unrolled.
-
-    Args:
-        b: Builder, for the error.
-        node: The unrolled node.
-        length: Number of steps.
-
-    Returns:
-        The same number.
-
-    Raises:
-        UnsupportedOpError: The number is zero or too large.
-    """
+    """Return ``length``, or raise UnsupportedOpError for no steps or too many to unroll."""
     if not 0 < length <= MOST_STEPS:
         raise b.refuse(
             node, f"it has {length} steps, but only 1 to {MOST_STEPS} steps can be unrolled"

@@ -115,16 +115,11 @@ class Axis:
         return b.op("And", after, b.op("LessOrEqual", places, limit))
 
     def taps(self, places: str, kernel: Kernel, *, outside: str, corners: bool = False) -> Taps:
-        """Write the taps around positions, in the element type of the image.
+        """Write the taps around positions of any shape, in the element type of the image.
 
-        Args:
-            places: Positions of any shape.
-            kernel: Interpolation kernel.
-            outside: Values of taps outside the image: "zeros", "border" or "reflection".
-            corners: Whether reflection is at the centers of the outermost pixels.
-
-        Returns:
-            Pixels and weights, with an additional last axis.
+        Pixels and weights have one more axis, the last. Taps outside the image are "zeros",
+        "border" or "reflection". With ``corners``, reflection is at the centers of the outermost
+        pixels.
         """
         b = self._builder
         below = b.op("Floor", places)

@@ -48,16 +48,11 @@ class KnownValues:
         return value
 
     def zeros(self, node: Node) -> list[str]:
-        """Add a 0-d integer zero for each check, whose computation fails if the check fails.
+        """Return the name of a 0-d integer zero for each check.
 
-        Each zero is written once, at the first call. Call this before nodes that would fail on
-        another batch with a less clear message.
-
-        Args:
-            node: The rewritten node, for messages.
-
-        Returns:
-            The name of the zero of each check.
+        The computation of a zero fails if its check fails. Each zero is written once, at the first
+        call. Call this before nodes that would fail on another batch with a less clear message.
+        Messages name ``node``.
         """
         for name, array in self.checks.items():
             if name not in self._zeros:
@@ -66,18 +61,11 @@ class KnownValues:
 
 
 def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result: str = "") -> str:
-    """Write a copy of a value, whose computation fails if a check fails.
+    """Write a copy of a value, whose computation fails if a check fails, and return its name.
 
-    Args:
-        b: Receives the nodes.
-        node: The rewritten node, for messages.
-        value: Name of a tensor, sequence or optional value.
-        known: The checks; only tensors can be checked.
-        result: Name of the result, a value of the graph with the type of ``value``; may be omitted
-            if ``value`` is in the graph.
-
-    Returns:
-        The name of the copy.
+    The value is a tensor, a sequence or an optional value; only tensors are checked. ``result``
+    names a value of the graph of the same type, and may be empty if ``value`` is in the graph.
+    Messages name ``node``.
     """
     fact = b.facts.get(result or value)
     if fact is not None:
@@ -90,14 +78,8 @@ def gated(b: LoweringBuilder, node: Node, value: str, known: KnownValues, result
 def gated_reads(b: LoweringBuilder, node: Node, known: KnownValues) -> dict[str, str]:
     """Return checked names for the operands of a node whose results cannot be checked.
 
-    Args:
-        b: Receives the nodes.
-        node: Node with bodies.
-        known: The checks.
-
-    Returns:
-        Map from each floating-point value that is not constant to its checked name. The map is
-        empty if all results are tensors or if there are no checks.
+    Each floating-point value that is not constant is mapped to its checked name. The map is empty
+    if all results are tensors or if there are no checks.
     """
     if not known.checks or all(result in b.facts for result in node.outputs if result):
         return {}

@@ -22,21 +22,10 @@ from kfac_engine.sessions.session import Session
 
 
 def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> int:
-    """Return the number of iterations of a Loop.
+    """Return the number of iterations of a Loop, computing only what its condition depends on.
 
-    Each iteration computes only the values that the condition depends on.
-
-    Args:
-        b: Builder, for errors.
-        node: The loop.
-        body: Body of the loop.
-        known: Values that constants and sizes determine; it records the used values.
-
-    Returns:
-        The number of iterations, at most ``MOST_STEPS``.
-
-    Raises:
-        UnsupportedOpError: The number depends on data, or is too large to unroll.
+    A number that depends on data, or that is larger than ``MOST_STEPS``, raises UnsupportedOpError.
+    ``known`` records the values that the number was computed from.
     """
     limit, going = (_operand(b, node, known, index) for index in (0, 1))
     most = MOST_STEPS + 1 if limit is None else int(limit.item())
@@ -209,13 +198,8 @@ def constants_of(b: LoweringBuilder, body: Body) -> dict[str, str]:
 def write_body(b: LoweringBuilder, body: Body, outer: Mapping[str, str]) -> tuple[str, ...]:
     """Write the nodes of one iteration of a body; return the names of its outputs.
 
-    Args:
-        b: Receives the nodes.
-        body: The body. The names of captured values do not change.
-        outer: Map from each input and constant of the body to the value that replaces it.
-
-    Returns:
-        The values that replace the outputs of the body.
+    ``outer`` maps each input and constant of the body to the value that replaces it. The names of
+    captured values do not change.
     """
     names = dict(outer)
     for node in body.graph.nodes:

@@ -301,13 +301,7 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
 def consecutive(b: LoweringBuilder, first: str, x: str) -> str:
     """Write consecutive positions ``(1, length)`` of heads ``(n, heads, length, size)``.
 
-    Args:
-        b: Writes the nodes.
-        first: Name of the first position, with one element; ``""`` for zero.
-        x: The heads.
-
-    Returns:
-        The name of the positions.
+    ``first`` is a value with one element, or ``""`` for zero.
     """
     length = b.op("Squeeze", b.op("Shape", x, start=2, end=3))
     every = b.op("Range", b.constant(0), length, b.constant(1))
@@ -324,17 +318,10 @@ def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, st
 def rotated(
     b: LoweringBuilder, x: str, waves: tuple[str, str], width: int, interleaved: bool
 ) -> str:
-    """Write heads with their first ``width`` features rotated.
+    """Write heads ``(n, heads, length, size)`` with their first ``width`` features rotated.
 
-    Args:
-        b: Writes the nodes.
-        x: ``(n, heads, length, size)``.
-        waves: Names of cosine and sine.
-        width: Number of rotated features, even.
-        interleaved: Whether a pair is two adjacent features, instead of one from each half.
-
-    Returns:
-        The name of the result.
+    ``waves`` are the names of cosine and sine. If ``interleaved``, a pair is two adjacent features,
+    otherwise one feature from each half.
     """
     last, zero, end = b.constant([-1]), b.constant([0]), b.constant([width])
     turning = b.op("Slice", x, zero, end, last)

@@ -24,19 +24,10 @@ Activation: TypeAlias = Callable[[str], str]
 
 
 def activations(b: LoweringBuilder, node: Node, names: tuple[str, ...]) -> tuple[Activation, ...]:
-    """Return functions that write activations.
+    """Return a function for each name that writes the activation with the parameters of ``node``.
 
-    Args:
-        b: Receives the nodes.
-        node: Node with the parameters of activations in ``activation_alpha`` and
-            ``activation_beta``.
-        names: Names of activations in the node; case is ignored.
-
-    Returns:
-        One function for each name.
-
-    Raises:
-        UnsupportedOpError: A name is unknown, or a parameter without default is missing.
+    Case is ignored. An unknown name, or a missing parameter without a default, raises
+    UnsupportedOpError.
     """
     alphas, betas = (_listed(node, f"activation_{key}") for key in ("alpha", "beta"))
     functions: list[Activation] = []

@@ -17,19 +17,10 @@ from kfac_engine.graph.structure import Node
 
 
 def elements(b: LoweringBuilder, node: Node, sequence: str, known: KnownValues) -> tuple[str, ...]:
-    """Return the names of the tensors in a sequence.
+    """Return the names of the tensors in a sequence that ``node`` reads, in order.
 
-    Args:
-        b: Builder with the graph.
-        node: Node that reads the sequence.
-        sequence: Name of the sequence.
-        known: Values that constants and sizes determine; it records the used values.
-
-    Returns:
-        Names of the tensors, in order.
-
-    Raises:
-        UnsupportedOpError: The content depends on more than constants and sizes.
+    A content that depends on more than constants and sizes raises UnsupportedOpError. ``known``
+    records the values that the content depends on.
     """
     changes: list[Node] = []
     maker = _maker(b, node, sequence)

@@ -142,18 +142,7 @@ _MOST_SHIFTS = 9
 
 
 def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Write the cotangent of the kernel of a convolution.
-
-    Args:
-        b: The builder.
-        node: A ``Conv`` with image, kernel and result.
-        g: Cotangent of the result.
-        window: Window of the convolution.
-        group: Number of groups of channels.
-
-    Returns:
-        A value in the shape of the kernel.
-    """
+    """Write the cotangent of the kernel of a ``Conv`` from the cotangent ``g`` of its result."""
     shifts = _shifts(b, node, window) if group == 1 else None
     if shifts is None:
         gradient = _as_kernel(b, node, g, window, group)
@@ -250,13 +239,9 @@ def _only_last(window: SlidingWindow, cut: int) -> SlidingWindow:
 def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
     """Return the window of the cotangent, reversed, along the first ``cut`` axes of an image.
 
-    Args:
-        window: Window with unit strides and a padding of at most the reach of the kernel.
-        cut: Number of leading axes; may be zero.
-
-    Returns:
-        A window whose results are as long as the image along these axes. Its padding is the reach
-        of the kernel minus the padding of the image.
+    ``window`` has unit strides and a padding of at most the reach of the kernel. The result is as
+    long as the image along these axes. Its padding is the reach of the kernel minus the padding of
+    the image.
     """
     rest = len(window.kernel) - cut
     begins, ends = (
@@ -284,16 +269,9 @@ def _shifted(
 ) -> str:
     """Write the pixels under each tap of a window as channels.
 
-    Args:
-        b: The builder.
-        value: ``(n, channels, *spatial_shape)``.
-        like: Forward value with the element type of ``value``.
-        channels: Number of channels of ``value``.
-        window: Window with the taps.
-        backwards: Whether the taps are in reverse order.
-
-    Returns:
-        ``(n, channels · taps, *positions)``.
+    The result is ``(n, channels · taps, *positions)``; ``value`` is ``(n, channels,
+    *spatial_shape)`` and has the element type of the forward value ``like``. ``backwards`` reverses
+    the order of the taps.
     """
     if window.taps == 1 and window.unit_strides and not any(window.begins + window.ends):
         return value

@@ -28,14 +28,9 @@ from kfac_engine.graph.structure import Node
 
 
 def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
-    """Return the window that the attributes of a node describe.
+    """Return the window that the attributes of a convolution or pool describe.
 
-    Args:
-        node: A convolution or pool.
-        kernel: Number of taps along each axis.
-
-    Returns:
-        The window, with explicit padding if it does not depend on the image.
+    The padding is explicit if it does not depend on the image.
     """
     ones = (1,) * len(kernel)
     strides = integers(node, "strides", ones)
@@ -65,14 +60,8 @@ def _resolved(window: SlidingWindow) -> SlidingWindow:
 def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[str, str]:
     """Write the run-time padding of SAME, by which the windows of ``y`` exceed the image ``x``.
 
-    Args:
-        b: The builder.
-        window: Window with ``same`` set.
-        x: Image, a forward value.
-        y: Result, a forward value.
-
-    Returns:
-        Padding before and after the pixels, int64, a size for each spatial axis.
+    Both values are of the forward graph. The padding before and after the pixels is int64, with a
+    size for each spatial axis.
     """
     one, two, zero = b.constant([1]), b.constant([2]), b.constant([0])
     last = b.forward("Sub", b.forward("Shape", y, start=2)[0], one)[0]

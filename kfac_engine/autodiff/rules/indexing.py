@@ -14,16 +14,8 @@ from kfac_engine.graph.structure import Node
 def rearranged(b: VjpBuilder, node: Node, g: str, *, narrow: bool = False) -> str:
     """Write the adjoint of an operator that selects entries of its first operand.
 
-    The same operator on the indices of the entries computes the origin of each result.
-
-    Args:
-        b: The builder.
-        node: Node that selects entries of an operand, and supports integers.
-        g: Cotangent of the only result.
-        narrow: Whether ONNX Runtime supports the operator for int32 and not for int64.
-
-    Returns:
-        The cotangent of the first operand.
+    The same operator on the indices of the entries computes the origin of each result, so the
+    operator must support integers; ``narrow`` says that ONNX Runtime supports int32 and not int64.
     """
     x, *others = node.inputs
     everything = b.constant([-1])

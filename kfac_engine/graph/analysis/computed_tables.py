@@ -37,11 +37,7 @@ class Tables:
     def reason(self, name: str) -> str | None:
         """Return the kind of table of a float constant; None if it may be a weight.
 
-        Args:
-            name: Name of a constant.
-
-        Returns:
-            A phrase that can follow "it is".
+        The kind is a phrase that can follow "it is".
         """
         array = self._constants[name]
         if array.size < _FEWEST:

@@ -71,15 +71,10 @@ class ExportChanges:
 def export_changes(
     model: "ModelProto", constants: Mapping[str, Array], parameters: Iterable[str]
 ) -> ExportChanges:
-    """Return the parameters of a file of PyTorch that are not those of the module.
+    """Return the parameters that the PyTorch exporter merged, folded or generated.
 
-    Args:
-        model: The message of the file; its initializers need no data.
-        constants: Values of the initializers, by name.
-        parameters: Names of the parameters that are trained.
-
-    Returns:
-        The changes; none for files of other producers.
+    Such parameters differ from those of the module. Files of other producers have no changes. The
+    initializers of ``model`` need no data.
     """
     if model.producer_name != "pytorch":
         return ExportChanges()

@@ -64,15 +64,10 @@ class FileLoss:
 
 
 def file_loss(graph: Graph, output: str) -> FileLoss | None:
-    """Return the loss that an output of a graph contains.
+    """Return the loss that an output of a canonical graph contains, before the graph is lowered.
 
-    Args:
-        graph: The canonical graph, before it is lowered.
-        output: Name of an output.
-
-    Returns:
-        The loss; None for an output that is none of the known losses, or whose labels are computed
-        from other inputs or read by the network as well.
+    None stands for an output that is none of the known losses, or whose labels are computed from
+    other inputs or read by the network as well.
     """
     inner, reduction, sign = _reduced(graph, output)
     mask = ""

@@ -17,14 +17,9 @@ _ANY: Interval = (-inf, inf)
 
 
 def bounds(graph: Graph, value: str) -> Interval:
-    """Return bounds of the entries of a value; infinite where the operators imply no bound.
+    """Return the lower and upper bound of the entries of a floating-point value.
 
-    Args:
-        graph: The model.
-        value: A floating-point result.
-
-    Returns:
-        Lower and upper bound.
+    A bound is infinite where the operators imply none.
     """
     known: dict[str, Interval] = {}
 

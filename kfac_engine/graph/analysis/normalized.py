@@ -12,19 +12,11 @@ from kfac_engine.graph.structure import Node
 def before_scale(
     node: Node, dtype: DType, scale: tuple[int, ...], shift: tuple[int, ...]
 ) -> tuple[Node, Mapping[str, Array]]:
-    """Return a copy of a normalization with scale one and shift zero.
+    """Return a copy of a normalization with scale one and shift zero, and its constants by name.
 
-    Names follow from those of ``node``, so that a graph computes the result once.
-
-    Args:
-        node: A normalization with operands x, scale and, optionally, shift.
-        dtype: Element type of the scale.
-        scale: Shape of the scale.
-        shift: Shape of the shift; empty without a shift.
-
-    Returns:
-        The node, and its constants by name. Further results of a LayerNormalization are mean and
-        inverse deviation.
+    Names follow from the names of ``node``, so that a graph computes the result once. The shape
+    ``shift`` is empty without a shift. Further results of a LayerNormalization are mean and inverse
+    deviation.
     """
     name = f"{node.outputs[0]} before its scale"
     one, zero = f"{name}: one", f"{name}: zero"

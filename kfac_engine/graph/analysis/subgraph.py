@@ -15,13 +15,7 @@ def dependents(
 ) -> frozenset[str]:
     """Return the names of ``sources`` and of all values that depend on them.
 
-    Args:
-        nodes: Nodes in topological order.
-        sources: Names of values.
-        stops: Operators whose results are not followed.
-
-    Returns:
-        Names of the dependent values.
+    Nodes are in topological order. Results of the operators in ``stops`` are not followed.
     """
     values = set(sources)
     for node in nodes:

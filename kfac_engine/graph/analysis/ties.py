@@ -34,15 +34,10 @@ class Tie:
 
 
 def find_ties(constants: Mapping[str, Array], names: Iterable[str]) -> tuple[Tie, ...]:
-    """Return the weights that equal an earlier weight or its transpose.
+    """Return a tie for each weight that equals an earlier weight or its transpose.
 
-    Args:
-        constants: Arrays by name.
-        names: Names of the weights.
-
-    Returns:
-        One tie for each copy, for weights with at least two axes. Arrays of one repeated number are
-        not tied, because different weights are initialized with ones or zeros.
+    Only weights with at least two axes are tied. Arrays of one repeated number are not tied,
+    because different weights are initialized with ones or zeros.
     """
     alike: dict[object, list[str]] = {}
     ties: list[Tie] = []
@@ -86,15 +81,8 @@ def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]
 def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
     """Return arrays of the original weights in place of the arrays of copies.
 
-    Args:
-        ties: Ties of weights and copies.
-        values: Arrays by name. An array for a weight or for one of its copies suffices.
-
-    Returns:
-        Arrays of the original weights, by name.
-
-    Raises:
-        InputError: ``values`` is not a mapping, or a weight and its copy have different arrays.
+    An array for a weight or for one of its copies suffices. Different arrays for a weight and its
+    copy raise InputError.
     """
     if not isinstance(values, Mapping):
         raise InputError(

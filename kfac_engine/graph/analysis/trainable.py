@@ -92,16 +92,13 @@ def trainable_parameters(
     patterns: Sequence[str] | None = None,
     freeze: Sequence[str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the names of the constants to train, in the order of the graph.
+    """Return the names of the constants to train, at least one, in the order of the graph.
 
     Args:
         graph: Canonical graph.
         patterns: A name or ``fnmatch`` pattern such as ``"*.weight"``, or several; only matching
             constants are trained. None selects all constants without an ``excluded_reason``.
         freeze: A name or pattern, or several, of constants that are not trained.
-
-    Returns:
-        The names; at least one.
 
     Raises:
         UnknownNameError: A pattern matches no float constant.
@@ -130,18 +127,9 @@ def trainable_parameters(
 def matching(
     patterns: Sequence[str], names: Sequence[str], what: str = "float constant"
 ) -> list[str]:
-    """Return the names that match at least one pattern.
+    """Return the names that match at least one name or ``fnmatch`` pattern, in their order.
 
-    Args:
-        patterns: A name or ``fnmatch`` pattern, or several.
-        names: All names.
-        what: Noun for the names, for the message.
-
-    Returns:
-        The matching names, in the order of ``names``.
-
-    Raises:
-        UnknownNameError: A pattern matches no name.
+    A pattern that matches no name raises UnknownNameError, which calls the names ``what``.
     """
     selected: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -159,17 +147,9 @@ def matching(
 
 
 def excluded_reason(graph: Graph, name: str) -> str | None:
-    """Return the reason why a constant is not a parameter by default.
+    """Return the reason why a constant is not a parameter by default; None for a parameter.
 
-    Args:
-        graph: Canonical graph.
-        name: Name of a constant.
-
-    Returns:
-        A phrase that can follow "it is"; None for a parameter.
-
-    Raises:
-        UnknownNameError: The graph has no constant of this name.
+    The reason is a phrase that can follow "it is".
     """
     if name not in graph.constants:
         raise UnknownNameError(f"'{name}' is not a constant of model '{graph.name}'.")

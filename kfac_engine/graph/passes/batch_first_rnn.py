@@ -18,8 +18,7 @@ _RESULTS: Mapping[int, tuple[int, ...]] = {0: (2, 0, 1, 3), 1: (1, 0, 2), 2: (1,
 def put_steps_first(graph: onnx.GraphProto) -> None:
     """Rewrite recurrent nodes of layout 1 as nodes of layout 0 between transpositions, in place.
 
-    Args:
-        graph: Graph; nodes in its bodies are rewritten, too.
+    Nodes in bodies are rewritten, too.
     """
     if any(_is_batchwise(node) for node in all_nodes(graph.node)):
         _rewrite(graph, taken_names(graph))

@@ -31,15 +31,9 @@ class Body:
 
 
 def body_of(node: Node, attribute: str, opset: int) -> Body:
-    """Return the body in an attribute of a node.
+    """Return the body in an attribute of an If, Loop or Scan node.
 
-    Args:
-        node: An If, Loop or Scan node.
-        attribute: Name of the attribute.
-        opset: Version of the standard operator set in the outer graph.
-
-    Returns:
-        The body with its constants.
+    ``opset`` is the version of the standard operator set in the outer graph.
     """
     subgraph = node.attributes[attribute]
     assert isinstance(subgraph, Subgraph), attribute
@@ -64,14 +58,7 @@ def _parsed(data: bytes, opset: int) -> Body:
 
 
 def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
-    """Raise a ModelError for a body whose operands or results do not match those of its node.
-
-    Args:
-        node: Any node whose operator exists.
-
-    Raises:
-        ModelError: A body has another number of operands or results than its node.
-    """
+    """Raise a ModelError for a body whose operands or results do not match those of its node."""
     operands, results = len(node.input), len(node.output)
     # The number of operands of a body, and the least number of its results.
     fits = {
@@ -130,14 +117,9 @@ def with_names(subgraph: Subgraph, names: Mapping[str, str]) -> Subgraph:
 def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
     """Move the constants of bodies into ``constants``, so that their weights can be trained.
 
-    Args:
-        graph: Graph, changed in place: initializers and floating-point Constant nodes of its
-            bodies are removed, and the bodies read outer values instead.
-        constants: Values by name; receives the moved constants. A name that occurs twice in the
-            file has the name of the first result of the node and a dot as prefix.
-
-    Returns:
-        The names of the moved constants.
+    The initializers and floating-point Constant nodes of bodies are removed in place, and the
+    bodies read outer values instead. The result is the names of the moved constants. A name that
+    occurs twice in the file gets the name of the first result of the node and a dot as prefix.
     """
     definitions = Counter((*constants, *(entry.name for entry in graph.input)))
     definitions.update(_defined(graph.node))

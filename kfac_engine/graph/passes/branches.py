@@ -13,16 +13,9 @@ from kfac_engine.graph.passes.order import claim, describe, taken_names
 def fold_constant_ifs(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> bool:
     """Replace each ``If`` with a constant condition by the nodes of a branch, in place.
 
-    Args:
-        graph: Graph with nodes in topological order. The name of the first result of the ``If``
-            becomes the prefix of the names of the branch.
-        constants: Values of constants, by name, with the initializers of branches.
-
-    Returns:
-        True if an ``If`` was replaced; the branch may contain further nodes of this kind.
-
-    Raises:
-        ModelError: A branch and its ``If`` differ in the number of results.
+    The nodes are in topological order. The name of the first result of the ``If`` becomes the
+    prefix of the names of the branch. Return whether an ``If`` was replaced; the branch may contain
+    more of them.
     """
     if not any(_selected_branch(node, constants) for node in graph.node):
         return False

@@ -39,14 +39,7 @@ _IR_VERSION = 10
 
 
 def check_versions(model: onnx.ModelProto) -> None:
-    """Raise a ModelError for formats and operator sets newer than the installed libraries.
-
-    Args:
-        model: The model as read.
-
-    Raises:
-        ModelError: A version is too new.
-    """
+    """Raise a ModelError for formats and operator sets newer than the installed libraries."""
     if model.ir_version > onnx.IR_VERSION:
         raise ModelError(
             f"the model has ONNX format version {model.ir_version}, but onnx {onnx.__version__} "
@@ -68,14 +61,7 @@ def opset(model: onnx.ModelProto) -> int:
 def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model in which the bodies of functions replace their calls.
 
-    Args:
-        model: The model; not changed.
-
-    Returns:
-        A model without functions, which is ``model`` if it has none.
-
-    Raises:
-        ModelError: A function is malformed.
+    ``model`` is not changed, and is the result if it has no functions.
     """
     if not model.functions:
         return model
@@ -115,13 +101,10 @@ def unify_standard_domain(model: onnx.ModelProto) -> None:
 
 
 def check_nodes(model: onnx.ModelProto) -> None:
-    """Check each node of the standard domain against the schema of its operator.
+    """Check the nodes of a model without functions against the schemas of their operators.
 
-    Args:
-        model: A model without functions; its names and order are checked.
-
-    Raises:
-        ModelError: An operator does not exist, or its operands or attributes do not fit.
+    Names and order were checked before. An operator that does not exist, or whose operands or
+    attributes do not fit, raises ModelError.
     """
     # Unlike runtimes, the checker requires types and shapes of inputs and outputs. The checked
     # model has the same nodes, and scalars as inputs and outputs.
@@ -169,15 +152,9 @@ def _refuse_missing_operands(node: onnx.NodeProto, version: int) -> None:
 def upgrade(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model in operator set 18 or newer.
 
-    Args:
-        model: The model; not changed.
-
-    Returns:
-        The converted model, or ``model`` if its operator set is 18 or newer.
-
-    Raises:
-        ModelError: An operator has no newer form.
-        UnsupportedError: The newer form would compute other values.
+    ``model`` is not changed, and is the result if its operator set is new enough. An operator
+    without a newer form raises ModelError; a newer form that would compute other values raises
+    UnsupportedError.
     """
     old = opset(model)
     if old >= OLDEST_OPSET:

@@ -27,15 +27,8 @@ _FORMS: Mapping[str, Callable[[AttributeProto], Array]] = {
 def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozenset[str]:
     """Move ``Constant`` nodes, and ``ConstantOfShape`` nodes of known shape, into ``constants``.
 
-    Args:
-        graph: Graph with nodes in topological order; lifted nodes are removed.
-        constants: Values by name; receives the lifted constants.
-
-    Returns:
-        Names of constants that the file stores as a shape and one number.
-
-    Raises:
-        UnsupportedError: A constant is not a dense tensor.
+    The nodes are in topological order. The result is the names of constants that the file stores as
+    a shape and one number.
     """
     nodes, filled_ones = [], set()
     for node in graph.node:
@@ -55,17 +48,10 @@ def lift_constants(graph: onnx.GraphProto, constants: dict[str, Array]) -> froze
 
 
 def constant_value(node: onnx.NodeProto, constants: Mapping[str, Array]) -> Array | None:
-    """Return the value of a node that is a constant.
+    """Return the value of a node that is a constant; None for all other nodes, even invalid ones.
 
-    Args:
-        node: Any node, which may be invalid.
-        constants: Values by name, for the shape operand of ``ConstantOfShape``.
-
-    Returns:
-        The array; None for all other nodes.
-
-    Raises:
-        UnsupportedError: The constant is not a dense tensor.
+    ``constants`` has the shape operands of ``ConstantOfShape``. A constant that is not a dense
+    tensor raises UnsupportedError.
     """
     if node.domain or len(node.output) != 1 or len(node.attribute) > 1:
         return None

@@ -38,8 +38,7 @@ class DecompositionBuilder(NodeBuilder):
     def operands(self, least: int, most: int) -> list[str]:
         """Return all operands, with empty names for omitted ones at the end.
 
-        Raises:
-            ModelError: The node has fewer than ``least`` or more than ``most`` operands.
+        Fewer than ``least`` or more than ``most`` operands raise ModelError.
         """
         names = [*self.node.inputs, *[""] * most][: max(most, len(self.node.inputs))]
         if len(self.node.inputs) > most or not all(names[:least]):
@@ -276,16 +275,8 @@ DECOMPOSITIONS = {
 def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
     """Return nodes with operators that ONNX Runtime executes and whose weights are constants.
 
-    Args:
-        nodes: Nodes, in topological order.
-        constants: Values by name; receives weights that were attributes, with names such as
-            ``<node>.coefficients``.
-
-    Returns:
-        The nodes, in topological order.
-
-    Raises:
-        UnsupportedError: A linear model has an unsupported output function.
+    The nodes are in topological order. ``constants`` receives weights that were attributes, with
+    names such as ``<node>.coefficients``.
     """
     result: list[Node] = []
     for node in nodes:

@@ -29,14 +29,7 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 def check_functions(model: onnx.ModelProto) -> None:
-    """Raise a ModelError if a function calls itself or expands to too many nodes.
-
-    Args:
-        model: The model as read.
-
-    Raises:
-        ModelError: A function exceeds the limit or calls itself; the message names it.
-    """
+    """Raise a ModelError if a function calls itself or expands to too many nodes."""
     nodes = {(f.domain, f.name, f.overload): list(all_nodes(f.node)) for f in model.functions}
     calls = {key: {_key(node) for node in inside} for key, inside in nodes.items()}
     try:
@@ -70,12 +63,7 @@ def _refuse_many(count: int, what: str) -> None:
 def check_sizes(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
     """Raise a ModelError for loops and values whose constant sizes exceed a limit.
 
-    Args:
-        graph: Graph with lifted constants; its bodies are checked, too.
-        constants: Values by name.
-
-    Raises:
-        ModelError: A number exceeds its limit; the message names the node.
+    The graph has lifted constants; its bodies are checked, too.
     """
     _check_nodes(graph.node, dict(constants), 1)
 

@@ -30,15 +30,8 @@ _WIDENED = frozenset(
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model in an operator set that ONNX Runtime can execute.
 
-    Args:
-        model: A model without functions, whose standard domain is ``""``.
-
-    Returns:
-        The model with its new operators replaced by their definitions, or ``model`` if it has no
-        new operator.
-
-    Raises:
-        ModelError: A new operator has no definition in older operators.
+    Definitions replace the operators that are too new; the result is ``model`` if there are none.
+    The model has no functions, and its standard domain is ``""``.
     """
     versions = {entry.domain: entry.version for entry in model.opset_import}
     with model_errors(

@@ -46,15 +46,7 @@ def describe(node: onnx.NodeProto) -> str:
 
 
 def refuse_repeated(names: Iterable[str], kind: str) -> None:
-    """Raise a ModelError if two names are equal.
-
-    Args:
-        names: The names.
-        kind: Plural noun for the names, for messages.
-
-    Raises:
-        ModelError: Two names are equal.
-    """
+    """Raise a ModelError if two names are equal; ``kind`` is the plural noun for the names."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ModelError(f"two {kind} of the model have the name '{twice[0]}'.")
@@ -63,11 +55,8 @@ def refuse_repeated(names: Iterable[str], kind: str) -> None:
 def sort_nodes(graph: onnx.GraphProto) -> None:
     """Sort the nodes of ``graph`` in topological order, in place.
 
-    Args:
-        graph: Graph with its inputs and initializers.
-
-    Raises:
-        ModelError: A name is defined twice, a value has no producer, or a value depends on itself.
+    A name with two definitions, a value without a producer, and a value that depends on itself
+    raise ModelError.
     """
     inputs = [entry.name for entry in graph.input]
     outputs = [entry.name for entry in graph.output]

@@ -22,10 +22,8 @@ _INITIAL = {3: 0, 4: 1}
 def separate_statistics(template: onnx.ModelProto, constants: dict[str, Array]) -> None:
     """Copy each constant that is both a weight and a running statistic, in place.
 
-    Args:
-        template: The model without the data of its initializers; receives an initializer for each
-            copy.
-        constants: Values by name; receives the copies, which share memory with the originals.
+    ``template`` has no data and receives an initializer for each copy; ``constants`` receives the
+    copies, which share memory with the originals.
     """
     graph = template.graph
     weights = {
@@ -49,11 +47,8 @@ def separate_normalizations(template: onnx.ModelProto, constants: dict[str, Arra
     """Copy each running statistic that several normalizations share unintentionally, in place.
 
     Normalizations share a statistic intentionally if they share all four operands and the statistic
-    has been trained. They are then uses of one normalization.
-
-    Args:
-        template: As for ``separate_statistics``, which was applied before.
-        constants: As for ``separate_statistics``.
+    has been trained. They are then uses of one normalization. Call ``separate_statistics`` before,
+    with the same arguments.
     """
     graph = template.graph
     used = _used_names(graph, constants)

@@ -54,21 +54,13 @@ def inference_nodes(graph: Graph) -> InferenceNodes:
 
 
 def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """Return a graph with normalizations and dropouts in training form.
+    """Return a graph with normalizations and dropouts in training form, and notes on the others.
 
     A ``BatchNormalization`` with constant running statistics normalizes with the statistics of the
     batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements;
     its generator has a fixed seed, so that runs are repeatable. Nodes in bodies do not change.
-
-    Args:
-        graph: Canonical graph.
-
-    Returns:
-        The graph, in which values have the same names, and notes on nodes that remain in the form
-        of inference. Each note is a sentence without its period.
-
-    Raises:
-        InputError: The graph has no normalization and no dropout.
+    Values keep their names. Each note is a sentence without its period about nodes that remain in
+    the form of inference. A graph without normalization and dropout raises InputError.
     """
     idle = inference_nodes(graph)
     changed = {node.name for node in (*idle.normalizations, *idle.dropouts)}

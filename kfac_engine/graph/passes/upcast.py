@@ -42,17 +42,11 @@ def in_single(array: Array) -> Array:
 
 
 def upcast(graph: onnx.GraphProto, constants: dict[str, Array]) -> dict[str, DType]:
-    """Convert all half-precision values of a graph to float32, in place.
+    """Convert all half-precision values of a graph and its bodies to float32, in place.
 
-    Args:
-        graph: Graph whose nodes, bodies and declarations are changed.
-        constants: Values of constants; half-precision ones are replaced by float32 copies.
-
-    Returns:
-        The types of the converted constants in the file, by name.
-
-    Raises:
-        UnsupportedError: A node reads the bits of a half-precision value.
+    Float32 copies replace the arrays in ``constants``. The result is the types of the converted
+    constants in the file, by name. A node that reads the bits of a half-precision value raises
+    UnsupportedError.
     """
     narrow = {name: array.dtype for name, array in constants.items() if array.dtype.name in _HALVES}
     for name in narrow:
@@ -70,17 +64,10 @@ def widened(array: Array) -> Array:
 
 
 def in_types(values: Mapping[str, Array], types: Mapping[str, DType]) -> dict[str, Array]:
-    """Return arrays in other element types.
+    """Return the arrays in the element types of ``types``.
 
-    Args:
-        values: Arrays by name.
-        types: New element types by name; arrays without an entry do not change.
-
-    Returns:
-        The arrays by name. Arrays without a new type are not copied.
-
-    Raises:
-        NonFiniteError: A number is too large for its new type.
+    An array without an entry is not copied. A number that is too large for its new type raises
+    NonFiniteError.
     """
     return {name: _in_type(name, array, types.get(name)) for name, array in values.items()}
 
@@ -103,15 +90,8 @@ def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
 def result_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
     """Return the element types of results that differ from those of the graph.
 
-    Args:
-        stored: Element types of the file, where they are narrower than those of the graph.
-        choice: ``"file"`` or ``"float32"``.
-
-    Returns:
-        ``stored`` for ``"file"``, an empty mapping for ``"float32"``.
-
-    Raises:
-        InputError: ``choice`` has another value.
+    These are the types that the file has stored for the choice ``"file"``, and none for
+    ``"float32"``.
     """
     if not isinstance(choice, str) or choice not in GRADIENT_DTYPES:
         raise InputError(
@@ -173,15 +153,9 @@ def _upcast_type(form: onnx.TypeProto) -> None:
 def with_borders(
     nodes: Iterable[Node], operands: Mapping[str, DType], results: Mapping[str, DType]
 ) -> list[Node]:
-    """Return the nodes of a graph with casts before and after them.
+    """Return float32 nodes with casts for operands and results of other element types.
 
-    Args:
-        nodes: Nodes in topological order; they compute in float32.
-        operands: Element types of inputs and constants with another type, by name.
-        results: Element types of results with another type, by name.
-
-    Returns:
-        The casts, and the nodes with new names for the float32 values.
+    ``operands`` and ``results`` map names to these types. The float32 values have new names.
     """
     nodes = tuple(nodes)
     used = {name for node in nodes for name in (*node.inputs, *node.outputs, *node.captures)}

@@ -25,9 +25,8 @@ _EXACT = 1 << 53
 def settle_places(model: onnx.ModelProto, constants: dict[str, Array]) -> None:
     """Replace nodes that compute the bounds of slices of weights by constants, in place.
 
-    Args:
-        model: Model with nodes in topological order, whose small constants are declared.
-        constants: Values of constants, by name; receives the bounds.
+    The nodes are in topological order, and the small constants are declared. ``constants`` receives
+    the bounds.
     """
     graph = model.graph
     places = set(_places(graph, constants)) - {entry.name for entry in graph.output}
