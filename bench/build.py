@@ -1,8 +1,9 @@
 """Time until a model is ready: reading, rewriting, layer discovery, sessions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.console import Console
 from kfac_engine._types import Array
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.bench.nodes import run_nodes
-from kfac_engine.bench.report import print_table
+from kfac_engine.bench.report import Form, spread_cells
 from kfac_engine.bench.scaling import Point
 from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.engine.engine import Engine
@@ -38,6 +39,13 @@ class Stage:
     seconds: Spread
 
 
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [row["network"], row["stage"], *spread_cells(row["seconds"])]
+
+
+FORM = Form(("network", "stage"), ("ms", "quartiles"), _cells)
+
+
 def run_build(console: Console, name: str) -> list[Stage | Point]:
     """Time the construction of engines for two networks and long chains, and print two tables.
 
@@ -49,13 +57,7 @@ def run_build(console: Console, name: str) -> list[Stage | Point]:
         The rows of the tables.
     """
     stages = [stage for network, make in NETWORKS.items() for stage in measure_build(network, make)]
-    rows = [
-        (row.network, row.stage, f"{row.seconds.median:.2f}",
-         f"{row.seconds.low:.2f} – {row.seconds.high:.2f}")
-        for row in stages
-    ]  # fmt: skip
-    heads = ("network", "stage"), ("seconds", "quartiles")
-    print_table(console, f"Suite {name}", heads, rows)
+    FORM.show(console, f"Suite {name}", stages)
     return [*stages, *run_nodes(console, name)]
 
 

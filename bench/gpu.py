@@ -4,9 +4,10 @@
 checkout, ``peers.torch_gpu`` does the same work where torch is installed and sees the device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from rich.console import Console
 
@@ -16,13 +17,30 @@ from kfac_engine.bench.gpu_counts import Sizes
 from kfac_engine.bench.gpu_kernels import kernel_works
 from kfac_engine.bench.gpu_meter import GpuRow, Meter
 from kfac_engine.bench.gpu_network import GpuPeer, factor_works, refresh_works
-from kfac_engine.bench.report import print_table
+from kfac_engine.bench.report import Form
 from kfac_engine.bench.resnet50 import Layer, resnet50
 
 _BATCH = 32
-_HEADS = ("ms", "quartiles", "floor ms", "of floor", "ours ÷ this", "error", "pool MB")
 # Backends by kind of products; the first also does the work that does not depend on it.
 _BACKENDS = ("cupy", "cupy-fp32", "cupy-tf32")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    times = row["seconds"]
+    return [
+        row["case"], row["contender"], f"{1e3 * times['median']:.3f}",
+        f"{1e3 * times['low']:.3f} – {1e3 * times['high']:.3f}", f"{1e3 * row['floor']:.3f}",
+        f"{row['fraction']:.0%}", f"{row['ratio']:.2f}",
+        "" if row["error"] is None else f"{row['error']:.0e}",
+        f"{row['pool_bytes'] / 1e6:.0f}", row["device"],
+    ]  # fmt: skip
+
+
+FORM = Form(
+    ("case", "contender"),
+    ("ms", "quartiles", "floor ms", "of floor", "ours ÷ this", "error", "pool MB", "device"),
+    _cells,
+)
 
 
 def run_gpu(console: Console, name: str) -> list[GpuRow]:
@@ -45,8 +63,7 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
         console.print(f"ceiling: {2e-12 * rate:.1f} TFLOP/s in {kind}")
     console.print(f"ceiling: {1e-12 * meter.rates.copied_bytes:.2f} TB/s (copy)")
     rows = [*meter.ceiling_rows(), *measure_gpu(meter, resnet50(), _BATCH, Sizes(), peer)]
-    cells = [(row.case, row.contender, *_cells(row)) for row in rows]
-    print_table(console, f"Suite {name}", (("case", "contender"), _HEADS), cells)
+    FORM.show(console, f"Suite {name}", rows)
     return rows
 
 
@@ -89,16 +106,3 @@ def _on_gpu(name: str) -> CupyBackend:
     backend = select(name)
     assert isinstance(backend, CupyBackend)  # or select has raised
     return backend
-
-
-def _cells(row: GpuRow) -> tuple[str, ...]:
-    times = row.seconds
-    return (
-        f"{1e3 * times.median:.3f}",
-        f"{1e3 * times.low:.3f} – {1e3 * times.high:.3f}",
-        f"{1e3 * row.floor:.3f}",
-        f"{row.fraction:.0%}",
-        f"{row.ratio:.2f}",
-        "" if row.error is None else f"{row.error:.0e}",
-        f"{row.pool_bytes / 1e6:.0f}",
-    )

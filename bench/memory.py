@@ -2,13 +2,15 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
 from kfac_engine.bench.environment import answer_of
 from kfac_engine.bench.jobs import DECAY
-from kfac_engine.bench.report import print_table
+from kfac_engine.bench.report import Form
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
@@ -40,11 +42,13 @@ class Peak:
     announced: int
     measured: int
 
-    @property
-    def ratio(self) -> str:
-        """Measured divided by announced bytes, with a mark if it exceeds 1."""
-        mark = " !" if self.measured > self.announced else ""
-        return f"{self.measured / self.announced:.2f}{mark}"
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    announced, measured = row["announced"] / 1e6, row["measured"] / 1e6
+    return [row["case"], f"{announced:.0f}", f"{measured:.0f}", f"{measured / announced:.2f}"]
+
+
+FORM = Form(("case",), ("announced MB", "measured MB", "measured ÷ announced"), _cells)
 
 
 def run_memory(console: Console, name: str) -> list[Peak]:
@@ -58,12 +62,7 @@ def run_memory(console: Console, name: str) -> list[Peak]:
         The rows of the table.
     """
     peaks = [in_new_process(*case) for case in CASES]
-    heads = ("case",), ("announced MB", "measured MB", "measured ÷ announced")
-    rows = [
-        (peak.case, f"{peak.announced / 1e6:.0f}", f"{peak.measured / 1e6:.0f}", peak.ratio)
-        for peak in peaks
-    ]
-    print_table(console, f"Suite {name}", heads, rows)
+    FORM.show(console, f"Suite {name}", peaks)
     return peaks
 
 

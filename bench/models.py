@@ -7,7 +7,7 @@ thread; times are CPU seconds.
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from time import process_time
@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from kfac_engine.bench.environment import answer_of
-from kfac_engine.bench.report import print_table
+from kfac_engine.bench.report import Form
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.errors import InputError
@@ -34,13 +34,9 @@ _OPTIMIZERS: Mapping[str, Callable[[Engine], Optimizer]] = {
     "AdamW": lambda engine: AdamW(engine, learning_rate=RATE),
     "K-FAC": KfacOptimizer,
 }
+
+
 # Columns of text, and of numbers.
-HEADS = ["model", "optimizer"], [
-    "parameters", "build s", "first step s", "step s", "mean step s", "× first row",
-    "announced GB", "peak GB", "loss",
-]  # fmt: skip
-
-
 class Answer(NamedTuple):
     """Steps of an optimizer, as a process tells them.
 
@@ -92,6 +88,26 @@ class ModelSteps:
     losses: Sequence[float]
 
 
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    announced, (first, last) = row["announced"], row["losses"]
+    return [
+        row["model"], row["optimizer"], f"{row['parameters'] / 1e6:.1f} M", f"{row['build']:.1f}",
+        f"{row['first']:.2f}", f"{row['step']:.2f}", f"{row['mean']:.2f}", f"{row['ratio']:.2f}",
+        f"{announced / 1e9:.2f}" if announced else "", f"{row['peak'] / 1e9:.2f}",
+        f"{first:.3f} → {last:.3f}",
+    ]  # fmt: skip
+
+
+FORM = Form(
+    ("model", "optimizer"),
+    (
+        "parameters", "build s", "first step s", "step s", "mean step s", "× first row",
+        "announced GB", "peak GB", "loss",
+    ),
+    _cells,
+)  # fmt: skip
+
+
 def run_models(
     console: Console, name: str, folder: Path | None, *, with_torch: bool = False
 ) -> list[ModelSteps]:
@@ -125,19 +141,8 @@ def run_models(
         for optimizer in _OPTIMIZERS:
             answers[optimizer] = answer_of("models", path, optimizer, threads=1)
         rows += _rows(path.stem, answers)
-    print_table(console, f"Suite {name}", HEADS, [cells(asdict(row)) for row in rows])
+    FORM.show(console, f"Suite {name}", rows)
     return rows
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a row, as a dictionary, below ``HEADS``."""
-    announced, (first, last) = row["announced"], row["losses"]
-    return [
-        row["model"], row["optimizer"], f"{row['parameters'] / 1e6:.1f} M", f"{row['build']:.1f}",
-        f"{row['first']:.2f}", f"{row['step']:.2f}", f"{row['mean']:.2f}", f"{row['ratio']:.2f}",
-        f"{announced / 1e9:.2f}" if announced else "", f"{row['peak'] / 1e9:.2f}",
-        f"{first:.3f} → {last:.3f}",
-    ]  # fmt: skip
 
 
 def batch_of(path: Path) -> tuple[dict[str, Any], Any]:

@@ -1,7 +1,8 @@
 """Output of measurements: tables on the terminal, JSON in files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kfac_engine.bench.timing import Spread
+from kfac_engine.bench.timing import Spread, milliseconds
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import write_file
 
@@ -20,6 +21,32 @@ Kind = TypeVar("Kind")
 _ANY_WIDTH = 10_000
 # Facts that must be equal for measurements in one file.
 _SAME = ("processor", "packages", "blas", "threads")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The table of a kind of rows, on a terminal and in Markdown.
+
+    Attributes:
+        texts: Heads of the columns of text.
+        numbers: Heads of the columns of numbers, which follow.
+        cells: Return the cells of a row, which is a dictionary as in a JSON file.
+    """
+
+    texts: Sequence[str]
+    numbers: Sequence[str]
+    cells: Callable[[Mapping[str, Any]], Sequence[str]]
+
+    def show(self, console: Console, title: str, rows: Sequence[Any]) -> None:
+        """Print rows, which are dataclasses."""
+        cells = [self.cells(asdict(row)) for row in rows]
+        print_table(console, title, (self.texts, self.numbers), cells)
+
+
+def spread_cells(seconds: Mapping[str, float]) -> tuple[str, str]:
+    """Return the median and the quartiles of a spread in milliseconds."""
+    median, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
+    return median, f"{low} – {high}"
 
 
 def print_table(

@@ -10,11 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 
 from kfac_engine.bench.environment import answer_of, keep_to_cores
-from kfac_engine.bench.report import print_table
+from kfac_engine.bench.report import Form, spread_cells
 from kfac_engine.bench.resource_usage import used
 from kfac_engine.bench.scaling_fit import fitted, growth
 from kfac_engine.bench.step_networks import Network, classifier, filters
@@ -113,6 +114,18 @@ class Point:
     memory_expected: float
 
 
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["axis"], str(row["size"]), *spread_cells(row["seconds"]),
+        f"{row['peak_bytes'] / 1e6:.0f}",
+        growth(row["exponent"], row["expected"]),
+        growth(row["memory_exponent"], row["memory_expected"]),
+    ]  # fmt: skip
+
+
+FORM = Form(("axis",), ("size", "ms", "quartiles", "peak MB", "time grows as", "memory as"), _cells)
+
+
 def _classes(count: int) -> Shape:
     # The factor of the last layer has ``count`` rows: only the first layer is trained.
     return Shape(classes=count, batch=64, layers=1, mode="exact", trained=("0.*",))
@@ -159,19 +172,8 @@ def run_scaling(
         The points.
     """
     points = [point for axis in axes for point in along(axis, threads, rounds)]
-    heads = ("axis",), ("size", "ms", "quartiles", "peak MB", "time grows as", "memory as")
-    print_table(console, f"Suite {name}", heads, [_cells(point) for point in points])
+    FORM.show(console, f"Suite {name}", points)
     return points
-
-
-def _cells(point: Point) -> tuple[str, ...]:
-    times = point.seconds
-    return (
-        point.axis, str(point.size), f"{1e3 * times.median:.1f}",
-        f"{1e3 * times.low:.1f} – {1e3 * times.high:.1f}", f"{point.peak_bytes / 1e6:.0f}",
-        growth(point.exponent, point.expected),
-        growth(point.memory_exponent, point.memory_expected),
-    )  # fmt: skip
 
 
 def along(axis: str, threads: int, rounds: int) -> list[Point]:

@@ -15,12 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.bench import models
+from kfac_engine.bench import build, gpu, memory, models, scaling
 from kfac_engine.bench.contenders import OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
+from kfac_engine.bench.report import Form, spread_cells
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
-from kfac_engine.bench.scaling_fit import growth
 from kfac_engine.bench.timing import milliseconds
+from kfac_engine.bench.training import tables as training
 from scripts import bench_goals, training_tables, uses_tables
 from scripts.markdown import table
 
@@ -277,10 +278,10 @@ def _extremes(suites: Mapping[str, Sequence[tuple[str, Mapping[str, Mapping[str,
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for number, (mark, alike) in enumerate(groupby(rows, key=_mark)):
         kind = list(alike)
-        heads, cells = FORMS.get(mark, (list(kind[0]), _any))
+        form = FORMS.get(mark, Form(list(kind[0]), (), _any))
         if number:
             yield ""
-        yield from table(heads, map(cells, kind))
+        yield from table((*form.texts, *form.numbers), map(form.cells, kind))
 
 
 def _mark(row: Mapping[str, Any]) -> str:
@@ -288,17 +289,10 @@ def _mark(row: Mapping[str, Any]) -> str:
     return next((mark for mark in FORMS if mark in row), "")
 
 
-COMPARISON = [
-    "case", "contender", "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s",
-    "of ceiling", "peak MB", "error", "others",
-]  # fmt: skip
-
-
 def _comparison(row: Mapping[str, Any]) -> list[str]:
-    times = row["seconds"]
     rate = row["rate"]
     return [
-        row["case"], row["contender"], *_times(times), str(row["runs"]),
+        row["case"], row["contender"], *spread_cells(row["seconds"]), str(row["runs"]),
         milliseconds(row["cpu_seconds"]), f"{row['ratio']:.2f}",
         f"{2e-9 * rate:.0f}" if rate else "", f"{row['fraction']:.0%}" if rate else "",
         f"{row['peak_bytes'] / 1e6:.0f}",
@@ -307,65 +301,24 @@ def _comparison(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-GPU = [
-    "case", "contender", "ms", "quartiles", "floor ms", "of floor", "ours ÷ this", "error",
-    "pool MB", "device",
-]  # fmt: skip
-
-
-def _gpu(row: Mapping[str, Any]) -> list[str]:
-    times = row["seconds"]
-    return [
-        row["case"], row["contender"], f"{1e3 * times['median']:.3f}",
-        f"{1e3 * times['low']:.3f} – {1e3 * times['high']:.3f}", f"{1e3 * row['floor']:.3f}",
-        f"{row['fraction']:.0%}", f"{row['ratio']:.2f}",
-        "" if row["error"] is None else f"{row['error']:.0e}",
-        f"{row['pool_bytes'] / 1e6:.0f}", row["device"],
-    ]  # fmt: skip
-
-
-MEMORY = ["case", "announced MB", "measured MB", "measured ÷ announced"]
-
-
-def _memory(row: Mapping[str, Any]) -> list[str]:
-    announced, measured = row["announced"] / 1e6, row["measured"] / 1e6
-    return [row["case"], f"{announced:.0f}", f"{measured:.0f}", f"{measured / announced:.2f}"]
-
-
-GROWTH = ["axis", "size", "ms", "quartiles", "peak MB", "time grows as", "memory as"]
-
-
-def _growth(row: Mapping[str, Any]) -> list[str]:
-    return [
-        row["axis"], str(row["size"]), *_times(row["seconds"]), f"{row['peak_bytes'] / 1e6:.0f}",
-        growth(row["exponent"], row["expected"]),
-        growth(row["memory_exponent"], row["memory_expected"]),
-    ]  # fmt: skip
-
-
-BUILD = ["network", "stage", "ms", "quartiles"]
-
-
-def _build(row: Mapping[str, Any]) -> list[str]:
-    return [row["network"], row["stage"], *_times(row["seconds"])]
-
-
-def _times(seconds: Mapping[str, float]) -> tuple[str, str]:
-    """Return the median and the quartiles in milliseconds."""
-    median, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
-    return median, f"{low} – {high}"
-
-
-# Map from a field that only rows of one kind have to the heads and cells of its table.
-FORMS: Mapping[str, tuple[list[str], Callable[[Mapping[str, Any]], list[str]]]] = {
-    "optimizer": ([*models.HEADS[0], *models.HEADS[1]], models.cells),
-    "cpu_seconds": (COMPARISON, _comparison),
-    "floor": (GPU, _gpu),
-    "announced": (MEMORY, _memory),
-    "exponent": (GROWTH, _growth),
-    "stage": (BUILD, _build),
-    "losses": (training_tables.RESULTS, training_tables.result_cells),
-    training_tables.RIVAL: (training_tables.COMPARISONS, training_tables.comparison_cells),
+_COMPARISON = Form(
+    ("case", "contender"),
+    (
+        "ms", "quartiles", "runs", "cpu ms", "ours ÷ this", "GFLOP/s", "of ceiling", "peak MB",
+        "error", "others",
+    ),
+    _comparison,
+)  # fmt: skip
+# Map from a field that only rows of one kind have to the form of its table.
+FORMS: Mapping[str, Form] = {
+    "optimizer": models.FORM,
+    "cpu_seconds": _COMPARISON,
+    "floor": gpu.FORM,
+    "announced": memory.FORM,
+    "exponent": scaling.FORM,
+    "stage": build.FORM,
+    "losses": training.RESULTS,
+    training_tables.RIVAL: training.COMPARISONS,
 }
 
 

@@ -6,52 +6,21 @@ from math import exp, log
 from typing import Any
 
 from kfac_engine.bench.training.run import budget_text
+from kfac_engine.bench.training.tables import COMPARISONS, formatted
 from scripts.markdown import table
 
-RESULTS = [
-    "task", "method", "rate, schedule", "budget", "steps", "ms a step", "loss", "all seeds",
-    "last ÷ lowest", "accuracy", "runs that died",
-]  # fmt: skip
-COMPARISONS = [
-    "task", "rival", "its loss", "K-FAC, s", "÷ rival's", "steps", "÷ rival's",
-    "loss ÷ rival's, equal time", "accuracy, points",
-]  # fmt: skip
 # A field that only comparisons have.
 RIVAL = "rival"
-
-
-def result_cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a row of losses under ``RESULTS``."""
-    accuracy, rise = row["accuracy"], row.get("rise")  # older reports have no rise
-    return [
-        row["task"], row["method"], row["setting"], _budget(row, "seconds", "budget_steps"),
-        f"{row['steps']:g}",
-        f"{row['milliseconds']:.1f}", f"{row['loss']:.4g}",
-        ", ".join(f"{loss:.4g}" for loss in row["losses"]), _number(rise, ".2f"),
-        "" if accuracy is None else f"{accuracy:.2%}", str(row["died"] or ""),
-    ]  # fmt: skip
-
-
-def comparison_cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a comparison under ``COMPARISONS``."""
-    variant = "" if row["method"] == "kfac" else f" ({row['method']})"
-    return [
-        row["task"], f"{row['rival']}, {_budget(row, 'rival_seconds', 'rival_steps')}{variant}",
-        f"{row['level']:.4g}",
-        _number(row["seconds"], ".1f", "not reached"), _number(row["seconds_ratio"], ".2f"),
-        _number(row["steps"], ".0f"), _number(row["steps_ratio"], ".2f"),
-        _number(row["loss_ratio"], ".3f"), _number(row["accuracy_gain"], "+.2f"),
-    ]  # fmt: skip
 
 
 def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table of comparisons; a task is named in its first row."""
     lines = []
-    chosen = (comparison_cells(row) for row in rows if RIVAL in row)
+    chosen = (COMPARISONS.cells(row) for row in rows if RIVAL in row)
     for _, cells_of_task in groupby(chosen, key=lambda cells: cells[0]):
         for number, (task, *cells) in enumerate(cells_of_task):
             lines.append(["" if number else task, *cells])
-    return [*table(COMPARISONS, lines)]
+    return [*table((*COMPARISONS.texts, *COMPARISONS.numbers), lines)]
 
 
 def quotients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -80,7 +49,7 @@ def quotients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for task in dict.fromkeys(task for task, _ in ours):
         row = ours[task, 0]
         cells = [task, f"{row['steps']:g}", f"{row['loss']:.4g}"]
-        cells += [_number(compared.get((task, *column)), ".3f") for column in columns]
+        cells += [formatted(compared.get((task, *column)), ".3f") for column in columns]
         cells += [f"{ours[task, steps]['rise']:.2f}" for steps in budgets]
         lines.append(cells)
     means = []
@@ -112,12 +81,3 @@ def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, s
         times = f"{needed:.1f} s", f"{row['seconds']:.1f} s"
         lines.append((label, *times, f"{row['seconds_ratio']:.2f}"))
     return [*table(("task", "Adam", "K-FAC", "ratio"), lines)]
-
-
-def _budget(row: Mapping[str, Any], seconds: str, steps: str) -> str:
-    """Return the budget of a row; older reports have seconds alone."""
-    return budget_text(row[seconds], row.get(steps, 0))
-
-
-def _number(value: float | None, form: str, missing: str = "") -> str:
-    return missing if value is None else format(value, form)

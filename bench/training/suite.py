@@ -19,7 +19,7 @@ from kfac_engine.bench.training.plan import Group, all_tasks, final_runs, groups
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
 from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, group_row
-from kfac_engine.bench.training.tables import print_comparisons, print_results
+from kfac_engine.bench.training.tables import COMPARISONS, RESULTS
 from kfac_engine.bench.training.tasks import OF_TEXT
 from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import BackendError, InputError
@@ -108,8 +108,9 @@ def run_training(
     results = suite.results(chosen)
     rows = [group_row(group, runs) for group, runs in results.items()]
     comparisons = compare(results)
-    print_results(console, rows)
-    print_comparisons(console, comparisons)
+    RESULTS.show(console, "Suite train: validation losses, medians over the seeds", rows)
+    title = "Suite train: K-FAC until it reaches the loss of a rival"
+    COMPARISONS.show(console, title, comparisons)
     if folder is not None:
         draw_curves(folder, results)
     return [*rows, *comparisons]

@@ -86,8 +86,8 @@ def test_the_best_rate_of_the_first_seed_runs_with_all_seeds(tmp_path, capsys):
     assert comparison.loss_ratio == pytest.approx(0.1)
     printed = capsys.readouterr().out
     assert "4 runs of 8 CPU seconds follow" in printed
-    assert "muon 0.01 tail" in printed
-    assert "1.98" in printed
+    assert "0.01 tail" in printed
+    assert "2.0" in printed
 
 
 def test_runs_in_the_file_are_skipped(tmp_path, monkeypatch):
