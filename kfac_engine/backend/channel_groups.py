@@ -125,21 +125,10 @@ def split_features(rows: Array, groups: int, taps: int) -> Array:
 def check_group_shape(
     x: Array, window: Window, out: Array, columns: int, *, homogeneous: bool
 ) -> int:
-    """Return the number of features of a group if ``out`` has the shape of the result.
+    """Return the number of features of a group, including the homogeneous coordinate.
 
-    Args:
-        x: Images.
-        window: Geometry.
-        out: Array for the result.
-        columns: Columns of the result of one group.
-        homogeneous: Whether a 1 is appended to each row.
-
-    Returns:
-        Features of a group, including the homogeneous coordinate.
-
-    Raises:
-        ShapeError: ``out`` is not ``(groups, rows, columns)`` and C-contiguous, or the number of
-            channels is not a multiple of the number of groups.
+    Raise ``ShapeError`` unless ``out`` is C-contiguous with shape ``(groups, features, columns)``
+    and the groups divide the channels of ``x``.
     """
     groups, channels = len(out), int(x.shape[1])
     rows: int = window.taps * channels // groups + homogeneous

@@ -122,16 +122,11 @@ def first_taps(offset: int, kernel: int) -> range:
 def line_products(
     window: Window, spatial_shape: tuple[int, ...], *, joined: bool
 ) -> tuple[OffsetGroup, ...]:
-    """Return the products whose sums are the blocks of a patch Gram matrix.
+    """Return the products whose sums are the blocks of a patch Gram matrix; all strides are one.
 
-    Args:
-        window: Geometry; all strides are one.
-        spatial_shape: Shape of the images.
-        joined: Whether all offsets along a line are one product.
-
-    Returns:
-        Groups of offsets, the most expensive first: offsets with equal leading offset if joined,
-        else each offset alone. Their blocks are all blocks on and below the diagonal.
+    Their blocks are all blocks on and below the diagonal. If ``joined``, all offsets along a line
+    are one product, and a group has the offsets with equal leading offset. Otherwise each offset is
+    a group. The most expensive group is first.
     """
     groups = []
     for leading in dict.fromkeys(offset[:-1] for offset in kernel_offsets(window)):
@@ -145,13 +140,9 @@ def line_products(
 
 
 def border_strips(groups: Sequence[OffsetGroup]) -> list[range]:
-    """Return strips of the last axis that contain all negative terms with their partners.
+    """Return disjoint strips of the last axis that contain all negative terms with their partners.
 
-    Args:
-        groups: Groups of ``line_products``.
-
-    Returns:
-        Disjoint ranges; one of them contains each negative segment together with its partners.
+    One strip contains each negative segment together with its partners.
     """
     products = (part for group in groups for part in group.products if part.sign < 0)
     spans = sorted(

@@ -37,14 +37,10 @@ class MemorySpace(Protocol):
         """Return a hash of the identity."""
 
     def as_feed(self, value: Any) -> Array:
-        """Convert an array of any library to an array that sessions can read.
+        """Convert an array of any library, or nested numbers, to an array that sessions can read.
 
-        Args:
-            value: Array of any library, or a nested sequence of numbers.
-
-        Returns:
-            A C-contiguous array in this memory space, which may be ``value``. Text and small
-            integers (``stays_on_host``) become arrays of the host.
+        The result is C-contiguous in this memory space, and may be ``value``. Text and small
+        integers (``stays_on_host``) become arrays of the host.
         """
 
     def to_device(self, value: Any) -> Array:
@@ -119,11 +115,6 @@ HOST: Final[MemorySpace] = HostMemory()
 def stays_on_host(dtype: DType, rank: int) -> bool:
     """Return whether a value stays on the host, where operators read counts and shapes.
 
-    Args:
-        dtype: Element type of the value.
-        rank: Number of axes of the value.
-
-    Returns:
-        True for integers and truth values with at most one axis.
+    These are integers and truth values with at most one axis.
     """
     return dtype.kind in "biu" and rank <= 1

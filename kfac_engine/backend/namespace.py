@@ -16,16 +16,9 @@ _RECORDED = "kfac_engine"  # arrays of training files, which bring their functio
 
 
 def array_module(array: Array) -> ModuleType:
-    """Return the module of an array, which is ``numpy`` or ``cupy``.
+    """Return the module of an array, ``numpy`` or ``cupy``.
 
-    Args:
-        array: An array or scalar of either library.
-
-    Returns:
-        The top-level module.
-
-    Raises:
-        InputError: The object belongs to neither library.
+    ``InputError`` is raised if the object belongs to neither library.
     """
     if isinstance(array, np.ndarray | np.generic):
         return np
@@ -54,16 +47,8 @@ def on_device(array: Array) -> bool:
 def as_array(value: Any) -> Array:
     """Return an array of NumPy or CuPy unchanged, and other objects as NumPy arrays.
 
-    Memory is shared if possible.
-
-    Args:
-        value: An array of any library, a number, or nested lists of numbers.
-
-    Returns:
-        The array.
-
-    Raises:
-        InputError: The array has a mask, or NumPy cannot convert the object.
+    Memory is shared if possible. ``InputError`` is raised if the array has a mask, or if NumPy
+    cannot convert the object.
     """
     refuse_mask(value)
     if isinstance(value, np.ndarray) or _library(value) in ("cupy", _RECORDED):
@@ -116,34 +101,18 @@ def read_only(array: Array) -> Array:
 
 
 def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return values with arrays of a device copied to the host, and other values unchanged.
+    """Return values by name with arrays of a device copied to the host, and other values unchanged.
 
-    Args:
-        values: Name to array of any library, or to an object that NumPy converts.
-        backend: Backend that reads arrays of the device.
-
-    Returns:
-        Name to value.
-
-    Raises:
-        InputError: ``values`` is not a mapping.
+    ``InputError`` is raised if ``values`` is not a mapping.
     """
     shared = in_library(values, backend)
     return {n: backend.to_numpy(shared[n]) if _is_foreign(v) else v for n, v in values.items()}
 
 
 def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return values with device arrays of any library as arrays of the backend.
+    """Return values by name with device arrays of any library as arrays of the backend.
 
-    Args:
-        values: Name to array of any library, or to an object that NumPy converts.
-        backend: Backend that reads the arrays, without a copy if possible.
-
-    Returns:
-        Name to value.
-
-    Raises:
-        InputError: ``values`` is not a mapping.
+    Arrays are not copied if possible. ``InputError`` is raised if ``values`` is not a mapping.
     """
     if not isinstance(values, Mapping):
         raise InputError(

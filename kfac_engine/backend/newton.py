@@ -18,21 +18,14 @@ _LAST_STEPS = 7
 
 
 def inverse_roots(stack: Array, degree: int, norms: Array, steps: int, xp: ModuleType) -> Array:
-    """Return ``A^(−1/degree)`` of each matrix of a stack.
+    """Return ``A^(−1/degree)`` of each matrix of a stack, symmetric.
 
     The iteration updates ``M = X^degree A``, which converges to the identity while ``X`` converges
     to the root. It is stable because ``M`` is updated and not recomputed from ``X``.
 
-    Args:
-        stack: ``(n, d, d)``, symmetric and positive definite.
-        degree: Degree of the root, at least one.
-        norms: ``(n,)``, bounds of the largest eigenvalues.
-        steps: Number of steps; see ``steps_for``.
-        xp: The array library.
-
-    Returns:
-        ``(n, d, d)``, symmetric; unspecified if the matrix is not positive definite or if ``steps``
-        is too small, see ``residuals``.
+    The stack is ``(n, d, d)``, symmetric and positive definite; ``norms`` are bounds of the largest
+    eigenvalues. A root is unspecified if its matrix is not positive definite or if there are fewer
+    steps than ``steps_for`` returns; see ``residuals``.
     """
     eye = xp.eye(stack.shape[1], dtype=stack.dtype)
     # Eigenvalues of M begin in (0, (degree + 1) / 2]; below degree + 1 all of them converge.
@@ -48,20 +41,11 @@ def inverse_roots(stack: Array, degree: int, norms: Array, steps: int, xp: Modul
 
 
 def residuals(roots: Array, stack: Array, degree: int, xp: ModuleType) -> Array:
-    """Return bounds of the relative errors of ``inverse_roots``, in the Frobenius norm.
+    """Return bounds ``(n,)`` of the relative errors of ``inverse_roots``, in the Frobenius norm.
 
     The bound is the norm of ``R = X^degree A − I``. An iterate is a polynomial of ``A``, so
     ``X = A^(−1/degree) (I + R)^(1/degree)``, and ``|(1 + r)^(1/degree) − 1| ≤ |r|`` for each
-    eigenvalue ``r > −1`` of ``R``.
-
-    Args:
-        roots: ``(n, d, d)``, from ``inverse_roots``.
-        stack: ``(n, d, d)``, the matrices.
-        degree: Degree of the roots.
-        xp: The array library.
-
-    Returns:
-        ``(n,)``; NaN for a root with NaN.
+    eigenvalue ``r > −1`` of ``R``. The bound of a root with NaN is NaN.
     """
     eye = xp.eye(stack.shape[1], dtype=stack.dtype)
     norms: Array = xp.linalg.norm(_power(roots, degree) @ stack - eye, axis=(1, 2))
@@ -71,15 +55,9 @@ def residuals(roots: Array, stack: Array, degree: int, xp: ModuleType) -> Array:
 def steps_for(condition: float, degree: int) -> float:
     """Return the number of steps after which an inverse root is exact up to rounding.
 
-    In each step, the smallest eigenvalue of ``M`` grows by a factor of nearly ``(1 +
-    1/degree)^degree``.
-
-    Args:
-        condition: Largest over smallest eigenvalue, or a bound of it.
-        degree: Degree of the root.
-
-    Returns:
-        A whole number; infinity for a singular matrix.
+    In each step, the smallest eigenvalue of ``M`` grows by a factor of nearly
+    ``(1 + 1/degree)^degree``. ``condition`` is the largest over the smallest eigenvalue, or a bound
+    of it. The result is infinity for a singular matrix.
     """
     if not condition < inf:
         return inf

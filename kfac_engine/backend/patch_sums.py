@@ -21,31 +21,18 @@ _SUM_NUMBERS = 1 << 21
 
 
 def patch_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
-    """Return the sum of all patches of all images.
+    """Return the sum of all patches of all images, ``(taps·channels,)``, tap-major, float64.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides.
-        window: Geometry.
-        dtype: Element type in which groups of images are summed.
-        xp: The array library.
-
-    Returns:
-        ``(taps·channels,)``, tap-major, float64.
+    The images are ``(n, channels, *spatial_shape)`` with any strides. Groups of images are summed
+    in ``dtype``.
     """
     return _summed(x, window, xp, lambda images: images.sum(axis=0, dtype=dtype))
 
 
 def row_sums(x: Array, window: Window, dtype: DType, xp: ModuleType) -> Array:
-    """Return the sum of the patches of each image.
+    """Return the sum of the patches of each image, ``(n, taps·channels)``, in ``dtype``.
 
-    Args:
-        x: As for ``patch_sums``.
-        window: Geometry.
-        dtype: Element type of the sums.
-        xp: The array library.
-
-    Returns:
-        ``(n, taps·channels)``, tap-major, in ``dtype``.
+    Features are tap-major.
     """
     sums_by_tap: Array = _by_taps(x.astype(dtype, copy=False), window, xp).reshape(len(x), -1)
     return sums_by_tap
@@ -56,16 +43,8 @@ def add_patch_squares(
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z²`` over all patches, entry by entry, in place.
 
-    Args:
-        x: As for ``patch_sums``.
-        window: Geometry.
-        out: ``(taps·channels,)``, contiguous; squares are computed in its element type.
-        xp: The array library.
-        alpha: Scale of the new squares.
-        beta: Scale of the old squares; zero overwrites.
-
-    Raises:
-        ShapeError: ``out`` has another shape.
+    ``out`` is ``(taps·channels,)``, contiguous; squares are computed in its element type. A
+    ``beta`` of zero overwrites.
     """
     check_feature_vector(x, window, out)
 
@@ -79,16 +58,7 @@ def add_patch_squares(
 
 
 def check_feature_vector(x: Array, window: Window, out: Array) -> None:
-    """Check that an array is contiguous and has one entry for each feature of a patch.
-
-    Args:
-        x: Images.
-        window: Geometry.
-        out: The array.
-
-    Raises:
-        ShapeError: ``out`` is not ``(taps·channels,)`` or not contiguous.
-    """
+    """Raise ``ShapeError`` unless ``out`` is contiguous with shape ``(taps·channels,)``."""
     expected = (window.taps * x.shape[1],)
     if out.shape != expected or not out.flags.c_contiguous:
         raise ShapeError(
@@ -102,11 +72,8 @@ def _summed(
 ) -> Array:
     """Return the sum over all patches of a function of the pixels, ``(taps·channels,)``.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``.
-        window: Geometry.
-        xp: The array library.
-        add_images: Returns the sum of the function over the first axis of a part of ``x``.
+    ``add_images`` returns the sum of the function over the first axis of a part of ``x``,
+    ``(n, channels, *spatial_shape)``.
     """
     sums_by_tap = []
     for channels in _channel_groups(x.shape[1:]):

@@ -35,22 +35,15 @@ class LinearAlgebra(Protocol):
     def begin_damped_inverses(
         self, matrices: Sequence[Array], dampings: Sequence[float]
     ) -> Callable[[], list[Array]]:
-        """Start to compute ``(matrix + damping·I)⁻¹`` of each matrix.
+        """Start to compute ``(matrix + damping·I)⁻¹`` of each symmetric matrix.
 
-        If rounding made a matrix indefinite, its damping is multiplied by ten, up to three times.
-        If that fails, negative eigenvalues are replaced with zero. The result is never NaN.
+        The returned function waits for the inverses, symmetric. Do not change the matrices before
+        it was called. If rounding made a matrix indefinite, its damping is multiplied by ten, up to
+        three times. If that fails, negative eigenvalues are replaced with zero. The result is never
+        NaN.
 
-        Args:
-            matrices: Symmetric, ``(d, d)`` each. Do not change them before the returned function
-                was called.
-            dampings: The damping of each matrix.
-
-        Returns:
-            A function that waits for the inverses and returns them, symmetric.
-
-        Raises:
-            InputError: A damping is negative or not finite, or zero for a matrix of zeros. A device
-                may raise it in the returned function.
+        ``InputError`` is raised if a damping is negative or not finite, or zero for a matrix of
+        zeros. A device may raise it in the returned function.
         """
 
     def damped_choleskys(self, matrices: Sequence[Array], dampings: Sequence[float]) -> list[Array]:
@@ -63,14 +56,10 @@ class LinearAlgebra(Protocol):
         """Return ``L⁻¹``, lower-triangular, for each lower-triangular matrix."""
 
     def eighs(self, matrices: Sequence[Array]) -> list[tuple[Array, Array]]:
-        """Return eigenvalues and eigenvectors of each matrix, or stack of matrices.
+        """Return eigenvalues and eigenvectors of each symmetric matrix, or stack of matrices.
 
-        Args:
-            matrices: ``(d, d)`` or ``(g, d, d)`` each, symmetric.
-
-        Returns:
-            Ascending eigenvalues ``(…, d)`` and orthonormal eigenvectors ``(…, d, d)`` as columns,
-            float64.
+        The eigenvalues ``(…, d)`` ascend. The eigenvectors are the columns of ``(…, d, d)``,
+        orthonormal. Both are float64.
         """
 
     def inverse_roots(
@@ -78,11 +67,8 @@ class LinearAlgebra(Protocol):
     ) -> list[Array | None]:
         """Return ``(matrix + damping·I)^(−1/degree)`` for matrices whose eigenvectors are slower.
 
-        Negative eigenvalues due to rounding are damped, not replaced with zero.
-
-        Returns:
-            One root for each matrix; None if eigenvectors are faster or the matrix is not positive
-            definite.
+        A root is None if eigenvectors are faster or the matrix is not positive definite. Negative
+        eigenvalues due to rounding are damped, not replaced with zero.
         """
 
 
@@ -108,26 +94,18 @@ class Backend(Protocol):
     # -- memory -----------------------------------------------------------------------------------
 
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
-        """Return the temporary memory of all operations, and whether it is memory of a device.
+        """Return the temporary memory of all operations in bytes, and whether it is on a device.
 
-        Args:
-            copied: Number of bytes of the largest operand of a second moment, including its
-                patches.
-            inverted: Number of entries of the largest matrix, or stack, that is inverted.
-            decomposed: Number of entries of the largest matrix, or stack, whose eigenvectors are
-                computed.
-
-        Returns:
-            Number of bytes; True if arrays and temporary memory are allocated on a device.
+        ``copied`` is the number of bytes of the largest operand of a second moment, including its
+        patches. ``inverted`` and ``decomposed`` are the numbers of entries of the largest matrix,
+        or stack, that is inverted or whose eigenvectors are computed.
         """
 
     def reserve(self, stored: int) -> None:
         """Allocate device memory for ``stored`` bytes of arrays and for the scratch memory.
 
-        Later arrays are allocated in this memory. On the host this does nothing.
-
-        Raises:
-            MemoryLimitError: The device has less memory.
+        Later arrays are allocated in this memory. On the host this does nothing. If the device has
+        less memory, ``MemoryLimitError`` is raised.
         """
 
     # -- conversion -------------------------------------------------------------------------------
@@ -149,9 +127,7 @@ class Backend(Protocol):
     def row_blocks(self, length: int, work: float) -> list[slice]:
         """Return slices of ``range(length)``, one for each thread that the work occupies.
 
-        Args:
-            length: Length of an axis.
-            work: Multiplications along the whole axis.
+        ``work`` is the number of multiplications along the whole axis.
         """
 
     # -- products ---------------------------------------------------------------------------------
@@ -179,13 +155,9 @@ class Backend(Protocol):
     ) -> None:
         """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
-        Args:
-            x: Any rank ≥ 1, any strides; all axes but ``feature_axis`` are rows.
-            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last.
-            feature_axis: Axis of the features.
-            homogeneous: Whether a 1 is appended to each row.
-            alpha: Scale of the new moment.
-            beta: Scale of the old moment; 0 overwrites it, NaN included.
+        All axes of ``x`` but ``feature_axis`` are rows; it has any strides. ``out`` is ``(d, d)``,
+        or ``(d + 1, d + 1)`` if a 1 is appended to each row, the homogeneous coordinate. A ``beta``
+        of zero overwrites the old moment, NaN included.
         """
 
     def patch_second_moment(
@@ -228,14 +200,8 @@ class Backend(Protocol):
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z²`` over all patches ``z``, entry by entry, in place.
 
-        This is the diagonal of ``patch_second_moment`` without the homogeneous coordinate.
-
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides.
-            window: Geometry.
-            out: ``(taps·channels,)``, contiguous.
-            alpha: Scale of the new squares.
-            beta: Scale of the old squares; 0 overwrites.
+        This is the diagonal of ``patch_second_moment`` without the homogeneous coordinate. ``out``
+        is contiguous, ``(taps·channels,)``.
         """
 
     # -- sums over examples -----------------------------------------------------------------------
@@ -253,28 +219,18 @@ class Backend(Protocol):
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
-        These are the squared weight gradients of the examples, entry by entry.
-
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides.
-            window: Geometry.
-            ds: Gradients of the outputs, ``(n, outputs, *output_shape)``, any strides.
-            out: ``(groups, taps·channels/groups (+ 1), outputs/groups)``.
-            homogeneous: Whether a one is appended to each patch.
-            alpha: Scale of the new squares.
-            beta: Scale of the old squares; 0 overwrites.
+        These are the squared weight gradients of the examples, entry by entry. The gradients of the
+        outputs ``ds`` are ``(n, outputs, *output_shape)`` with any strides. ``out`` is
+        ``(groups, taps·channels/groups (+ 1), outputs/groups)``. The other arguments are as for
+        ``patch_second_moment``.
         """
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
         """Return ``[Σ x∘ds, Σ ds]`` of each example, summed over ``axes``.
 
-        Args:
-            x: The axes of ``ds``, each of the same length or of length one.
-            ds: The first axis is the batch.
-            axes: Axes that are summed; not the batch axis. The other axes are the entries.
-
-        Returns:
-            ``(n, 2·entries)``, entries in row-major order; a new array.
+        The first axis of ``ds`` is the batch, which is not summed. ``x`` has the axes of ``ds``,
+        each of the same length or of length one. The result is a new array ``(n, 2·entries)``;
+        entries are the axes that are not summed, in row-major order.
         """
 
     def count_ids(self, ids: Array, rows: int) -> Array:
@@ -283,12 +239,9 @@ class Backend(Protocol):
     def draw_classes(self, logits: Array, uniforms: Array, axis: int) -> Array:
         """Return a class for each row of ``softmax(logits)``, sampled by inversion, int64.
 
-        All backends sample the same classes from the same uniform numbers.
-
-        Args:
-            logits: Floating point; rows are along ``axis``.
-            uniforms: Numbers in [0, 1), float64; the shape of ``logits`` without ``axis``.
-            axis: Axis of the classes.
+        Rows are along ``axis``. The uniform numbers are in [0, 1), float64, with the shape of
+        ``logits`` without ``axis``. All backends sample the same classes from the same uniform
+        numbers.
         """
 
     # -- checks -----------------------------------------------------------------------------------

@@ -60,14 +60,7 @@ def select(
 def choice_reason(name: str = "auto") -> str:
     """Return the backend of ``select(name)`` on this machine with the reason, in one line.
 
-    Args:
-        name: As for ``select``.
-
-    Returns:
-        A sentence without full stop.
-
-    Raises:
-        UnknownNameError: No backend has this name.
+    It is a sentence without full stop.
     """
     checked = _checked(name)
     if checked == "numpy":
@@ -94,16 +87,9 @@ def owner_named(library: str) -> Backend:
 
 
 def owner(array: Array) -> Backend:
-    """Return the backend of an array's library.
+    """Return the backend of an array's library, always the same one.
 
-    Args:
-        array: Array of NumPy or CuPy.
-
-    Returns:
-        The same backend for every array of a library.
-
-    Raises:
-        InputError: The object belongs to neither library.
+    ``InputError`` is raised if the object belongs to neither NumPy nor CuPy.
     """
     module = array_module(array)
     recorded: Backend | None = getattr(module, "backend", None)

@@ -45,14 +45,10 @@ class Workers:
     def run(self, tasks: Iterable[Callable[[], object]]) -> None:
         """Run all tasks in any order, and wait for them.
 
-        Tasks must not depend on each other. A task that calls ``run`` runs its own tasks in its own
-        thread. The longest tasks should be first.
-
-        Args:
-            tasks: Functions that release the interpreter lock most of the time.
-
-        Raises:
-            Exception: A task raised it; tasks that had not started are not run.
+        Tasks must not depend on each other, and should release the interpreter lock most of the
+        time. A task that calls ``run`` runs its own tasks in its own thread. The longest tasks
+        should be first. If a task raises an exception, it is raised here, and tasks that had not
+        started are not run.
         """
         queue = deque(tasks)
         helpers = 0 if _INSIDE.get() else min(self.count, len(queue)) - 1
@@ -65,12 +61,8 @@ class Workers:
     def row_blocks(self, length: int, *, least: int = 1) -> list[slice]:
         """Return slices of ``range(length)`` of about equal length, one for each thread.
 
-        Args:
-            length: Length of an axis.
-            least: Least length of a slice.
-
-        Returns:
-            At least one slice; exactly one inside a task.
+        A slice has at least ``least`` entries, unless it is the only one. Inside a task there is
+        one slice.
         """
         parts = 1 if _INSIDE.get() else max(1, min(self.count, length // max(least, 1)))
         edges = [length * i // parts for i in range(parts + 1)]
@@ -80,8 +72,7 @@ class Workers:
 def default_count(ranks_on_node: int = 1) -> int:
     """Return the number of BLAS threads outside this module, at most the number of usable cores.
 
-    Args:
-        ranks_on_node: Number of processes of one program on this node, which share its cores.
+    ``ranks_on_node`` processes of one program share the cores of this node.
     """
     with _BLAS_LIMIT.lock:
         numbers = _BLAS_LIMIT.before if _BLAS_LIMIT.count else _numbers_of_threads()
@@ -90,19 +81,12 @@ def default_count(ranks_on_node: int = 1) -> int:
 
 
 def threads_of_a_rank(cores: int, ranks_on_node: int, machine: int | None = None) -> int:
-    """Return the number of threads of a process that shares a node with others.
+    """Return the number of threads, at least one, of a process that shares a node with others.
 
     A process may use all cores of the node, or those to which its launcher has bound it. In the
     first case the cores are divided. In the second case they are its share already, unless it is
-    larger than an equal share of the node.
-
-    Args:
-        cores: Number of cores that the process may use.
-        ranks_on_node: Number of processes on the node.
-        machine: Number of cores of the node; None, as a smaller number, for ``cores``.
-
-    Returns:
-        At least one.
+    larger than an equal share of the node. ``cores`` is the number of cores that the process may
+    use, ``machine`` the number of cores of the node. None, or a smaller number, means ``cores``.
     """
     return max(1, min(cores, max(cores, machine or 0) // ranks_on_node))
 
@@ -286,14 +270,9 @@ class Task(NamedTuple):
 
 
 def run_parallel(tasks: Sequence[Task], workers: Workers) -> None:
-    """Run all tasks and wait for them.
+    """Run independent tasks and wait for them.
 
-    Args:
-        tasks: Independent tasks, in any order.
-        workers: Threads.
-
-    Raises:
-        Exception: A task raised it; other tasks may not have run.
+    An exception of a task is raised here; then other tasks may not have run.
     """
     remaining = sum(task.work for task in tasks)
     if remaining < WORTH_WAKING:

@@ -47,30 +47,18 @@ class Window:
         return unpadded and {*self.kernel, *self.strides} <= {1}
 
     def output_shape(self, spatial_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of output positions of each axis.
+        """Return the number of output positions of each axis, at least one.
 
-        Args:
-            spatial_shape: Shape of the image.
-
-        Returns:
-            One number for each axis, at least one.
-
-        Raises:
-            ShapeError: The padded image is smaller than the dilated kernel, or has another number
-                of axes.
+        ``ShapeError`` is raised if the padded image is smaller than the dilated kernel, or has
+        another number of axes.
         """
         return _output_shape(self, spatial_shape)
 
     def seen(self, axis: int, tap: int, spatial_shape: tuple[int, ...]) -> tuple[slice, slice]:
         """Return the output positions that see the image through one tap, and the pixels they see.
 
-        Args:
-            axis: Spatial axis.
-            tap: Position in the kernel along this axis.
-            spatial_shape: Shape of the image.
-
-        Returns:
-            Slice of output positions and slice of pixels, of equal length; possibly empty.
+        ``tap`` is a position in the kernel along ``axis``. The two slices have equal length,
+        possibly zero.
         """
         return _seen(self, axis, tap, spatial_shape)
 
@@ -79,15 +67,8 @@ class Window:
     ) -> "Window":
         """Return a window with a subset of the outputs and of the taps along one axis.
 
-        Args:
-            axis: Spatial axis.
-            spatial_shape: Shape of the image.
-            outputs: Positions of the new window, in positions of this window; they may be outside
-                its output shape.
-            taps: Adjacent taps of the new window; all if None.
-
-        Returns:
-            A window whose first output position is the first of ``outputs``.
+        The first output position of the new window is the first of ``outputs``. These are positions
+        of this window, and may be outside its output shape. ``taps`` are adjacent; None means all.
         """
         taps = taps or slice(0, self.kernel[axis])
         stride, dilation = self.strides[axis], self.dilations[axis]
@@ -105,13 +86,7 @@ class Window:
     def split(self, spatial_shape: tuple[int, ...], positions: int) -> Iterator["Window"]:
         """Yield windows over disjoint outputs, with at most ``positions`` positions each.
 
-        Args:
-            spatial_shape: Shape of the image.
-            positions: Bound, at least one.
-
-        Yields:
-            Disjoint windows of equal size, except the last of each axis. Leading axes are split
-            first.
+        They have equal size, except the last of each axis. Leading axes are split first.
         """
         outputs = self.output_shape(spatial_shape)
         lengths = []
@@ -212,12 +187,6 @@ class SlidingWindow(Window):
 
         With ``same``, a stride ``s`` over ``p`` pixels has ``ceil(p / s)`` output positions, and
         the padding is the least for which these windows are inside the padded image.
-
-        Args:
-            spatial_shape: Pixels of each spatial axis.
-
-        Returns:
-            A window whose padding does not depend on the image.
         """
         begins, ends = self.begins, self.ends
         if self.same:
@@ -231,14 +200,10 @@ class SlidingWindow(Window):
 
 
 def split_padding(totals: Iterable[int], same: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding of each axis, divided between its two ends.
+    """Return the padding before the first and after the last pixel of each axis.
 
-    Args:
-        totals: Number of padding pixels of each axis.
-        same: ``"SAME_UPPER"`` puts the odd pixel at the end, ``"SAME_LOWER"`` at the beginning.
-
-    Returns:
-        Padding before the first pixel and after the last pixel of each axis.
+    ``totals`` are the padding pixels of each axis. ``"SAME_UPPER"`` puts the odd pixel at the end,
+    ``"SAME_LOWER"`` at the beginning.
     """
     sizes = tuple(totals)
     smaller = tuple(size // 2 for size in sizes)

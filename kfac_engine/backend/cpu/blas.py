@@ -34,13 +34,9 @@ class Layout(NamedTuple):
 
 
 def layout(x: Array) -> Layout | None:
-    """Return the layout of a matrix, or None if BLAS cannot read it without a copy.
+    """Return the layout of a matrix ``(m, k)``, or None if BLAS cannot read it without a copy.
 
-    Args:
-        x: ``(m, k)``, any strides.
-
-    Returns:
-        The layout, if one axis has unit stride and the other a positive stride of whole elements.
+    One axis must have unit stride, and the other a positive stride of whole elements.
     """
     if not x.flags.aligned:
         return None
@@ -57,13 +53,9 @@ def layout(x: Array) -> Layout | None:
 def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·x xᵀ``, in place.
 
-    The strict upper triangle does not change.
-
-    Args:
-        x: ``(d, k)``, float32 or float64, with a ``layout``.
-        out: ``(d, d)``, of the same dtype, with adjacent elements in each row.
-        alpha: Scale of the product.
-        beta: Scale of the old matrix; zero overwrites, NaN included.
+    The strict upper triangle does not change. ``x``, ``(d, k)``, has a ``layout``; ``out``,
+    ``(d, d)``, has adjacent elements in each row. Both have the same type, float32 or float64. With
+    ``beta`` zero ``out`` is overwritten, NaN included.
     """
     by_row, leading = _read(x, out)
     size, depth = x.shape
@@ -93,17 +85,8 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
     """Return a function that computes ``out ← beta·out + alpha·x yᵀ`` from the current entries.
 
     Checks and conversions of the arguments take longer than a small product. They happen once,
-    before the repeated calls.
-
-    Args:
-        x: ``(m, k)``, float32 or float64, with a ``layout``.
-        y: ``(n, k)``, of the same dtype, with a ``layout``.
-        out: ``(m, n)``, of the same dtype, with adjacent elements in each row.
-        alpha: Scale of the product.
-        beta: Scale of the old matrix; zero overwrites, NaN included.
-
-    Returns:
-        The function, with references to the arrays.
+    before the repeated calls. Arrays and scales are as for ``syrk``: ``x`` is ``(m, k)``, ``y``
+    ``(n, k)`` and ``out`` ``(m, n)``. The function holds references to them.
     """
     x_by_row, x_leading = _read(x, out)
     y_by_row, y_leading = _read(y, out)
@@ -133,10 +116,8 @@ def gemm_call(x: Array, y: Array, out: Array, *, alpha: float, beta: float) -> p
 def gemm_sum(x: Array, y: Array, out: Array) -> None:
     """Compute ``out ← out + Σ_i x_iᵀ y_i`` over stacks of matrices, in place.
 
-    Args:
-        x: ``(…, k, m)``, float32 or float64; adjacent elements in each row.
-        y: ``(…, k, n)``, likewise.
-        out: ``(m, n)``, likewise.
+    ``x`` is ``(…, k, m)``, ``y`` ``(…, k, n)`` and ``out`` ``(m, n)``, with adjacent elements in
+    each row.
     """
     if not x.size:
         return
@@ -151,13 +132,8 @@ def gemm_sum(x: Array, y: Array, out: Array) -> None:
 def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: float) -> None:
     """Compute ``out ← alpha·L out``, or ``alpha·out L`` from the right, in place.
 
-    Args:
-        lower: ``L``, ``(k, k)``, float64, with adjacent elements in each row; the upper
-            triangle is not read.
-        out: ``(k, n)``, or ``(m, k)`` from the right, likewise.
-        right: Whether ``L`` is the right operand.
-        transposed: Whether ``Lᵀ`` replaces ``L``.
-        alpha: Scale of the product.
+    If ``transposed``, ``Lᵀ`` replaces ``L``. The upper triangle of ``lower`` is not read. Both
+    arrays are float64 with adjacent elements in each row.
     """
     size = len(lower)
     assert lower.shape == (size, size), f"a triangle of shape {lower.shape} is not square"
@@ -231,13 +207,8 @@ def _capsule(module: ModuleType, name: str) -> tuple[bytes, int]:
 def routine(module: ModuleType, name: str, arguments: int) -> Callable[..., None]:
     """Return a routine of BLAS or LAPACK as a function of addresses.
 
-    Args:
-        module: SciPy's ``cython_blas`` or ``cython_lapack``.
-        name: Name of the routine in the module.
-        arguments: Number of arguments.
-
-    Returns:
-        The function; it releases the interpreter lock.
+    It releases the interpreter lock. ``module`` is SciPy's ``cython_blas`` or ``cython_lapack``,
+    ``arguments`` the number of arguments.
     """
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)
     return prototype(_capsule(module, name)[1])

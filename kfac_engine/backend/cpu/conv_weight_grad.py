@@ -302,12 +302,9 @@ def _copies(
 ) -> Iterator[_Copy]:
     """Yield the copies of all taps; positions where a tap sees no pixel remain zero.
 
-    Args:
-        value: Images or cotangents.
-        geometry: Geometry.
-        canvas: Zeros of shape ``(groups, *copies, channels, images, *grid)``.
-        of_image: Whether ``value`` contains images. A tap of the last axes sees pixels at the
-            positions of outputs; a tap of the first axes is at a pixel for one output.
+    The canvas contains zeros, ``(groups, *copies, channels, images, *grid)``. In images, a tap of
+    the last axes sees pixels at the positions of outputs. In cotangents, a tap of the first axes is
+    at a pixel for one output.
     """
     window, cut = geometry.window, geometry.cut
     axes = range(cut, len(geometry.grid)) if of_image else range(cut)

@@ -54,17 +54,9 @@ def second_moment(
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
-    Args:
-        x: ``(…, d)``, any strides; accumulated in the dtype of ``out``.
-        out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate last; C-contiguous.
-        homogeneous: Whether a 1 is appended to each row.
-        alpha: Scale of the new Gram matrix.
-        beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the scratch memory of all threads together.
-        workers: Threads.
-
-    Raises:
-        ShapeError: ``out`` has another shape or layout.
+    ``x`` is ``(…, d)`` with any strides; it is accumulated in the type of ``out``, which is
+    C-contiguous and has the homogeneous coordinate last. A ``beta`` of zero overwrites.
+    ``scratch_bytes`` bounds the scratch memory of all threads together.
     """
     d, rows = x.shape[-1], prod(x.shape[:-1])
     check_out(out, d + homogeneous)
@@ -87,15 +79,7 @@ def second_moment(
 
 
 def check_out(out: Array, size: int) -> None:
-    """Check that an array can store a Gram matrix.
-
-    Args:
-        out: The array.
-        size: Number of features.
-
-    Raises:
-        ShapeError: ``out`` is not ``(size, size)``, C-contiguous, float32 or float64.
-    """
+    """Raise ``ShapeError`` unless ``out`` is ``(size, size)``, C-contiguous, float32 or float64."""
     if out.shape != (size, size) or not out.flags.c_contiguous or out.dtype.char not in "fd":
         raise ShapeError(
             f"a second moment needs a C-contiguous float32 or float64 result of shape "
@@ -104,14 +88,9 @@ def check_out(out: Array, size: int) -> None:
 
 
 def split_rows(x: Array, count: int) -> list[Array]:
-    """Return rows in ``count`` parts of about equal size, or fewer if no axis is long enough.
+    """Return views of rows ``(…, d)`` in ``count`` parts of about equal size, or in fewer parts.
 
-    Args:
-        x: ``(…, d)``.
-        count: Number of parts.
-
-    Returns:
-        Views ``(…, d)``.
+    There are fewer parts if no axis is long enough.
     """
     if count == 1 or x.ndim == 1:
         return [x]
@@ -126,11 +105,7 @@ def split_rows(x: Array, count: int) -> list[Array]:
 def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
     """Compute ``row ← beta·row + alpha·(sums, count)`` for the last row of ``out``.
 
-    Args:
-        out: ``(d + 1, d + 1)``.
-        border: Sum of the rows and their number.
-        alpha: Scale of the new row.
-        beta: Scale of the old row; zero overwrites.
+    ``out`` is ``(d + 1, d + 1)``. A ``beta`` of zero overwrites.
     """
     scale(out[-1], beta)
     out[-1, :-1] += (alpha * border.sums).astype(out.dtype)
@@ -138,11 +113,9 @@ def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
 
 
 def mirror(matrix: Array, workers: Workers | None = None) -> None:
-    """Copy the lower triangle to the upper triangle, in blocks that fit a cache.
+    """Copy the lower triangle of each matrix to the upper triangle, in blocks that fit a cache.
 
-    Args:
-        matrix: ``(…, d, d)``, changed in place.
-        workers: Threads for a large matrix; one thread if None.
+    The array is ``(…, d, d)``. A large matrix is copied in threads, unless ``workers`` is None.
     """
     size = matrix.shape[-1]
     tasks = [partial(_mirror_rows, matrix, i) for i in range(0, size, _MIRROR_BLOCK)]
@@ -165,16 +138,10 @@ def _mirror_rows(matrix: Array, start: int) -> None:
 
 
 def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """Yield the rows of ``x`` as matrices that BLAS can read; these are views where possible.
+    """Yield the rows of ``x``, ``(…, d)``, as matrices ``(d, k)`` that BLAS can read.
 
-    Args:
-        x: ``(…, d)``, any strides.
-        dtype: Element type of the matrices; float32 or float64.
-        chunk_bytes: Bound of the bytes of a copy.
-
-    Yields:
-        Matrices ``(d, k)`` that together contain all rows, in any order. A matrix may reuse the
-        memory of the matrix before.
+    They are views where possible; a copy has at most ``chunk_bytes`` bytes. Together they contain
+    all rows, in any order. A matrix may reuse the memory of the matrix before.
     """
     if not x.size:
         return
@@ -244,13 +211,9 @@ _TO_READ = 40
 def as_gram_stack(x: Array, dtype: DType) -> Array | None:
     """Return rows with few features as a stack for ``add_batched_gram``.
 
-    Args:
-        x: Rows, ``(n, *spatial_shape, d)``, any strides.
-        dtype: Element type of the result.
-
-    Returns:
-        A view ``(n, pieces, d, k)`` of all rows, with positions adjacent in memory. None if no such
-        view exists or if ``gram`` is faster.
+    The rows are ``(n, *spatial_shape, d)``. The stack is a view ``(n, pieces, d, k)`` with
+    positions adjacent in memory. The result is None if no such view exists or if another algorithm
+    is faster.
     """
     if not x.size or x.ndim < 3 or x.dtype != dtype or x.shape[-1] > _FEW_FEATURES:
         return None
@@ -269,14 +232,8 @@ def add_batched_gram(
 ) -> None:
     """Compute both triangles of ``out ← beta·out + alpha·Σ x xᵀ``, in place.
 
-    Args:
-        stack: View from ``as_gram_stack``.
-        out: ``(d, d)``.
-        alpha: Scale of the new Gram matrix.
-        beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the scratch memory of all threads together; exceeded if the products
-        of one image are larger.
-        workers: Threads.
+    The stack is a view from ``as_gram_stack``. A ``beta`` of zero overwrites. All threads together
+    use ``scratch_bytes`` of scratch memory, or more if the products of one image are larger.
     """
     threads = threads_for(stack.size * (len(out) + _TO_READ), workers)
     parts = np.array_split(stack, min(threads, len(stack)))

@@ -100,9 +100,6 @@ def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its r
         beta: Scale of the old matrices; zero overwrites.
         scratch_bytes: Bound of the scratch memory of all threads together.
         workers: Threads.
-
-    Raises:
-        ShapeError: The images do not fit the window, or ``out`` has another shape or layout.
     """
     check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
     groups, size = len(out), x.shape[1] // len(out)
@@ -141,14 +138,8 @@ def squared_gradients(
 ) -> None:
     """Compute ``out ← beta·out`` plus the squared gradients of all examples, in threads.
 
-    Args:
-        add: Adds the squares of a slice of the examples to ``beta`` times a result.
-        examples: Number of examples.
-        out: Receives the result.
-        beta: Scale of the old result; zero overwrites.
-        parts: Number of parts; each part except the first needs a copy of ``out`` as scratch
-            memory.
-        workers: Threads.
+    ``add`` adds the squares of a slice of the examples to ``beta`` times a result. Each of the
+    ``parts`` except the first needs a copy of ``out`` as scratch memory.
     """
     edges = [examples * i // parts for i in range(parts + 1)]
     first, *others = (slice(a, b) for a, b in pairwise(edges))
@@ -171,12 +162,8 @@ def _sums_are_faster(x: Array, plan: _Plan, window: Window) -> bool:
 def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Resources) -> None:
     """Add ``alpha`` times the Gram matrices of small groups to ``out``.
 
-    Args:
-        x: Images by group, ``(n, groups, size, *spatial_shape)``.
-        out: ``(groups, d, d)``; matrices and rows may have gaps.
-        plan: Plan for this shape.
-        alpha: Scale of the new Gram matrices.
-        resources: Threads, and the number of entries of each.
+    ``x`` is ``(n, groups, size, *spatial_shape)``. The matrices and rows of ``out``,
+    ``(groups, d, d)``, may have gaps.
     """
     n, groups = x.shape[:2]
     image = prod(x.shape[2:])
@@ -192,12 +179,8 @@ def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Res
 def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> None:
     """Add ``alpha`` times the Gram matrices of the groups in ``x`` to ``out``.
 
-    Args:
-        x: Images ``(n, groups, size, *spatial_shape)``.
-        out: Gram matrices, one for each group.
-        plan: Offsets of the taps, and the entries of the result for each offset.
-        alpha: Factor of the sum.
-        count: Number of images that are multiplied at a time.
+    Products are computed for ``count`` images at a time. ``x`` is
+    ``(n, groups, size, *spatial_shape)``.
     """
     groups, size, *spatial_shape = x.shape[1:]
     # With one channel in a group, all groups are one line, because products across groups are not

@@ -33,16 +33,9 @@ _SMALLEST_NORM = 1e-140
 def damping_floor(matrix: Array, dtype: DType) -> float:
     """Return the least useful damping, which is the rounding error of the eigenvalues.
 
-    The floor is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``. By Weyl's inequality,
-    rounding can change an eigenvalue by this amount. The floor is large enough that no inverse
-    overflows.
-
-    Args:
-        matrix: ``(d, d)``, float64.
-        dtype: Element type of the factor, float32 or float64.
-
-    Returns:
-        A positive number, in the units of the matrix.
+    The floor is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``, the element type of the
+    factor. The matrix is float64. By Weyl's inequality, rounding can change an eigenvalue by this
+    amount. The floor is positive and large enough that no inverse overflows.
     """
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(matrix))
@@ -56,13 +49,9 @@ def damping_floor(matrix: Array, dtype: DType) -> float:
 def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
     """Return the dampings of a stack of matrices, raised to the floor where they are smaller.
 
-    Args:
-        lower: ``(n, d, d)``, float64, lower triangles with zeros above.
-        dampings: ``(n,)``.
-        dtype: Element type of the factors.
-
-    Returns:
-        ``(n,)``; None if a damping is not allowed, or if a norm is not finite, zero or tiny.
+    ``lower`` is ``(n, d, d)``, float64, lower triangles with zeros above. Floors are for factors of
+    the type ``dtype``. The result is None if a damping is not allowed, or if a norm is not finite,
+    zero or tiny.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         squares = 2.0 * np.einsum("nij,nij->n", lower, lower) - np.einsum(
@@ -81,15 +70,9 @@ def least_dampings(lower: Array, dampings: Array, dtype: DType) -> Array | None:
 def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
     """Return ``(matrix + damping·I)⁻¹``, symmetric, in the element type of ``matrix``.
 
-    Args:
-        matrix: ``(d, d)``, symmetric; the lower triangle is read.
-        damping: Number added to the diagonal; raised to ``damping_floor`` if it is smaller.
-        workers: Threads for a large matrix.
-
-    Returns:
-        A new matrix ``(d, d)``. If the Cholesky factorisation fails with 1, 10, 100 and 1000 times
-        the damping, the matrix is indefinite by more than rounding. Then negative eigenvalues are
-        replaced with zero.
+    The lower triangle of the matrix is read. A damping below ``damping_floor`` is raised to it. If
+    the Cholesky factorisation fails with 1, 10, 100 and 1000 times the damping, the matrix is
+    indefinite by more than rounding. Then negative eigenvalues are replaced with zero.
 
     Raises:
         ShapeError: The matrix is not square.
@@ -115,18 +98,8 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
 def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
     """Return lower-triangular ``L`` with ``L Lᵀ = matrix + damping·I``, in its element type.
 
-    Args:
-        matrix: ``(d, d)``, symmetric; the lower triangle is read.
-        damping: As for ``damped_inverse``, with the same retries.
-        workers: Threads; BLAS uses its own for a large matrix.
-
-    Returns:
-        A new matrix ``(d, d)`` with a positive diagonal, zero above it.
-
-    Raises:
-        ShapeError: The matrix is not square.
-        NonFiniteError: The matrix contains NaN or infinity.
-        InputError: The damping is negative or not finite, or zero for a matrix of zeros.
+    The diagonal is positive. The lower triangle of the matrix is read. Retries and errors are as
+    for ``damped_inverse``. BLAS uses its own threads for a large matrix.
     """
     check_shape(matrix)
     work = triangle.empty_float64(len(matrix))
@@ -145,17 +118,7 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
 def triangular_inverse(lower: Array, workers: Workers) -> Array:
     """Return ``L⁻¹`` of a lower-triangular matrix, lower-triangular, in its element type.
 
-    Args:
-        lower: ``(d, d)``; the upper triangle is not read.
-        workers: As for ``damped_cholesky``.
-
-    Returns:
-        A new matrix ``(d, d)``, zero above the diagonal.
-
-    Raises:
-        ShapeError: The matrix is not square.
-        NonFiniteError: The matrix contains NaN or infinity.
-        InputError: An entry of the diagonal is zero.
+    The upper triangle of ``lower`` is not read. A zero on the diagonal raises ``InputError``.
     """
     check_square(lower)
     work = np.tril(lower).astype(np.float64)
@@ -167,19 +130,10 @@ def triangular_inverse(lower: Array, workers: Workers) -> Array:
 
 
 def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
-    """Return ascending eigenvalues and orthonormal eigenvectors of a symmetric matrix.
+    """Return ascending eigenvalues ``(d,)`` and orthonormal eigenvectors of a symmetric matrix.
 
-    Args:
-        matrix: ``(d, d)``, symmetric; the lower triangle is read.
-        workers: As for ``damped_cholesky``.
-
-    Returns:
-        Values ``(d,)`` and vectors ``(d, d)`` as columns, float64.
-
-    Raises:
-        ShapeError: The matrix is not square.
-        NonFiniteError: The matrix contains NaN or infinity.
-        BackendError: LAPACK's iteration did not converge.
+    The eigenvectors are the columns of a matrix ``(d, d)``. Both are float64. The lower triangle of
+    the matrix is read. If LAPACK's iteration does not converge, ``BackendError`` is raised.
     """
     check_square(matrix)
     if len(matrix) == 1:  # SciPy 1.13 allocates too little workspace
@@ -198,18 +152,9 @@ def eigh(matrix: Array, workers: Workers) -> tuple[Array, Array]:
 
 
 def eigh_stack(stack: Array) -> tuple[Array, Array]:
-    """Return eigenvalues and eigenvectors of each matrix of a stack.
+    """Return eigenvalues ``(g, d)`` and eigenvectors ``(g, d, d)`` of a stack of matrices, float64.
 
-    Args:
-        stack: ``(g, d, d)``.
-
-    Returns:
-        Values ``(g, d)`` and vectors ``(g, d, d)``, float64.
-
-    Raises:
-        ShapeError: The matrices are not square.
-        NonFiniteError: A matrix contains NaN or infinity.
-        BackendError: LAPACK's iteration did not converge.
+    If LAPACK's iteration does not converge, ``BackendError`` is raised.
     """
     if stack.ndim != 3 or stack.shape[1] != stack.shape[2] or not stack.size:
         raise ShapeError(f"a stack of factors must have shape (n, d, d), got {stack.shape}.")
@@ -225,15 +170,7 @@ def eigh_stack(stack: Array) -> tuple[Array, Array]:
 
 
 def check_square(matrix: Array) -> None:
-    """Check that a matrix is square and finite.
-
-    Args:
-        matrix: The matrix.
-
-    Raises:
-        ShapeError: It is not square.
-        NonFiniteError: The matrix contains NaN or infinity.
-    """
+    """Raise ``ShapeError`` if a matrix is not square, ``NonFiniteError`` if it is not finite."""
     check_shape(matrix)
     if not np.isfinite(matrix).all():
         bad = tuple(int(i) for i in np.argwhere(~np.isfinite(matrix))[0])
@@ -244,14 +181,7 @@ def check_square(matrix: Array) -> None:
 
 
 def check_shape(matrix: Array) -> None:
-    """Check that a matrix is square and not empty.
-
-    Args:
-        matrix: The matrix.
-
-    Raises:
-        ShapeError: The matrix is not square, or is empty.
-    """
+    """Raise ``ShapeError`` unless a matrix is square and not empty."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise ShapeError(f"a factor must be a square matrix, got shape {matrix.shape}.")
 
@@ -289,8 +219,7 @@ def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Itera
 def _invert_by_solving(work: Array, workers: Workers) -> None:
     """Replace ``A`` in ``work`` with ``A⁻¹``, at the full accuracy of float64.
 
-    Raises:
-        LinAlgError: The matrix is not positive definite (an error of NumPy).
+    NumPy's ``LinAlgError`` is raised if the matrix is not positive definite.
     """
     with _blas_for(work, workers):
         order = lapack.potrf(work)

@@ -9,38 +9,24 @@ from kfac_engine.backend.cpu import blas
 
 
 def potrf(matrix: Array) -> int:
-    """Replace the lower triangle of a matrix with its Cholesky factor ``L``.
+    """Replace the lower triangle of a float64 matrix with its Cholesky factor ``L``.
 
-    Args:
-        matrix: ``(d, d)``, symmetric, float64, with adjacent elements in each row.
-
-    Returns:
-        Zero, or the order of the first leading minor that is not positive.
+    Elements are adjacent in each row. The result is zero, or the order of the first leading minor
+    that is not positive.
     """
     return _in_place("potrf", matrix)
 
 
 def trtri(lower: Array) -> int:
-    """Replace a lower triangle with its inverse.
+    """Replace a lower triangle, float64 with adjacent elements in each row, with its inverse.
 
-    Args:
-        lower: ``(d, d)``, float64, with adjacent elements in each row.
-
-    Returns:
-        Zero, or the index of the first zero on the diagonal, counted from one.
+    The result is zero, or the index of the first zero on the diagonal, counted from one.
     """
     return _in_place("trtri", lower)
 
 
 def lauum(lower: Array) -> int:
-    """Replace a lower triangle ``L`` with the lower triangle of ``Lᵀ L``.
-
-    Args:
-        lower: ``(d, d)``, float64, with adjacent elements in each row.
-
-    Returns:
-        Zero.
-    """
+    """Replace a lower triangle ``L``, float64, with the lower triangle of ``Lᵀ L``; return zero."""
     return _in_place("lauum", lower)
 
 

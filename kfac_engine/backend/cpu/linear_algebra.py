@@ -103,14 +103,9 @@ class NumpyLinearAlgebra:
     ) -> list[Array]:
         """Return a result for each matrix, in its element type.
 
-        Args:
-            matrices: Any sizes.
-            stacked: Computes the results of small matrices of one size from their indices; None if
-                they must be computed one by one.
-            alone: Computes the result of one matrix.
-
-        Returns:
-            One result for each matrix.
+        ``stacked`` computes the results of small matrices of one size from their indices, or
+        returns None if they must be computed one by one. ``alone`` computes the result of one
+        matrix.
         """
         results: dict[int, Array] = {}
         budget = self._budget(matrices, _INVERTED)

@@ -55,9 +55,6 @@ def patch_second_moment(  # noqa: PLR0913 (the operation's arguments and its res
         beta: Scale of the old matrix; zero overwrites.
         scratch_bytes: Bound of the scratch memory of all threads together.
         workers: Threads.
-
-    Raises:
-        ShapeError: The image does not fit the window, or ``out`` has another shape or layout.
     """
     channels, spatial_shape = x.shape[1], x.shape[2:]
     d = window.taps * channels
@@ -128,17 +125,10 @@ class Images(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def select_algorithm(window: Window, images: Images, numbers: int, threads: int) -> str:
-    """Return the name of the algorithm with the lower estimated cost.
+    """Return the name in ``COSTS`` of the algorithm with the lower estimated cost.
 
-    Args:
-        window: Geometry.
-        images: Sizes of the batch.
-        numbers: Number of entries of the scratch memory, without copies of patches.
-        threads: Number of threads.
-
-    Returns:
-        A name of ``COSTS``. It is ``"im2col"`` for a stride above one, a single tap, an empty batch
-        and too little memory.
+    It is ``"im2col"`` for a stride above one, a single tap, an empty batch and too little scratch
+    memory. ``numbers`` is the size of this memory in entries, without copies of patches.
     """
     if window.taps == 1 or set(window.strides) != {1} or not images.number:
         return "im2col"
@@ -181,15 +171,8 @@ COSTS: Mapping[str, Callable[[Window, Images], float]] = {"im2col": _im2col, "sh
 def patches(x: Array, window: Window) -> Array:
     """Return all patches; entry ``[n, o, u·channels + c]`` is channel ``c`` under tap ``u``.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides.
-        window: Geometry.
-
-    Returns:
-        ``(n, positions, taps·channels)``, in the dtype of ``x``; a new array.
-
-    Raises:
-        ShapeError: The image does not fit the window.
+    ``x`` is ``(n, channels, *spatial_shape)`` with any strides. The result is a new array
+    ``(n, positions, taps·channels)`` of the same type.
     """
     n, channels, *_ = x.shape
     outputs = window.output_shape(x.shape[2:])
@@ -199,16 +182,10 @@ def patches(x: Array, window: Window) -> Array:
 
 
 def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
-    """Yield patches as matrices for SYRK; the matrices share one buffer.
+    """Yield patches as matrices ``(taps·channels, k)`` for SYRK; the matrices share one buffer.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides.
-        window: Geometry.
-        dtype: Element type of the matrices; float32 or float64.
-        chunk_bytes: Bound of a copy; exceeded if one patch is larger.
-
-    Yields:
-        Matrices ``(taps·channels, k)`` that together contain all patches that see a pixel.
+    Together they contain all patches of the images ``(n, channels, *spatial_shape)`` that see a
+    pixel. A copy has at most ``chunk_bytes`` bytes, or more if one patch is larger.
     """
     spatial_shape = x.shape[2:]
     if window.taps == 1:
@@ -230,11 +207,9 @@ def patch_matrices(x: Array, window: Window, dtype: DType, chunk_bytes: int) -> 
 def _canvas(images: Array, window: Window, dtype: DType) -> tuple[Array, Array]:
     """Allocate zeros for patches, as an array for ``_fill`` and as a matrix.
 
-    Channels are innermost if they are innermost in the images, so that copies read and write in
-    order.
-
-    Returns:
-        ``(n, channels, *outputs, *kernel)`` and ``(features, n·positions)``, views of one memory.
+    They are ``(n, channels, *outputs, *kernel)`` and ``(features, n·positions)``, views of one
+    memory. Channels are innermost if they are innermost in the images, so that copies read and
+    write in order.
     """
     n, channels, *spatial_shape = images.shape
     outputs = window.output_shape(tuple(spatial_shape))

@@ -52,15 +52,10 @@ class Blocks(NamedTuple):
 
 
 def invert(work: Array, workers: Workers) -> None:
-    """Invert a matrix in place, in its lower triangle.
+    """Replace the lower triangle of a positive definite matrix with that triangle of the inverse.
 
-    Args:
-        work: ``(d, d)``, symmetric and positive definite, float64, with adjacent elements in each
-            row; the lower triangle is replaced with the lower triangle of the inverse.
-        workers: Threads.
-
-    Raises:
-        LinAlgError: The matrix is not positive definite (an error of NumPy).
+    The matrix is float64 with adjacent elements in each row. NumPy's ``LinAlgError`` is raised if
+    it is not positive definite.
     """
     with single_threaded_blas():
         _factor(work, workers)

@@ -11,14 +11,9 @@ _SMALL = 4096
 
 
 def squared_norm(x: Array) -> float:
-    """Return the sum of the squares of all entries.
+    """Return the sum of the squares of all entries; it is not finite if squares overflow.
 
-    Args:
-        x: Any shape and strides.
-
-    Returns:
-        The sum in the type of ``x``; half precision is summed in float32, integers in float64. Not
-        finite if squares overflow.
+    Half precision is summed in float32, integers in float64, and other types in their own type.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         flat = _flat(x)
@@ -66,13 +61,9 @@ def between_infinities(x: Array) -> bool:
 def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
     """Return ``[Σ x∘ds, Σ ds]`` of each example; no array of products is allocated.
 
-    Args:
-        x: The axes of ``ds``, each of the same length or of length one.
-        ds: Batch axis first, in the element type of ``x``.
-        summed: Axes that are summed; not the batch axis.
-
-    Returns:
-        ``(n, 2·entries)``; entries are the other axes, in row-major order.
+    The first axis of ``ds`` is the batch. ``x`` has the axes of ``ds``, each of the same length or
+    of length one. The result is ``(n, 2·entries)``; entries are the axes that are not summed, in
+    row-major order.
     """
     axes = list(range(ds.ndim))
     entries = [axis for axis in axes if axis not in summed]

@@ -76,10 +76,9 @@ class ChannelsLastLines:
         self._pixels = with_gaps[..., gap:, :, :]
 
     def fill(self, x: Array) -> None:
-        """Copy images to the buffer, and set its other entries to zero.
+        """Copy at most ``group`` images to the buffer, and set its other entries to zero.
 
-        Args:
-            x: ``(n, channels, *spatial_shape)``, any strides, ``n ≤ group``.
+        The images are ``(n, channels, *spatial_shape)`` with any strides.
         """
         # One copy of each image would take half of the time on one thread. On two threads calls of
         # 10 µs take longer, because each call waits for the interpreter.
@@ -110,16 +109,9 @@ class ChannelsLastLines:
 
 
 def buffer_numbers(images: int, channels: int, spatial_shape: tuple[int, ...], gap: int) -> int:
-    """Return the number of entries of the buffer of ``ChannelsLastLines``.
+    """Return the number of entries of the buffer of ``ChannelsLastLines``, zeros included.
 
-    Args:
-        images: Largest number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image.
-        gap: Number of zero pixels before each line.
-
-    Returns:
-        Number of entries, zeros included.
+    ``gap`` is the number of zero pixels before each line.
     """
     return images * channels * (prod(spatial_shape[:-1]) * (gap + spatial_shape[-1]) + gap)
 
@@ -163,14 +155,10 @@ def add_shifted_gram(
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides; at least one image.
-        window: Geometry; all strides are one.
-        out: ``(taps·channels, taps·channels)``; rows may have gaps. The upper triangle is
-            overwritten with unspecified numbers.
-        alpha: Scale of the new Gram matrix.
-        beta: Scale of the old matrix; zero overwrites.
-        resources: Threads, and memory for at least ``scratch_numbers``.
+    There is at least one image in ``x``, ``(n, channels, *spatial_shape)``, and all strides of the
+    window are one. The rows of ``out``, ``(taps·channels, taps·channels)``, may have gaps. Its
+    upper triangle is overwritten with unspecified numbers. The resources have memory for at least
+    ``scratch_numbers`` entries.
     """
     n, channels, *_ = x.shape
     workers = resources.workers
@@ -208,15 +196,7 @@ def scratch_numbers(
 ) -> int:
     """Return the least scratch memory of ``add_shifted_gram``, in entries.
 
-    Args:
-        window: Geometry; all strides are one.
-        images: Number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image.
-        threads: Number of threads; it matters only if one round multiplies all images.
-
-    Returns:
-        Number of entries.
+    The number of threads matters only if one round multiplies all images.
     """
     count, image = (
         images_per_round(images, channels, spatial_shape),
@@ -235,13 +215,7 @@ def scratch_numbers(
 def images_per_round(images: int, channels: int, spatial_shape: tuple[int, ...]) -> int:
     """Return the number of images that are multiplied together.
 
-    Args:
-        images: Number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image.
-
-    Returns:
-        A number that makes lines long enough for BLAS and rounds about equal in size.
+    It makes lines long enough for BLAS, and rounds about equal in size.
     """
     line, image = channels * spatial_shape[-1], channels * prod(spatial_shape)
     if channels <= FEW_CHANNELS:
@@ -282,11 +256,9 @@ class _GroupSums:
         ]
 
     def line_calls(self, lines: ChannelsLastLines, batch: Array) -> Iterator[Call]:
-        """Yield functions that add the products of whole lines in the buffer at the time of a call.
+        """Yield functions that add the products of the whole lines that the buffer then contains.
 
-        Args:
-            lines: Buffer of images.
-            batch: Scratch memory for the small products of one or several lines.
+        ``batch`` is scratch memory for the small products of one or several lines.
         """
         if not self._whole:
             return
@@ -359,14 +331,8 @@ def _runs(
 ) -> tuple[Array, Array]:
     """Return views of the partners and the pixels of a product, for a box of lines.
 
-    Args:
-        lines: Buffer of images.
-        part: The product.
-        origin: Pixel of the last axis at which the buffer starts.
-        box: Lines, as a range for each axis but the last.
-
-    Returns:
-        ``(*box, alongs, k, channels)`` and ``(*box, 1, k, channels)``.
+    The box is a range for each axis but the last. The buffer starts at the pixel ``origin`` of the
+    last axis. The views are ``(*box, alongs, k, channels)`` and ``(*box, 1, k, channels)``.
     """
     steps = (step * d for step, d in zip(part.leading, part.dilations[:-1], strict=True))
     others = [range(axis.start + s, axis.stop + s) for axis, s in zip(box, steps, strict=True)]
@@ -415,11 +381,7 @@ def _boxes(lines: Sequence[range], count: int) -> Iterator[tuple[range, ...]]:
 def _write(parts: Sequence[_GroupSums], out: Array, alpha: float, beta: float) -> None:
     """Compute ``block ← beta·block + alpha·Σ terms`` for the blocks of a group of offsets.
 
-    Args:
-        parts: Sums over disjoint sets of images; the first is overwritten with the total.
-        out: All blocks.
-        alpha: Scale of the terms.
-        beta: Scale of the old blocks.
+    The parts are sums over disjoint sets of images; the first is overwritten with the total.
     """
     first, *others = parts
     for other in others:

@@ -33,26 +33,18 @@ _ALIGNED = 16
 
 
 def threads_for(multiplications: float, workers: Workers) -> int:
-    """Return the number of threads for a product.
+    """Return the number of threads for a product, which is 1 inside a task.
 
-    Args:
-        multiplications: Number of multiplications; ``d²·rows / 2`` for a triangle.
-        workers: Available threads.
-
-    Returns:
-        At least 1; always 1 inside a task.
+    A triangle takes ``d²·rows / 2`` multiplications.
     """
     worth = int(multiplications / _WORTH_A_THREAD)
     return len(workers.row_blocks(min(worth, workers.count))) if worth > 1 else 1
 
 
 def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Workers) -> None:
-    """Run tasks in several threads, or one after the other; BLAS uses one thread.
+    """Run tasks in several threads, or one after the other if ``threads`` is 1.
 
-    Args:
-        tasks: As for ``Workers.run``.
-        threads: Number of threads that the tasks occupy.
-        workers: Available threads.
+    BLAS uses one thread. The tasks are as for ``Workers.run``.
     """
     if threads > 1:
         workers.run(tasks)
@@ -65,14 +57,8 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Worker
 def count_parts(rows: int, size: int, workers: Workers, spare: int) -> int:
     """Return the number of parts of the rows that are multiplied to separate matrices.
 
-    Args:
-        rows: Number of rows.
-        size: Size of the matrix.
-        workers: Available threads.
-        spare: Scratch memory for the matrices, in entries.
-
-    Returns:
-        At least 1; 1 if row blocks are faster, or if there is no memory for a second matrix.
+    It is 1 if row blocks are faster, or if ``spare`` entries of scratch memory hold no second
+    matrix.
     """
     threads = threads_for(rows * size * size / 2, workers)
     affordable = 1 + spare // max(size * size, 1)

@@ -14,16 +14,10 @@ _SMALL = 1 << 17
 
 
 def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
-    """Return the product ``x y`` of matrices or of stacks of matrices.
+    """Return the product ``x y`` of matrices, stacks of matrices, or vectors.
 
-    Args:
-        x: ``(…, m, k)``, or a vector.
-        y: ``(…, k, n)``, or a vector.
-        out: Array for the product, ``(…, m, n)``; a new array if None.
-        workers: Threads for a large product of two matrices, or for a stack.
-
-    Returns:
-        ``out``, or the new array.
+    It is written to ``out`` unless this is None. Threads compute a large product of two matrices,
+    or a stack.
     """
     if min(x.ndim, y.ndim) < 2 or x.size * y.shape[-1] < WORTH_WAKING:
         product: Array = np.matmul(x, y, out=out)
@@ -47,12 +41,8 @@ def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
 def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
     """Compute ``out ← beta·out + alpha·x yᵀ`` in place, without scratch memory if it is large.
 
-    Args:
-        out: ``(m, n)``, float32 or float64, with adjacent elements in each row.
-        x: ``(m,)``, any stride; converted to the type of ``out``.
-        y: ``(n,)``, likewise.
-        alpha: Scale of the product.
-        beta: Scale of the old matrix.
+    ``out`` is ``(m, n)``, float32 or float64, with adjacent elements in each row. The vectors have
+    any stride and are converted to its type.
     """
     if out.size < _SMALL:
         out *= beta

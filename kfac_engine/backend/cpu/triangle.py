@@ -26,17 +26,10 @@ def empty_float64(size: int) -> Array:
 
 
 def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
-    """Convert the lower triangle of a matrix to float64, and return the squared norm.
+    """Convert the lower triangle of a symmetric matrix to float64, and return the squared norm.
 
-    Args:
-        matrix: ``(d, d)``, symmetric; the lower triangle is read.
-        work: ``(d, d)``, float64; receives the lower triangle. Its upper triangle becomes
-            unspecified.
-        workers: Threads.
-
-    Returns:
-        The squared Frobenius norm of the symmetric matrix. It is not finite if an entry is not
-        finite or if squares overflow.
+    ``work``, ``(d, d)``, receives the triangle; its upper triangle becomes unspecified. The squared
+    Frobenius norm is not finite if an entry is not finite or if squares overflow.
     """
     sums: list[float] = []
     _by_row_blocks(len(matrix), workers, partial(_to_float64, matrix, work, sums))
@@ -46,16 +39,7 @@ def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
 
 
 def symmetric_from_tril(work: Array, dtype: DType, workers: Workers) -> Array:
-    """Return the symmetric matrix whose lower triangle is ``work``.
-
-    Args:
-        work: ``(d, d)``, float64; the lower triangle is read.
-        dtype: Element type of the result.
-        workers: Threads.
-
-    Returns:
-        A new C-contiguous matrix ``(d, d)``.
-    """
+    """Return the symmetric matrix of type ``dtype`` whose lower triangle is ``work``."""
     whole: Array = np.empty(work.shape, dtype)
     _by_row_blocks(len(work), workers, partial(_from_float64, work, whole))
     return whole

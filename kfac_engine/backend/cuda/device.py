@@ -98,23 +98,16 @@ class CupyDevice:
     def add_gram(self, rows: Array, out: Array, alpha: float, beta: float) -> None:
         """Compute the lower triangle of ``out ← beta·out + alpha·rowsᵀ rows`` by cuBLAS, in place.
 
-        Args:
-            rows: ``(k, d)``, C-contiguous, float32 or float64.
-            out: ``(d, d)``, C-contiguous, of the same type.
-            alpha: Scale of the product.
-            beta: Scale of the old values; zero overwrites.
+        ``rows`` is ``(k, d)``. Both arrays are C-contiguous and have the same type, float32 or
+        float64. A ``beta`` of zero overwrites.
         """
         self.xp.cublas.syrk("T", rows, out=out, alpha=alpha, beta=beta, lower=True)
 
     def reserve(self, stored: int, scratch: int) -> None:
         """Allocate two blocks of memory and release them to CuPy's pool, for later arrays.
 
-        Args:
-            stored: Number of bytes of averages and inverses.
-            scratch: Number of bytes of scratch memory.
-
-        Raises:
-            MemoryLimitError: The device has less memory.
+        One block has the bytes of averages and inverses, the other of scratch memory. If the device
+        has less memory, ``MemoryLimitError`` is raised.
         """
         try:
             # Both blocks are allocated before the pool receives one, because the second block would
@@ -133,15 +126,9 @@ class CupyDevice:
     def within_memory(self, work: Callable[[int], _T], scratch_bytes: int) -> _T:
         """Return the result of ``work``; halve its memory while the device has too little.
 
-        Args:
-            work: Function of the number of bytes that it may use; it must be restartable.
-            scratch_bytes: Number of bytes of the first attempt.
-
-        Returns:
-            The result of ``work``.
-
-        Raises:
-            MemoryLimitError: The device has no memory for the smallest pieces.
+        ``work`` takes the number of bytes that it may use, and must be restartable. The first
+        attempt has ``scratch_bytes``. ``MemoryLimitError`` is raised if the device has no memory
+        for the smallest pieces.
         """
         budget = scratch_bytes
         while True:
@@ -160,16 +147,9 @@ class CupyDevice:
                 budget //= 2
 
     def affordable(self, wanted: int) -> int:
-        """Return the available scratch memory: ``wanted``, halved until the device can allocate it.
+        """Return ``wanted`` bytes of scratch memory, halved until the device can allocate them.
 
-        Args:
-            wanted: Upper bound in bytes.
-
-        Returns:
-            Number of available bytes.
-
-        Raises:
-            MemoryLimitError: The device has no memory for the smallest pieces.
+        ``MemoryLimitError`` is raised if the device has no memory for the smallest pieces.
         """
 
         def taken(size: int) -> int:
@@ -198,8 +178,7 @@ class CupyDevice:
 def load_nccl() -> ModuleType:
     """Return CuPy's bindings of NCCL.
 
-    Raises:
-        BackendError: CuPy is not installed, there is no device, or CuPy finds no NCCL library.
+    ``BackendError`` is raised if CuPy is not installed, there is no device, or CuPy finds no NCCL.
     """
     _cupy()
     nccl = import_module("cupy.cuda.nccl")

@@ -50,17 +50,9 @@ class PatchMoments:
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
-            window: Geometry.
-            out: ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous float32; features are
-                tap-major.
-            homogeneous: Whether a 1 is appended to each patch.
-            alpha: Scale of the new Gram matrix.
-            beta: Scale of the old matrix; zero overwrites.
-
-        Raises:
-            ShapeError: The image does not fit the window, or ``out`` has another shape.
+        ``x`` is ``(n, channels, *spatial_shape)`` with any strides, float32, float16 or bfloat16.
+        ``out`` is ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous float32; features are
+        tap-major. A ``beta`` of zero overwrites.
         """
         features = window.taps * x.shape[1]
         if out.shape != (features + homogeneous,) * 2:
@@ -89,12 +81,7 @@ class PatchMoments:
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z²`` over all patches, entry by entry, in place.
 
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
-            window: Geometry.
-            out: ``(taps·channels,)``, C-contiguous float32; features tap-major.
-            alpha: Scale of the new squares.
-            beta: Scale of the old squares; zero overwrites.
+        The arguments are as for ``add``, but ``out`` is ``(taps·channels,)``.
         """
         scales = Scales(len(out), alpha, beta)
         add_patch_squares(self._device, x, out, self.geometry(x, window), scales)
@@ -158,16 +145,8 @@ class GroupProducts:
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group, in place.
 
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
-            window: Geometry.
-            out: ``(groups, d, d)``, C-contiguous float32.
-            homogeneous: Whether a 1 is appended to each row.
-            alpha: Scale of the new Gram matrices.
-            beta: Scale of the old matrices; zero overwrites.
-
-        Raises:
-            ShapeError: ``out`` has another shape.
+        ``x`` is ``(n, channels, *spatial_shape)`` with any strides, float32, float16 or bfloat16.
+        ``out`` is ``(groups, d, d)``, C-contiguous float32. A ``beta`` of zero overwrites.
         """
         rows = check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
@@ -191,17 +170,8 @@ class GroupProducts:
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
-        Args:
-            x: Images, ``(n, channels, *spatial_shape)``, any strides; float32, float16 or bfloat16.
-            window: Geometry.
-            ds: ``(n, outputs, *output_shape)``, any strides, of the type of ``x``.
-            out: ``(groups, d, outputs / groups)``, C-contiguous float32.
-            homogeneous: Whether a 1 is appended to each row.
-            alpha: Scale of the new squares.
-            beta: Scale of the old squares; zero overwrites.
-
-        Raises:
-            ShapeError: ``out`` has another shape.
+        ``x`` is as for ``add_moments``; ``ds`` is ``(n, outputs, *output_shape)``, of the same
+        type. ``out`` is ``(groups, d, outputs / groups)``, C-contiguous float32.
         """
         outputs = window.output_shape(x.shape[2:])
         if len(ds) != len(x) or prod(ds.shape[2:]) != prod(outputs):

@@ -36,16 +36,8 @@ def inverse_roots(
 ) -> list[Array | None]:
     """Return ``(matrix + damping·I)^(−1/degree)`` of matrices for which products are fastest.
 
-    Args:
-        device: The GPU.
-        batches: Runs the iteration on stacks of equal size.
-        matrices: Symmetric matrices.
-        dampings: The damping of each matrix.
-        degrees: The degree of the root of each matrix.
-
-    Returns:
-        One root for each matrix. None if the matrix is small or float64, if it is not positive
-        definite or too ill-conditioned for the iteration, or if the device has slow float64.
+    A root is None if the matrix is small or float64, if it is not positive definite or too
+    ill-conditioned for the iteration, or if the device has slow float64.
     """
     least = LEAST_SIZES.get(device.capability)
     roots: list[Array | None] = [None] * len(matrices)

@@ -113,9 +113,6 @@ class CupyLinearAlgebra:
 
         Returns:
             One result for each matrix, in its element type.
-
-        Raises:
-            InputError: A damping is not allowed, or zero for a matrix of zeros.
         """
         for damping in dampings:
             if not 0.0 <= damping < np.inf:

@@ -103,17 +103,8 @@ class MatrixBatches:
     def run(self, damped: DampedMatrices, work: Work, *, copies: int = _COPIES) -> list[Outcome]:
         """Return the outcomes of an operation on stacks of matrices; the device is read once.
 
-        Args:
-            damped: The matrices.
-            work: Operation on a stack.
-            copies: Number of float64 matrices that the operation allocates at once for each matrix.
-
-        Returns:
-            One outcome for each matrix, with its numbers on the host.
-
-        Raises:
-            ShapeError: A matrix is not square.
-            NonFiniteError: A matrix contains NaN or infinity.
+        There is one outcome for each matrix, with its numbers on the host. The operation allocates
+        ``copies`` float64 matrices at once for each matrix. Errors are those of ``begin``.
         """
         return self.begin(damped, work, copies=copies)()
 
@@ -122,17 +113,8 @@ class MatrixBatches:
     ) -> Callable[[], list[Outcome]]:
         """Launch ``run`` and return a function that waits for its outcomes.
 
-        Args:
-            damped: The matrices.
-            work: Operation on a stack.
-            copies: As for ``run``.
-
-        Returns:
-            A function that reads the device once. It raises NonFiniteError for a matrix with NaN or
-            infinity.
-
-        Raises:
-            ShapeError: A matrix is not square.
+        The function reads the device once. ``ShapeError`` is raised at once if a matrix is not
+        square. ``NonFiniteError`` is raised by the function if a matrix contains NaN or infinity.
         """
         groups: dict[tuple[int, str], list[int]] = {}
         for i, matrix in enumerate(damped.matrices):

@@ -90,18 +90,10 @@ def plan(
     processors: int,
     scratch_bytes: int,
 ) -> tuple[HostPass, ...]:
-    """Return the passes that compute a Gram matrix of patches.
+    """Return the passes that compute a Gram matrix of patches; each computes different tiles of it.
 
-    Args:
-        window: Geometry.
-        images: Number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image.
-        processors: Number of multiprocessors of the device.
-        scratch_bytes: Bound of the partial results of a pass.
-
-    Returns:
-        Passes that compute different tiles of the result.
+    ``processors`` is the number of multiprocessors of the device. ``scratch_bytes`` bounds the
+    partial results of a pass.
     """
     ways = [_direct, _shifted] if _can_shift(window, channels) else [_direct]
     recipes = [way(window, channels, spatial_shape) for way in ways]
@@ -230,15 +222,7 @@ class Slab:
 
 
 def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ...]:
-    """Return all output positions that see a pixel, as a range for each axis.
-
-    Args:
-        window: Geometry; all strides are one.
-        spatial_shape: Shape of the image.
-
-    Returns:
-        A range for each axis, in positions of the window.
-    """
+    """Return all output positions that see a pixel, a range for each axis, for strides of one."""
     return tuple(
         range(begin - reach, begin + side)
         for begin, reach, side in zip(window.begins, window.reaches, spatial_shape, strict=True)
@@ -246,17 +230,10 @@ def full_grid(window: Window, spatial_shape: tuple[int, ...]) -> tuple[range, ..
 
 
 def frame(window: Window, spatial_shape: tuple[int, ...]) -> Iterator[Slab]:
-    """Yield the full grid minus the outputs of the window, as disjoint slabs.
+    """Yield the full grid minus the outputs of the window, as disjoint slabs that see a pixel.
 
     A slab is outside the outputs along one axis, inside along earlier axes, and covers the full
-    grid along later axes. All its positions see the same taps.
-
-    Args:
-        window: Geometry; all strides are one.
-        spatial_shape: Shape of the image.
-
-    Yields:
-        Slabs that see a pixel.
+    grid along later axes. All its positions see the same taps. All strides of the window are one.
     """
     grid, outputs = full_grid(window, spatial_shape), window.output_shape(spatial_shape)
     inner = [_common(line, range(count)) for line, count in zip(grid, outputs, strict=True)]

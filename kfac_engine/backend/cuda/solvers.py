@@ -51,12 +51,8 @@ class Solvers:
     def cholesky(self, work: _Array) -> _Array:
         """Replace a stack of matrices with their Cholesky factors, and return the error codes.
 
-        Args:
-            work: ``(n, d, d)``, float64, C-contiguous, symmetric. The upper triangles become
-                unspecified.
-
-        Returns:
-            Codes ``(n,)`` on the device, zero where the factor exists.
+        ``work`` is ``(n, d, d)``, float64, C-contiguous and symmetric; its upper triangles become
+        unspecified. The codes ``(n,)`` are on the device, zero where the factor exists.
         """
         count, size, _ = work.shape
         info = self._xp.zeros(count, np.int32)
@@ -77,12 +73,8 @@ class Solvers:
     def inverse(self, roots: _Array) -> _Array:
         """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of Cholesky factors, which are overwritten.
 
-        Args:
-            roots: Stack from ``cholesky``.
-
-        Returns:
-            ``(n, d, d)`` with defined lower triangles; unspecified for a factor that does not
-            exist.
+        Only the lower triangles are defined. The inverse is unspecified for a factor that does not
+        exist.
         """
         xp = self._xp
         if self.has_potri and (roots.shape[1] > STACKED_SIZE or len(roots) == 1):
