@@ -74,7 +74,7 @@ def zeros_name(statistic: str, node: Node) -> str:
 def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
-    """Yield a node and the nodes that update its statistics, whose names ``newest`` receives."""
+    """Yield a node and the nodes that update its statistics; ``newest`` receives their names."""
     if not _trains(node):
         yield node
         return

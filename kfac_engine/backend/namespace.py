@@ -82,7 +82,7 @@ def numeric(what: str, array: Array) -> Array:
 
 
 def readable(value: Any) -> Any:
-    """Return a tensor that NumPy and CuPy can read: no autograd graph, bfloat16 as float32."""
+    """Return a tensor that NumPy and CuPy can read: without autograd, bfloat16 as float32."""
     if getattr(value, "requires_grad", False):
         value = value.detach()
     if str(getattr(value, "dtype", "")).rpartition(".")[2] != "bfloat16":

@@ -138,7 +138,7 @@ def median_or_never(values: Iterable[float | None]) -> float | None:
 def _measure(
     of_run: "Callable[[Run], float | None]", form: str
 ) -> "tuple[Callable[[Sequence[Run]], float | None], Callable[[float | None], str]]":
-    """Return the median of a number of runs as a function, and the text of it."""
+    """Return two functions: the median of a number over runs, and its text."""
     return (
         lambda runs: median_or_never(of_run(run) for run in runs),
         lambda value: "never" if value is None else format(value, form),

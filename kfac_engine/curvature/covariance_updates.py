@@ -10,9 +10,8 @@ from kfac_engine.curvature.estimation_modes import Draws
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
 from kfac_engine.curvature.factors.measurement import Combine
-from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
-from kfac_engine.curvature.sources import Scales, Sources, Trace
+from kfac_engine.curvature.sources import MeasuredBatch, Scales, Sources, Trace
 from kfac_engine.errors import UnsupportedError
 
 
@@ -72,24 +71,18 @@ class CovarianceUpdates:
 
     def measure(
         self,
-        trace: Trace,
-        draws: Draws | None = None,
-        scales: Scales | None = None,
+        batch: MeasuredBatch,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
-        weights: ExampleWeights | None = None,
         *,
         by_example: bool = True,
     ) -> PendingUpdate:
         """Measure one batch for all factors; averages do not change.
 
         Args:
-            trace: As for ``FisherEstimator.update_covariances``, with the other arguments.
-            draws: Fixes the randomness.
-            scales: Factors of cotangents.
-            release: Receives names of values.
-            propagated: Gradients that the caller has computed.
-            weights: Weights of the examples, next to ``scales``; None if no target has a weight.
+            batch: The batch.
+            release: As for ``FisherEstimator.update_covariances``.
+            propagated: Likewise.
             by_example: Whether factors that read gradients of single examples are measured, too.
 
         Returns:
@@ -98,17 +91,12 @@ class CovarianceUpdates:
         Raises:
             KfacError: As for ``FisherEstimator.update_covariances``.
         """
-        alone = self._alone(by_example)
-        return self._measured(
-            self.updater, alone, trace, draws, scales, release, propagated, weights
-        )
+        return self._measured(self.updater, self._alone(by_example), batch, release, propagated)
 
     def measure_part(
         self,
         sums: PartSums,
-        trace: Trace,
-        scales: Scales,
-        weights: ExampleWeights | None = None,
+        part: MeasuredBatch,
         bases: Sequence[FisherFactor] = (),
         *,
         by_example: bool = True,
@@ -117,9 +105,7 @@ class CovarianceUpdates:
 
         Args:
             sums: Receives the measurements.
-            trace: The part.
-            scales: Factors of cotangents.
-            weights: Weights of the examples; None if no target of the batch has a weight.
+            part: The part.
             bases: The factors of ``parts_of_bases``, to measure these only.
             by_example: As for ``measure``.
 
@@ -128,13 +114,12 @@ class CovarianceUpdates:
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
         alone = () if bases else self._alone(by_example)
-        singles = self.sources.measure_examples(alone, trace, None, scales)
-        stats: dict[str, Array] = {}
-        batch = self.sources.of_batch(updater.factors, trace, None, scales, stats, weights)
+        singles = self.sources.measure_examples(alone, part)
+        values = self.sources.of_batch(updater.factors, part, {})
         if self.sources.mode.one_source:
-            updater.add_part(next(batch), sums)
+            updater.add_part(next(values), sums)
         else:
-            singles = [*updater.measure_sum(batch, singles, part=True).measured]
+            singles = [*updater.measure_sum(values, singles, part=True).measured]
         for factor, measurement in singles:
             sums.add(factor, measurement)
 
@@ -171,7 +156,7 @@ class CovarianceUpdates:
 
         Args:
             decay: Weight of the old averages, in [0, 1].
-            trace: As for ``measure``, with the other arguments.
+            trace: As for ``FisherEstimator.update_covariances``, with the other arguments.
             draws: Fixes the randomness.
             scales: Factors of cotangents.
             release: Receives names of values.
@@ -182,7 +167,8 @@ class CovarianceUpdates:
         """
         self._require_whole_batches()
         with self.restored_on_error():
-            pending = self.measure(trace, draws, scales, release, propagated)
+            batch = self.sources.measured_batch(trace, draws, scales)
+            pending = self.measure(batch, release, propagated)
             self.updater.combined(pending).commit(decay)
 
     def add(
@@ -212,7 +198,9 @@ class CovarianceUpdates:
         updater = self._updater_of(factor for factor in factors if factor not in alone)
         updater.combine = self.updater.combine
         with self.restored_on_error():
-            pending = self._measured(updater, alone, trace, draws, scales)
+            pending = self._measured(
+                updater, alone, self.sources.measured_batch(trace, draws, scales)
+            )
             updater.combined(pending).commit(decay, weight)
 
     def add_one(self, factor: FisherFactor, trace: Trace, decay: float) -> None:
@@ -239,47 +227,35 @@ class CovarianceUpdates:
                 bits.state = now
         self._round.done.add(id(factor))
 
-    def _measured(  # noqa: PLR0913 (the arguments of measure, and the factors)
+    def _measured(
         self,
         updater: FactorUpdater,
         alone: tuple[FisherFactor, ...],
-        trace: Trace,
-        draws: Draws | None,
-        scales: Scales | None,
+        batch: MeasuredBatch,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
-        weights: ExampleWeights | None = None,
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
-        if scales is None:
-            scales, weights = self.sources.scales_of(trace), self.sources.weights_of(trace)
-        singles = self.sources.measure_examples(alone, trace, draws, scales)
+        singles = self.sources.measure_examples(alone, batch)
         if propagated is None:
-            batch = self.sources.of_batch(updater.factors, trace, draws, scales, stats, weights)
+            values = self.sources.of_batch(updater.factors, batch, stats)
         else:
-            batch = self.sources.given(updater.factors, trace, propagated, weights)
+            values = self.sources.given(updater.factors, batch, propagated)
         if self.sources.mode.one_source:
-            pending = updater.measure(next(batch), release, singles)
+            pending = updater.measure(next(values), release, singles)
         else:
-            self._prepare(updater, trace, draws, scales, weights)
-            pending = updater.measure_sum(batch, singles)
+            self._prepare(updater, batch)
+            pending = updater.measure_sum(values, singles)
         self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
         return pending
 
-    def _prepare(
-        self,
-        updater: FactorUpdater,
-        trace: Trace,
-        draws: Draws | None,
-        scales: Scales,
-        weights: ExampleWeights | None,
-    ) -> None:
+    def _prepare(self, updater: FactorUpdater, batch: MeasuredBatch) -> None:
         """Propagate all sources once more before the first update of EKFAC, for its bases."""
         parts = updater.parts_of_bases
         if parts:
             bits = self.sources.rng.bit_generator
             before: Mapping[str, Any] = bits.state
-            updater.prepare(self.sources.of_batch(parts, trace, draws, scales, {}, weights))
+            updater.prepare(self.sources.of_batch(parts, batch, {}))
             bits.state = before
 
     def _require_whole_batches(self) -> None:

@@ -36,6 +36,23 @@ ExampleGradients: TypeAlias = Callable[
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """A batch, or a part of one, whose statistics are measured.
+
+    Attributes:
+        trace: The evaluation.
+        scales: Loss input to the factor of its cotangents; 1 where absent.
+        weights: Weights of the examples, next to ``scales``; None if no target has a weight.
+        draws: Fixes the randomness, by loss name.
+    """
+
+    trace: Trace
+    scales: Scales
+    weights: ExampleWeights | None = None
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reads:
     """Names of the values that factors read.
 
@@ -100,29 +117,29 @@ class Sources:
         alone = tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
         return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone), alone
 
+    def measured_batch(
+        self, trace: Trace, draws: Draws | None = None, scales: Scales | None = None
+    ) -> MeasuredBatch:
+        """Return a batch; without scales, with the weights of the predictions that losses read."""
+        if scales is not None:
+            return MeasuredBatch(trace, scales, None, draws)
+        return MeasuredBatch(trace, self.scales_of(trace), self._weights_of(trace), draws)
+
     def of_batch(
-        self,
-        factors: tuple[FisherFactor, ...],
-        trace: Trace,
-        draws: Draws | None,
-        scales: Scales,
-        stats: dict[str, Array],
-        weights: ExampleWeights | None = None,
+        self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch, stats: dict[str, Array]
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of a batch that factors read, once for each source.
 
         Args:
             factors: The factors.
-            trace: The batch.
-            draws: Fixes the randomness, by loss name.
-            scales: Loss input to the factor of its cotangents; 1 where absent.
+            batch: The batch.
             stats: Variable to the sum of its gradients over sources; changed.
-            weights: Weights of the examples; None if no target has a weight.
 
         Yields:
             Name to array; no other reference to a gradient remains.
         """
         reads, backend = self._reads_of(factors), self.backend
+        trace, weights = batch.trace, batch.weights
         forward = take(trace, reads.forward, backend)
         wrt = tuple(dict.fromkeys((*reads.gradients.values(), *self.variables)))
         layers = self._layers_of(forward) if weights else ()
@@ -131,8 +148,8 @@ class Sources:
         if weights and weights.by_gradient:
             probed = probed or not self.mode.one_source
         if weights and probed:
-            forward |= self._probed_rows(layers, trace, scales, weights)
-        for cotangents in self._cotangents(trace, draws, scales):
+            forward |= self._probed_rows(layers, batch, weights)
+        for cotangents in self._cotangents(batch):
             gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:
                 gradient = gradients[name]
@@ -150,22 +167,19 @@ class Sources:
         return tuple(layer for layer in self.layers if not {*names}.isdisjoint(layer.inputs))
 
     def _probed_rows(
-        self,
-        layers: Sequence[LayerRows],
-        trace: Trace,
-        scales: Scales,
-        weights: ExampleWeights,
+        self, layers: Sequence[LayerRows], batch: MeasuredBatch, weights: ExampleWeights
     ) -> dict[str, Array]:
         """Return the weights of the rows of layers, from gradients with random signs."""
         outputs = tuple(dict.fromkeys(name for layer in layers for name in layer.outputs))
         if not outputs:
             return {}
-        signs = MODES["curvature_prop"](self.losses, trace, np.random.default_rng(0))
+        signs = MODES["curvature_prop"](self.losses, batch.trace, np.random.default_rng(0))
         (source,) = signs
-        gradients = take(trace.vjp(scaled(source, scales), outputs), outputs, self.backend)
+        cotangents = scaled(source, batch.scales)
+        gradients = take(batch.trace.vjp(cotangents, outputs), outputs, self.backend)
         return weights.of_rows(layers, gradients, self.backend)
 
-    def weights_of(self, trace: Trace) -> ExampleWeights | None:
+    def _weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""
         towers = [tower for loss in self.losses for tower in loss.towers]
         rows = [(tower, tower.row_weights(trace)) for tower in towers]
@@ -178,43 +192,27 @@ class Sources:
         weights = {name: t.row_weights(trace) for t in towers for name in t.inputs}
         return {name: root(rows) for name, rows in weights.items() if rows is not None}
 
-    def _cotangents(
-        self, trace: Trace, draws: Draws | None, scales: Scales
-    ) -> Iterator[dict[str, Array]]:
+    def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
         rng: AnyGenerator = self.rng
         if self.rows is not None:
             rng = RowGenerator(self.rng, self.rows, self.placements)
-        for source in self.mode(self.losses, trace, rng, draws):
-            yield scaled(source, scales)
+        for source in self.mode(self.losses, batch.trace, rng, batch.draws):
+            yield scaled(source, batch.scales)
 
     def measure_examples(
-        self,
-        factors: tuple[FisherFactor, ...],
-        trace: Trace,
-        draws: Draws | None,
-        scales: Scales,
+        self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch
     ) -> list[Measured]:
-        """Measure the sum over sources and examples; averages and the generator do not change.
-
-        Args:
-            factors: Some of ``alone``.
-            trace: The batch.
-            draws: Fixes the randomness, by loss name.
-            scales: Loss input to the factor of its cotangents; 1 where absent.
-
-        Returns:
-            The factors with their measurements.
-        """
+        """Measure some factors of ``alone``; averages and the generator do not change."""
         if not factors or self.examples is None:
             return []
         generator, backend = self.rng.bit_generator.state, self.backend
         reads = self._reads_of(factors)
-        forward = take(trace, reads.forward, backend)
+        forward = take(batch.trace, reads.forward, backend)
         names = tuple(reads.gradients.values())
         measured: list[Measured] = []
         try:
-            for cotangents in self._cotangents(trace, draws, scales):
-                for gradients in self.examples(trace, cotangents, names):
+            for cotangents in self._cotangents(batch):
+                for gradients in self.examples(batch.trace, cotangents, names):
                     arrays = take(gradients, names, backend)
                     values = forward | {n: arrays[value] for n, value in reads.gradients.items()}
                     sizes = [factor.check(values) for factor in factors]
@@ -231,22 +229,21 @@ class Sources:
     def given(
         self,
         factors: tuple[FisherFactor, ...],
-        trace: Trace,
+        batch: MeasuredBatch,
         propagated: dict[str, Array],
-        weights: ExampleWeights | None = None,
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
         reads = self._reads_of(factors)
-        values = take(trace, reads.forward, self.backend)
+        values = take(batch.trace, reads.forward, self.backend)
         arrays = take(propagated, reads.gradients.values(), self.backend)
         propagated.clear()
-        if weights:
-            values |= weights.of_rows(self._layers_of(values), arrays, self.backend)
+        if batch.weights:
+            values |= batch.weights.of_rows(self._layers_of(values), arrays, self.backend)
         values.update((name, arrays.pop(value)) for name, value in reads.gradients.items())
         yield values
 
     def _reads_of(self, factors: tuple[FisherFactor, ...]) -> Reads:
-        """Return the names of the values that factors read, which never change."""
+        """Return the names of the values that factors read. They never change."""
         if factors not in self._reads:
             statistics = [factor.statistic for factor in factors]
             names = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))

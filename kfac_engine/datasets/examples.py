@@ -207,7 +207,7 @@ class ExampleAxes:
         return (*self.inputs, TARGETS, self._weights, *self._targets)
 
     def axis(self, name: str) -> int | None:
-        """Return the axis of the examples of an array of a data set; None for an array without."""
+        """Return the axis of the examples in an array of a data set; None if there is none."""
         if name in self.inputs:
             return self.inputs[name]
         return self._targets.get(name, self._first_axis) if name in self.names else None

@@ -98,7 +98,7 @@ def end_job_if_a_rank_ends_alone(mpi: Any, watch: ExitWatch) -> None:
 
 
 def end_job_on_errors() -> None:
-    """Have an exception that nothing catches end all ranks, after its traceback is printed."""
+    """End all ranks after an exception that nothing catches; its traceback is printed first."""
     before = sys.excepthook
     if getattr(before, "ends_all_ranks", False):
         return

@@ -16,6 +16,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.schedule import Planner
+from kfac_engine.curvature.sources import MeasuredBatch
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.batch_parts import TracedParts
@@ -134,12 +135,11 @@ class BlockFisher:
         objective = self._passes.objective
         self._require_examples()
         scales = objective.fisher_scales(observation)
-        weights = self._example_weights(trace, observation)
+        batch = MeasuredBatch(trace, scales, self._example_weights(trace, observation))
         with self._passes.explained(trace):
             return self.estimator.statistics.measure(
-                trace, scales=scales, release=release, propagated=gradients, weights=weights,
-                by_example=by_example,
-            )  # fmt: skip
+                batch, release, gradients, by_example=by_example
+            )
 
     def measure_parts(
         self, traced: TracedParts, examples: int | None = None, *, by_example: bool = True
@@ -176,14 +176,12 @@ class BlockFisher:
                 part, observation = next(rows), meet(trace)
                 sums.begin(observation.whole.examples)
                 scales = passes.objective.fisher_scales(observation.within(traced.size))
-                weights = self._example_weights(trace, observation)
+                weighted = MeasuredBatch(trace, scales, self._example_weights(trace, observation))
                 if alike:
                     # Each part draws its rows of the numbers of the batch.
                     bits.state, estimator.rows = start, part
                 with passes.explained(trace):
-                    statistics.measure_part(
-                        sums, trace, scales, weights, bases, by_example=by_example
-                    )
+                    statistics.measure_part(sums, weighted, bases, by_example=by_example)
 
             try:
                 traced.each(add)

@@ -254,7 +254,7 @@ def _uses(context: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
 
 
 def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
-    """Return the layer whose weight is a group, with all its uses, or the reason for none."""
+    """Return the layer whose weight is a group, with all uses; or why there is none."""
     uses = _uses(context, group)
     matches = [match(context, node, index) for _, node, index in uses]
     if len({isinstance(outcome, LayerMatch) for outcome in matches}) > 1:

@@ -213,7 +213,7 @@ class OnnxModel:
         return in_types(spread(self.ties, values), self.result_types)
 
     def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Return arrays of parameters for arrays under the names of the model file.
+        """Return arrays by parameter, from arrays by their names in the file.
 
         Args:
             values: Name to array.

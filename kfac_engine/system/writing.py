@@ -198,7 +198,7 @@ def _with_members(paths: Path | Iterable[Path] | None) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(target: Path, old: os.stat_result | None) -> Iterator[tuple[IO[bytes], Path]]:
-    """Return a context with a new file next to a target, which is removed unless renamed."""
+    """Return a context with a new file next to a target; it is removed unless it is renamed."""
     temporary = target.with_name(f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
     try:
         with _create(temporary, old) as file:

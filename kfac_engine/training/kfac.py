@@ -361,7 +361,7 @@ class KfacOptimizer(Optimizer):
         return isinstance(self._update, AdaptiveLengthUpdate) and self._weight_decay > 0
 
     def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
-        """Return the examples of all steps with those of a batch; none unless decay needs them."""
+        """Return the examples of all steps and of a batch; none unless decay needs them."""
         if not self.counts_examples:
             return self._seen
         engine, sizes = self.engine, zip(*self.engine.part_sizes, strict=True)

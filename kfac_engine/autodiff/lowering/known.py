@@ -147,7 +147,7 @@ class Origin:
         self.varies = self.sized or fixed or weighed
 
     def value(self) -> Array:
-        """Return the array of the value, for which ``undecided`` must be empty."""
+        """Return the array of a value that ``undecided`` does not list."""
         if not self._nodes:
             return self._inputs[self._name]
         nodes = sorted(self._nodes, key=lambda node: self._graph.positions[node.name])

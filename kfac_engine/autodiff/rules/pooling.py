@@ -208,7 +208,7 @@ def global_max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
 
 @vjp_rule("MaxUnpool")
 def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent of the pixel of each value; zero for overwritten values."""
+    """Return, for each value, the cotangent of its pixel; zero for overwritten values."""
     x, indices, y = *node.inputs[:2], node.outputs[0]
     everything = b.constant([-1])
     places = b.forward("Reshape", indices, everything)[0]
