@@ -167,9 +167,9 @@ if TYPE_CHECKING:
     from kfac_engine.training.history import History as History
     from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
+    from kfac_engine.training.optimizer import StepReport as StepReport
     from kfac_engine.training.rate_finder import RateSearch as RateSearch
     from kfac_engine.training.rate_finder import find_rate as find_rate
-    from kfac_engine.training.report import StepReport as StepReport
     from kfac_engine.training_files.export import export_training as export_training
     from kfac_engine.training_files.files import TrainingFiles as TrainingFiles
     from kfac_engine.training_files.files import TrainingRun as TrainingRun
@@ -301,7 +301,7 @@ _HOMES = {
     "Muon": "training.first_order",
     "KfacOptimizer": "training.kfac",
     "DampingAdaptation": "training.damping_adaptation",
-    "StepReport": "training.report",
+    "StepReport": "training.optimizer",
     "fit": "training.fit",
     "History": "training.history",
     "Callback": "training.hooks",

@@ -9,8 +9,7 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import TypeGuard
 
-from kfac_engine.errors import InputError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import InputError, suggestion
 
 # Largest size of an axis.
 _MOST = 2**63 - 1

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from kfac_engine.errors import UnknownNameError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import UnknownNameError, suggestion
 
 Row = TypeVar("Row")
 

@@ -3,8 +3,7 @@
 from collections.abc import Collection
 from typing import ClassVar
 
-from kfac_engine.errors import UnknownAttributeError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import UnknownAttributeError, suggestion
 
 
 class Sealed:

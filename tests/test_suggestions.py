@@ -7,8 +7,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
+from kfac_engine.errors import suggestion
 from kfac_engine.losses import LOSSES
-from kfac_engine.suggestions import suggestion
 
 PARAMETERS = ("body.conv1.weight", "body.conv1.bias", "head.weight", "head.bias")
 # Unknown name, known names, and the nearest of them; None where none is near.

@@ -13,8 +13,7 @@ from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import BackendError, UnknownNameError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import BackendError, UnknownNameError, suggestion
 
 BackendName: TypeAlias = Literal["auto", "numpy", "cupy", "cupy-tf32", "cupy-fp32"]
 

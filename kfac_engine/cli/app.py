@@ -27,9 +27,8 @@ from kfac_engine.cli.saliency import saliency
 from kfac_engine.cli.train import train
 from kfac_engine.cli.verify import verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
-from kfac_engine.errors import KfacError
+from kfac_engine.errors import KfacError, suggestion
 from kfac_engine.printable import one_line, printable
-from kfac_engine.suggestions import suggestion
 
 WRONG_INPUT, BUG, INTERRUPTED = 2, 1, 130
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 import click
 from click.shell_completion import CompletionItem
 
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import suggestion
 from kfac_engine.system.writing import checked_path
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -10,9 +10,8 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import TARGETS, WEIGHTS
 from kfac_engine.datasets.files import first_shard
-from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.graph.load import external_files, load_graph
-from kfac_engine.suggestions import suggestion
 from kfac_engine.system.arrays import read_arrays
 from kfac_engine.system.reading import exists, names_folder
 from kfac_engine.system.state_files import read_tensors, write_tensors

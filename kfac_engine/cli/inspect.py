@@ -39,7 +39,7 @@ from kfac_engine.cli.processes import layer_owners_option
 from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
-from kfac_engine.text.summary import counted
+from kfac_engine.summary import counted
 
 if TYPE_CHECKING:
     import kfac_engine as ke

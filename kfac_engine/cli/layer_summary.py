@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 from kfac_engine.cli.tables import print_table
-from kfac_engine.text.summary import counted as spelled_count
+from kfac_engine.summary import counted as spelled_count
 
 if TYPE_CHECKING:
     import kfac_engine as ke

@@ -22,9 +22,8 @@ from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Trace
 from kfac_engine.distributed.shards import Placement, Rows
-from kfac_engine.errors import InputError, UnsupportedError
+from kfac_engine.errors import InputError, UnsupportedError, suggestion
 from kfac_engine.sealed import Sealed
-from kfac_engine.suggestions import suggestion
 
 
 def check_options(

@@ -14,9 +14,8 @@ from typing import TypeAlias
 
 from kfac_engine.arguments import flag, is_amount, is_count, one_of, positive, whole
 from kfac_engine.distributed.owners import Load, slots
-from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.registry import Registry
-from kfac_engine.suggestions import suggestion
 
 # Weight of earlier refreshes in the learned time of a refresh.
 _MEMORY = 0.8

@@ -5,8 +5,7 @@ from importlib.resources import files
 import numpy as np
 import numpy.typing as npt
 
-from kfac_engine.errors import UnknownNameError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import UnknownNameError, suggestion
 
 MODELS = ("mlp", "cnn")
 _WHITE = 16  # largest pixel: the number of black dots in a 4×4 cell of the scan

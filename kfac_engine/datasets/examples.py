@@ -10,10 +10,9 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.distributed.agreement import raised_by_all_ranks
-from kfac_engine.errors import InputError, KfacError, ShapeError
+from kfac_engine.errors import InputError, KfacError, ShapeError, suggestion
 from kfac_engine.losses.observed import Targets, Weighted
 from kfac_engine.runtime import batch_axis
-from kfac_engine.suggestions import suggestion
 
 # Examples of a batch: a range, or an array of their numbers.
 Selection: TypeAlias = slice | Array

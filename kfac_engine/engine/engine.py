@@ -61,7 +61,7 @@ from kfac_engine.graph.load import ModelSource
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
-from kfac_engine.text.summary import Summarized, Summary
+from kfac_engine.summary import Summarized, Summary
 
 # Gradients whose norms have a smaller sum cannot overflow when they are added.
 _LARGE_NORM = 1e30

@@ -12,7 +12,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
 from kfac_engine.errors import NotReadyError
 from kfac_engine.printable import shortened
-from kfac_engine.text.summary import dimensions
+from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,9 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.engine.factor_view import HEADS, FactorView
 from kfac_engine.engine.parameter_entries import ParameterEntries, block_key
 from kfac_engine.engine.spectra import FactorSpectrum, plot_spectra
-from kfac_engine.errors import NotReadyError, UnknownAttributeError, UnknownNameError
+from kfac_engine.errors import NotReadyError, UnknownAttributeError, UnknownNameError, suggestion
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.suggestions import suggestion
-from kfac_engine.text.summary import Summarized, Summary, Table, counted
+from kfac_engine.summary import Summarized, Summary, Table, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

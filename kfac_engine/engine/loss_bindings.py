@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import flag, listed, number, texts, whole
-from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.structure import Fact, Graph
@@ -26,7 +26,6 @@ from kfac_engine.runtime.batch_axis import Batch, find_batch
 from kfac_engine.runtime.declared_axes import Axes
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.sample_run import open_run, sample_batch
-from kfac_engine.suggestions import suggestion
 
 LossChoice: TypeAlias = str | LossKind | LossFunction
 # A loss, a loss for each output, or a map from outputs and patterns of outputs to losses.

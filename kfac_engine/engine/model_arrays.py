@@ -9,12 +9,11 @@ from kfac_engine._types import Array
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import checked_path
 
 

@@ -26,11 +26,10 @@ from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
 from kfac_engine.engine.batch_shards import check_communicator
 from kfac_engine.engine.loss_bindings import LossChoices, LossOptions, named_settings
-from kfac_engine.errors import InputError, UnknownNameError
+from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.graph.passes.upcast import GradientDType
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
-from kfac_engine.suggestions import suggestion
 
 # Options of losses that are given by name.
 LOSS_SETTINGS = ("ignore_index", "class_weights", "positive_weights", "label_smoothing")

@@ -11,10 +11,9 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import instance
 from kfac_engine.backend.namespace import as_array, on_host
 from kfac_engine.engine.engine import Engine
-from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.exporter_changes import REMEDY, without_numbers
 from kfac_engine.graph.passes.upcast import in_single
-from kfac_engine.suggestions import suggestion
 
 _MOST_NAMES = 6
 

@@ -23,7 +23,7 @@ from kfac_engine.layers.match import LayerMatch, Tensors
 from kfac_engine.losses import LOSSES
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.text.summary import Summary, Table, counted, dimensions
+from kfac_engine.summary import Summary, Table, counted, dimensions
 
 
 @dataclass(frozen=True, slots=True)

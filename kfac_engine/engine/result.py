@@ -10,7 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.ties import Tie
-from kfac_engine.text.summary import Summarized, Summary, Table, counted, dimensions
+from kfac_engine.summary import Summarized, Summary, Table, counted, dimensions
 
 KL_CLIP = 0.003
 _PART = 1 << 20  # numbers

@@ -18,11 +18,11 @@ from kfac_engine.errors import (
     ShapeError,
     UnknownNameError,
     UnsupportedError,
+    suggestion,
 )
 from kfac_engine.graph.passes.upcast import in_single
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.suggestions import suggestion
 
 
 def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:

@@ -33,7 +33,13 @@ from kfac_engine.engine.loss_bindings import (
     named_settings,
     real_outputs,
 )
-from kfac_engine.errors import InputError, ModelError, UnknownNameError, UnsupportedError
+from kfac_engine.errors import (
+    InputError,
+    ModelError,
+    UnknownNameError,
+    UnsupportedError,
+    suggestion,
+)
 from kfac_engine.export.loss_graphs import LOSS, Term, with_losses
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.analysis.subgraph import final_outputs
@@ -48,7 +54,6 @@ from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.declared_axes import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
-from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import checked_path
 
 TARGETS, COTANGENT, GRADIENT = "targets", "cotangent", "gradient/"

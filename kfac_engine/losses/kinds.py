@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any, Protocol
 
 from kfac_engine._types import Array
-from kfac_engine.errors import UnknownNameError
+from kfac_engine.errors import UnknownNameError, suggestion
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
@@ -20,7 +20,6 @@ from kfac_engine.losses.outliers import (
 )
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.registry import Registry
-from kfac_engine.suggestions import suggestion
 
 
 class LossFactory(Protocol):

@@ -36,10 +36,10 @@ from kfac_engine.errors import (
     ShapeError,
     UnknownNameError,
     UnsupportedError,
+    suggestion,
 )
 from kfac_engine.losses.base import LossFunction, RegisteredLoss, weights_of
 from kfac_engine.losses.observed import Observed, Targets, Weighted, root
-from kfac_engine.suggestions import suggestion
 
 Reduction: TypeAlias = Literal["mean", "batch_mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "batch_mean", "sum")

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.errors import ShapeError, UnknownNameError
+from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.structure import Fact, Graph, Input
-from kfac_engine.suggestions import suggestion
 
 # Common symbols for the batch axis, besides those that begin with "batch".
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs"})

@@ -15,11 +15,11 @@ from kfac_engine.errors import (
     NonFiniteError,
     ShapeError,
     UnknownNameError,
+    suggestion,
 )
 from kfac_engine.graph.passes.upcast import widened
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.losses.checks import first_index
-from kfac_engine.suggestions import suggestion
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -10,11 +10,10 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.backend.memory_space import MemorySpace
-from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError
+from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.structure import Graph
 from kfac_engine.runtime.inputs import finite, naming
 from kfac_engine.runtime.model_sessions import BackwardSession
-from kfac_engine.suggestions import suggestion
 
 
 class Evaluator(Protocol):

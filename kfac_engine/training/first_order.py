@@ -21,11 +21,11 @@ from kfac_engine.training.optimizer import (
     Proposal,
     Rate,
     SlotArrays,
+    StepReport,
     check_rate,
     evaluated_rate,
     fraction,
 )
-from kfac_engine.training.report import StepReport
 from kfac_engine.training.rules import AdaptiveMoments, HeavyBall, Orthogonalized, Rule
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import (

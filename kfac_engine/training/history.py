@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
+from kfac_engine.summary import Summarized, Summary, Table, counted
 from kfac_engine.system.writing import checked_path
-from kfac_engine.text.summary import Summarized, Summary, Table, counted
 from kfac_engine.training.description import Description, described_spectra
 from kfac_engine.training.optimizer import Optimizer
 

@@ -9,8 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kfac_engine.arguments import listed
-from kfac_engine.errors import InputError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import InputError, suggestion
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.history import Record, check_entries
 from kfac_engine.training.optimizer import Optimizer

@@ -38,13 +38,13 @@ from kfac_engine.training.optimizer import (
     Proposal,
     Rate,
     SlotArrays,
+    StepReport,
     at_least_zero,
     check_rate,
     evaluated_rate,
     fraction,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
-from kfac_engine.training.report import StepReport
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 

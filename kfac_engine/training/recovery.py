@@ -13,8 +13,7 @@ from kfac_engine.datasets.examples import Batch, numbered_in_data
 from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
-from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training.report import StepReport
+from kfac_engine.training.optimizer import Optimizer, StepReport
 from kfac_engine.training.weights import Weights
 
 _WINDOW = 5  # losses of a median

@@ -13,9 +13,8 @@ from kfac_engine.training.batches import Batches
 from kfac_engine.training.budget import Budget, Position, ScheduleFunction
 from kfac_engine.training.history import STEP_ENTRIES, Record
 from kfac_engine.training.hooks import Hooks
-from kfac_engine.training.optimizer import Optimizer
+from kfac_engine.training.optimizer import Optimizer, StepReport
 from kfac_engine.training.recovery import Recovery
-from kfac_engine.training.report import StepReport
 
 # Numbers of a step report that records have where they are defined.
 _NUMBERS = ("momentum", "damping", "reduction_ratio")

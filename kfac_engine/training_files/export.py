@@ -19,7 +19,7 @@ from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
-from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
+from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.passes.upcast import with_borders
@@ -29,7 +29,6 @@ from kfac_engine.graph.write import ModelProto, build_model, serialize, with_pro
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.recording.tape import OPSET
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.suggestions import suggestion
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.kfac import KfacOptimizer

@@ -12,7 +12,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, whole
 from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data
-from kfac_engine.errors import InputError, ShapeError, UnknownNameError
+from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.ties import Tie, spread
 from kfac_engine.graph.compact import CompactModel
 from kfac_engine.graph.export import export_files
@@ -23,7 +23,6 @@ from kfac_engine.losses.observed import Weighted
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.sessions.session import Session
-from kfac_engine.suggestions import suggestion
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.state_files import read_tensors, write_tensors
 from kfac_engine.system.writing import checked_path

@@ -10,8 +10,8 @@ import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
+from kfac_engine.training.optimizer import StepReport
 from kfac_engine.training.recovery import Recovery
-from kfac_engine.training.report import StepReport
 
 IMAGES, LABELS = digits()
 DATA = {"image": IMAGES[:512]}, LABELS[:512]

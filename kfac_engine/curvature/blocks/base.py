@@ -24,7 +24,7 @@ from kfac_engine.layers.broadcast import ScaleShiftForm
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
-from kfac_engine.text.summary import dimensions
+from kfac_engine.summary import dimensions
 
 Factor = TypeVar("Factor", bound=FisherFactor)
 Found = TypeVar("Found", covariant=True)

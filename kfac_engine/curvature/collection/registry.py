@@ -14,11 +14,10 @@ from kfac_engine.curvature.blocks.base import FisherBlock, TowerNames, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
+from kfac_engine.errors import InputError, RegistrationError, UnknownNameError, suggestion
 from kfac_engine.losses.collection import LossCollection, Reuse, check_reuse
 from kfac_engine.printable import shortened
-from kfac_engine.suggestions import suggestion
-from kfac_engine.text.summary import counted
+from kfac_engine.summary import counted
 
 if TYPE_CHECKING:  # a collection of named shapes needs no ONNX file, and none of its modules
     from kfac_engine.graph.analysis.subgraph import SubGraph

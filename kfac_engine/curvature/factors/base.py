@@ -27,7 +27,7 @@ from kfac_engine.curvature.factors.statistics import Sizes, Statistic
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import InputError, NonFiniteError, NotReadyError, ShapeError
 from kfac_engine.printable import shortened
-from kfac_engine.text.summary import dimensions
+from kfac_engine.summary import dimensions
 
 _WIDE = np.dtype(np.float64)
 _MOST_CHARACTERS = 80

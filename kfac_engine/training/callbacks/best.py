@@ -6,8 +6,7 @@ from math import inf
 
 from kfac_engine.arguments import whole
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
-from kfac_engine.errors import InputError, UnknownNameError
-from kfac_engine.suggestions import suggestion
+from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback

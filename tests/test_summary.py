@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kfac_engine.text.summary import Summary, Table, counted, dimensions
+from kfac_engine.summary import Summary, Table, counted, dimensions
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m\n\"&"
 PRINTED = r"<script>alert('x')</script>\x1b[31m\n" + '"&'
