@@ -10,7 +10,7 @@ import kfac_engine as ke
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from tests import models
 from tests.models import Net
-from tests.text.test_summary import Reader
+from tests.test_summary import Reader
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.text.test_summary import Reader
+from tests.test_summary import Reader
 from tests.training import softmax_net as net
 
 
