@@ -192,6 +192,16 @@ def test_the_diagonal_is_the_mean_of_squared_gradients(case):
     np.testing.assert_allclose(matrix(block.multiply_inverse, case), expected, atol=EXACT)
 
 
+@every_case
+@pytest.mark.parametrize(("approx", "truth"), [("kron", kronecker), ("diagonal", squares)])
+def test_two_towers_are_one_of_both(case, approx, truth):
+    whole = case.batch(4, 5)
+    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
+    block = observe(registered(case, approx, towers=2), [["ds0", "ds1"]], [values])
+    expected = truth(case, whole)
+    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=EXACT * expected.max())
+
+
 def test_sources_and_pieces_of_a_batch_add_up(monkeypatch):
     case = CASES["2d"]
     values = case.batch(5, 6)

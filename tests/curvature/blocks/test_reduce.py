@@ -104,6 +104,15 @@ def test_powers_and_roots_are_those_of_the_dense_matrix(case):
 
 
 @every_case
+def test_two_towers_are_one_of_both(case):
+    whole = case[0](6, 3)
+    values = {f"{k}{i}": v[3 * i : 3 * i + 3] for i in range(2) for k, v in whole.items()}
+    block = observe(registered(case, towers=2), [["ds0", "ds1"]], [values])
+    F = np.kron(*truth(case, whole))
+    np.testing.assert_allclose(block.full_fisher_block(), F, atol=EXACT * abs(F).max())
+
+
+@every_case
 def test_sources_and_pieces_of_a_batch_add_up(case, monkeypatch):
     values = case[0](5, 4)
     values["e"] = case[0](5, 5)["ds"]

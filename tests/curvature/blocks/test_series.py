@@ -149,6 +149,21 @@ def test_two_uses_with_symmetric_lags_need_no_model():
     close(block.full_fisher_block(), 2 * np.kron(a0, g0) + 2 * np.kron(a1, g1))
 
 
+@every_option
+def test_two_towers_are_one_of_both(option):
+    a, ds = sequences(D_IN, seed=6), sequences(D_OUT, seed=7)
+    collection = ke.LayerCollection()
+    values = {}
+    for tower, part in enumerate((slice(0, 3), slice(3, 6))):
+        collection.register_fully_connected_multi(
+            ("w", "b"), f"x{tower}", f"s{tower}", num_uses=USES, approx=f"kron_series_{option}"
+        )
+        values |= {f"x{tower}": a[:, part], f"d{tower}": ds[:, part]}
+    block = observe(collection, [["d0", "d1"]], [values])
+    A, G = moments(a, has_bias=True), moments(ds, has_bias=False)
+    close(block.full_fisher_block(), dense_block(A, G, option))
+
+
 def test_positions_are_sequences_of_their_own():
     """Listed uses of five positions: five times the block of five times as many examples."""
     rng = np.random.default_rng(8)

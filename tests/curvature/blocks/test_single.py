@@ -94,6 +94,24 @@ def test_a_convolution_diagonal_sums_over_locations_before_it_squares(bias, firs
     assert block.damping == DAMPING
 
 
+def test_sources_are_summed_and_towers_averaged():
+    values = {f"x{t}": draw(N, D_IN, seed=t) for t in range(2)}
+    values |= {f"d{s}{t}": draw(N, D_OUT, seed=5 + 2 * s + t) for s in range(2) for t in range(2)}
+    collection = ke.LayerCollection()
+    for tower in range(2):
+        collection.register_fully_connected(("w", "b"), f"x{tower}", f"s{tower}", approx="diagonal")
+    block = observe(collection, [["d00", "d01"], ["d10", "d11"]], [values])
+    expected = sum(
+        mean_square(example_gradients(values[f"x{t}"][:, None], values[f"d{s}{t}"][:, None], True))
+        / 2
+        for s in range(2)
+        for t in range(2)
+    )
+    np.testing.assert_allclose(block.factor.cov, expected, atol=EXACT)
+    assert block.tensors_to_compute_grads() == ("s0", "s1")
+    assert block.num_registered_towers == 2
+
+
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_a_diagonal_adds_the_multiple_of_the_identity_that_a_kronecker_block_adds(power):
     # A Kronecker block of c positions adds c·λ/c**p where its factors are multiples of I.

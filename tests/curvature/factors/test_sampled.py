@@ -12,7 +12,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.compat import convolution_factors
 from kfac_engine.distributed.shards import Rows
-from tests.lifecycle import observe
+from tests.lifecycle import observe, second_moment
 
 SIDE = 4
 
@@ -82,6 +82,22 @@ def test_patches_are_drawn_from_the_drawn_examples():
     drawn = np.flatnonzero(np.diag(factor.cov)[:-1])
     assert len(drawn) == 20
     assert len(set(drawn // (SIDE * SIDE))) == 2
+
+
+def test_two_towers_are_one_of_both():
+    """Where everything is drawn: a factor is the mean over its towers."""
+    x = np.random.default_rng(0).normal(size=(6, SIDE, SIDE, 3))
+    config = ke.CollectionConfig(sub_sample_patches=True, max_num_patches_per_dimension=1000)
+    collection = ke.LayerCollection(graph={"w": (1, 1, 3, 1)}, config=config)
+    for tower in "01":
+        collection.register_conv2d(
+            ("w", "b"), [1, 1, 1, 1], "SAME", f"x{tower}", f"s{tower}", reuse=tower == "1"
+        )
+    ds = np.ones((3, SIDE, SIDE, 1))
+    values = {"x0": x[:3], "x1": x[3:], "ds0": ds, "ds1": ds}
+    found = observe(collection, [["ds0", "ds1"]], [values]).input_factor.cov
+    # Float64 rounding of a hundred terms of size one.
+    np.testing.assert_allclose(found, second_moment(x.reshape(-1, 3), True), atol=1e-12)
 
 
 def test_every_row_is_equally_likely():

@@ -105,6 +105,15 @@ def test_averages_of_covariance_and_mean_move_apart(centring):
     assert block.input_factor.trace() == pytest.approx(np.trace(expected), rel=1e-12)
 
 
+@every_centring
+def test_two_towers_are_one_of_both(centring):
+    whole = batch(5)
+    values = {f"{k}{i}": v[2 * i : 2 * i + 2] for i in range(2) for k, v in whole.items()}
+    block = observe(registered(True, centring, towers=2), [["ds0", "ds1"]], [values])
+    expected = patch_moment(*pixel_moments(whole["x"], centring), True, centring)
+    np.testing.assert_allclose(block.input_factor.get_cov(), expected, atol=EXACT)
+
+
 @every_bias
 def test_with_one_tap_it_is_the_plain_kronecker_factor(bias):
     found = []
