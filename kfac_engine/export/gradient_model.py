@@ -191,16 +191,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
 
 def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
-    """Return the declared shape of an output; sizes are None if the sample run contradicts it.
-
-    Args:
-        loaded: The model.
-        value: Name of the output.
-        fact: Shape of the output in the sample run.
-
-    Returns:
-        One entry for each axis.
-    """
+    """Return the declared shape of an output; sizes are None if the sample run contradicts it."""
     shape = loaded.output_shapes.get(value, ())
     fits = len(shape) == len(fact.shape) and all(
         declared == size
@@ -213,16 +204,11 @@ def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape
 def joint_model(
     joint: Graph, inputs: Sequence[Input], outputs: Sequence[Input], stored: Mapping[str, DType]
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """Return a model of the nodes that the outputs need, with casts to and from stored types.
+    """Return a model of the nodes that the outputs need, and the values of its initializers.
 
-    Args:
-        joint: A forward graph with the nodes that were added to it.
-        inputs: Inputs of the model.
-        outputs: Outputs of the model.
-        stored: Element types in the file that differ from those of the graph, by name.
-
-    Returns:
-        The model, and the values of its initializers.
+    ``joint`` is a forward graph with the nodes that were added to it. The model casts from and to
+    the types of ``stored``, which are the element types in the file that differ from those of the
+    graph.
     """
     names = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, names)

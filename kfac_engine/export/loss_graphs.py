@@ -57,19 +57,10 @@ class Term:
 def with_losses(
     graph: Graph, facts: Mapping[str, Fact], terms: Sequence[Term], reduction: Reduction
 ) -> tuple[Graph, dict[str, Fact]]:
-    """Return a graph with losses, whose only output ``loss`` is their weighted sum.
+    """Return a graph with losses, whose only output ``loss`` is their weighted sum, and its facts.
 
-    Args:
-        graph: The model.
-        facts: Element type and shape of its values in a sample run.
-        terms: The losses; their targets become inputs.
-        reduction: Reduction over examples and positions.
-
-    Returns:
-        The graph, and facts about all its values.
-
-    Raises:
-        ModelError: Values of the model have the names of the loss or the targets.
+    The targets of ``terms`` become inputs. The losses are reduced over examples and positions.
+    Values of the model with the names of the loss or the targets raise ModelError.
     """
     builders, weighted = [], []
     for index, term in enumerate(terms):
@@ -143,17 +134,9 @@ class _LossBuilder(NodeBuilder):
         dtype: str | None = None,
         **attributes: AttributeValue,
     ) -> str:
-        """Add a node with one result and record the fact of the result.
+        """Add a node with one result and record the fact of the result; return its name.
 
-        Args:
-            op: Operator.
-            *inputs: Names of the operands.
-            shape: Shape of the result in the sample run.
-            dtype: Element type of the result, if not that of the loss.
-            **attributes: Attributes of the node.
-
-        Returns:
-            The name of the result.
+        ``shape`` is its shape in the sample run. By default it has the element type of the loss.
         """
         name = self.write(op, inputs, ("",), attributes)[0]
         self.facts[name] = Fact(np.dtype(dtype or self.fact.dtype), shape)
@@ -242,13 +225,11 @@ class _LossBuilder(NodeBuilder):
         return self.value("Expand", column, size, shape=target_shape)
 
     def reduce(self, nll: str, axis: int, weights: str | None = None) -> None:
-        """Add the sum of ``nll`` over the classes, reduced over positions and examples.
+        """Add the sum of ``nll`` over the classes on ``axis``, reduced over positions and examples.
 
-        Args:
-            nll: The terms, already multiplied by their weights.
-            axis: Axis of the classes.
-            weights: Weights whose sum divides a mean, for each prediction or, with the axis of the
-                classes, for each entry; None for ones.
+        The terms ``nll`` are already multiplied by their weights. The sum of ``weights`` divides a
+        mean; there is one for each prediction or, with the axis of the classes, for each entry.
+        None stands for ones.
         """
         if weights is not None and self._reduction == "mean":
             shape = self.facts[weights].shape
@@ -312,16 +293,8 @@ def _of_classes(b: _LossBuilder, term: Term, index: str, column: tuple[int, ...]
     """Write ``softplus(log Σ exp(z − z[target]))`` over the other classes.
 
     This is −log softmax(z)[target]. It and its gradient keep all digits where the target is nearly
-    certain.
-
-    Args:
-        b: Receives the nodes.
-        term: The loss.
-        index: Name of the class numbers, with an axis of the classes.
-        column: Their shape.
-
-    Returns:
-        The name of the result.
+    certain. ``index`` are the class numbers, with an axis of the classes; ``column`` is their
+    shape.
     """
     logits, shape, axis = term.value, b.fact.shape, term.axis
     # GatherElements would count negative targets from the last class. A number beyond every class
@@ -374,8 +347,7 @@ def _cross_entropy(b: _LossBuilder, term: Term, targets: str | None) -> str:
 def _of_entries(nll_of: Callable[[_LossBuilder, Term, str, str], str]) -> _LossGraph:
     """Return the function that writes a loss whose entries have a target each.
 
-    Args:
-        nll_of: Writes the terms of the loss, from predictions and targets.
+    ``nll_of`` writes the terms of the loss, from predictions and targets.
     """
 
     def write(b: _LossBuilder, term: Term) -> None:
@@ -464,17 +436,7 @@ LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
 
 
 def graph_of(loss: LossFunction) -> _LossGraph:
-    """Return the function that writes a loss as operators.
-
-    Args:
-        loss: The loss.
-
-    Returns:
-        The function.
-
-    Raises:
-        UnsupportedError: The class of the loss has no row in ``LOSS_GRAPHS``.
-    """
+    """Return the function of ``LOSS_GRAPHS`` that writes a loss as operators."""
     if type(loss) not in LOSS_GRAPHS:
         known = ", ".join(sorted(cls.__name__ for cls in LOSS_GRAPHS))
         raise UnsupportedError(

@@ -85,13 +85,8 @@ class TargetInputs:
     def axes(self, loss: LossFunction, rank: int, place: ExampleAxis) -> tuple[int, ...]:
         """Return the axes of the input of a loss that its weights have.
 
-        Args:
-            loss: The loss.
-            rank: Number of axes of its input.
-            place: Where the examples are in its input.
-
-        Raises:
-            UnsupportedError: Weights of examples belong to an axis that has positions as well.
+        ``rank`` is the rank of the input, and ``place`` is where its examples are. Weights of
+        examples for an axis that has positions as well raise UnsupportedError.
         """
         if self.form == "examples":
             if place.repeats > 1:

@@ -253,17 +253,11 @@ def _finites(values: Array) -> list[Any]:
 
 
 def extremes(values: Array, most: int) -> Array:
-    """Return the indices of at most ``most`` values: all, or the extremes of ranges of equal size.
+    """Return the ascending indices of the extremes of ranges, at most ``most`` indices.
 
-    The first, the last, the smallest and the largest value are among them. Ranges of NaN have one
-    index.
-
-    Args:
-        values: Any numbers, ``(n,)``.
-        most: At least 4.
-
-    Returns:
-        Ascending indices.
+    The values are ``(n,)``, and ``most`` is at least 4. Few values have all their indices.
+    Otherwise the ranges have equal sizes, and the first, the last, the smallest and the largest
+    value are among the results. Ranges of NaN have one index.
     """
     n = len(values)
     if n <= most:

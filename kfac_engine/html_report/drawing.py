@@ -13,12 +13,9 @@ _COLOURS, _MOST_DOTS, _TICKS = 8, 80, 5
 
 
 def drawing(chart: Chart, axis: str, label: str) -> str:
-    """Return an SVG with axes.
+    """Return an SVG with axes; ``label`` is at the horizontal axis.
 
-    Args:
-        chart: The chart.
-        axis: The attribute of its series with their positions.
-        label: Label of the horizontal axis.
+    ``axis`` is the attribute of the series of the chart that has their positions.
     """
     title, logarithmic = escape(chart.title), chart.logarithmic
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'
@@ -70,12 +67,8 @@ def scale(
 ) -> tuple[Callable[[float], float], list[float]]:
     """Return a map from values to pixels, and ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    Args:
-        low: Value at the start.
-        high: Value at the end; for equal values both ends move.
-        start: Pixel of the lowest value.
-        end: Pixel of the highest value.
-        logarithmic: Whether equal distances are equal ratios; the values are positive.
+    The values ``low`` and ``high`` are at the pixels ``start`` and ``end``; equal values are moved
+    apart. If ``logarithmic``, equal distances are equal ratios, and the values are positive.
     """
     size = max(abs(low), abs(high))
     if logarithmic:

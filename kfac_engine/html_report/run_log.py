@@ -52,14 +52,8 @@ class RunLog:
 def gathered(lines: Iterable[Json]) -> RunLog:
     """Return a log from its lines: records of steps, the description, and the spectra.
 
-    Args:
-        lines: A dictionary for each line. The last description and the last spectra count.
-
-    Returns:
-        The log.
-
-    Raises:
-        InputError: There is no record, or the steps do not increase.
+    The last description and the last spectra count. No record, or steps that do not increase, raise
+    InputError.
     """
     log, values, steps = RunLog(), dict[str, list[float]](), 0
     omitted: set[str] = set()
@@ -92,18 +86,10 @@ def gathered(lines: Iterable[Json]) -> RunLog:
 
 
 def read_log(path: Path) -> RunLog:
-    """Read the log that ``fit`` writes.
+    """Read the log that ``fit`` writes, a file of JSON lines.
 
-    An incomplete last line, as an interrupted run leaves it, is left out with a note.
-
-    Args:
-        path: File of JSON lines.
-
-    Returns:
-        The log.
-
-    Raises:
-        InputError: The file is missing, larger than the memory, or not the log of a run.
+    An incomplete last line, as an interrupted run leaves it, is left out with a note. A file that
+    is missing, larger than the memory, or not the log of a run raises InputError.
     """
     check_file(path)
     notes: list[str] = []

@@ -107,15 +107,9 @@ def spectrum_table(spectra: Sequence[SpectrumEntry]) -> str:
 
 
 def table(title: str, heads: Cells, rows: Sequence[Cells]) -> str:
-    """Return an HTML table.
+    """Return an HTML table in a region that can be scrolled; texts of cells are escaped.
 
-    Args:
-        title: Caption.
-        heads: Heads of the columns; the columns of those that start with a blank have numbers.
-        rows: Texts of the cells, which are escaped.
-
-    Returns:
-        HTML with a region that can be scrolled.
+    Columns whose heads start with a blank have numbers.
     """
     classes = [' class="number"' if head.startswith(" ") else "" for head in heads]
     head = "".join(

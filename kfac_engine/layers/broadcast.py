@@ -44,11 +44,7 @@ class SummedAxes:
     axes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the axes.
-
-        Raises:
-            InputError: An axis is 0 or negative, or two axes are equal.
-        """
+        """Check that the axes are positive and different."""
         if len(set(self.axes)) < len(self.axes) or any(axis < 1 for axis in self.axes):
             raise InputError(
                 f"broadcast axes {self.axes} must be different and positive: axis 0 is the batch."

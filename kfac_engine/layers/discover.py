@@ -41,14 +41,9 @@ _SEVERAL_USES = {
 
 
 def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
-    """Merge the uses of a weight into one layer.
+    """Merge the uses of a weight into one layer, or return the reason why there is none.
 
-    Args:
-        uses: A layer for each use, at least one.
-        several: Description of the uses, with which the reason begins.
-
-    Returns:
-        The layer, or the reason why there is none.
+    ``several`` describes the uses; the reason begins with it.
     """
     first = uses[0]
     if len(uses) == 1:
@@ -139,9 +134,6 @@ def discover(
         dtypes: Element types of values; by default those of the constants.
         axes: Value name to the axis of the examples, as in ``MatchContext``. By default the first
             axis of each value that depends on the data, if it is not longer than ``batch``.
-
-    Returns:
-        Layers, and the slices of each parameter.
     """
     views = find_parameter_views(graph, trainable, shapes)
     types = dtypes or {name: array.dtype for name, array in graph.constants.items()}
@@ -369,14 +361,8 @@ def output_parts(
 ) -> tuple[Array, ...]:
     """Return the parts into which all uses of a layer divide its outputs.
 
-    Args:
-        graph: The graph.
-        layer: A layer.
-        shapes: Shape of every value.
-
-    Returns:
-        Indices of the outputs of each part; every output is in one part. Empty if an operator reads
-        all outputs, or reads outputs of several parts.
+    A part is the indices of its outputs; every output is in one part. There are no parts if an
+    operator reads all outputs, or reads outputs of several parts.
     """
     if layer.kind in _WITHOUT_PARTS:
         return ()
@@ -408,11 +394,7 @@ def _read_parts(
 ) -> Iterator[Array]:
     """Yield the features that are read together, once for each operator that computes with them.
 
-    Args:
-        graph: The graph.
-        name: Name of a value.
-        features: Number of the feature of each entry of the value.
-        shapes: Shape of every value.
+    ``features`` has the number of the feature of each entry of the value.
     """
     queue, reached = [(name, features)], {name: [features]}
     for value, entries in queue:

@@ -90,21 +90,8 @@ def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
 ) -> GroupedForm:
     """Return the form of a grouped convolution over one, two or three spatial axes.
 
-    Args:
-        filter_shape: Shape of the filter, ``(*kernel, channels / groups, outputs)`` by default.
-        groups: Number of groups.
-        has_bias: Whether the layer has a bias.
-        padding: As in ``convolution_form``.
-        strides: As in ``convolution_form``.
-        dilations: As in ``convolution_form``.
-        data_format: As in ``convolution_form``.
-        weight_format: As in ``convolution_form``.
-
-    Returns:
-        The form.
-
-    Raises:
-        InputError: The number of outputs is not a multiple of the number of groups.
+    ``filter_shape`` is ``(*kernel, channels / groups, outputs)`` by default. The other arguments
+    are as in ``convolution_form``.
     """
     plain = convolution_form(
         filter_shape,
@@ -143,12 +130,6 @@ def depthwise_form(
         data_format: ``"NHWC"`` (the default) or ``"NCHW"``.
         weight_format: ``"HWIO"`` (the default) or ``"OIHW"``.
         channels: Number of channels of the images; needed for ``"OIHW"``.
-
-    Returns:
-        The form.
-
-    Raises:
-        InputError: The filter, the strides or the rate have a wrong number of entries.
     """
     if len(filter_shape) != _IMAGE_AXES or len(strides) != _IMAGE_AXES:
         raise InputError(
@@ -261,17 +242,9 @@ class StackedDensePacking(Packing):
 
 
 def stacked_dense_form(weight_shape: tuple[int, ...], *, has_bias: bool) -> GroupedForm:
-    """Return the form of stacked dense layers.
+    """Return the form of stacked dense layers with weight ``(stack, d_in, d_out)``.
 
-    Args:
-        weight_shape: ``(stack, d_in, d_out)``.
-        has_bias: Whether the layers have a bias, ``(stack, d_out)``.
-
-    Returns:
-        The form.
-
-    Raises:
-        ShapeError: The weight does not have three axes.
+    A bias is ``(stack, d_out)``.
     """
     if len(weight_shape) != _LEAST_RANK:
         raise ShapeError(

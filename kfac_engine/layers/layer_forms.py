@@ -58,15 +58,7 @@ def embedding_form(
 ) -> LayerForm:
     """Return the form of an embedding table, ``(vocabulary, d_out)``.
 
-    Args:
-        vocabulary: Number of rows of the table.
-        positions: As in ``TokenIdView``.
-        count_repeats: As in ``TokenIdView``.
-        rank: As in ``TokenIdView``.
-        zeros_outside: As in ``TokenIdView``.
-
-    Returns:
-        The form.
+    The other arguments are as in ``TokenIdView``.
     """
     view = TokenIdView(vocabulary, rank, positions, count_repeats, zeros_outside)
     return LayerForm(view, RowView(-1, None if positions else 2), Packing("IO", has_bias=False))
@@ -96,14 +88,6 @@ def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)
         weight_format: ``"HWIO"`` (the default) or ``"OIHW"``, with ``W``, ``HW`` or ``DHW``.
         mask: Factor of each entry of a patch, ``(*kernel, channels)``.
         sampling: Subset of a batch that the input statistic reads.
-
-    Returns:
-        The form.
-
-    Raises:
-        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
-        ShapeError: The mask does not fit the filter.
-        NonFiniteError: The mask contains NaN or infinity.
     """
     spatial = _SPATIAL.get(len(filter_shape) - 2)
     if spatial is None:
@@ -146,21 +130,9 @@ def transposed_form(
 
     A transposed convolution is the adjoint of a convolution, so the two views are exchanged. A row
     is an input position. Its input features are the channels, its output features are the patch of
-    the output that depends on the position.
-
-    Args:
-        filter_shape: Shape of the filter, in ``weight_format``.
-        padding: Pixels removed from the output: ``"VALID"`` or ``((begin, end), …)``.
-        strides: As in ``convolution_form``.
-        dilations: As in ``convolution_form``.
-        data_format: As in ``convolution_form``.
-        weight_format: ``"HWOI"`` (the default) or ``"IOHW"``, with ``W``, ``HW`` or ``DHW``.
-
-    Returns:
-        The form.
-
-    Raises:
-        InputError: A format is unknown, or strides or dilations have a wrong number of entries.
+    the output that depends on the position. ``padding`` is the pixels that are removed from the
+    output: ``"VALID"`` or ``((begin, end), …)``. ``weight_format`` is ``"HWOI"`` (the default) or
+    ``"IOHW"``, with ``W``, ``HW`` or ``DHW``. The other arguments are as in ``convolution_form``.
     """
     spatial = _SPATIAL.get(len(filter_shape) - 2, "")
     last, first = f"{spatial}OI", f"IO{spatial}"

@@ -112,14 +112,8 @@ class MatchContext:
     def is_bias(self, name: str, weight: str, d_out: int, channel_axes: int = 0) -> bool:
         """Return whether a value can be the bias of a layer: one number for each feature.
 
-        Args:
-            name: Name of the value.
-            weight: Name of the weight.
-            d_out: Number of features of the pre-activation.
-            channel_axes: Number of axes of the pre-activation after its features.
-
-        Returns:
-            True for a parameter with one entry for each feature and as many uses as ``weight``.
+        The value is a parameter with ``d_out`` entries and as many uses as ``weight``.
+        ``channel_axes`` is the number of axes of the pre-activation after its features.
         """
         if not self.goes_with(name, weight):
             return False

@@ -25,14 +25,8 @@ def find_bias_behind_views(
 ) -> tuple[str, ...]:
     """Return the bias that is added to the result of a layer after a transposition or reshape.
 
-    Args:
-        context: The graph.
-        value: Name of the result of the layer.
-        weight: Name of the weight.
-        numbers: Index of the feature of each entry, in a shape that broadcasts to the result.
-
-    Returns:
-        Name of the bias, or an empty tuple.
+    ``value`` is the name of the result. ``numbers`` has the index of the feature of each entry, in
+    a shape that broadcasts to the result. Without a bias the tuple is empty.
     """
     features: Array = np.broadcast_to(numbers, context.shapes[value])
     user, position = context.only_user(value)
@@ -159,15 +153,9 @@ Matcher: TypeAlias = Callable[[MatchContext, Node, int], LayerMatch | str]
 
 
 def match(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
-    """Match a parameter that is operand ``index`` of a node.
+    """Match a parameter that is operand ``index`` of a node to a layer.
 
-    Args:
-        context: The graph.
-        node: Node that reads the parameter.
-        index: Number of the operand.
-
-    Returns:
-        The layer, or the reason why there is none.
+    The reason why there is no layer takes its place.
     """
     operand = node.qualified_op, index
     if operand in _MATCHERS:

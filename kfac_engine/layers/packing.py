@@ -49,11 +49,7 @@ class Packing:
     has_bias: bool
 
     def __post_init__(self) -> None:
-        """Check the format.
-
-        Raises:
-            InputError: The format is unknown.
-        """
+        """Check that the format is known."""
         if self.weight_format not in _ALL_AXES:
             raise InputError(
                 f"unknown weight_format '{self.weight_format}'; choose one of: "
@@ -88,18 +84,10 @@ class Packing:
         return rows, prod(permuted[self.row_axes :])
 
     def arrays(self, vector: Vector, where: object) -> Sequence[Array]:
-        """Return the arrays of weight and bias.
+        """Return the arrays of the weight and, if the layer has one, of the bias.
 
-        Args:
-            vector: An array, or a pair of arrays.
-            where: Names of the parameters, for messages.
-
-        Returns:
-            The weight, and the bias if the layer has one.
-
-        Raises:
-            InputError: The number of arrays is wrong.
-            UnsupportedError: The vector is ``Rows``.
+        A wrong number of arrays raises InputError, and ``Rows`` raise UnsupportedError; both name
+        ``where``, the parameters.
         """
         if isinstance(vector, Rows):
             raise UnsupportedError(f"the block of {where} multiplies whole arrays, not rows.")
@@ -113,18 +101,10 @@ class Packing:
     def parts(self, vector: Vector, where: object) -> tuple[Array, ...]:
         """Return the packed matrix in two parts: the rows of the weight, and the row of the bias.
 
-        Args:
-            vector: Arrays in the shapes of the parameters; the bias may have axes of size 1.
-            where: Names of the parameters, for messages.
-
-        Returns:
-            ``(d_in, d_out)``, and ``(d_out,)`` for a bias; views if the order of the entries
-            allows. Columns are contiguous if the outputs are the first axis of the weight.
-
-        Raises:
-            InputError: The number of arrays is wrong.
-            ShapeError: The weight has another rank than its format, or the bias another size.
-            UnsupportedError: The vector is ``Rows``.
+        The arrays of ``vector`` have the shapes of the parameters; the bias may have axes of size
+        1. The parts are ``(d_in, d_out)``, and ``(d_out,)`` for a bias; they are views if the order
+        of the entries allows. Columns are contiguous if the outputs are the first axis of the
+        weight.
         """
         parts = self.arrays(vector, where)
         weight = parts[0]
@@ -156,14 +136,10 @@ class Packing:
         return rows, *(xp.empty(part.shape, dtype) for part in bias)
 
     def joined(self, parts: Sequence[Array], like: Vector) -> Vector:
-        """Convert parts to arrays in the shapes and types of ``like``; the inverse of ``parts``.
+        """Convert parts to contiguous arrays in the shapes and types of ``like``.
 
-        Args:
-            parts: Arrays from ``empty_parts``; their memory may become that of the result.
-            like: Arrays in the shapes of the parameters.
-
-        Returns:
-            Contiguous arrays.
+        This is the inverse of ``parts``. The arguments come from ``empty_parts``; the result may
+        use their memory.
         """
         assert not isinstance(like, Rows)  # ``parts`` refuses them
         arrays = like if isinstance(like, tuple | list) else (like,)
@@ -190,18 +166,7 @@ class Packing:
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """Return the packed matrix of a weight or a ``(weight, bias)`` pair.
 
-        Args:
-            vector: Arrays in the shapes of the parameters; the bias may have axes of size 1.
-            where: Names of the parameters, for messages.
-            xp: Array module of the arrays.
-
-        Returns:
-            ``(d_in (+ 1), d_out)``, a new array.
-
-        Raises:
-            InputError: The number of arrays is wrong.
-            ShapeError: The weight has another rank than its format, or the bias another size.
-            UnsupportedError: The vector is ``Rows``.
+        The result is ``(d_in (+ 1), d_out)``, a new array. Shapes and errors are as for ``parts``.
         """
         matrix, *bias = self.parts(vector, where)
         if not bias:
@@ -213,14 +178,8 @@ class Packing:
         """Return the matrices of a weight, with a column for each output and no row of a bias.
 
         The matrix of a transposed convolution has the taps in its rows, as the matrix of a
-        convolution; the packed matrix has them in its columns.
-
-        Args:
-            weight: The weight.
-            xp: Array module of the weight.
-
-        Returns:
-            ``(groups, inputs, outputs)``, a new array.
+        convolution; the packed matrix has them in its columns. The result is ``(groups, inputs,
+        outputs)``, a new array.
         """
         plain, weight = self._with_taps_in_rows(weight)
         packed = plain.pack(weight, self.weight_format, xp)

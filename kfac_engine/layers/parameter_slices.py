@@ -70,26 +70,17 @@ class ParameterSlice:
     _device_index: Array | None = field(default=None, init=False, repr=False)
 
     def read(self, array: Entries) -> Entries:
-        """Return the entries of an array in the shape of the parameter.
+        """Return the entries of an array in the shape of the value.
 
-        Args:
-            array: An array of the host or of a device, in the shape of the parameter; rows of it if
-                the slice has all entries.
-
-        Returns:
-            The entries, in the shape of the value.
+        The array has the shape of the parameter. A slice with all entries also reads rows of the
+        array.
         """
         if self.index is None or isinstance(array, Rows):
             return array
         return array.reshape(-1)[self._index_for(array)]
 
     def write(self, flat: Array, entries: Array) -> None:
-        """Set the entries of an array, in place.
-
-        Args:
-            flat: A flat array with as many entries as the parameter.
-            entries: New entries, in the shape of the value.
-        """
+        """Set the entries in ``flat``, which has all entries of the parameter, in place."""
         flat[... if self.index is None else self._index_for(flat)] = entries
 
     def _index_for(self, array: Array) -> Array:
@@ -107,15 +98,9 @@ def find_parameter_views(
 ) -> dict[str, ParameterView]:
     """Find the values that consist of entries of parameters.
 
-    Args:
-        graph: The graph.
-        parameters: Names of constants.
-        shapes: Shape of every value.
-
-    Returns:
-        Value name to its entries, each at most once. A parameter is included if such values depend
-        on it. A value with entries of several parameters is included if it is only divided again;
-        its ``parameter`` is then empty.
+    The result maps the name of a value to its entries, each at most once. A parameter is included
+    if such values depend on it. A value with entries of several parameters is included if it is
+    only divided again; its ``parameter`` is then empty.
     """
     varying = of_data(graph)
     moves = [
@@ -150,17 +135,10 @@ def is_move(node: Node, index: int, views: Mapping[str, ParameterView]) -> bool:
 def rearrange_entries(
     entries: Array, node: Node, graph: Graph, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
-    """Apply a node that moves entries of its first operand to an array.
+    """Apply a node that moves entries of its first operand to an array in the shape of the operand.
 
-    Args:
-        entries: Array in the shape of the operand.
-        node: The node.
-        graph: The graph, with the constants that determine the places.
-        shapes: Shape of every value.
-
-    Returns:
-        The results by name. Empty for another node, for one whose places are not constant, and for
-        one that repeats entries.
+    The results are by name. There are none for another node, for one whose places are not constant,
+    and for one that repeats entries.
     """
     unknown = any(name not in graph.constants for name in node.inputs[1:] if name)
     if not _moves(node) or node.op == "Concat" or (unknown and node.op in _BY_VALUE):
@@ -175,12 +153,8 @@ def split(
 ) -> dict[str, Entries]:
     """Divide arrays in the shapes of parameters into slices.
 
-    Args:
-        parts: Parameter name to its slices.
-        arrays: Parameter name to array; rows of parameters of one slice.
-
-    Returns:
-        Slice name to array.
+    The result maps the name of a slice to its array. Rows of a parameter that is one slice stay
+    rows.
     """
     return {part.name: part.read(array) for name, array in arrays.items() for part in parts[name]}
 
@@ -195,14 +169,8 @@ def join(
 ) -> Entries:
     """Assemble an array in the shape of a parameter; the inverse of ``split``.
 
-    Args:
-        parts: Slices of the parameter.
-        arrays: Slice name to array.
-        like: Array in the shape of the parameter.
-        rest: Factor of ``like`` for the entries in no slice.
-
-    Returns:
-        An array in the shape of the parameter.
+    ``arrays`` maps the name of a slice to its array. Entries in no slice are the entries of
+    ``like``, which has the shape of the parameter, times ``rest``.
     """
     if is_whole(parts) or isinstance(like, Rows):
         return arrays[parts[0].name]
@@ -215,12 +183,7 @@ def join(
 def describe(index: Array, shape: tuple[int, ...]) -> str:
     """Return text for entries of an array: ``[0:4, :]`` for a box, otherwise their number.
 
-    Args:
-        index: Row-major positions of the entries.
-        shape: Shape of the array.
-
-    Returns:
-        Text for reports.
+    ``index`` has the row-major positions of the entries in an array of the shape.
     """
     places = [np.unique(place) for place in np.unravel_index(index.reshape(-1), shape)]
     steps = [np.unique(np.diff(place)) for place in places]

@@ -33,28 +33,20 @@ class Piece:
     weight: str = ""
 
     def matrices(self, array: Array) -> Array:
-        """Return the matrices of the weight, as a new array.
+        """Return the matrices of the weight in ``array``, which has the shape of the parameter.
 
-        Args:
-            array: An array in the shape of the parameter.
-
-        Returns:
-            ``(groups, inputs, outputs)``: a matrix for each map from inputs to outputs, such as a
-            group of a convolution or an expert. The inputs of a convolution, transposed or not, are
-            ordered by tap, then by channel; the outputs are channels.
+        The result is ``(groups, inputs, outputs)``, a new array: a matrix for each map from inputs
+        to outputs, such as a group of a convolution or an expert. The inputs of a convolution,
+        transposed or not, are ordered by tap, then by channel; the outputs are channels.
         """
         assert self.packing is not None, "vectors have no matrices"
         return self.packing.matrices(self.part.read(array), array_module(array))
 
     def divided(self, shape: tuple[int, ...], columns: Sequence[Array]) -> tuple["Piece", ...]:
-        """Divide the matrices of the weight by columns.
+        """Divide the matrices of the weight, a parameter of ``shape``, by columns.
 
-        Args:
-            shape: Shape of the parameter.
-            columns: The columns of each new piece; empty for one piece with all of them.
-
-        Returns:
-            Pieces whose arrays are their matrices.
+        ``columns`` are the columns of each new piece; without columns there is one piece. The
+        arrays of the new pieces are their matrices.
         """
         if self.packing is None or not columns:
             return (self,)

@@ -38,15 +38,8 @@ class _BroadcastParameter:
 def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """Match the scale of a product ``x ∘ scale``, with the shift that is added to it.
 
-    A normalization may compute ``(scale · x) ∘ z``; the data are then the product ``x ∘ z``.
-
-    Args:
-        context: The graph.
-        node: A Mul.
-        index: Number of the operand that is a parameter.
-
-    Returns:
-        The layer, or the reason why there is none.
+    A normalization may compute ``(scale · x) ∘ z``; the data are then the product ``x ∘ z``. The
+    scale is operand ``index`` of a Mul. The reason why there is no layer takes its place.
     """
     x, y = node.inputs[1 - index], node.outputs[0]
     scale = _broadcast_parameter(context, node.inputs[index])

@@ -36,15 +36,11 @@ class Sampling:
     def patches(
         self, counts: Sequence[int], features: int, rng: np.random.Generator
     ) -> list[npt.NDArray[np.intp]] | None:
-        """Draw the indices of the patches to read from each tensor, ascending.
+        """Draw the ascending indices of the patches to read from each tensor; None for all patches.
 
-        Args:
-            counts: Number of patches in each tensor.
-            features: Features of a patch, without the homogeneous coordinate.
-            rng: Random generator.
-
-        Returns:
-            Indices for each tensor, uniform over the patches of all tensors; None for all patches.
+        ``counts`` has the number of patches in each tensor, and ``features`` is the length of a
+        patch without the homogeneous coordinate. The draw is uniform over the patches of all
+        tensors.
         """
         if self.max_patches is None:
             return None

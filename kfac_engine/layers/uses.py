@@ -11,16 +11,8 @@ _DENSE_RANK = 2
 def folded_shape(shape: tuple[int, ...], view: View, num_uses: int) -> tuple[int, ...]:
     """Return the shape of a tensor after its uses are folded into the batch axis.
 
-    Args:
-        shape: ``(num_uses · n, …)`` or ``(num_uses, n, …)``; any shape for one use.
-        view: View of the tensor of one use; without a fixed rank, it has two axes.
-        num_uses: Number of uses in the tensor.
-
-    Returns:
-        ``(num_uses · n, …)``.
-
-    Raises:
-        ShapeError: The shape has neither form.
+    The result is ``(num_uses · n, …)``. ``shape`` is of this form or ``(num_uses, n, …)``; it can
+    be any shape for one use. A view of one use without a fixed rank has two axes.
     """
     if num_uses == 1:
         return shape
@@ -53,9 +45,6 @@ def examples(
             of the tensors, that axis includes positions; if it is longer, the value has positions.
             Not read for one tensor with several uses.
         exact: Whether ``batch`` is the number of examples.
-
-    Returns:
-        Number of examples.
     """
     folded = num_uses if len(shapes) == 1 else 1
     length = folded_shape(shapes[0], view, folded)[0] // folded
@@ -74,15 +63,7 @@ def rows_per_example(
 ) -> int:
     """Return the number of rows for each example: uses × positions.
 
-    Args:
-        shapes: As in ``examples``.
-        view: As in ``examples``.
-        num_uses: As in ``examples``.
-        batch: As in ``examples``.
-        exact: As in ``examples``.
-
-    Returns:
-        Rows in the tensors of one tower, divided by its examples.
+    The arguments are as in ``examples``.
     """
     folded = num_uses if len(shapes) == 1 else 1
     rows = sum(view.count(folded_shape(shape, view, folded)) for shape in shapes)

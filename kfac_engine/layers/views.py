@@ -54,17 +54,9 @@ class View(Protocol):
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ_rows x xᵀ``, in the lower triangle.
 
-        Args:
-            x: The tensor.
-            out: ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate.
-            backend: Backend of the arrays.
-            homogeneous: Whether a 1 is appended to each row.
-            alpha: Factor of the sum.
-            beta: Factor of ``out``; with zero, its content does not matter.
-
-        Raises:
-            ShapeError: The tensor does not fit the view.
-            InputError: The view has no second moment as one matrix.
+        ``out`` is ``(d, d)``, or ``(d + 1, d + 1)`` with the homogeneous coordinate, a 1 at the end
+        of each row. If ``beta`` is zero, the content of ``out`` does not matter. A view without a
+        second moment as one matrix raises InputError.
         """
 
     def rows(self, x: Array, backend: Backend) -> Array:
@@ -223,12 +215,6 @@ def patch_view(
         padding: ``"SAME"`` as in TensorFlow (the odd pixel comes last), ``"SAME_LOWER"`` (the odd
             pixel comes first), ``"VALID"`` or ``((begin, end), …)``.
         channels_first: Whether images are ``(n, channels, *spatial_shape)``.
-
-    Returns:
-        The view.
-
-    Raises:
-        InputError: The arguments have different numbers of axes, or the padding's name is unknown.
     """
     if isinstance(padding, str) and padding not in _AUTOMATIC:
         raise InputError(
@@ -334,20 +320,7 @@ class MaskedPatchView:
 
 
 def masked_patch_view(patches: PatchView, mask: Array, channels: int) -> MaskedPatchView:
-    """Return the view of patches that are multiplied by a mask.
-
-    Args:
-        patches: View without the mask.
-        mask: ``(*kernel, channels)``.
-        channels: Number of channels of the images.
-
-    Returns:
-        The view.
-
-    Raises:
-        ShapeError: The mask has another shape.
-        NonFiniteError: The mask contains NaN or infinity.
-    """
+    """Return the view of patches that are multiplied by a finite mask, ``(*kernel, channels)``."""
     expected = (*patches.window.kernel, channels)
     array = np.asarray(mask, dtype=np.float64)
     if array.shape != expected:
@@ -423,13 +396,8 @@ class TokenIdView:
     def counts(self, ids: Array, backend: Backend, weights: Array | None = None) -> Array:
         """Count the rows with each id, ``(vocabulary,)``: the diagonal of ``Σ_rows x xᵀ``.
 
-        Args:
-            ids: Checked token ids, ``(n,)`` or ``(n, ids)``.
-            backend: Backend of the array.
-            weights: Weight of each row; None for ones.
-
-        Returns:
-            Integers, or sums of weights; with ``count_repeats`` the number of occurrences.
+        The checked ids are ``(n,)`` or ``(n, ids)``. With ``weights``, one for each row, the
+        results are sums of weights; with ``count_repeats``, numbers of occurrences.
         """
         xp = backend.xp
         flat = xp.where(ids < 0, ids + self.vocabulary, ids)
@@ -449,9 +417,7 @@ class TokenIdView:
     def check(self, name: str, ids: Array) -> None:
         """Check that token ids are rows of the table; negative ids count from its end.
 
-        Raises:
-            InputError: The ids are not integers, or are outside the vocabulary without
-                ``zeros_outside``.
+        With ``zeros_outside``, any integers are allowed.
         """
         if ids.dtype.kind not in "iu":
             raise InputError(f"'{name}' contains token ids and must be integer, not {ids.dtype}.")

@@ -21,15 +21,7 @@ class Named(Protocol):
 def read_input(values: Named, name: str) -> Array:
     """Return the value ``name`` of a batch, an input of a loss.
 
-    Args:
-        values: The values of a batch.
-        name: Name of a model output.
-
-    Returns:
-        The array, of a supported library or converted to NumPy.
-
-    Raises:
-        UnknownNameError: The batch has no such value.
+    The array is of a supported library, or converted to NumPy.
     """
     try:
         return as_array(values[name])
@@ -43,16 +35,8 @@ def read_input(values: Named, name: str) -> Array:
 def read_targets(values: Named, name: str, output: str) -> Array:
     """Return the value ``name`` of a batch, the targets of the loss on ``output``.
 
-    Args:
-        values: The values of a batch.
-        name: Name of the targets.
-        output: Name of the model output that the loss reads.
-
-    Returns:
-        The array, of a supported library or converted to NumPy.
-
-    Raises:
-        InputError: The batch has no such value.
+    The array is of a supported library, or converted to NumPy. A batch without the value raises
+    InputError.
     """
     try:
         return as_array(values[name])
@@ -63,15 +47,9 @@ def read_targets(values: Named, name: str, output: str) -> Array:
 
 
 def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> None:
-    """Check that the input of a loss has the class axis.
+    """Check that the input of a loss has the class axis, and that it is not the batch axis.
 
-    Args:
-        name: Name of the value, for messages.
-        shape: Shape of the value.
-        class_axis: Axis of the classes or features, negative ones counted from the end.
-
-    Raises:
-        ShapeError: The axis does not exist, or is the batch axis.
+    A negative axis counts from the end.
     """
     rank = len(shape)
     if not -rank <= class_axis < rank or (rank > 1 and class_axis % rank == 0):
@@ -84,16 +62,8 @@ def require_class_axis(name: str, shape: tuple[int, ...], class_axis: int) -> No
 def require_predictions(name: str, array: Array, min_rank: int, class_axis: int) -> None:
     """Check that the input of a loss is a finite floating-point array of a sufficient rank.
 
-    Args:
-        name: Name of the value, for messages.
-        array: The value.
-        min_rank: Smallest number of axes the loss can read, the batch axis included.
-        class_axis: Axis of the classes or features, negative ones counted from the end.
-
-    Raises:
-        ShapeError: Too few axes, an empty axis, or ``class_axis`` out of range or the batch axis.
-        InputError: Not a floating-point array.
-        NonFiniteError: The value contains NaN or infinity.
+    ``min_rank`` includes the batch axis. A negative ``class_axis``, the axis of classes or
+    features, counts from the end.
     """
     rank = array.ndim
     if rank < min_rank or 0 in array.shape:
@@ -113,13 +83,8 @@ def require_predictions(name: str, array: Array, min_rank: int, class_axis: int)
 def require_finite(what: str, array: Array, name: str = "") -> None:
     """Check that every entry of an array is finite.
 
-    Args:
-        what: Subject of the message.
-        array: The value.
-        name: Name of the array in ``place`` of the error.
-
-    Raises:
-        NonFiniteError: The array contains NaN or infinity; the message names the first index.
+    ``what`` is the subject of the message, which names the first other index; ``name`` is the array
+    in the ``place`` of the error.
     """
     if isinstance(array, np.ndarray) and all_finite(array):
         return
@@ -134,32 +99,14 @@ def require_finite(what: str, array: Array, name: str = "") -> None:
 def require_shape(what: str, shape: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
     """Check that an array has the expected shape.
 
-    Args:
-        what: Subject of the message.
-        shape: Shape of the array.
-        expected: Required shape.
-        why: Meaning of the required shape, for the message.
-
-    Raises:
-        ShapeError: The shapes differ.
+    In the message, ``what`` is the subject, and ``why`` is the meaning of the expected shape.
     """
     if tuple(shape) != tuple(expected):
         raise ShapeError(f"{what} has shape {tuple(shape)}, expected {tuple(expected)}: {why}.")
 
 
 def check_matching_targets(name: str, array: Array, targets: Array) -> None:
-    """Check that targets are finite real numbers in the shape of the prediction.
-
-    Args:
-        name: Name of the prediction.
-        array: The prediction.
-        targets: The observed values.
-
-    Raises:
-        ShapeError: The shapes differ.
-        InputError: The targets are not real numbers.
-        NonFiniteError: The targets contain NaN or infinity.
-    """
+    """Check that targets are finite real numbers in the shape of the prediction ``array``."""
     require_shape("targets", targets.shape, array.shape, f"the shape of '{name}'")
     if targets.dtype.kind not in "biuf":
         raise InputError(f"targets of '{name}' must be real numbers, got {targets.dtype}.")
@@ -175,17 +122,9 @@ def first_index(mask: Array) -> tuple[int, ...]:
 def class_numbers(
     name: str, numbers: object
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
-    """Return weights of classes or features as an array, after checks.
+    """Return weights of classes or features, a list of numbers ≥ 0, as an array; None for ones.
 
-    Args:
-        name: Name of the option.
-        numbers: Numbers ≥ 0; None for ones.
-
-    Returns:
-        The numbers; None for ones.
-
-    Raises:
-        InputError: They are no list of numbers ≥ 0.
+    The message of an InputError calls the weights ``name``.
     """
     if numbers is None:
         return None

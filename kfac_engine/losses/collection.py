@@ -297,14 +297,7 @@ class LossCollection:
 
 
 def check_reuse(reuse: object) -> None:
-    """Check the argument ``reuse``.
-
-    Args:
-        reuse: Must be True, False or ``"VARIABLE_SCOPE"``.
-
-    Raises:
-        InputError: It has another value.
-    """
+    """Check that the argument ``reuse`` is True, False or ``"VARIABLE_SCOPE"``."""
     if not isinstance(reuse, bool) and reuse != "VARIABLE_SCOPE":
         raise InputError(f"reuse is True, False or 'VARIABLE_SCOPE', got {reuse!r}.")
 

@@ -65,18 +65,9 @@ def logits_before(
 ) -> Logits | None:
     """Return the operand of the operator that computes an output of probabilities.
 
-    Args:
-        graph: The model.
-        facts: Element type and shape of every value.
-        output: Name of the output on which the user put a loss.
-        links: Operators that convert the logits of the loss to probabilities.
-        class_axis: Axis of the classes in the output.
-
-    Returns:
-        The logits; None if no operator of ``links`` computes the output.
-
-    Raises:
-        ShapeError: The operator normalizes along another axis than that of the classes.
+    ``links`` are the operators that convert the logits of the loss to probabilities. The result is
+    None if none of them computes the output. An operator that normalizes along another axis than
+    ``class_axis`` raises ShapeError.
     """
     views: list[Node] = []
     node = graph.producers.get(output)
@@ -108,18 +99,9 @@ def logits_of_probabilities(
     """Return logits for an output of probabilities, by the inverse of softmax or sigmoid.
 
     Any operators may compute the output. For a loss on softmax, the sample run must contain
-    probabilities. For a loss on sigmoid, bounds of the output must prove that all entries are
-    between 0 and 1.
-
-    Args:
-        graph: The model.
-        facts: Element type and shape of every value.
-        loss: A loss; its ``links`` convert logits to probabilities.
-        output: Name of the output on which the user put the loss.
-        sample: Function that returns the value of the output in a sample run.
-
-    Returns:
-        The logits; None if the output may contain other numbers than probabilities.
+    probabilities; ``sample`` returns the value of the output in it. For a loss on sigmoid, bounds
+    of the output must prove that all entries are between 0 and 1. The result is None if the output
+    may contain other numbers than probabilities.
     """
     if facts[output].dtype.kind != "f":
         return None
@@ -134,12 +116,8 @@ def logits_of_probabilities(
 def possible_probabilities(loss: LossFunction, sample: Callable[[], Array]) -> str:
     """Return a warning if an output that a loss reads as logits may contain probabilities.
 
-    Args:
-        loss: A loss; its ``links`` convert logits to probabilities.
-        sample: Function that returns the value of the output in a sample run.
-
-    Returns:
-        A sentence without its subject, the output; empty without a reason for a warning.
+    ``sample`` returns the value of the output in a sample run. The warning is a sentence without
+    its subject, the output; it is empty without a reason.
     """
     if "Sigmoid" not in loss.links:
         return ""
@@ -158,17 +136,9 @@ def find_class_axis(
     """Return the axis of the classes of an output; -1, the last axis, where nothing else is known.
 
     A softmax normalizes over the classes. Otherwise the channels of a convolution and the columns
-    of a matrix product are the classes. Views such as ``Transpose`` move them.
-
-    Args:
-        graph: The model.
-        facts: Element type and shape of every value.
-        output: Name of the output on which the user put a loss.
-        links: Operators that convert the logits of the loss to probabilities; only losses on
-            softmax have classes.
-
-    Returns:
-        The axis.
+    of a matrix product are the classes. Views such as ``Transpose`` move them. ``links`` are the
+    operators that convert the logits of the loss to probabilities; only losses on softmax have
+    classes.
     """
     rank = len(facts[output].shape)
     axis = _classes_of(graph, facts, output) if "Softmax" in links and rank > 2 else None

@@ -158,17 +158,9 @@ class Objective:
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.
 
-        Args:
-            targets: One array for a single loss, or a mapping to arrays. A key of the mapping is
-                the name of the output of a loss, or the name of the targets in a loss object.
-
-        Returns:
-            Map from names of targets to arrays.
-
-        Raises:
-            InputError: ``targets`` is one array, but there are several losses.
-            UnknownNameError: A key belongs to no loss.
-            ShapeError: Weights of examples belong to targets with the examples on another axis.
+        ``targets`` is one array for a single loss, or a mapping to arrays. A key of the mapping is
+        the name of the output of a loss, or the name of the targets in a loss object. If the
+        examples are not on the first axis, weights of examples raise ShapeError.
         """
         if isinstance(targets, Weighted):
             named = self.named_targets(targets.targets)
@@ -221,29 +213,18 @@ class Objective:
     def observe(self, values: Values, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; return how much each target counts.
 
-        Args:
-            values: Loss inputs, targets and weights by name.
-            targets: Whether targets are needed; otherwise they are read if there are any.
-
-        Returns:
-            The observation of a whole batch.
-
-        Raises:
-            InputError: Inputs, targets or weights are wrong.
+        The result is for a whole batch. ``values`` has loss inputs, targets and weights by name.
+        Without ``targets``, targets are read only if there are any.
         """
         towers = tuple(tower.observe(values, targets=targets) for tower in self.towers)
         size = BatchSize(self.examples(values), tuple(observed.total for observed in towers))
         return Observation(towers, size, size)
 
     def value(self, values: Values, observation: Observation | None = None) -> float:
-        """Return the reduced loss on the targets of a batch.
+        """Return the reduced loss on the targets of a batch, in nats.
 
-        Args:
-            values: Loss inputs and targets by name.
-            observation: Result of ``observe``, if it is known.
-
-        Returns:
-            The sum over the losses, each times its coefficient, in nats.
+        It is the sum over the losses, each times its coefficient. ``observation`` is the result of
+        ``observe``, if it is known.
         """
         observation = observation or self.observe(values)
         weights = self.weights(observation.whole)
@@ -265,14 +246,8 @@ class Objective:
     ) -> tuple[float, dict[str, Array]]:
         """Return ``value``, and ``times`` times its gradient with respect to each loss input.
 
-        Args:
-            values: Loss inputs and targets by name.
-            times: Factor of the gradient.
-            observation: As for ``value``.
-            residuals: Receives the squares of the gradients of the predictions.
-
-        Returns:
-            The value in nats, and a map from a loss input to a gradient of its shape.
+        Arguments and unit are as for ``value``. ``residuals`` receives the squares of the gradients
+        of the predictions.
         """
         observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
@@ -290,14 +265,8 @@ class Objective:
     def weights(self, whole: BatchSize) -> tuple[float, ...]:
         """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.
 
-        Args:
-            whole: Size of the batch.
-
-        Returns:
-            For each tower, the coefficient of its loss times the weight of the reduction.
-
-        Raises:
-            NonFiniteError: No prediction of a loss counts.
+        The weight is the coefficient of the loss times the weight of the reduction. A loss of which
+        no prediction counts raises NonFiniteError.
         """
         coefficients = (loss.coefficient for loss in self.losses for _ in loss.towers)
         divisors = self._divisors(whole)
@@ -307,16 +276,8 @@ class Objective:
         """Return the scale of the cotangents of each loss input for the Fisher matrix.
 
         The scale is the square root of the weight of the reduction in the Fisher matrix, times the
-        square roots of the weights of the predictions.
-
-        Args:
-            observation: The batch, or a part of it.
-
-        Returns:
-            Map from a loss input to its scale, a number or an array that broadcasts to the input.
-
-        Raises:
-            UnsupportedError: Two losses with different weights read the same value.
+        square roots of the weights of the predictions. It is a number, or an array that broadcasts
+        to the input. Two losses with different weights on one value raise UnsupportedError.
         """
         scales: dict[str, float | Array] = {}
         divisors = self._divisors(observation.whole)
@@ -334,11 +295,7 @@ class Objective:
     def fisher_ratio(self, observation: Observation) -> float | None:
         """Return the ratio of the source of mode ``empirical`` to the gradient of ``value``.
 
-        Args:
-            observation: The batch, or a part of it.
-
-        Returns:
-            The ratio; None if it differs between losses or predictions.
+        The ratio is None if it differs between losses or predictions.
         """
         examples = observation.whole.examples
         ratios = {
@@ -351,15 +308,8 @@ class Objective:
     def corrections(self, used: BatchSize, right: BatchSize) -> tuple[float, ...]:
         """Return the factors that replace the size of a batch by another in a gradient.
 
-        Args:
-            used: The size by which the reduction has divided.
-            right: The size by which it divides.
-
-        Returns:
-            A factor for each tower of each loss.
-
-        Raises:
-            NonFiniteError: No prediction of a loss counts.
+        The reduction has divided by the size ``used`` instead of ``right``. There is a factor for
+        each tower of each loss.
         """
         pairs = zip(self._divisors(used), self._divisors(right), strict=True)
         return tuple(old / new for old, new in pairs)
@@ -382,8 +332,7 @@ class Objective:
     def _divisors(self, whole: BatchSize) -> list[float]:
         """Return the divisor of the reduction for each tower of each loss.
 
-        Raises:
-            NonFiniteError: No prediction of a loss counts.
+        A loss of which no prediction counts raises NonFiniteError.
         """
         for tower, total in zip(self.towers, whole.totals, strict=True):
             if isinstance(total, Real) and not total > 0:  # a file finds out in a run
@@ -398,14 +347,7 @@ class Objective:
 
 
 def check_reduction(reduction: str) -> None:
-    """Check that a reduction is known.
-
-    Args:
-        reduction: A name from the user.
-
-    Raises:
-        InputError: The reduction is not in ``REDUCTIONS``.
-    """
+    """Check that a reduction is in ``REDUCTIONS``."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise InputError(
             f"unknown reduction '{reduction}'{suggestion(reduction, REDUCTIONS)}; choose one of: "

@@ -67,9 +67,8 @@ class Observed:
 def times(x: Array, weights: Array | None) -> Array:
     """Return an array times the weights; zero where a weight is 0.
 
-    Args:
-        x: The array; what it holds where a weight is 0 does not matter.
-        weights: Booleans or numbers that broadcast to ``x``; None for ones.
+    What the array holds where a weight is 0 does not matter. Weights are Booleans or numbers that
+    broadcast to the array; None stands for ones.
     """
     if weights is None:
         return x
@@ -93,21 +92,11 @@ def root(weights: Array) -> Array:
 def checked_weights(
     name: str, weights: Array, shape: tuple[int, ...], axis: int, *, entries: bool
 ) -> Array:
-    """Return the weights of a caller, after checks, with the axes of an input of a loss.
+    """Return the weights of a caller, after checks, with the rank of the loss input ``name``.
 
-    Args:
-        name: Name of the input, for messages.
-        weights: The weights.
-        shape: Shape of the input.
-        axis: Its axis of classes or features.
-        entries: Whether each entry along this axis has its own target.
-
-    Returns:
-        The weights with the rank of the input.
-
-    Raises:
-        ShapeError: The weights belong neither to targets, nor to predictions, nor to examples.
-        InputError: A weight is negative, infinite, NaN or no number.
+    ``shape`` is the shape of the input, and ``axis`` its axis of classes or features. If
+    ``entries``, each entry along this axis has its own target. Weights belong to targets,
+    predictions or examples.
     """
     single = len(shape) == 1
     forms = {
@@ -139,13 +128,8 @@ def checked_weights(
 def total_weight(counts: Array | None, shape: tuple[int, ...], axis: int) -> float:
     """Return the sum of the weights of all predictions.
 
-    Args:
-        counts: Weights that broadcast to an input of a loss; None for ones.
-        shape: Shape of the input.
-        axis: Its axis of classes or features.
-
-    Returns:
-        The sum; of weights of single targets, the sum of the means over the axis.
+    ``counts`` broadcasts to a loss input of ``shape`` with classes or features on ``axis``; None
+    stands for ones. Weights of single targets are averaged over this axis.
     """
     predictions = prod(shape) // shape[axis] if len(shape) > 1 else shape[0]
     if counts is None:

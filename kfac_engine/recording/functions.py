@@ -81,18 +81,10 @@ _REAL = {"divide", "true_divide", "sqrt", "exp", "log", "tanh"}
 
 
 def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:
-    """Record a universal function of NumPy.
+    """Record a universal function of NumPy, given by its name.
 
-    Args:
-        tape: Receives the nodes.
-        name: Name of the function.
-        inputs: Its operands, one of them recorded.
-
-    Returns:
-        The result.
-
-    Raises:
-        UnsupportedError: Files do not have the function.
+    At least one of ``inputs`` is recorded. A function that files do not have raises
+    UnsupportedError.
     """
     if name in _SPECIAL:
         return _SPECIAL[name](tape, *inputs)

@@ -465,13 +465,10 @@ class _UnknownError(TypeError, UnsupportedError):
 
 
 def lifted(tape: Tape, value: Any, dtype: DType | type | None = None) -> Symbol:
-    """Return a number, an array or a size as a value of the graph.
+    """Return a number, an array or a size as a value of the graph; recorded values do not change.
 
-    Args:
-        tape: Receives the nodes.
-        value: A recorded value is returned as it is.
-        dtype: Element type of numbers; that of the array if None, that of the tape for
-            floating-point numbers.
+    Without a ``dtype``, floating-point numbers have the type of the tape, and others their own
+    type.
     """
     if isinstance(value, Recorded):
         return value

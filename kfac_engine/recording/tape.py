@@ -155,13 +155,8 @@ class Tape:
     ) -> list[AnyValue]:
         """Record ``If``: only the operations of the branch that is taken are computed.
 
-        Args:
-            condition: A truth value.
-            then: Returns results, whose shapes are those of the node.
-            otherwise: Returns results of the same types and ranks.
-
-        Returns:
-            The results.
+        Both functions return results of the same types and ranks. The results of the node have the
+        shapes of the results of ``then``.
         """
         bodies = []
         for function in (then, otherwise):

@@ -192,15 +192,8 @@ class CurvatureSteps:
     ) -> Update:
         """Write the updates that a step makes, and the natural gradients of vectors.
 
-        Args:
-            batch: The evaluation of the whole batch.
-            state: The old state.
-            vectors: The vectors by parameter.
-            step: Number of steps so far.
-            random: Writes random nodes of the model.
-
-        Returns:
-            The new state, and the natural gradients.
+        ``batch`` is the evaluation of the whole batch, ``state`` the old state, and ``step`` the
+        number of steps so far. ``random`` writes random nodes of the model.
         """
         tape, count = batch.tape, len(self._factors)
         if not count:
@@ -532,14 +525,8 @@ def _names(key: Params) -> tuple[str, ...]:
 def _is_due(step: Symbol, last: Symbol, period: int, least: Any) -> Symbol:
     """Record whether an update is due, as ``GrowingPlanner`` decides it.
 
-    Args:
-        step: Number of steps so far.
-        last: Step of the last update; −1 before the first one.
-        period: Largest number of steps between two updates.
-        least: Least number of steps between two updates after the first one.
-
-    Returns:
-        A recorded truth value.
+    ``last`` is the step of the last update, −1 before the first one. ``period`` and ``least`` bound
+    the number of steps between two updates, ``least`` only after the first one.
     """
     grown = np.minimum(np.maximum(step // 2, least), period)
     due: Symbol = step - last >= grown
@@ -570,16 +557,13 @@ _LEAF, _RESIDUAL = 100, 3e-2
 
 
 def damped_inverses(matrices: Array, levels: Array, norms: Array, smallest: float) -> Array:
-    """Return ``(matrix + level·I)⁻¹`` of each matrix of a stack.
+    """Return ``(matrix + level·I)⁻¹`` of each symmetric matrix of a stack.
 
     Args:
         matrices: Symmetric, ``(k, d, d)``.
         levels: Damping of each matrix, ``(k, 1, 1)``.
         norms: Bound of the largest eigenvalue of each damped matrix, ``(k, 1, 1)``.
         smallest: Bound of the smallest eigenvalue divided by the bound of the largest.
-
-    Returns:
-        Symmetric matrices.
     """
     return _by_halves(matrices + levels * _identity(matrices), norms, smallest)
 

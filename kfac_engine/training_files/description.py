@@ -64,14 +64,9 @@ class Description:
 
     @classmethod
     def read(cls, properties: Mapping[str, str], what: str) -> "Description":
-        """Return the description in the metadata of a file.
+        """Return the description in the metadata of a file, which messages call ``what``.
 
-        Args:
-            properties: The metadata.
-            what: The file, for messages.
-
-        Raises:
-            InputError: The file is no training file of this version.
+        A file that is no training file of this version raises InputError.
         """
         if PROPERTY not in properties:
             raise InputError(

@@ -328,9 +328,8 @@ class TrainingFiles:
 def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
     """Return arrays by input of the file.
 
-    Args:
-        inputs: Output of the model to input of the file.
-        arrays: Arrays by output, or one for all outputs.
+    ``inputs`` maps outputs of the model to inputs of the file. ``arrays`` has the same keys, or is
+    one array for all of them.
     """
     by_output = arrays if isinstance(arrays, Mapping) else dict.fromkeys(inputs, arrays)
     return {inputs.get(name, name): array for name, array in by_output.items()}

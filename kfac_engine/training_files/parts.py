@@ -115,9 +115,7 @@ class Evaluation:
     def observe(self, objective: Objective) -> Observation:
         """Record how much each target counts; see ``Objective.observe``.
 
-        Returns:
-            Targets and weights. Class numbers that are no classes are read as others: see
-            ``has_possible_targets``.
+        Class numbers that are no classes are read as others: see ``has_possible_targets``.
         """
         values: Any = self
         towers = []
@@ -132,8 +130,7 @@ class Evaluation:
     def has_possible_targets(self, objective: Objective) -> Symbol | None:
         """Record whether all targets that count are classes, and all weights finite and ≥ 0.
 
-        Returns:
-            A truth value; None for targets of other kinds without weights.
+        The result is None for targets of other kinds without weights.
         """
         possible: Symbol = None
         for tower in objective.towers:
@@ -168,10 +165,8 @@ class Evaluation:
     def write(self, nodes: Iterable[Node], random: Writer, renamed_only: str = "") -> None:
         """Write nodes of the model with the names of this evaluation.
 
-        Args:
-            nodes: The nodes.
-            random: Writes a random node.
-            renamed_only: Start of the names of results; other nodes are left out.
+        ``random`` writes random nodes. Nodes are left out if none of their results starts with
+        ``renamed_only``.
         """
         level = self.tape.level
         for node in nodes:

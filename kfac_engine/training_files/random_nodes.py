@@ -26,14 +26,10 @@ class RandomNodes:
         self._draws, self._numbers = draws, dict[str, Symbol]()
 
     def write(self, evaluation: Evaluation, node: Node) -> None:
-        """Write the results of a random node.
+        """Write the results of a random node with the names of an evaluation of the model.
 
-        Args:
-            evaluation: The evaluation of the model that the node belongs to.
-            node: The node, with the names of the model.
-
-        Raises:
-            UnsupportedError: Files do not have the operator, or an input decides whether it draws.
+        An operator that files do not have, and an input that decides whether the node draws, raise
+        UnsupportedError.
         """
         if node.op not in _WRITERS:
             raise UnsupportedError(

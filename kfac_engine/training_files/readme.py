@@ -145,13 +145,7 @@ _SEVERAL = (
 
 
 def readme(description: Description, data: Sequence[Input], model: Graph) -> str:
-    """Return the text.
-
-    Args:
-        description: The description of the files.
-        data: Inputs of a step that are no state.
-        model: The graph of the model.
-    """
+    """Return the text; ``data`` are the inputs of a step that are no state."""
     del model
     size = "Every number of examples runs with the same files."
     if description.batch_size is not None:

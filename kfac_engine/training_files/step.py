@@ -123,15 +123,10 @@ class StepRecorder:
     def _outputs(
         self, tape: Tape, state: Mapping[str, Array], names: Mapping[str, str]
     ) -> dict[str, Symbol]:
-        """Record a step; return its outputs by name.
+        """Record a step; return its metrics and the new state by name.
 
-        Args:
-            tape: Receives the nodes.
-            state: The first value of each state.
-            names: Input of the step to its name where the nodes are; the same where absent.
-
-        Returns:
-            The metrics and the new state.
+        ``state`` has the first value of each state. ``names`` maps an input of the step to its name
+        where the nodes are, if it is another.
         """
         values = {n: Recorded(tape, names.get(n, n), a.shape, a.dtype) for n, a in state.items()}
         names = {**self._renamed(state), **names}
@@ -248,8 +243,7 @@ class StepRecorder:
     def _renamed(self, state: Mapping[str, Array]) -> dict[str, str]:
         """Return other names for values of the model that have names of the file's own.
 
-        Raises:
-            InputError: An input or a weight of the model has such a name.
+        An input or a weight of the model with such a name raises InputError.
         """
         graph, names = self._model.extended_graph(), {*state, *OWN, *(f"{NEW}{n}" for n in state)}
         fixed = {entry.name for entry in graph.inputs} | {*self._model.parameters}
@@ -296,13 +290,8 @@ class StepRecorder:
     ) -> tuple[Symbol, dict[str, Symbol], dict[str, Symbol]]:
         """Record the forward and the backward pass; return loss, metrics and gradients.
 
-        Args:
-            batch: The batch, or a part of it.
-            random: Writes random nodes.
-            whole: The targets of the whole batch, if this is a part of it.
-
-        Returns:
-            The loss, the metrics and the gradients, each a share of those of the whole batch.
+        If ``batch`` is a part of a batch, ``whole`` has the targets of the whole batch, and each
+        result is a share of its result for the whole batch. ``random`` writes random nodes.
         """
         tape, model, objective = batch.tape, self._model, self._engine.objective
         backward = model.backward(objective.inputs, self._names)
@@ -346,13 +335,8 @@ class StepRecorder:
     def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
         """Record the share of the targets of the whole batch that are the most probable ones.
 
-        Args:
-            batch: A part of the batch.
-            seen: Its targets.
-            whole: The targets of the whole batch.
-
-        Returns:
-            The share of the part: its hits, divided by the number of targets of the batch.
+        ``batch`` is a part with the targets ``seen``. Its share is its hits, divided by the number
+        of targets of the batch.
         """
         (tower,) = self._engine.objective.towers
         values: Any = batch

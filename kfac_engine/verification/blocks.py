@@ -45,15 +45,7 @@ def check_blocks(
 ) -> Check:
     """Compare products with blocks on one example, in the mode of exact expectations.
 
-    Args:
-        specimen: The model and the batch.
-        rebuild: Builds engines of the same model.
-        layers: The layers to choose from.
-        most: Largest number of layers.
-        entries: Number of rows of the slice of each layer.
-
-    Returns:
-        The check.
+    At most ``most`` of the layers are checked, each with a slice of ``entries`` rows.
     """
     alone = specimen.alone()
     if alone is None:

@@ -42,17 +42,7 @@ class Entries:
     def draw(
         cls, parameters: Mapping[str, Floats], names: Sequence[str], most: int, seed: int
     ) -> "Entries":
-        """Draw entries of parameters, about equally many of each.
-
-        Args:
-            parameters: Parameter name to value.
-            names: The parameters.
-            most: Number of entries.
-            seed: Seed of the generator.
-
-        Returns:
-            The entries; at least one of each parameter.
-        """
+        """Draw ``most`` entries of parameters, about equally many of each and at least one."""
         rng = np.random.default_rng(seed)
         share = max(1, most // len(names))
         positions = {}
@@ -171,15 +161,9 @@ def loss_values(specimen: Specimen) -> dict[str, Floats]:
 def dense_fisher(
     specimen: Specimen, entries: Entries, vectors: Sequence[Mapping[str, Floats]]
 ) -> "DenseFisher | str":
-    """Compute a slice of the Fisher matrix.
+    """Compute a slice of the Fisher matrix, or return why it cannot be computed.
 
-    Args:
-        specimen: The model and the batch.
-        entries: The rows of the slice.
-        vectors: Vectors over the parameters; absent parameters count as zeros.
-
-    Returns:
-        The slice, or why it cannot be computed.
+    ``entries`` are the rows of the slice. Parameters that a vector lacks count as zeros.
     """
     names = specimen.engine.objective.inputs
     count = sum(specimen.trace[name].size for name in names)

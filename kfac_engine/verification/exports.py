@@ -22,15 +22,10 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 def check_export(
     specimen: Specimen, file: Path, source: str | os.PathLike[str] | bytes | None
 ) -> Check:
-    """Compare the outputs of the exported file with those of the input file.
+    """Compare the outputs of the exported file with the outputs of its source.
 
-    Args:
-        specimen: The model and the batch.
-        file: The exported file, with unchanged parameters.
-        source: The file of the model; None if it is not known.
-
-    Returns:
-        The check.
+    The exported file has unchanged parameters. ``source`` is the file of the model; if it is None,
+    the predictions of the engine take its place.
     """
     model = specimen.model
     if model.draws and not specimen.engine.options.train_form:

@@ -46,14 +46,7 @@ class GradientCheck:
         self._steps: set[float] = set()
 
     def run(self, names: tuple[str, ...]) -> Check:
-        """Check all parameters together, and some parameters one by one.
-
-        Args:
-            names: The parameters to check one by one.
-
-        Returns:
-            The check.
-        """
+        """Check all parameters together, and the parameters ``names`` one by one."""
         everything = tuple(self._specimen.parameters)
         measurements, skipped = [], {}
         for subject, members in [(ALL, everything), *((name, (name,)) for name in names)]:

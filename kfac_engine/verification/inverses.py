@@ -32,14 +32,7 @@ def check_inverses(
 ) -> Check:
     """Measure ``‖(F̂ + λI)(F̂ + λI)⁻¹ v − v‖ / ‖v‖`` of each layer after one update.
 
-    Args:
-        specimen: The model and the batch.
-        rebuild: Builds engines of the same model.
-        layers: The layers to check.
-        rng: Generator of the vectors.
-
-    Returns:
-        The check.
+    ``rng`` draws the vectors v.
     """
     exps = specimen.engine.options.exps
     if -1 not in exps:

@@ -26,16 +26,9 @@ _ROUNDINGS = 8
 def check_products(
     specimen: Specimen, names: tuple[str, ...], entries: int, rng: np.random.Generator
 ) -> Check:
-    """Compare products with random vectors and with the gradient.
+    """Compare products of the Fisher matrix with random vectors and with the gradient.
 
-    Args:
-        specimen: The model and the batch.
-        names: The parameters of the slice.
-        entries: Number of rows of the slice.
-        rng: Generator of the vectors and of the slice.
-
-    Returns:
-        The check.
+    The slice of the products has ``entries`` rows, drawn from the parameters ``names``.
     """
     scales = sizes(specimen.parameters)
     vectors = {

@@ -53,17 +53,10 @@ class Specimen:
     def of_batch(
         cls, engine: Engine, inputs: Mapping[str, Array], targets: Targets, most: int
     ) -> "Specimen":
-        """Return the first examples of a batch; the whole batch if the model cannot be divided.
+        """Return the first ``most`` examples of a batch, or all if the model cannot be divided.
 
-        Args:
-            engine: The engine.
-            inputs: Input name to array.
-            targets: The targets.
-            most: Largest number of examples.
-
-        Returns:
-            The specimen; its values on the batch were computed, so that all errors of inputs and
-            targets have been raised.
+        The loss of the whole batch is computed, so that errors of inputs and targets are raised
+        here.
         """
         engine.loss(inputs, targets)
         axes = engine.example_axes
@@ -192,14 +185,7 @@ class FloatCopy:
         return self._reference is not None
 
     def outputs(self, parameters: Mapping[str, Array]) -> dict[str, Floats]:
-        """Return the values that the losses read.
-
-        Args:
-            parameters: Parameter name to value; all parameters.
-
-        Returns:
-            Value name to array in float64.
-        """
+        """Return the values that the losses read, in float64; ``parameters`` has all parameters."""
         self.passes += 1
         names, model = self._specimen.engine.objective.inputs, self._specimen.model
         if self._reference is not None:
