@@ -47,16 +47,7 @@ class BackwardResult:
 
 
 def reported_loss(trace: Trace, objective: Objective, observation: Observation) -> float:
-    """Return the reduced loss of a batch, finite.
-
-    Args:
-        trace: The batch.
-        objective: The loss.
-        observation: The targets of the batch.
-
-    Raises:
-        NonFiniteError: The loss is NaN or infinite.
-    """
+    """Return the reduced loss of a batch; a loss that is NaN or infinite raises NonFiniteError."""
     return _finite(objective.value(trace, observation))
 
 
@@ -91,9 +82,6 @@ def run_backward(
     Returns:
         Gradients of the parameters. Gradients of the outputs are included if the ratio between
         the two is the same for all losses and predictions.
-
-    Raises:
-        NonFiniteError: The loss is NaN or infinite.
     """
     ratio = None if outputs is None else objective.fisher_ratio(observation)
     times = ratio or 1.0
@@ -111,13 +99,7 @@ def run_backward(
 def origin_named(model: OnnxModel, trace: Trace, objective: Objective) -> Iterator[None]:
     """Name the first node that is not finite in a ``NonFiniteError`` of the block.
 
-    Args:
-        model: The model.
-        trace: The batch.
-        objective: The loss.
-
-    Raises:
-        NonFiniteError: The error of the block, with the node if one is found.
+    The error does not change if no node is found.
     """
     try:
         yield

@@ -25,17 +25,9 @@ Inputs: TypeAlias = Mapping[str, Array] | Sequence[Batch]
 
 
 def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
-    """Return the parts of a batch: one, unless a list of parts is given.
+    """Return the parts of a batch as pairs of inputs and targets: one, unless a list is given.
 
-    Args:
-        inputs: Input name to array, or a list of parts.
-        targets: The targets; None for a list of parts.
-
-    Returns:
-        Pairs of inputs and targets.
-
-    Raises:
-        InputError: The list is empty, an entry is no part, or targets are given beside it.
+    Targets of a list of parts are in its pairs, and ``targets`` is then None.
     """
     if not isinstance(inputs, list | tuple):
         return [(inputs, targets)]  # type: ignore[list-item] # the engine checks the inputs
@@ -60,15 +52,7 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
 
 @contextmanager
 def part_named(parts: Sequence[Batch], index: int) -> Iterator[None]:
-    """Return a context whose errors say which part of a batch is wrong, if there are several.
-
-    Args:
-        parts: The parts.
-        index: Index of the present part.
-
-    Raises:
-        KfacError: The error of the block, with the number of the part.
-    """
+    """Return a context whose errors say which part of a batch is wrong, if there are several."""
     try:
         with numbered_in_data(parts[: index + 1]):
             yield
@@ -131,11 +115,9 @@ class TracedParts:
     ) -> None:
         """Evaluate all parts, and set what follows from all of them; a collective call.
 
-        Args:
-            shards: The processes.
-            meet: Exchanges the sizes of a part.
-            examples: Number of examples of the batch of this process, if the parts have only some
-                of them. The size is then that of as many.
+        ``meet`` exchanges the sizes of a part. ``examples`` is the number of examples of the batch
+        of this process, if the parts have only some of them; the size is then the size of a batch
+        of as many.
         """
         sizes: list[BatchSize] = []
         placed: list[Rows] = []

@@ -114,15 +114,10 @@ class BatchPasses:
     def gradients(
         self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
     ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
-        """Differentiate the shard of a batch.
+        """Differentiate the shard of a batch, which consists of ``parts``.
 
-        Args:
-            parts: The parts of the batch.
-            update_buffers: Whether running statistics are computed.
-            residuals: Receives those of this process.
-
-        Returns:
-            Loss and gradients, new running statistics, and notes.
+        The results are loss and gradients, new running statistics (none unless ``update_buffers``),
+        and notes. ``residuals`` receives the residuals of this process.
         """
         notes: dict[str, None] = {}
         buffers: list[tuple[int, dict[str, Array]]] = []
@@ -295,8 +290,7 @@ class LossHistory:
     def explain(self) -> Iterator[None]:
         """Add the latest losses and the remedies to a ``NonFiniteError`` of a run.
 
-        Raises:
-            NonFiniteError: The error of the block, with the losses where parameters have moved.
+        Losses are added where parameters have moved.
         """
         try:
             yield

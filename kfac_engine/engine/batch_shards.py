@@ -119,46 +119,26 @@ class BatchShards:
         return observation.within(measured.of_examples(sum(self.counts)))
 
     def total(self, number: float, place: str) -> float:
-        """Meet all ranks, and return the sum of a number.
+        """Meet all ranks, and return the sum of a number, with the same bits on all of them.
 
-        Args:
-            number: The number of this rank.
-            place: As for ``Agreement.vote``.
-
-        Returns:
-            The sum over the ranks, with the same bits on all of them.
-
-        Raises:
-            KfacError: A rank has failed.
+        ``place`` is as for ``Agreement.vote``. A failed rank raises its error.
         """
         return number if self.alone else float(self.agreement.vote(number, place=place).sum())
 
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.
 
-        Args:
-            arrays: Arrays of the same shapes and element types on all ranks.
+        The arrays have the same shapes and element types on all ranks.
         """
         sum_arrays(self.communicator, arrays)
 
     def summed(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the sums of arrays over all ranks, for several ranks.
-
-        Args:
-            arrays: As for ``sum``; they do not change.
-
-        Returns:
-            The sums, new.
-        """
+        """Return the sums of arrays, as for ``sum``, in new arrays; there are several ranks."""
         return summed(self.communicator, arrays)
 
 
 def parameter_checksums(parameters: Mapping[str, Array]) -> dict[str, str]:
-    """Return checksums of parameters, for ``Agreement.require_equal``.
-
-    Args:
-        parameters: The parameters of this rank on the host.
-    """
+    """Return checksums of parameters on the host, for ``Agreement.require_equal``."""
     sums = (crc32(array.tobytes()) for array in parameters.values())
     return {"parameters": " ".join(map(str, sums))}
 

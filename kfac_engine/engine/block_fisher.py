@@ -120,17 +120,11 @@ class BlockFisher:
         *,
         by_example: bool = True,
     ) -> PendingUpdate:
-        """Measure the statistics of a shard; no average changes.
+        """Measure the statistics of a shard; no average changes before ``commit``.
 
-        Args:
-            trace: The shard.
-            observation: Its targets, after ``meet``.
-            release: Receives names of values that are not read any more.
-            gradients: Those of ``outputs``, if the caller has computed them.
-            by_example: Whether gradients of single examples are measured as well.
-
-        Returns:
-            The update for ``commit``.
+        ``observation`` is a result of ``meet``. ``release`` receives names of values that are not
+        read any more. ``gradients`` are the gradients of ``outputs``, if the caller has computed
+        them. With ``by_example``, gradients of single examples are measured as well.
         """
         objective = self._passes.objective
         self._require_examples()
@@ -146,14 +140,9 @@ class BlockFisher:
     ) -> PendingUpdate | None:
         """Measure the statistics of a batch in parts; its random targets are those of the batch.
 
-        Args:
-            traced: The parts, which are evaluated twice: the first pass counts their examples and
-                predictions.
-            examples: Number of examples of the batch, if the parts have only some of them.
-            by_example: As for ``measure``.
-
-        Returns:
-            The update; None if no target of some examples of a batch counts.
+        The parts are evaluated twice: the first pass counts their examples and predictions.
+        ``examples`` is the number of examples of the batch, if the parts have only some of them;
+        the result is then None if no target of them counts. ``by_example`` is as for ``measure``.
         """
         estimator, passes = self.estimator, self._passes
         self._require_examples()
@@ -207,14 +196,9 @@ class BlockFisher:
     ) -> bool:
         """Measure a batch, and commit its statistics; after an error, nothing has changed.
 
-        Args:
-            batch: The evaluation of the batch, or its parts.
-            examples: As for ``measure_parts``.
-            decay: Weight of the old averages; None for that of the estimator.
-            by_example: As for ``measure``.
-
-        Returns:
-            Whether targets count, so that the averages have changed.
+        ``batch`` is the evaluation of the batch, or its parts. ``examples`` and ``by_example`` are
+        as for ``measure_parts``. A ``decay`` of None is the decay of the estimator. Return whether
+        targets count, so that the averages have changed.
         """
         traced = self._passes.traced(batch)
         with self.transaction():
@@ -248,15 +232,11 @@ class BlockFisher:
         *,
         decay: float | None = None,
     ) -> Mapping[str, Array | Rows]:
-        """Update the averages, and sum gradients over the processes; see ``Distribution.combine``.
+        """Update the averages, and return the gradients of the batch that this process multiplies.
 
-        Args:
-            update: What was measured; None if no statistics are due.
-            gradients: The gradients of the shard.
-            decay: Weight of the old averages; None for that of the estimator.
-
-        Returns:
-            The gradients that this process multiplies.
+        ``gradients`` are the gradients of the shard; they are summed over the processes as by
+        ``Distribution.combine``. ``update`` is None if no statistics are due. A ``decay`` of None
+        is the decay of the estimator.
         """
         present = self.estimator.cov_ema_decay
         return self.distribution.combine(update, gradients, present if decay is None else decay)
@@ -333,14 +313,9 @@ class BlockFisher:
 
 
 def draw_placements(assembly: Assembly) -> dict[str, Placement]:
-    """Return the axis of the examples in the random numbers of each loss.
+    """Return the axis of the examples in the random numbers of each loss, by its name.
 
-    Args:
-        assembly: The registered model. It runs twice if an output has examples and positions on
-            one axis.
-
-    Returns:
-        Name of a loss to the placement.
+    The model runs twice if an output has examples and positions on one axis.
     """
     task, model = assembly.task, assembly.model
     places = {head.output: task.batch.places[head.output] for head in task.heads}

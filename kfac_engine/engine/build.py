@@ -81,11 +81,7 @@ class Task:
     def require_examples(self, what: str) -> None:
         """Refuse a loss that is a single number for the whole batch, which the file computes.
 
-        Args:
-            what: Subject and verb of the message.
-
-        Raises:
-            UnsupportedError: There is such a loss.
+        ``what`` is the subject and the verb of the message.
         """
         for head in self.heads:
             if head.output not in self.batch.places:
@@ -161,18 +157,7 @@ def _threads(chosen: int | None, communicator: Communicator | None) -> int:
 def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
     """Load a model, register its layers and losses, and create the estimator of its curvature.
 
-    Args:
-        source: Path, bytes or ``ModelProto``.
-        options: The options of the engine.
-
-    Returns:
-        The registered model and its estimator, without statistics.
-
-    Raises:
-        InputError: The file, the loss or an option is wrong.
-        UnknownNameError: An option names no layer kind, loss, output or parameter.
-        UnsupportedError: The mode needs the examples on another axis.
-        ModelError: The loss depends on no trainable parameter.
+    The estimator has no statistics.
     """
     threads = _threads(options.threads, options.communicator)
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
@@ -241,18 +226,11 @@ def register_losses(
     inputs: Mapping[str, Array] | None,
     file_loss: TakenLoss | None = None,
 ) -> Task:
-    """Bind losses to the outputs of a model and register them.
+    """Bind losses to the outputs of a model and register them with a collection.
 
-    Args:
-        model: The model; values that the losses need are added to it.
-        collection: The collection that receives the losses.
-        options: Options of the losses.
-        reduction: The reduction of the losses.
-        inputs: The batch of the sample run; None for generated inputs.
-        file_loss: The loss that was taken out of the file; None for no such loss.
-
-    Returns:
-        The losses, and the axes of the examples.
+    Values that the losses need are added to the model. ``inputs`` are the batch of the sample run,
+    or None for generated inputs. ``file_loss`` is the loss that was taken out of the file, if there
+    is one.
     """
     heads, batch = bind_losses(model.graph, model.facts, options, inputs)
     for head in heads:
@@ -301,17 +279,8 @@ def register_layers(
 ) -> Discovery:
     """Find the layers of a model and register them with a collection.
 
-    Args:
-        model: The model.
-        task: The losses, their sum, and the trained parameters.
-        collection: The collection that receives the layers.
-        chosen: Kinds of layers whose approximation the user chose.
-
-    Returns:
-        Layers and parameters without a layer, and the parts of parameters that they use.
-
-    Raises:
-        ModelError: The loss depends on no trainable parameter.
+    ``chosen`` are the kinds of layers whose approximation the user chose. A loss that depends on no
+    trainable parameter raises ModelError.
     """
     objective = task.objective
     model.leave_out(objective.inputs)
@@ -380,11 +349,7 @@ def _moved(layer: LayerMatch, batch: Batch) -> str:
 
 
 def _check_places(layer: LayerMatch, approximation: str, batch: Batch) -> None:
-    """Check that an approximation supports the axis of the examples.
-
-    Raises:
-        UnsupportedError: The approximation needs the examples on axis 0, and they are on another.
-    """
+    """Check that an approximation supports the axis of the examples."""
     moved = _moved(layer, batch)
     if moved and row(layer.kind, approximation).examples_first:
         raise UnsupportedError(

@@ -103,10 +103,7 @@ class _Entry:
 def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) -> None:
     """Write a checkpoint; the file is replaced whole or not at all.
 
-    Args:
-        path: The file.
-        factors: All factors, in the order of creation.
-        state: The rest.
+    ``factors`` are all factors in the order of their creation, and ``state`` is the rest.
     """
     tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
     tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
@@ -133,7 +130,7 @@ def load_state(
     buffers: Mapping[str, Array] | None = None,
     expected: Expected | None = None,
 ) -> State:
-    """Read a checkpoint into factors of the same model and options.
+    """Read a checkpoint into factors of the same model and options; return the rest.
 
     Args:
         path: The file.
@@ -141,9 +138,6 @@ def load_state(
         parameters: Parameter name to an array of the right shape.
         buffers: Running statistic to an array of the right shape.
         expected: Further requirements of an engine.
-
-    Returns:
-        The rest.
 
     Raises:
         InputError: The file is missing, damaged or no checkpoint, or does not fit; every difference

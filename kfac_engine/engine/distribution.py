@@ -101,9 +101,6 @@ class Distribution(ABC):
         Returns:
             The loss of the batch, and an upper bound of the norm of its gradient; None for the
             bound in one process.
-
-        Raises:
-            KfacError: A rank has failed.
         """
         if self._shards.alone:
             if update is not None:
@@ -125,16 +122,11 @@ class Distribution(ABC):
         gradients: dict[str, Array] | None,
         decay: float,
     ) -> Mapping[str, Array | Rows]:
-        """Update the averages, and sum the gradients over the ranks.
+        """Update the averages with the update of ``meet``, and sum the gradients over the ranks.
 
-        Args:
-            update: The update of ``meet``.
-            gradients: The gradients of the shard; may be changed.
-            decay: Weight of the old averages.
-
-        Returns:
-            The gradients of the batch that this rank preconditions; of a table that several ranks
-            own, its rows.
+        ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
+        the old averages. The result is the gradients of the batch that this rank preconditions. If
+        several ranks own a table, it has the rows of this rank.
         """
         gradients = gradients or {}
         if self._shards.alone:
@@ -273,23 +265,14 @@ class Distribution(ABC):
     def sum_gradients(
         self, gradients: dict[str, Array], others: Sequence[Array]
     ) -> Mapping[str, Array | Rows]:
-        """Sum gradients and other arrays over the ranks.
+        """Sum gradients of the shard over the ranks, and ``others`` in place.
 
-        Args:
-            gradients: Parameter to gradient of the shard; may be changed.
-            others: Arrays to sum in place.
-
-        Returns:
-            As for ``combine``.
+        The gradients may be changed. The result is as for ``combine``.
         """
 
     @abstractmethod
     def owned(self, vectors: Mapping[str, Array | Rows]) -> Mapping[str, Array | Rows]:
-        """Return the vectors that this rank multiplies.
-
-        Args:
-            vectors: Parameter to array, or the result of ``combine``.
-        """
+        """Return the vectors that this rank multiplies; ``combine`` returns such vectors."""
 
     @abstractmethod
     def gather(
@@ -297,23 +280,18 @@ class Distribution(ABC):
     ) -> dict[str, Array]:
         """Return the gradients of the batch of all parameters, on all ranks.
 
-        Args:
-            gradients: The gradients of ``combine``.
-            shards: Parameter to gradient of the shard; only shapes and element types are read.
+        ``gradients`` is the result of ``combine``. Only shapes and element types of ``shards``, the
+        gradients of the shard, are read.
         """
 
     @abstractmethod
     def share(
         self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
     ) -> dict[str, Array]:
-        """Compute the products of this rank, and return those of all ranks.
+        """Compute the products of this rank, and return the products of all ranks on all ranks.
 
-        Args:
-            names: Parameters of all products.
-            multiply: Computes the products of ``owned`` vectors.
-
-        Returns:
-            Parameter to product, on all ranks.
+        ``names`` are the parameters of all products. ``multiply`` computes the products of
+        ``owned`` vectors.
         """
 
     @abstractmethod
@@ -345,11 +323,9 @@ class Distribution(ABC):
     ) -> None:
         """Give the sum of each divided average to its owners; the others start from zero.
 
-        The first owner of a factor has the average from now on, the others have copies.
-
-        Args:
-            factors: Factors; those whose averages are whole are left out.
-            ranks: ``id`` of a factor to the ranks that own it.
+        The first owner of a factor has the average from now on, the others have copies. Factors
+        whose averages are whole are left out. ``ranks`` maps the ``id`` of a factor to the ranks
+        that own it.
         """
         self._divide()
         factors = [factor for factor in factors if factor in self._linear]

@@ -142,14 +142,11 @@ class InferenceModel:
         self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
 
     def run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        """Return values for a batch.
+        """Return read-only arrays of the values ``names`` for a batch.
 
         Args:
             inputs: Map from each input to an array.
             names: Names of values of the graph.
-
-        Returns:
-            Map from each value to a read-only array, in the shape and element type of the value.
 
         Raises:
             InputError: An input is missing or of the wrong element type.

@@ -48,19 +48,11 @@ class ExampleGradients:
     def __call__(
         self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
     ) -> Iterator[dict[str, Array]]:
-        """Yield the gradients of one example after the other.
+        """Yield the gradients of one example after the other with respect to ``names``.
 
-        Args:
-            trace: The batch.
-            cotangents: Loss input to cotangent, for all examples.
-            names: Values to differentiate with respect to.
-
-        Yields:
-            Name to gradient. A batch of one example, or whose losses depend on none of the
-            values, yields one gradient.
-
-        Raises:
-            UnsupportedError: The rows of different examples cannot be separated.
+        ``cotangents`` maps a loss input to its cotangent for all examples. A batch of one example,
+        or whose losses depend on none of the values, yields one gradient. Rows of different
+        examples that cannot be separated raise UnsupportedError.
         """
         count = self._objective.examples(trace)
         reached = self._model.backward(tuple(cotangents), names).gradients
@@ -108,20 +100,11 @@ class ExampleGradients:
         return self._batch.places.get(name) or self._batch.places[output]
 
     def _is_outer(self, trace: Trace, name: str, count: int) -> bool:
-        """Return whether the positions of an example are adjacent on the shared axis.
+        """Return whether the positions of an example are adjacent on the axis that they share.
 
-        The batch is evaluated with another example in place of the first.
-
-        Args:
-            trace: The batch.
-            name: A loss input.
-            count: Examples in the batch.
-
-        Returns:
-            The answer.
-
-        Raises:
-            UnsupportedError: All examples are equal, or depend on each other.
+        The axis is of the loss input ``name``. The batch, of ``count`` examples, is evaluated with
+        another example in place of the first. Examples that are all equal, or depend on each other,
+        raise UnsupportedError.
         """
         axis = self._place(name).axis
         for other in range(1, count) if self._outer is None else ():

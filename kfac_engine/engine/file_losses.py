@@ -60,12 +60,8 @@ class TakenLoss:
     def separated(self, inputs: Mapping[str, Array], targets: Targets) -> Batch:
         """Return inputs without the labels, and the labels as targets.
 
-        Args:
-            inputs: Input name to array, with or without the labels.
-            targets: The targets; None for labels among the inputs.
-
-        Raises:
-            InputError: The labels are given twice, or their weights are missing.
+        ``targets`` is None for labels among the inputs. Labels that are given twice, and missing
+        weights, raise InputError.
         """
         labels, mask = self.loss.labels, self.loss.weights
         if not isinstance(inputs, Mapping):
@@ -89,11 +85,7 @@ class TakenLoss:
     def options(self, chosen: LossOptions) -> LossOptions:
         """Return the options of the loss on the logits.
 
-        Args:
-            chosen: The options of the caller.
-
-        Raises:
-            InputError: The caller gives options that the file has already.
+        An option of the caller that the file has already raises InputError.
         """
         if chosen.settings:
             raise InputError(
@@ -111,14 +103,9 @@ class TakenLoss:
         )
 
     def weighted(self, options: LossOptions, facts: Mapping[str, Fact]) -> LossOptions:
-        """Return the options with the factor that gives the loss of the file.
+        """Return the result of ``options`` with the factor that gives the loss of the file.
 
-        Args:
-            options: Result of ``options``.
-            facts: Element types and shapes of the values of the model.
-
-        Raises:
-            InputError: The classes lie on another axis than in the loss of the file.
+        Classes on another axis than in the loss of the file raise InputError.
         """
         shape = facts[self.loss.value].shape
         if self.loss.rank and len(shape) != self.loss.rank:
@@ -149,10 +136,6 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
     """Return the loss of a file, if it is recognized and the caller asks for it.
 
     The caller asks for it by the name ``"output"``, or by the name of its distribution.
-
-    Args:
-        loaded: The model.
-        options: Options of the losses.
     """
     name = options.loss
     if not isinstance(name, str) or not isinstance(options.output, str | None):

@@ -79,11 +79,7 @@ class LossOptions:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: An option is of a wrong type.
-        """
+        """Check the types of the options."""
         for choice in self._listed():
             if not isinstance(choice, LossChoice):
                 raise InputError(
@@ -107,9 +103,7 @@ class LossOptions:
     def choices(self) -> list[LossKind | LossFunction]:
         """The losses as a list; those by name with their options.
 
-        Raises:
-            UnknownNameError: There is no loss of a name, or it does not have an option.
-            InputError: Options are given, but no loss by name.
+        Options without a loss by name raise InputError.
         """
         choices = self._listed()
         if self.settings and not any(isinstance(choice, str) for choice in choices):
@@ -132,11 +126,7 @@ class LossOptions:
         return list(self.loss) if several else [self.loss]  # type: ignore[arg-type,list-item] # checked
 
     def _check_map(self, losses: Mapping[str, LossChoice]) -> None:
-        """Check a map from outputs to losses.
-
-        Raises:
-            InputError: A loss has an output already.
-        """
+        """Check a map from outputs to losses, none of which has an output already."""
         texts("the outputs of loss", list(losses), "{'boxes': 'normal'}")
         if self.output is not None:
             raise InputError(
@@ -150,17 +140,11 @@ class LossOptions:
                 )
 
     def on(self, graph: Graph) -> "LossOptions":
-        """Return the options with a loss for each output, by the outputs of a model.
+        """Return the options with a loss for each output of a model.
 
-        Args:
-            graph: The model; its outputs are compared with the patterns of a map.
-
-        Returns:
-            The options. The loss of a pattern and its weight are repeated.
-
-        Raises:
-            UnknownNameError: A pattern matches no output.
-            InputError: Several entries name an output, or there are more or fewer weights.
+        The outputs are compared with the patterns of a map. The loss of a pattern and its weight
+        are repeated. A pattern without an output raises UnknownNameError; two entries for one
+        output raise InputError.
         """
         if not isinstance(self.loss, Mapping):
             return self
@@ -179,18 +163,10 @@ class LossOptions:
         return replace(self, loss=losses, output=names, weights=weights)
 
     def outputs_among(self, graph: Graph, real: Sequence[str]) -> list[str]:
-        """The outputs of the losses that are given by name.
+        """Return an output for each loss that is given by name.
 
-        Args:
-            graph: The model.
-            real: Outputs with floating-point numbers; others are left out.
-
-        Returns:
-            One output for each such loss.
-
-        Raises:
-            UnknownNameError: No loss has such a name.
-            InputError: It is not clear which outputs are meant.
+        ``real`` are the outputs with floating-point numbers; others are not chosen by default. If
+        it is not clear which outputs are meant, an InputError is raised.
         """
         count = len([choice for choice in self.choices if isinstance(choice, LossKind)])
         if self.output is None:
@@ -211,11 +187,7 @@ class LossOptions:
 
     @property
     def coefficients(self) -> Sequence[float]:
-        """One weight a loss.
-
-        Raises:
-            InputError: There are more or fewer.
-        """
+        """One weight for each loss; another number of weights raises InputError."""
         count = len(self.choices)
         weights = [1.0] * count if self.weights is None else self.weights
         if len(weights) != count:
@@ -234,21 +206,10 @@ def bind_losses(
     options: LossOptions,
     inputs: Mapping[str, Array] | None = None,
 ) -> tuple[tuple[LossBinding, ...], Batch]:
-    """Bind losses to the outputs of a model.
+    """Bind losses to the outputs of a model; return the bindings and the batch.
 
-    Args:
-        graph: The model.
-        facts: Of a sample run on ``inputs``.
-        options: Options of the losses.
-        inputs: The batch of the sample run; None for generated inputs.
-
-    Returns:
-        The heads, and the batch. The targets of a single head are named ``"targets"``.
-
-    Raises:
-        UnknownNameError: No loss or output has such a name.
-        InputError: The losses cannot be assigned to the outputs.
-        ShapeError: The classes lie on another axis, or an output has no examples.
+    ``facts`` come from a sample run on ``inputs``, or on generated inputs if they are None. The
+    targets of a single loss are named ``"targets"``.
     """
     choices, real = options.choices, real_outputs(graph, facts)
     if options.output is None and not real and any(isinstance(c, LossKind) for c in choices):
@@ -308,16 +269,7 @@ def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
 
 
 def check_real(graph: Graph, facts: Mapping[str, Fact], values: Iterable[str]) -> None:
-    """Raise an InputError if no value contains real numbers.
-
-    Args:
-        graph: The model.
-        facts: Of a sample run.
-        values: Their names; tensors.
-
-    Raises:
-        InputError: All values contain integers, truth values or text.
-    """
+    """Raise an InputError if no value contains real numbers."""
     whole = {name: facts[name].dtype for name in values if name in facts}
     if not whole or any(_is_real(facts, name) for name in whole):
         return

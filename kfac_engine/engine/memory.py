@@ -75,10 +75,7 @@ class MemoryReport:
 def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: bool) -> int:
     """Return the number of examples of a batch; 0 if the memory of as many was checked before.
 
-    Args:
-        assembly: Model, losses and layers.
-        inputs: Input name to array, unchecked.
-        statistics: Whether the batch updates statistics.
+    The inputs are unchecked. ``statistics`` says whether the batch updates statistics.
     """
     batch = assembly.task.batch
     examples = batch_size(batch, inputs) or batch.size
@@ -88,13 +85,8 @@ def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: bo
 def require_gradient(assembly: Assembly, inputs: Mapping[str, Array], more: int = 0) -> None:
     """Refuse a batch whose gradient does not fit into the available memory.
 
-    Args:
-        assembly: Model, losses and layers.
-        inputs: Input name to array, unchecked.
-        more: Bytes of further arrays that are allocated for the batch.
-
-    Raises:
-        MemoryLimitError: The batch does not fit.
+    The inputs are unchecked. ``more`` counts the bytes of further arrays that are allocated for the
+    batch.
     """
     examples = unchecked(assembly, inputs, statistics=False)
     if examples:
@@ -120,13 +112,9 @@ class Footprint:
     sums: int = 0
 
     def peak(self, examples: int) -> MemoryReport:
-        """Return the peak memory of a step, in bytes for each part.
+        """Return the peak memory of a step on a batch of ``examples``, in bytes for each part.
 
-        Args:
-            examples: Number of examples in the batch.
-
-        Returns:
-            The report; sessions are built to measure sizes.
+        Sessions are built to measure sizes.
         """
         task, model = self.assembly.task, self.assembly.model
         return self._report(examples, activation_bytes(model, task.batch, examples))
@@ -134,14 +122,8 @@ class Footprint:
     def require(self, examples: int, more: int = 0) -> None:
         """Raise an error for a batch that does not fit; reserve the memory of a GPU.
 
-        Args:
-            examples: Number of examples in the batch.
-            more: Bytes of further arrays that are allocated for the batch, such as the state of an
-                optimizer.
-
-        Raises:
-            MemoryLimitError: The batch needs more bytes than are available; the message names what
-                would fit.
+        ``more`` counts the bytes of further arrays that are allocated for the batch, such as the
+        state of an optimizer. The message of the MemoryLimitError names what would fit.
         """
         task, checked = self.assembly.task, self.assembly.checked
         # The peak itself takes sessions to measure: only where a generous bound does not fit.

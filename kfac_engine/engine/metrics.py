@@ -72,8 +72,7 @@ class Evaluated:
     def weights(self) -> Array | Mapping[str, Array]:
         """Return the weight of each prediction, or of each target where these differ.
 
-        Returns:
-            An array; for several losses, by output.
+        The weights of several losses are by output.
         """
         arrays = dict[str, Array]()
         for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
@@ -90,8 +89,7 @@ class Evaluated:
     def weights_like(self, results: Array) -> Array | None:
         """Return the weights of values of a metric; None if they belong to nothing with weights.
 
-        Args:
-            results: A value for each example, or for each entry of ``weights``.
+        There is a value for each example, or for each entry of ``weights``.
         """
         if results.ndim == 1:
             towers = zip(self.objective.towers, self.observation.towers, strict=True)
@@ -106,12 +104,9 @@ class Evaluated:
     def measured(self, measure: Callable[[LossFunction, Values, Array], Array]) -> Sum:
         """Return the sum of a measure of all predictions that count, and their number.
 
-        Args:
-            measure: Returns a number for each prediction or target.
-
-        Returns:
-            Sums over the losses, with the weights of the predictions: the mean over all entries
-            times the number of examples without weights.
+        ``measure`` returns a number for each prediction or target. The results are sums over the
+        losses, with the weights of the predictions. Without weights they are the mean over all
+        entries times the number of examples, and this number.
         """
         total = number = 0.0
         for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
@@ -211,16 +206,8 @@ METRICS: Registry[Metric] = Registry(
 def metrics_of(choices: Sequence[MetricChoice]) -> dict[str, Metric]:
     """Return metrics by name.
 
-    Args:
-        choices: Names of ``METRICS``; ``"topK"`` with a number K, such as ``"top3"``; functions,
-            which have the names of their definitions.
-
-    Returns:
-        Name to metric.
-
-    Raises:
-        InputError: An entry is neither a name nor a function with a name, or a name is repeated.
-        UnknownNameError: No metric has such a name.
+    A choice is a name of ``METRICS``, ``"topK"`` with a number K, such as ``"top3"``, or a function
+    that has a name. A repeated name raises InputError.
     """
     metrics: dict[str, Metric] = {}
     for choice in listed("metrics", choices, "['loss', 'accuracy']"):

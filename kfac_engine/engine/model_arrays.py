@@ -40,11 +40,7 @@ class ModelArrays:
     def for_caller(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return parameters or buffers as the file stores them, read-only.
 
-        Args:
-            arrays: Name to array of the model.
-
-        Returns:
-            Name to array of the backend; a copy where a library has no read-only arrays.
+        The arrays are of the backend; they are copies where a library has no read-only arrays.
         """
         return {name: read_only(array) for name, array in self.stored(arrays).items()}
 
@@ -58,16 +54,7 @@ class ModelArrays:
         return on_host(model.parameters, self._backend), on_host(model.buffers, self._backend)
 
     def set_buffers(self, values: Mapping[str, Array]) -> None:
-        """Replace buffers; see ``Engine.set_buffers``.
-
-        Args:
-            values: Name to array of any library.
-
-        Raises:
-            UnknownNameError: A name is not a buffer.
-            ShapeError: A value has another shape than its buffer.
-            NonFiniteError: A value contains NaN or infinity.
-        """
+        """Replace buffers by arrays of any library; see ``Engine.set_buffers``."""
         buffers, arrays = self._model.buffers, {}
         for name, value in on_host(values, self._backend).items():
             if name not in buffers:

@@ -13,15 +13,7 @@ from kfac_engine.engine.report import LayerReport
 
 
 def model_size(assembly: Assembly, layers: Sequence[LayerReport]) -> ModelSize:
-    """Return the sizes of a model.
-
-    Args:
-        assembly: The model with its blocks.
-        layers: Reports of all blocks.
-
-    Returns:
-        The sizes; the blocks have the order of the layers.
-    """
+    """Return the sizes of a model; the blocks have the order of their reports in ``layers``."""
     collection = assembly.collection
     names, blocks = dict[int, str](), dict[str, BlockSize]()
     for layer in layers:

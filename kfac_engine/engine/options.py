@@ -155,12 +155,7 @@ class EngineOptions:
     layer_owners: int = 1
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: An option is outside its range.
-            UnknownNameError: No graph pass has a given name.
-        """
+        """Check the values."""
         check_reduction(self.reduction)
         self.losses  # noqa: B018 (they check themselves)
         self._check_curvature()
@@ -212,15 +207,7 @@ class EngineOptions:
 
 
 def check_damping(damping: float, exps: Sequence[float]) -> None:
-    """Refuse a damping that is not a positive number, or whose powers overflow.
-
-    Args:
-        damping: The damping.
-        exps: Powers of the damped Fisher matrix.
-
-    Raises:
-        InputError: The damping is refused; the message names the power that overflows.
-    """
+    """Refuse a damping that is not a positive number, or whose powers ``exps`` overflow."""
     positive("damping", damping)
     for exp in exps:
         try:
@@ -244,16 +231,7 @@ def check_schedule(schedule: object) -> None:
 
 
 def check_names(call: str, names: Collection[str], known: Collection[str]) -> None:
-    """Refuse options that a call does not have.
-
-    Args:
-        call: Name of the call, for messages.
-        names: Names of options.
-        known: Names of all options.
-
-    Raises:
-        UnknownNameError: A name is none of ``known``; the message names the nearest one.
-    """
+    """Refuse options that a call does not have; the message names the nearest known name."""
     for name in names:
         if name not in known:
             near = suggestion(name, known) or f"; its options: {', '.join(known)}"
@@ -272,11 +250,8 @@ def by_keyword(
 ]:
     """Return a decorator that replaces the last argument, a record, by keywords for its fields.
 
-    Args:
-        record: The class of the record; its fields appear in the signature, by keyword only.
-
-    Returns:
-        The decorator, for functions of two arguments and the record.
+    The decorator is for functions of two arguments and the record. The fields of the class
+    ``record`` appear in their signatures, by keyword only.
     """
     options = inspect.signature(record).parameters
     new_record: Callable[..., Record] = record

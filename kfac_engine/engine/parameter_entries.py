@@ -42,10 +42,8 @@ class ParameterEntries:
     def pieces(self, blocks: Mapping[Params, FisherBlock]) -> dict[str, tuple[Piece, ...]]:
         """Return the pieces of each parameter, in the order of its layers.
 
-        A weight has a piece for each part of the outputs that the graph reads apart.
-
-        Args:
-            blocks: The blocks of the layers, by their parameters.
+        A weight has a piece for each part of the outputs that the graph reads apart. ``blocks`` are
+        the blocks of the layers, by their parameters.
         """
         pieces: dict[str, tuple[Piece, ...]] = {}
         for layer in self.layers:

@@ -29,17 +29,10 @@ _LOCAL = ("communicator", "scratch_bytes", "sample_inputs")
 
 
 def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str, Array]) -> None:
-    """Check that all ranks have the same model, options and parameters.
+    """Check that all ranks have the same model, options and parameters (arrays on the host).
 
-    Args:
-        shards: The ranks.
-        assembly: The model of this rank.
-        parameters: Its parameters on the host.
-
-    Raises:
-        RankError: They differ.
-        UnsupportedError: The results of an example depend on other examples, which other ranks may
-            have.
+    A difference raises RankError. A model whose results for an example depend on other examples,
+    which other ranks may have, raises UnsupportedError.
     """
     if shards.alone:
         return
@@ -125,17 +118,9 @@ def find_reduction(
     """Return a node that reduces the examples of a batch to a value which the outputs depend on.
 
     Such a value, a mean over the examples or their largest entry, has no axis of examples, although
-    it is computed from values with one. A sample run may not show its effect.
-
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run.
-        outputs: Names of values whose examples should be independent.
-        batch: Result of ``find_batch``.
-
-    Returns:
-        Operator and name of the node; ``""`` if there is none, or if the model runs with one batch
-        size only, so that axes of examples are not certain.
+    it is computed from values with one. A sample run may not show its effect. The result is the
+    operator and name of the node; ``""`` if there is none, or if the model runs with one batch size
+    only, so that axes of examples are not certain. ``batch`` is the result of ``find_batch``.
     """
     if batch.fixed:
         return ""
@@ -166,18 +151,10 @@ def find_place_dependence(
 ) -> str:
     """Return a node whose results for an example depend on the number or places of the examples.
 
-    The model runs on the batch of the sample run, and on this batch without its first example.
-
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run on ``inputs``.
-        outputs: Names of values whose examples should be independent.
-        batch: Result of ``find_batch``.
-        inputs: The batch of the sample run; None if it was generated.
-
-    Returns:
-        Operator and name of the node; ``""`` if the results are equal, or if the model runs with
-        one batch size only.
+    The model runs on the batch of the sample run, and on this batch without its first example. The
+    result is the operator and name of the node; ``""`` if the results are equal, or if the model
+    runs with one batch size only. ``batch`` is the result of ``find_batch``; ``inputs`` is None for
+    a generated batch.
     """
     if batch.fixed or batch.size == 1:
         return ""

@@ -102,14 +102,8 @@ def layer_reports(
 ) -> Iterator[LayerReport]:
     """Yield a report for each block, in the order of the graph.
 
-    Args:
-        entries: Layers of the graph, parameters without a layer, and their parameters.
-        collection: Their blocks.
-        model: Knows the shapes of the parameters.
-        exps: Powers that are stored.
-
-    Yields:
-        The reports.
+    ``collection`` has the blocks, ``model`` the shapes of the parameters, and ``exps`` the powers
+    that are stored.
     """
     for layer in entries.layers:
         yield _report(layer, entries, collection, model, exps)
@@ -120,14 +114,7 @@ def loss_reports(
 ) -> tuple[LossReport, ...]:
     """Return a report for each loss; runs the model to find examples that depend on each other.
 
-    Args:
-        heads: The losses.
-        batch: Where the examples lie.
-        model: The model.
-        inputs: The batch of the sample run; None for generated inputs.
-
-    Returns:
-        The reports.
+    ``inputs`` are the batch of the sample run; None for generated inputs.
     """
     # A single number for the whole batch, which the file computes, has no place of the examples.
     heads = [head for head in heads if head.output in batch.places]
@@ -192,11 +179,7 @@ def _report(
 def inference_notes(graph: Graph) -> Iterator[str]:
     """Yield notes on normalizations and dropouts that are in the form of inference.
 
-    Args:
-        graph: Canonical graph.
-
-    Yields:
-        Clauses with the names of the nodes.
+    The notes are clauses with the names of the nodes.
     """
     nodes = inference_nodes(graph)
     if nodes.normalizations:
@@ -222,17 +205,10 @@ def engine_summary(
     counter: int,
     layers: Iterable[LayerReport],
 ) -> Summary:
-    """Return the summary of an engine.
+    """Return the summary of an engine: facts, and a table of the layers.
 
-    Args:
-        name: Name of the model.
-        assembly: The model, its losses and its layers.
-        settings: Damping and schedule.
-        counter: Number of calls of ``observe`` and ``step``.
-        layers: Reports of the layers; those of the first rows are read.
-
-    Returns:
-        Facts, and a table of the layers.
+    ``settings`` are damping and schedule, and ``counter`` is the number of calls of ``observe`` and
+    ``step``. Only the reports of the first rows are read from ``layers``.
     """
     damping, schedule = settings
     values = assembly.model.parameters.values()
@@ -292,14 +268,8 @@ def large_factor_notes(layers: Sequence[LayerReport], peak: int | None = None) -
 
     A layer has a note if a factor has more than 4096 rows; or if a factor has more than 2048 rows,
     and the layer takes more than half of the operations of all refreshes or more than a quarter of
-    the peak memory.
-
-    Args:
-        layers: All layers of an engine.
-        peak: Peak memory of a step in bytes; None if it is unknown.
-
-    Yields:
-        Clauses with the cost, and with the approximation that has smaller factors.
+    the peak memory of a step, in bytes (None if unknown). A note is a clause with the cost, and
+    with the approximation that has smaller factors.
     """
     refreshes = sum(layer.inverse_flops for layer in layers)
     alike: dict[object, list[LayerReport]] = {}

@@ -60,12 +60,10 @@ class Undo:
     ) -> None:
         """Store copies of averages and inverses if a product of gradients may overflow.
 
-        Args:
-            gradients: Parameter name to gradient.
-            exp: The power of the damped Fisher matrix.
-            norm: Upper bound of the norm of the gradient; None to compute the norm. Several
-                processes pass one bound, so that they decide equally.
-            types: Parameter name to the element type of the product, where it differs.
+        ``exp`` is the power of the damped Fisher matrix. ``norm`` is an upper bound of the norm of
+        the gradient, which is computed if it is None; several processes pass one bound, so that
+        they decide equally. ``types`` has the element types of products where they differ from the
+        gradients.
         """
         if not _may_overflow(self._estimator, gradients, types or {}, exp, norm):
             return

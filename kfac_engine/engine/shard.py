@@ -66,10 +66,8 @@ def parameter_parts(
 ) -> list[tuple[ParameterPart, ...]]:
     """Return the parts of each parameter of a block.
 
-    Args:
-        block: The block.
-        shapes: Shapes of its parameters: of a weight, and of a bias if there is one.
-        parts: Rows or columns of its packed gradient.
+    ``shapes`` are the shapes of a weight, and of a bias if there is one. ``parts`` are rows or
+    columns of the packed gradient.
     """
     if len(parts) == 1:
         return [(ParameterPart(parts[0].owner),)] * len(shapes)
@@ -217,12 +215,10 @@ class Shard(Distribution):
     def _gather(
         self, arrays: Mapping[str, Array | Rows], forms: Mapping[str, Form], *, views: bool
     ) -> dict[str, Array]:
-        """Return the arrays of all parameters, of which each owner has its own.
+        """Return the arrays of all parameters; each owner has its own in ``arrays``.
 
-        Args:
-            arrays: The arrays of this rank.
-            forms: Parameter to the form of its array, of all ranks.
-            views: As for ``OwnedArrays.gather``.
+        ``forms`` are the forms of the arrays of all ranks. ``views`` is as for
+        ``OwnedArrays.gather``.
         """
         pieces = self._pieces(forms)
         parts_of = [Form(part.shape(forms[name].shape), forms[name].dtype) for name, part in pieces]

@@ -80,18 +80,9 @@ def plot_spectra(
 ) -> "Axes":
     """Draw spectra next to the dampings, and return the axes.
 
-    Args:
-        title: Title of the axes.
-        labelled: Spectra with their names in the legend.
-        ax: Axes of matplotlib to draw on; None for those of a new figure.
-
-    Returns:
-        The axes: for each factor a line of the eigenvalues, descending, against their rank in
-        percent, and a dashed line at the damping.
-
-    Raises:
-        BackendError: matplotlib is not installed.
-        InputError: ``ax`` is not an ``Axes``.
+    ``labelled`` has spectra with their names in the legend. For each factor there is a line of the
+    eigenvalues, descending, against their rank in percent, and a dashed line at the damping.
+    Without ``ax`` a new figure is made. Without matplotlib, BackendError is raised.
     """
     axes = _new_axes() if ax is None else ax
     if not hasattr(axes, "axhline"):
@@ -105,14 +96,9 @@ def plot_spectra(
 def draw_spectrum(axes: Any, spectrum: FactorSpectrum, colour: str, label: str) -> None:
     """Draw the eigenvalues of a factor that are above their rounding errors, and the damping.
 
-    The line has at most 2000 points. Of a factor of several groups, it has the eigenvalues of all
-    groups, and the dashed line is their smallest damping.
-
-    Args:
-        axes: Axes of matplotlib.
-        spectrum: The spectrum; nothing is drawn if its eigenvalues were not computed.
-        colour: Colour of both lines.
-        label: Text in the legend.
+    The line has at most 2000 points. For a factor of several groups, it has the eigenvalues of all
+    groups, and the dashed line is their smallest damping. Nothing is drawn if the eigenvalues were
+    not computed.
     """
     if spectrum.eigenvalues is None:
         return

@@ -66,16 +66,10 @@ _EIGH = _Operation(_decompose, 256, 3e7)
 
 
 def estimate_refresh(engine: Engine) -> RefreshEstimate:
-    """Estimate the time of a refresh of all factors.
+    """Estimate the time of a refresh of all factors; zero if no factor stores inverses.
 
     The largest matrices of the factors, cut to several hundred rows, are inverted or decomposed.
-    Their time is scaled by the number of operations.
-
-    Args:
-        engine: The engine; it needs no statistics.
-
-    Returns:
-        The estimate. It is zero if no factor stores inverses.
+    Their time is scaled by the number of operations. The engine needs no statistics.
     """
     flops, seconds = 0.0, 0.0
     for operation, shapes in _shapes(engine).items():
@@ -165,14 +159,8 @@ def measure_step(
 ) -> StepTime:
     """Measure steps of an engine, which has other statistics and another schedule afterwards.
 
-    Args:
-        engine: The engine.
-        examples: Number of examples in a batch.
-        refresh: Cost of a refresh; the first step refreshes all inverses.
-        memory: Peak memory of a step.
-
-    Returns:
-        The time, or the reason why there is none.
+    The first step refreshes all inverses at the cost ``refresh``; ``memory`` is the peak memory of
+    a step. If one of them is too large, the result is the reason why there is no time.
     """
     if refresh.seconds > _LONGEST_REFRESH:
         return StepTime(examples, None, "its first refresh takes too long")

@@ -26,15 +26,7 @@ from kfac_engine.runtime.model import OnnxModel
 
 
 def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
-    """Refuse a batch whose size differs from the size that the model fixes.
-
-    Args:
-        batch: Axes of the examples.
-        inputs: Input name to array.
-
-    Raises:
-        ShapeError: The batch has another size.
-    """
+    """Refuse a batch whose size differs from the size that the model fixes."""
     for name, axis in batch.inputs.items() if batch.fixed else ():
         shape = np.shape(inputs.get(name, ()))
         if axis < len(shape) and shape[axis] != batch.size:
@@ -49,16 +41,7 @@ def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
 
 
 def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
-    """Refuse a mode that needs examples on an axis of their own if positions share their axis.
-
-    Args:
-        estimation_mode: A row of ``MODES``.
-        heads: The losses.
-        batch: Axes of the examples.
-
-    Raises:
-        UnsupportedError: The first axis of an output contains more than the examples.
-    """
+    """Refuse a mode that needs examples on an axis of their own if positions share their axis."""
     for head in heads:
         place = batch.places.get(head.output)
         if place is None:  # a single number for the whole batch has no curvature
@@ -115,16 +98,7 @@ def checked_vectors(
 
 
 def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:
-    """Refuse natural gradients that are not finite.
-
-    Args:
-        products: Parameter name to natural gradient.
-        backend: Array library.
-        exp: The power of the Fisher matrix.
-
-    Raises:
-        NonFiniteError: An array contains NaN or infinity.
-    """
+    """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix."""
     finite = backend.download([backend.are_finite(list(products.values()))])[0]
     for name, good in zip(products, finite, strict=True):
         if not good:
@@ -137,15 +111,9 @@ def check_products(products: Mapping[str, Array], backend: Backend, exp: float) 
 def check_finite(
     arrays: Mapping[str, Array], memory_space: MemorySpace = HOST, what: str = "the gradient of"
 ) -> None:
-    """Raise an error if an array contains NaN or infinity.
+    """Raise a NonFiniteError if a contiguous array contains NaN or infinity.
 
-    Args:
-        arrays: Name to contiguous array.
-        memory_space: Memory space of the arrays.
-        what: Precedes the name in the message.
-
-    Raises:
-        NonFiniteError: An array contains NaN or infinity.
+    ``what`` precedes the name of the array in the message.
     """
     for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
         if not finite:
