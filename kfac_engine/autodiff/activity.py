@@ -109,7 +109,7 @@ def behind_jumps(
 
 
 def _jumps(node: Node, facts: Mapping[str, Fact]) -> bool:
-    """Return whether the derivative of a node is zero, as that of a cast to integers."""
+    """Return whether the derivative of a node is zero, for example of a cast to integers."""
     whole = node.outputs[0] in facts and facts[node.outputs[0]].dtype.kind in "iub"
     return node.qualified_op in ZERO_DERIVATIVE or (node.qualified_op in _CASTS and whole)
 

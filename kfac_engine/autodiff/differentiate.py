@@ -126,14 +126,14 @@ class _Sweep:
         self._parts.setdefault(value, []).append(cotangent)
 
     def total(self, value: str) -> str:
-        """Return the name of the sum of the cotangents of a value, and add its nodes once."""
+        """Return the name of the total cotangent of a value, and add the nodes of the sum once."""
         parts = self._parts[value]
         # A Sum of three values takes 1.4 times as long in ONNX Runtime as two Adds.
         parts[:] = [reduce(lambda total, part: self._builder.op("Add", total, part), parts)]
         return parts[0]
 
     def visit(self, node: Node, wrt: Sequence[str]) -> None:
-        """Add the cotangents of the active operands of a node, from those of its outputs."""
+        """Add the cotangents of the active operands of a node; its rule writes them."""
         g = {
             i: self.total(name)
             for i, name in enumerate(node.outputs)

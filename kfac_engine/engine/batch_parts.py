@@ -1,7 +1,8 @@
 """The parts of a batch, which are computed one after the other.
 
-The results of a batch are those of its parts, joined. Reductions divide by the counts of all parts
-together. Each part has its rows in the batch, so that random targets are those of the batch.
+The results of the parts are joined to the results of the batch. Reductions divide by the counts of
+all parts together. Each part has its rows in the batch, so that it draws the random targets of the
+batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -218,7 +218,7 @@ class BatchPasses:
     ) -> tuple[BackwardResult, list[BatchSize]]:
         """Return the sum of results with the size of a batch, and the sizes of its parts.
 
-        None for the size divides several parts by that of the first one.
+        Without a size, several parts are divided by the size of the first one.
         """
         results: list[BackwardResult] = []
         sizes: list[BatchSize] = []
@@ -269,7 +269,7 @@ class LossHistory:
         self._warned = False
 
     def parameters_moved(self) -> None:
-        """Record that parameters were replaced: the calls are those of a training run."""
+        """Record that parameters were replaced, so that the calls belong to a training run."""
         self._parameters_moved = True
 
     def add(self, loss: float) -> None:

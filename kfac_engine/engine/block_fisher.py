@@ -138,7 +138,7 @@ class BlockFisher:
     def measure_parts(
         self, traced: TracedParts, examples: int | None = None, *, by_example: bool = True
     ) -> PendingUpdate | None:
-        """Measure the statistics of a batch in parts; its random targets are those of the batch.
+        """Measure the statistics of a batch in parts, with the random targets of the whole batch.
 
         The parts are evaluated twice: the first pass counts their examples and predictions.
         ``examples`` is the number of examples of the batch, if the parts have only some of them;

@@ -144,10 +144,10 @@ class Assembly:
 
 
 def _threads(chosen: int | None, communicator: Communicator | None) -> int:
-    """Return the number of threads: that of the option, or the default.
+    """Return the number of threads: the option, or the default.
 
     Products in another number of threads may be rounded differently. The default is therefore the
-    same in all processes of a communicator: that of the process with the smallest share of cores.
+    same in all processes of a communicator: the smallest share of cores of a process.
     """
     share = default_count(getattr(communicator, "local_size", 1))
     least = Agreement(communicator or Alone()).vote(share, place="threads").min()
@@ -339,7 +339,7 @@ def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[Lay
 
 
 def _moved(layer: LayerMatch, batch: Batch) -> str:
-    """Return a description of the axis of the examples of a layer; empty for the first axis."""
+    """Return text on where the examples of a layer lie; empty for the first axis."""
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
         place = batch.places.get(name)
         if place and not place.comes_first:

@@ -72,13 +72,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Requirements of an engine on a saved state, besides those of the factors.
+    """Requirements of an engine on a saved state, besides its factors.
 
     Attributes:
         generator: Must accept the state's generator.
         shapes: Identity of a factor to the shape of its average.
-        damping: Damping of the engine, which is compared with that of the state. A difference
-            yields a warning. None for no comparison.
+        damping: Damping of the engine, which is compared with the damping of the state. A
+            difference yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
         meet: Called before anything changes and after all checks; may raise an error.
     """

@@ -21,7 +21,7 @@ from kfac_engine.runtime.trace import Trace
 class CurvatureProducts:
     """Products of the Fisher, Gauss–Newton and Hessian matrix of one batch, without a matrix.
 
-    The matrices are those of the engine's loss under its reduction. They belong to all parameters
+    The matrices are of the engine's loss under its reduction. They belong to all parameters
     together, have no block structure, and contain no damping. With the reduction ``"mean"`` the
     Fisher matrix is ``1/(n·t) Σ Jᵀ k F J`` over ``n`` examples with ``t`` positions each, where
     ``J`` is the Jacobian matrix of the values that the losses read, ``F`` the Fisher matrix of a

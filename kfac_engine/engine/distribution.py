@@ -95,7 +95,7 @@ class Distribution(ABC):
         Args:
             loss: The loss of the shard.
             update: A measured batch, which no average has received; None if none is due. Its
-                measurements become the shares of this rank in those of the batch.
+                measurements become the shares of this rank in the measurements of the batch.
             gradients: The gradients of the shard.
 
         Returns:

@@ -83,7 +83,7 @@ class FactorView:
 
         It follows ``engine.damping`` and the current traces. Stored inverses have the damping of
         their own refresh. A factor of several groups has an array ``(g,)`` with a number for each
-        group. The factors A and G of EKFAC have none: their damping is that of its eigenvalues.
+        group. The factors A and G of EKFAC have none: EKFAC damps its eigenvalues instead.
 
         Raises:
             NotReadyError: No batch was observed.

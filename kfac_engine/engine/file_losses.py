@@ -53,7 +53,7 @@ class TakenLoss:
         )
 
     def without(self, entries: Mapping[str, Value]) -> dict[str, Value]:
-        """Return entries by input name without those of the labels and their weights."""
+        """Return entries by input name without the labels and their weights."""
         left_out = {self.loss.labels, self.loss.weights}
         return {name: entry for name, entry in entries.items() if name not in left_out}
 
@@ -122,7 +122,7 @@ class TakenLoss:
         return replace(options, weights=[factor * weight for weight in options.coefficients])
 
     def reduction(self, chosen: Reduction) -> Reduction:
-        """Return the reduction of the file, or that of the caller where the file has none."""
+        """Return the reduction of the file, or the choice of the caller where the file has none."""
         in_file = self.loss.reduction
         return chosen if in_file == "none" else cast(Reduction, in_file)
 

@@ -220,7 +220,7 @@ class _Matching:
         return [name for name in self.module if name not in paired]
 
     def _shows_equal_values(self) -> bool:
-        """Return whether the values of a pair show that the module is that of the export."""
+        """Return whether the values of a pair show that the file was exported from the module."""
         return any(
             not _is_one_number(self.file[name]) and _equal(self.module[other], self.file[name])
             for name, (other, _) in self.pairs.items()

@@ -2,8 +2,8 @@
 
 A natural gradient can be checked only after the averages have changed in place. A copy of all
 averages in every step would double their memory. For a power between −1 and 0, the norm of the
-natural gradient is at most that of the gradient times ``damping ** exp``. Averages are therefore
-copied only if this bound, the norm of the gradient, or another power, allows an overflow.
+natural gradient is at most the norm of the gradient times ``damping ** exp``. Averages are
+therefore copied only if this bound, the norm of the gradient, or another power, allows an overflow.
 """
 
 from collections.abc import Callable, Mapping
@@ -112,5 +112,5 @@ def _may_overflow(
 
 
 def _largest(dtype: DType) -> float:
-    """Return the largest number of a type; that of float32 for bfloat16, unknown to NumPy."""
+    """Return the largest number of a type; for bfloat16, unknown to NumPy, of float32."""
     return float(np.finfo(dtype if dtype.kind == "f" else np.float32).max)

@@ -401,7 +401,7 @@ class TrainableModel(Sealed):
     def _with_residuals(
         self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
     ) -> Result:
-        """See ``gradients``; ``residuals`` receive those of this process."""
+        """See ``gradients``; ``residuals`` receives the residuals of this process."""
         with self._shards.computing():
             parts = self.parts(inputs, targets)
             for of_part, _ in parts:

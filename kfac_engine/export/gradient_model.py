@@ -1,8 +1,8 @@
 """Writes the gradient of a model as one plain ONNX model, which any runtime executes.
 
-The result has the forward graph, the loss and the backward graph. Its inputs are those of the model
-and the targets, or a cotangent without a loss. Its outputs are the loss and the gradients. The
-weights stay constants of the file. The result can be differentiated again.
+The result has the forward graph, the loss and the backward graph. Its inputs are the inputs of the
+model and the targets, or a cotangent without a loss. Its outputs are the loss and the gradients.
+The weights stay constants of the file. The result can be differentiated again.
 """
 
 from collections.abc import Mapping, Sequence

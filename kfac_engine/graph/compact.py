@@ -59,8 +59,8 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
 ) -> CompactModel:
     """Return a serialized model, with its large constants outside the message.
 
-    The arguments before ``once`` are those of ``build_model``. A model that runs only ``once``
-    needs no copy of its constants.
+    The arguments before ``once`` are as for ``build_model``. A model that runs only ``once`` needs
+    no copy of its constants.
     """
     large = {key: array for key, array in constants.items() if _is_large(array)}
     small = {key: array for key, array in constants.items() if key not in large}

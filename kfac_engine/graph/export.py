@@ -34,7 +34,7 @@ def export_files(model: LoadedModel, values: Mapping[str, Array], location: str)
 
     Raises:
         UnknownNameError: The model has no such constant.
-        ShapeError: The shape of a value differs from that of the constant.
+        ShapeError: A value and its constant differ in shape.
         NonFiniteError: A value is too large for the element type of the file.
         UnsupportedError: The constant is inside a function of the file, or several constants
             have its name.

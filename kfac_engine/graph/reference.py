@@ -26,7 +26,7 @@ _TYPE_ATTRIBUTES = frozenset({"to", "dtype"})
 
 
 class Erf(OpRun):
-    """The error function in float64; that of the onnx package rounds to float32."""
+    """The error function in float64; the onnx package rounds it to float32."""
 
     op_domain = ""
 

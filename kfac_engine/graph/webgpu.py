@@ -23,7 +23,7 @@ _RIGHT = 4  # up to this number of outputs in a group, and for multiples of it
 
 
 def for_webgpu(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite the convolutions of a model in place, also those in bodies; return the model.
+    """Rewrite the convolutions of a model and its bodies in place; return the model.
 
     The model was written here, with its constants inside. A convolution in groups with an unknown
     number of outputs raises UnsupportedError.
@@ -115,7 +115,7 @@ def _padded(
         return result
 
     def widened(value: str, shape: tuple[int, ...]) -> str:
-        """Return filters, or a bias, with zeros after those of each group."""
+        """Return filters, or a bias, with zeros at the end of each group."""
         if value in constants:
             array = numpy_helper.to_array(constants[value]).reshape(groups, width, -1)
             zeros = ((0, 0), (0, padded - width), (0, 0))

@@ -203,7 +203,7 @@ def refreshes(log: RunLog) -> list[FactorRefreshes]:
 
 
 def _costs(shapes: object) -> dict[str, float]:
-    """Return the number of multiplications of the refresh of each factor."""
+    """Return the number of multiplications in a refresh, for each factor."""
     if not isinstance(shapes, Mapping):
         return {}
     return {

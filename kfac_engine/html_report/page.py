@@ -97,7 +97,7 @@ def _left_out(number: int, what: str) -> list[str]:
 
 
 def _by_layer(spectra: Sequence[SpectrumEntry]) -> Sequence[Sequence[SpectrumEntry]]:
-    """Return the computed spectra, those of one layer together."""
+    """Return the computed spectra, grouped by layer."""
     layers: dict[str, list[SpectrumEntry]] = {}
     for entry in spectra:
         if entry.count:

@@ -88,7 +88,7 @@ def gathered(lines: Iterable[Json]) -> RunLog:
 def read_log(path: Path) -> RunLog:
     """Read the log that ``fit`` writes, a file of JSON lines.
 
-    An incomplete last line, as an interrupted run leaves it, is left out with a note. A file that
+    An interrupted run may leave an incomplete last line, which is left out with a note. A file that
     is missing, larger than the memory, or not the log of a run raises InputError.
     """
     check_file(path)

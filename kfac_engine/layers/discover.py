@@ -131,7 +131,7 @@ def discover(
         trainable: Names of the trainable parameters.
         shapes: Shape of every value in the sample run.
         batch: Number of examples in the sample run.
-        dtypes: Element types of values; by default those of the constants.
+        dtypes: Element types of values; by default the types of the constants.
         axes: Value name to the axis of the examples, as in ``MatchContext``. By default the first
             axis of each value that depends on the data, if it is not longer than ``batch``.
     """

@@ -17,7 +17,7 @@ from kfac_engine.layers.parameter_slices import ParameterSlice, all_entries
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The entries of a parameter that one layer uses; of a weight, those of one output part.
+    """The entries of a parameter that one layer uses; for a weight, only one part of its outputs.
 
     Attributes:
         part: The entries.

@@ -30,8 +30,8 @@ _COEFFICIENT: Mapping[str, Callable[[float], float]] = {
 class LossCollection:
     """Registered losses, in the order of registration; the total loss is their weighted sum.
 
-    The signatures of ``register_*``, including positional arguments, are those of TensorFlow's
-    K-FAC library.
+    The signatures of ``register_*``, including positional arguments, are as in TensorFlow's K-FAC
+    library.
     """
 
     def __init__(self) -> None:

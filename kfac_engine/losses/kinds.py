@@ -124,7 +124,8 @@ class Categorical(LossKind):
     """Softmax cross-entropy, with class numbers or probabilities as targets.
 
     Args:
-        ignore_index: Class number that does not count, such as that of padding; None for none.
+        ignore_index: Class number that does not count, such as the number for padding; None for
+            none.
         class_weights: A number ≥ 0 for each class, the weight of its targets.
         label_smoothing: Part of each target, in [0, 1), that is divided among all classes.
     """

@@ -13,9 +13,9 @@ sum            sum                 mean over n, × n
 =============  ==================  ======================
 
 The terms of the sum are multiplied by their weights, in the Fisher matrix once as well. n counts
-all examples, those without a prediction that counts too.
+all examples, even without a prediction that counts.
 
-For a part of a larger batch, such as the shard of a process, n and W are those of the larger batch.
+For a part of a larger batch, such as the shard of a process, n and W belong to the larger batch.
 ``Observation.within`` sets them. The loss of the larger batch is then the sum of the losses of its
 parts, and its gradient is the sum of their gradients.
 """
@@ -63,7 +63,7 @@ class BatchSize:
         return BatchSize(self.examples + other.examples, tuple(totals))
 
     def positive(self) -> "BatchSize":
-        """Return a size by which a sum can be divided before that of the batch is known."""
+        """Return a size by which a sum can be divided before the size of the batch is known."""
         return BatchSize(self.examples, tuple(total or 1.0 for total in self.totals))
 
     def of_examples(self, count: int) -> "BatchSize":

@@ -1,8 +1,8 @@
 """Losses of targets with outliers, and of counts: Laplace, Huber and Poisson distributions.
 
-The Laplace and the Huber distribution are those of the absolute and of the Huber error. Their
-Fisher information with respect to the mean is a constant, while the second derivative of the loss
-is zero for large errors: curvature matrices are Fisher matrices.
+The negative logarithms of the Laplace and Huber densities are the absolute and the Huber error, up
+to a factor and a constant. The Fisher information with respect to the mean is a constant, while the
+second derivative of the loss is zero for large errors: curvature matrices are Fisher matrices.
 """
 
 from collections.abc import Mapping

@@ -152,7 +152,7 @@ class Size:
 
 
 def size_of(tape: Tape, name: str, axis: int) -> Size:
-    """Return the size of an axis of a value of the graph."""
+    """Return the size of a value of the graph along an axis."""
     shape = tape.record("Shape", [name], {"start": axis, "end": axis + 1})
     return Size(Recorded(tape, tape.record("Squeeze", [shape]), (), _INTEGER))
 

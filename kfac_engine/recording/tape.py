@@ -80,7 +80,7 @@ class Level(NodeBuilder):
 
 
 class Tape:
-    """Records operations; those of a body belong to it until it is closed.
+    """Records operations; operations in a body belong to the body until it is closed.
 
     Args:
         prefix: Start of all new names; no value of the model starts with it.

@@ -293,8 +293,8 @@ class CurvatureSteps:
     def _part(self, batch: Evaluation, step: Symbol) -> Evaluation:
         """Return an evaluation of another part of the batch in each step.
 
-        The examples are those of ``rotating_part``: the ones at which ``(i + step) · size ÷ n``
-        grows, for a part of ``size`` of n examples.
+        ``rotating_part`` chooses the same examples: for a part of ``size`` of n examples, the ones
+        at which ``(i + step) · size ÷ n`` grows.
         """
         part, axes = float(self._options["statistics_part"]), self._engine.example_axes  # type: ignore[arg-type] # a number
         graph, prefix, tape = batch.model.extended_graph(), batch.tape.level.prefix, batch.tape
@@ -405,7 +405,7 @@ class CurvatureSteps:
     # -- inverses ----------------------------------------------------------------------------------
 
     def _inverses(self, averages: list[Symbol]) -> list[Symbol]:
-        """Return the damped inverses; those of equal size are one stack."""
+        """Return the damped inverses; inverses of equal size are computed in one stack."""
         results: list[Symbol] = [*averages]
         matrices = [i for i, average in enumerate(averages) if average.ndim > 1]
         for i in range(len(averages)):
@@ -482,7 +482,7 @@ def _has_matrices(block: KroneckerProductFB) -> bool:
 
 
 def _side(factor: FisherFactor, average: Any) -> float:
-    """Return the mean number of rows of the matrices of a factor, or of its blocks."""
+    """Return the mean number of rows of a matrix in a factor, or of a block."""
     if isinstance(factor, DividedFactor):
         return factor.side / int(average.shape[0])
     return float(average.shape[-1])

@@ -349,7 +349,7 @@ def _batches(train: Batches) -> Iterator[tuple[Any, Any]]:
 def _groups(
     batches: Iterator[tuple[Any, Any]], steps: int, size: int
 ) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield the batches of each call; those of one call have one number of examples."""
+    """Yield the batches of each call; within a call, all have the same number of examples."""
     group: list[tuple[Any, Any]] = []
     for _ in range(steps):
         batch = next(batches)

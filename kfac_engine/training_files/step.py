@@ -417,7 +417,7 @@ class StepRecorder:
         return len(towers) == 1 and towers[0].discrete
 
     def _weights(self) -> dict[str, tuple[str, int]]:
-        """Return name and number of axes of the weights of each output with a loss."""
+        """Return the name and the rank of the weights for each output that has weights."""
         batch = self._evaluation(new_tape(""), {})
         pairs = ((head.output, batch.weights(head.loss)) for head in self._assembly.task.heads)
         return {output: (value.name, value.ndim) for output, value in pairs if value is not None}

@@ -51,7 +51,7 @@ def differentiate_along(
         copy: The copy of the model that the function evaluates; its type determines the steps.
         function: Function of all parameters.
         parameters: Parameter name to value.
-        direction: Parameter name to array, with entries as large as those of the parameter.
+        direction: Parameter name to array, with entries as large as the entries of the parameter.
         absolute: The derivative is accepted if a step and half of it differ by less.
         relative: The same, relative to the norm of the derivative.
 

@@ -202,7 +202,7 @@ class FloatCopy:
         return self._specimen.engine.objective.value(values)
 
     def _open(self, graph: Graph) -> None:
-        """Open the copy in float64, and compare its values with those of the model."""
+        """Open the copy in float64, and compare its values with the values of the model."""
         specimen, model = self._specimen, self._specimen.model
         names = specimen.engine.objective.inputs
         buffers = {name: model.memory_space.on_host(a) for name, a in model.buffers.items()}

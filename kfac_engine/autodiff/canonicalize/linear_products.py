@@ -277,7 +277,7 @@ def _group_normalization(b: LoweringBuilder, node: Node, index: int) -> None:
 
 
 def _subtraction(b: LoweringBuilder, node: Node, index: int) -> None:
-    """Write ``x − p`` as ``0 − (p − x)``: the gradient of the difference is that of ``p``."""
+    """Write ``x − p`` as ``0 − (p − x)``: ``p − x`` and ``p`` have the same gradient."""
     if index == 1:
         x, p = node.inputs
         zero = b.scalar(0.0, x)  # a negation would change the sign of zeros

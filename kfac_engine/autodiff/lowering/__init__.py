@@ -16,7 +16,7 @@ Conventions:
   that nothing reads have no name.
 - Nodes such as ``Slice`` and ``Squeeze`` select a part of a parameter.
   A lowering never computes with the value of a parameter.
-- The batch size remains dynamic. The number of unrolled steps may be that of the sample run.
+- The batch size remains dynamic. The number of unrolled steps may come from the sample run.
 - ``raise b.refuse(node, why)`` refuses a node that has no lowering.
 
 Operators that ONNX defines by other operators need no row. If they have no rule, their definition

@@ -23,7 +23,7 @@ class _Form:
         scale: Factor of the scores; zero for 1 / √size.
         masked: Number that is added to the score of a padding key.
         causal: Whether a query cannot see later keys.
-        window: Number of visible keys before that of the query; negative for all.
+        window: Number of visible keys before the position of the query; negative for all.
         softcap: Soft upper limit of the scores; zero for no limit.
     """
 

@@ -1,6 +1,7 @@
 """Writes operators that sample images at computed positions, as weighted sums of gathered pixels.
 
-Positions may depend on parameters. Their derivative is that of the weights.
+Positions may depend on parameters. Only the weights of the sum have a derivative with respect to
+them.
 """
 
 from math import prod

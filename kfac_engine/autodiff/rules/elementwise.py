@@ -104,7 +104,7 @@ def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
-    """Return cotangents in the shapes of the operands: sums of cotangents in that of the result."""
+    """Return cotangents in the shapes of the operands, summed from the shape of the result."""
     y = node.outputs[0]
     return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
 

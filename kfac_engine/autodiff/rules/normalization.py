@@ -250,7 +250,7 @@ def _per_channel(b: VjpBuilder, value: str, rank: int) -> str:
 
 
 def _sum_channels(b: VjpBuilder, value: str, rank: int) -> str:
-    """Write the sum over all axes except that of the channels."""
+    """Write the sum over all axes except the axis of the channels."""
     axes = [axis for axis in range(rank) if axis != 1]
     return b.op("ReduceSum", value, b.constant(axes), keepdims=0)
 

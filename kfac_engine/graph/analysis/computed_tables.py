@@ -54,7 +54,7 @@ class Tables:
         return None
 
     def _candidates(self, array: Array) -> Iterable[str]:
-        """Return constants whose squares may sum to one with those of ``array``, in file order."""
+        """Return constants ``b``, in file order, for which ``array² + b² = 1`` may hold."""
         if not _may_be_circular(array):
             return ()
         rest = 1 - _sample_squares(array)

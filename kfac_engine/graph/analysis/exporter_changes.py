@@ -37,7 +37,7 @@ def is_computed(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ExportChanges:
-    """Parameters of a file that are not those of the module.
+    """Parameters of a file that differ from the parameters of the module.
 
     Attributes:
         merged: Parameters that several modules read, because their weights had equal values.
@@ -73,7 +73,7 @@ def export_changes(
 ) -> ExportChanges:
     """Return the parameters that the PyTorch exporter merged, folded or generated.
 
-    Such parameters differ from those of the module. Files of other producers have no changes. The
+    Such parameters are not parameters of the module. Files of other producers have no changes. The
     initializers of ``model`` need no data.
     """
     if model.producer_name != "pytorch":

@@ -37,7 +37,7 @@ class FileLoss:
         reduction: Over all entries; ``"none"`` for none.
         options: Options of the distribution: ``ignore_index`` and ``class_weights``.
         weights: Name of an input with the weights of the labels, of their shape; empty for none.
-        rank: The only rank of ``value`` for which the axis is that of the classes; 0 for any.
+        rank: The only rank of ``value`` for which the axis has the classes; 0 for any.
     """
 
     distribution: Distribution

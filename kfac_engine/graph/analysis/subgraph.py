@@ -67,7 +67,7 @@ def rearranged(graph: Graph, value: str) -> str:
 def read_by(
     nodes: Iterable[Node], constants: Mapping[str, Array], *, excluded: Container[str]
 ) -> dict[str, Array]:
-    """Return the constants that nodes and their bodies read, except those in ``excluded``."""
+    """Return the constants that nodes and their bodies read, without ``excluded`` names."""
     reads = {name for node in nodes for name in (*node.inputs, *node.captures)}
     return {n: array for n, array in constants.items() if n in reads and n not in excluded}
 

@@ -29,7 +29,7 @@ class Tie:
     transposed: bool = False
 
     def as_copy(self, array: Array) -> Array:
-        """Convert an array from the layout of the weight to that of the copy, or back."""
+        """Convert an array from the layout of the weight to the layout of the copy, or back."""
         return array.T if self.transposed else array
 
 
@@ -73,7 +73,7 @@ def tied(graph: Graph, ties: Sequence[Tie]) -> Graph:
 
 
 def spread(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Array]:
-    """Return arrays with those of the copies added, in the layout of the copies."""
+    """Return the arrays together with arrays for the copies, in the layout of the copies."""
     copies = {tie.copy: tie.as_copy(values[tie.first]) for tie in ties if tie.first in values}
     return {**values, **copies}
 

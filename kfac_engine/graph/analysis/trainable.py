@@ -2,8 +2,8 @@
 
 In a file, weights, running statistics, masks, epsilons and interpolation factors are all float
 initializers. Their uses distinguish them. A constant is not a parameter if every use, followed
-through views such as ``Transpose``, is in a table below, if its values are those of a computed
-table (see ``computed_tables``), or if it is a number of an exporter (see ``exporter_changes``).
+through views such as ``Transpose``, is in a table below, if its values form a computed table (see
+``computed_tables``), or if it is a number of an exporter (see ``exporter_changes``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

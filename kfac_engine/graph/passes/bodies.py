@@ -58,7 +58,7 @@ def _parsed(data: bytes, opset: int) -> Body:
 
 
 def refuse_unfit_bodies(node: onnx.NodeProto) -> None:
-    """Raise a ModelError for a body whose operands or results do not match those of its node."""
+    """Raise a ModelError for a body whose operands or results do not match its node."""
     operands, results = len(node.input), len(node.output)
     # The number of operands of a body, and the least number of its results.
     fits = {

@@ -88,7 +88,7 @@ def _in_type(name: str, array: Array, dtype: DType | None) -> Array:
 
 
 def result_types(stored: Mapping[str, DType], choice: str) -> Mapping[str, DType]:
-    """Return the element types of results that differ from those of the graph.
+    """Return the element types of results that differ from the graph.
 
     These are the types that the file has stored for the choice ``"file"``, and none for
     ``"float32"``.
