@@ -9,10 +9,10 @@ where ``q`` runs over the pixels that tap ``v`` sees at the outputs and that hav
 ``q + δ·d`` in the image. These pixels form a box. The boxes of all ``v`` with the same offset
 differ at the borders of the image only, so most of the sum is the same for all of them.
 
-Each axis is cut into *segments*, such that every box contains a whole segment or no part of it.
-Along all axes but the last, a box is a sum of segments. Along the last axis, where lines run in
-memory, a box is the whole line minus the segments outside the box. Lines therefore remain long, and
-one product covers all offsets along a line.
+Each axis is cut into *segments*: every box contains a whole segment or no part of it. Along all
+axes but the last, a box is a sum of segments. Along the last axis, where lines run in memory, a box
+is the whole line minus the segments outside the box. Lines therefore remain long, and one product
+covers all offsets along a line.
 """
 
 from collections.abc import Iterator, Sequence

@@ -54,8 +54,8 @@ def syrk(x: Array, out: Array, *, alpha: float, beta: float) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·x xᵀ``, in place.
 
     The strict upper triangle does not change. ``x``, ``(d, k)``, has a ``layout``; ``out``,
-    ``(d, d)``, has adjacent elements in each row. Both have the same type, float32 or float64. With
-    ``beta`` zero ``out`` is overwritten, NaN included.
+    ``(d, d)``, has adjacent elements in each row. Both have the same type, float32 or float64. If
+    ``beta`` is zero, ``out`` is overwritten, NaN included.
     """
     by_row, leading = _read(x, out)
     size, depth = x.shape

@@ -41,8 +41,8 @@ class Correlation:
     Attributes:
         window: Geometry of the convolution.
         cut: Number of leading axes, all of stride one, along which the cotangent is shifted and
-            positions are pixels. Along the other axes the image is shifted and positions are those
-            of the outputs.
+            positions are pixels. Along the other axes the image is shifted and positions are
+            outputs.
         groups: Number of groups of channels.
         ins: Channels of the image in a group.
         outs: Channels of the cotangent in a group.

@@ -244,7 +244,7 @@ def _clamped(matrix: Array, least: float, workers: Workers) -> tuple[Array, Arra
 
 
 def _completed(matrix: Array) -> Array:
-    """Return the symmetric matrix whose lower triangle is that of ``matrix``."""
+    """Return the symmetric matrix with the lower triangle of ``matrix``."""
     lower: Array = np.tril(matrix)
     return lower + np.tril(lower, -1).T
 

@@ -157,7 +157,7 @@ class NumpyLinearAlgebra:
             workers.run([partial(compute, i) for i in order])
 
     def _budget(self, matrices: Sequence[Array], copies: int) -> int:
-        """Return the bytes for matrices in parallel, at least those of the largest matrix."""
+        """Return the bytes for matrices in parallel, enough for the largest matrix."""
         largest = max(map(_float64_bytes, matrices), default=0)
         return max(self._scratch_bytes, copies * largest)
 

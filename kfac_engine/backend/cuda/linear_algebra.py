@@ -24,7 +24,7 @@ _EIGEN_ROUNDING = 1e-12
 
 
 class CupyLinearAlgebra:
-    """Batched linear algebra of one device; results equal those of the NumPy backend.
+    """Batched linear algebra of one device; the NumPy backend has the same results.
 
     Args:
         device: The GPU.

@@ -104,7 +104,7 @@ class MatrixBatches:
         """Return the outcomes of an operation on stacks of matrices; the device is read once.
 
         There is one outcome for each matrix, with its numbers on the host. The operation allocates
-        ``copies`` float64 matrices at once for each matrix. Errors are those of ``begin``.
+        ``copies`` float64 matrices at once for each matrix. Errors are as for ``begin``.
         """
         return self.begin(damped, work, copies=copies)()
 
