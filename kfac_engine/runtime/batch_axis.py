@@ -70,20 +70,17 @@ def find_batch(
 ) -> Batch:
     """Return the batch axes of inputs and values.
 
+    If the model runs with one batch size only, these are axes along which a change of one example
+    changes no other example, or axes as long as the batch.
+
     Args:
         graph: Graph of the model.
         facts: Element types and shapes from a sample run on ``inputs``.
         outputs: Names of the values that the losses read, which have a batch axis; none if no value
             needs one.
         inputs: The batch of the sample run; None if it was generated.
-        axes: Map from an input to its batch axis, if the user names them.
-
-    Returns:
-        The axes. If the model runs with one batch size only, these are axes along which a change of
-        one example changes no other example, or axes as long as the batch.
-
-    Raises:
-        ShapeError: ``axes`` names an axis that an input does not have, or axes of different sizes.
+        axes: Map from an input to its batch axis, if the user names them. ``ShapeError`` is raised
+            if an input does not have its axis, or if the axes differ in size.
     """
     probe = _Probe(graph, facts, inputs)
     if axes:
@@ -124,15 +121,9 @@ def find_coupling(
 ) -> str:
     """Return a node by which the result of an example depends on other examples.
 
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run on ``inputs``.
-        outputs: Names of values whose examples should be independent.
-        batch: Result of ``find_batch``.
-        inputs: The batch of the sample run; None if it was generated.
-
-    Returns:
-        Operator and name of the node; ``""`` if a change of one example changes no other.
+    It is the operator and the name of the node, or ``""`` if a change of one example changes no
+    other. ``outputs`` are the values whose examples should be independent. ``inputs`` is the batch
+    of the sample run, or None if it was generated.
     """
     return _Probe(graph, facts, inputs).coupled(batch, outputs)
 
@@ -340,7 +331,7 @@ def _declared(graph: Graph, axes: Axes) -> str:
 
 
 def _first_axes(graph: Graph, facts: Mapping[str, Fact]) -> dict[str, int]:
-    """Return the first axes of all inputs that are as long as that of the first input."""
+    """Return the first axes of all inputs, if they are as long as in the first input."""
     lengths = {entry.name: facts[entry.name].shape[:1] for entry in graph.inputs}
     first = next((length for length in lengths.values() if length), None)
     return {name: 0 for name, length in lengths.items() if length == first}

@@ -25,18 +25,9 @@ def says_batch(size: object) -> bool:
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
-    """Return the nonnegative index of a batch axis.
+    """Return the index from zero of a batch axis, which may be given from the end.
 
-    Args:
-        name: Name of the input.
-        axis: Index of the axis; a negative index counts from the end.
-        rank: Number of axes of the input.
-
-    Returns:
-        Index of the axis, from zero.
-
-    Raises:
-        ShapeError: The input has no such axis.
+    ``ShapeError`` is raised if the input has no such axis.
     """
     if not -rank <= axis < rank:
         raise ShapeError(
@@ -49,16 +40,8 @@ def axis_of(name: str, axis: int, rank: int) -> int:
 def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> tuple[Input, ...]:
     """Return the declared inputs with the batch axes of the user.
 
-    Args:
-        inputs: Declared inputs of the model.
-        axes: Map from an input to the axis of the examples.
-
-    Returns:
-        The inputs, in which the axes of ``axes`` without a size have the symbol ``batch``.
-
-    Raises:
-        UnknownNameError: A name is not an input of the model.
-        ShapeError: An input has no such axis.
+    An axis in ``axes`` without a size gets the symbol ``batch``. ``UnknownNameError`` is raised if
+    a name is not an input of the model, and ``ShapeError`` if an input has no such axis.
     """
     axes = axes or {}
     known = [entry.name for entry in inputs]
@@ -79,16 +62,10 @@ def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> 
 
 
 def first_examples(declared: Sequence[Input], inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the first examples of a batch if the model declares the batch axes.
+    """Return the first examples of a batch as views if the model declares the batch axes.
 
-    Args:
-        declared: Declared inputs of the model.
-        inputs: Input name to checked array.
-
-    Returns:
-        Views of the first examples. The whole arrays if an input with an axis without size has no
-        symbol for the batch, because this axis may be that of time, or if the numbers of examples
-        differ.
+    The whole arrays are returned if an input with an axis without size has no symbol for the batch,
+    because this axis may be time, or if the inputs differ in the number of examples.
     """
     opened = [entry for entry in declared if any(not isinstance(s, int) for s in entry.shape or ())]
     places = [
@@ -132,14 +109,9 @@ class Candidate:
 
 
 def batch_candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[Candidate]:
-    """Return candidates for the batch axes, in the order of their likelihood.
+    """Return candidates for the batch axes, the most likely first.
 
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run.
-
-    Returns:
-        The candidates; the axes of each have equal lengths in the sample run.
+    The axes of each candidate have equal lengths in the sample run.
     """
     shapes = [(None,) if entry.shape is None else entry.shape for entry in graph.inputs]
     if all(isinstance(size, int) for shape in shapes for size in shape):

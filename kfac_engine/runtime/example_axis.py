@@ -35,14 +35,8 @@ def grown(
 ) -> ExampleAxis | None:
     """Return the axis whose length is proportional to the number of examples.
 
-    Args:
-        shape: Shape of the value for ``size`` examples.
-        other_shape: Shape of the value for ``other`` examples.
-        size: A number of examples.
-        other: Another number of examples.
-
-    Returns:
-        The axis; None if several axes or no axis changes in proportion.
+    The shapes are those for ``size`` and for ``other`` examples. The result is None if several axes
+    or no axis changes in proportion.
     """
     if len(shape) != len(other_shape):
         return None
@@ -59,17 +53,10 @@ def grown(
 def others_change(
     before: Array, after: Array, changed: int, size: int, place: ExampleAxis | None
 ) -> bool:
-    """Return whether a change of one example changes entries of other examples.
+    """Return whether a change of one example changes an entry of another example, or of no example.
 
-    Args:
-        before: The value.
-        after: The value after one example has changed.
-        changed: Index of the changed example.
-        size: Number of examples.
-        place: Axis of the examples; None for a value without examples.
-
-    Returns:
-        True if an entry of another example, or of no example, changes.
+    ``changed`` is the index of the example, ``size`` the number of examples, and ``place`` their
+    axis, which is None for a value without examples.
     """
     if before.shape != after.shape:
         return True
@@ -80,11 +67,8 @@ def others_change(
 def rest_changes(before: Array, after: Array, size: int, place: ExampleAxis) -> bool:
     """Return whether the results of examples differ in a batch without the first example.
 
-    Args:
-        before: A value of the batch.
-        after: The value of the batch without its first example.
-        size: Number of examples in the batch.
-        place: Axis of the examples.
+    ``before`` is a value of the batch of ``size`` examples, ``after`` its value without the first
+    one.
     """
     shape, axis = before.shape, place.axis
     rest = (*shape[:axis], shape[axis] // size * (size - 1), *shape[axis + 1 :])
@@ -106,7 +90,7 @@ def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozen
     """Return the axes that can contain the examples.
 
     Along such an axis, a change of one example does not change the entries of the others. The
-    arguments are those of ``others_change``.
+    arguments are as for ``others_change``.
     """
     if before.shape != after.shape:
         return frozenset()
@@ -122,15 +106,9 @@ def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozen
 def with_example(array: Array, axis: int, changed: int, new_id: Callable[[Array], Array]) -> Array:
     """Return a copy of an array with one example replaced by other valid data.
 
-    Args:
-        array: The array.
-        axis: Axis of the examples.
-        changed: Index of the example to replace, which is the first or the last.
-        new_id: Function that returns other integers or truth values.
-
-    Returns:
-        A copy. Real numbers are copied from the example at the opposite end, or halved if both are
-        equal.
+    The example ``changed`` is the first or the last. ``new_id`` returns other integers or truth
+    values. Real numbers are copied from the example at the opposite end, or halved if both are
+    equal.
     """
     moved = np.moveaxis(array.copy(), axis, 0)
     other = moved[-1 if changed == 0 else 0]

@@ -25,13 +25,6 @@ from kfac_engine.losses.checks import first_index
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """Return the inputs of a batch as arrays of the declared types and shapes.
 
-    Args:
-        graph: Graph of the model.
-        inputs: Input name to array.
-
-    Returns:
-        Map from each declared input to an array.
-
     Raises:
         InputError: An input is missing or of the wrong element type.
         UnknownNameError: A name is not an input of the model.
@@ -66,9 +59,6 @@ def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     """Return the inputs with NaN or infinity, each with the first index of one.
 
     Such inputs are no error: a mask of minus infinity or a missing value may have finite results.
-
-    Args:
-        inputs: Input name to checked array.
     """
     return {
         name: first_index(~array_module(array).isfinite(array))
@@ -95,16 +85,9 @@ def naming(suspects: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
 
 
 def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
-    """Return descriptions of axes that share a symbol in the file but differ in size.
+    """Return a clause for each symbol of the file whose axes differ in size.
 
     ONNX Runtime does not compare their sizes, because exporters may give different axes one symbol.
-
-    Args:
-        graph: Graph of the model.
-        inputs: Map from each input to a checked array.
-
-    Returns:
-        A clause for each such symbol.
     """
     sizes: dict[str, dict[int, str]] = {}
     for entry in graph.inputs:
@@ -123,9 +106,7 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
 def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
     """Return a context that adds axes of different sizes to the error of a failed run.
 
-    Raises:
-        BackendError: The run failed.
-        ShapeError: The run failed, and axes of one symbol differ in size.
+    A ``BackendError`` becomes a ``ShapeError`` if axes of one symbol differ in size.
     """
     try:
         yield
@@ -137,14 +118,9 @@ def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
 
 
 def fixed_inputs(graph: Graph, inputs: Mapping[str, Array] | None) -> dict[str, Array]:
-    """Return the scalar integer inputs of a batch, such as a number of steps.
+    """Return the scalar integer inputs of an unchecked batch, such as a number of steps.
 
-    Args:
-        graph: Graph of the model.
-        inputs: An unchecked batch, or None.
-
-    Returns:
-        Map from an input to its value; empty without a batch.
+    There are none without a batch.
     """
     if not isinstance(inputs, Mapping):
         return {}
@@ -162,15 +138,8 @@ def check_parameters(
 ) -> dict[str, Array]:
     """Return new values of parameters in the types and the memory space of the parameters.
 
-    Args:
-        model: Name of the model, for messages.
-        parameters: Parameter name to current value.
-        values: Parameter name to new value.
-        memory_space: Memory space of the parameters.
-        copy: Whether values are copied in all cases.
-
-    Returns:
-        Map from each parameter to its new value, in the element type of the parameter.
+    ``parameters`` has the current values. Without ``copy``, a value of the right type is not
+    copied.
 
     Raises:
         UnknownNameError: A name is not a trainable parameter.

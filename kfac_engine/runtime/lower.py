@@ -31,21 +31,12 @@ _MOST_ROUNDS = 16
 def lowered(
     graph: Graph, wrt: Iterable[str], inputs: Mapping[str, Array] | None = None
 ) -> tuple[Graph, dict[str, Fact]]:
-    """Return a graph in operators that have derivative rules, with its facts.
+    """Return a graph in operators that have derivative rules, with the facts of its values.
 
-    Nodes that do not depend on ``wrt`` do not change. Neither do nodes that a lowering refuses;
-    ``differentiate`` raises an error if their derivative is needed.
-
-    Args:
-        graph: Canonical graph.
-        wrt: Names of the values to differentiate with respect to.
-        inputs: A batch for the sample run; None generates one.
-
-    Returns:
-        The rewritten graph, which may be ``graph``, and element type and shape of each value.
-
-    Raises:
-        ModelError: The model runs on none of the generated inputs.
+    Nodes that do not depend on the values ``wrt`` do not change. Neither do nodes that a lowering
+    refuses; ``differentiate`` raises an error if their derivative is needed. Sample runs use
+    ``inputs``, or a generated batch if it is None. ``ModelError`` is raised if the model runs on no
+    generated batch.
     """
     graph, facts = _with_named_axes(graph, sample_facts(graph, inputs))
     wrt = tuple(wrt)
@@ -82,16 +73,8 @@ def with_taken_branches(
 
     Scalar integer inputs in ``inputs`` are constants. An ``If`` whose condition depends on sizes
     remains, because the sizes may differ between batches. Weights of removed branches are removed.
-
-    Args:
-        loaded: The model.
-        inputs: A batch for sample runs; None generates one.
-
-    Returns:
-        The model, with the same file.
-
-    Raises:
-        ModelError: The model runs on none of the generated inputs.
+    Without ``inputs``, sample runs use a generated batch. ``ModelError`` is raised if the model
+    runs on no generated batch.
     """
     graph = replace(loaded.graph, fixed=fixed_inputs(loaded.graph, inputs))
     while ifs := [node for node in graph.nodes if node.qualified_op == "If"]:

@@ -43,16 +43,9 @@ _PEAK_RATIO = 8
 def activation_bytes(model: OnnxModel, batch: Batch, size: int) -> int:
     """Return the peak memory of the values of a forward pass and a backward pass, in bytes.
 
-    The estimate assumes that a value is freed after its last use unless the session returns it. It
-    does not include temporary memory within an operator.
-
-    Args:
-        model: A model whose backward graphs have been built.
-        batch: Batch axes of inputs and values.
-        size: Number of examples.
-
-    Returns:
-        Number of bytes, for axes other than the batch as long as in the sample run.
+    The backward graphs of the model must have been built. The estimate assumes that a value is
+    freed after its last use unless the session returns it. It does not include temporary memory
+    within an operator. Axes other than the batch are as long as in the sample run.
     """
     peaks = (
         _pass_bytes(model, backward, _sizes_at(model, backward, batch, size))
@@ -65,15 +58,9 @@ def activation_bytes(model: OnnxModel, batch: Batch, size: int) -> int:
 def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
     """Return an upper bound of the memory of a step in bytes, without building sessions.
 
-    Args:
-        model: The model.
-        batch: Batch axes of inputs and values.
-        size: Number of examples.
-
-    Returns:
-        ``_PEAK_RATIO`` times the bytes of all forward values and parameter gradients.
-        ``activation_bytes`` is more precise, but builds sessions, which takes as long as building
-        an engine.
+    The bound is ``_PEAK_RATIO`` times the bytes of all forward values and parameter gradients.
+    ``activation_bytes`` is more precise, but builds sessions, which takes as long as building an
+    engine.
     """
     facts = (fact for name, fact in model.facts.items() if name not in model.graph.constants)
     values = sum(value_bytes(fact) for fact in facts) * max(size / batch.size, 1)
@@ -83,8 +70,8 @@ def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
 def _sizes_at(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> dict[str, float]:
     """Return the number of bytes of each value of a batch, from shapes alone: nothing is run.
 
-    Sizes of forward values are those of the sample run, in proportion to the examples. Those of
-    other values follow from them by the shape inference of ONNX Runtime.
+    Sizes of forward values grow from the sample run in proportion to the examples. Sizes of other
+    values follow from them by the shape inference of ONNX Runtime.
     """
     size = batch.size if batch.fixed else size
     try:
@@ -152,7 +139,7 @@ class _Sizes:
     def _completed(
         self, nodes: Iterable[Node], known: Mapping[str, Fact | Array], run: SampleRun
     ) -> dict[str, float]:
-        """Return the bytes of all values; unknown results divide those of the largest operand."""
+        """Return the bytes of all values; unknown results share the bytes of the largest input."""
         sizes: dict[str, float] = {
             name: fact.dtype.itemsize * prod(fact.shape) for name, fact in known.items()
         }

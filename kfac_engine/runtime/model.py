@@ -55,7 +55,7 @@ class OnnxModel:
         threads: Number of threads of ONNX Runtime; 0 for its default.
         sample_inputs: A batch for the sample run; None generates one from the declared shapes.
         gradient_dtype: Element type that ``to_file_layout`` returns for float16 and bfloat16
-            parameters, which are float32 in the graph: ``"file"`` for that in the file, or
+            parameters, which are float32 in the graph: ``"file"`` for the type in the file, or
             ``"float32"``.
         tie_weights: Whether weights that are equal in the file are one parameter.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime; None for 64 MiB.

@@ -33,10 +33,6 @@ def for_gpu(
     """Return nodes that ONNX Runtime can compute on a GPU, with the constants they add.
 
     ONNX Runtime 1.31 refuses ``BatchNormalization`` in training form there.
-
-    Args:
-        nodes: Nodes in topological order.
-        facts: Element types and shapes of values in the sample run.
     """
     result: list[Node] = []
     constants: dict[str, Array] = {}
@@ -79,15 +75,9 @@ def open_forward(
 ) -> Session | DeviceSession:
     """Return the session of the forward graph.
 
-    Args:
-        context: Settings of the session.
-        graph: The graph of the context, with the values that were added to it.
-        outputs: Names of the values that the session computes.
-        drawn: Random values that the session reads as inputs instead of drawing them.
-
-    Returns:
-        The session, whose inputs are the inputs, parameters and buffers of the model, and
-        ``drawn``.
+    Its inputs are the inputs, parameters and buffers of the model, and the random values ``drawn``,
+    which the session reads instead of drawing them. ``graph`` is the graph of the context with the
+    values that were added to it.
     """
     stored = context.stored
     nodes, constants = given_draws(graph.nodes, drawn), graph.constants
@@ -119,13 +109,8 @@ def open_backward(
 ) -> BackwardSession:
     """Return the session of a backward graph; on a CPU, BLAS computes gradients of kernels.
 
-    Args:
-        context: Settings of the session.
-        backward: A backward graph of the model.
-        fetched: Element types of values that the forward session returns.
-
-    Returns:
-        A session whose inputs are the values ``context.fed`` and the cotangents.
+    Its inputs are the values ``context.fed`` and the cotangents. ``fetched`` has the element types
+    of the values that the forward session returns.
     """
     if context.memory_space is not HOST:
         return _open(context, backward, fetched)

@@ -25,16 +25,9 @@ def first_nonfinite(
 ) -> str:
     """Return a sentence on the first node with a result or a derivative that is not finite.
 
-    The forward and the backward pass are repeated in parts.
-
-    Args:
-        model: The model.
-        trace: A batch with a loss or a gradient that is not finite.
-        cotangents: Gradients of the loss by the name of its inputs; None if there are none.
-        wrt: Names of the parameters.
-
-    Returns:
-        The sentence, which follows an error message; ``""`` if all values are finite.
+    The forward and the backward pass are repeated in parts. ``cotangents`` are the gradients of the
+    loss by the name of its inputs; None if there are none. The sentence follows an error message.
+    It is empty if all values are finite.
     """
     graph = model.graph
     computed = [name for node in graph.nodes for name in node.outputs if _is_real(model, name)]

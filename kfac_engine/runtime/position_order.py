@@ -22,20 +22,11 @@ def find_position_orders(
     batch: Batch,
     inputs: Mapping[str, Array] | None = None,
 ) -> dict[str, bool | None]:
-    """Return whether positions come before examples on the axis that has both.
+    """Return whether positions come before examples on the axis that has both, for each value.
 
-    The model runs on a batch and on the same examples in reverse order.
-
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run on ``inputs``.
-        names: Values with such an axis.
-        batch: Axes of the examples.
-        inputs: The batch of the sample run; None if it was generated.
-
-    Returns:
-        True if each position has the entries of all examples, one after the other, and False if
-        each example has those of its positions. None if neither or both are possible.
+    The model runs on a batch and on the same examples in reverse order. The answer is True if each
+    position has the entries of all examples, one after the other, and False if each example has the
+    entries of its positions. It is None if neither or both are possible.
     """
     sampled, run = sample_batch(graph, facts, inputs), open_run(graph)
     for feeds in (_with_ids(sampled), sampled) if inputs is None else (sampled,):

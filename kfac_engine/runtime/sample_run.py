@@ -52,8 +52,7 @@ class SampleRun:
     def dtypes(self) -> Mapping[str, DType]:
         """Element type of each numeric result, in topological order.
 
-        Raises:
-            BackendError: ONNX Runtime refuses the graph.
+        ``BackendError`` is raised if ONNX Runtime refuses the graph.
         """
         if self._facts is not None:
             known = {name: fact.dtype for name, fact in self._facts.items()}
@@ -80,15 +79,8 @@ class SampleRun:
     ) -> dict[str, Fact]:
         """Return element type and shape of constants, inputs and results, except sequences.
 
-        Args:
-            feeds: Input name to array.
-            known: Result name to known shape.
-
-        Returns:
-            Name to fact.
-
-        Raises:
-            BackendError: An operator failed: the sizes of the feeds do not fit.
+        ``known`` has the shapes of results that need no run. ``BackendError`` is raised if an
+        operator failed, because the sizes of the feeds do not fit.
         """
         shapes = dict(known or {})
         unknown = tuple(name for name in self.dtypes if name not in shapes)
@@ -106,17 +98,9 @@ class SampleRun:
         }
 
     def values(self, feeds: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
-        """Return values of the graph.
+        """Return values of the graph: inputs, constants, or results that are arrays.
 
-        Args:
-            feeds: Input name to array.
-            names: Names of inputs, of constants, or of results that are arrays.
-
-        Returns:
-            Name to array.
-
-        Raises:
-            BackendError: An operator failed: the sizes of the feeds do not fit.
+        ``BackendError`` is raised if an operator failed, because the sizes of the feeds do not fit.
         """
         results = tuple(name for name in names if name not in feeds)
         if results not in self._chains:
@@ -209,12 +193,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
 def measured_facts(graph: Graph, feeds: Mapping[str, Array]) -> dict[str, Fact]:
     """Return element type and shape of every value on a batch.
 
-    Args:
-        graph: The graph.
-        feeds: Map from names to arrays, for all inputs and for constants with another value.
-
-    Returns:
-        Value name to fact.
+    ``feeds`` has arrays for all inputs, and for constants with another value.
     """
     inputs = tuple(Input(name, array.dtype, array.shape) for name, array in feeds.items())
     run = SampleRun(replace(graph, inputs=inputs), "a measuring run")
@@ -226,13 +205,7 @@ def sample_batch(
 ) -> dict[str, Array]:
     """Return the inputs of the sample run that measured the facts.
 
-    Args:
-        graph: Graph of the model.
-        facts: Result of ``sample_facts`` for ``inputs``.
-        inputs: A batch, or None for generated inputs.
-
-    Returns:
-        Input name to array.
+    ``facts`` is the result of ``sample_facts`` for ``inputs``.
     """
     return next(
         feeds

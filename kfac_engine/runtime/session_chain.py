@@ -56,16 +56,10 @@ class Chain:
         self._links = tuple(_links(graph, nodes, self._outputs, what, with_shapes=False))
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the outputs for the inputs ``feeds``.
+        """Return the outputs for the inputs ``feeds``, as read-only arrays.
 
-        Args:
-            feeds: Input name to array.
-
-        Returns:
-            Map from each output to a read-only array.
-
-        Raises:
-            BackendError: An operator failed, usually because the sizes of the feeds do not fit.
+        ``BackendError`` is raised if an operator failed, usually because the sizes of the feeds do
+        not fit.
         """
         values, outputs = dict(feeds), dict(self._constants)
         for link in self._links:
@@ -79,20 +73,10 @@ class Chain:
 def inferred(
     graph: Graph, nodes: Sequence[Node], outputs: Iterable[str], what: str
 ) -> dict[str, Input]:
-    """Return the element types and shapes that ONNX Runtime infers without a run.
+    """Return the element types and shapes of results that ONNX Runtime infers without a run.
 
-    Args:
-        graph: Graph with the inputs and the constants.
-        nodes: Nodes in topological order.
-        outputs: Names of results.
-        what: Description of the graph, for messages.
-
-    Returns:
-        Map from each numeric output to its declaration. The shape is empty for scalars and for
-        unknown ranks.
-
-    Raises:
-        BackendError: ONNX Runtime refuses the graph.
+    Only numeric results are returned. A shape is empty for scalars and for unknown ranks. ``what``
+    describes the graph in messages. ``BackendError`` is raised if ONNX Runtime refuses the graph.
     """
     names = tuple(outputs)
     declared: dict[str, Input] = {}

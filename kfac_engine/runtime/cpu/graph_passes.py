@@ -38,16 +38,9 @@ def to_blocked_layout(
     results: Collection[str],
     constants: Mapping[str, Array],
 ) -> BlockedGraph:
-    """Return a graph whose convolutions use the blocked layout.
+    """Return a graph with the same results whose convolutions use the blocked layout.
 
-    Args:
-        context: Graph of the model with the settings of its sessions.
-        nodes: Nodes in topological order.
-        results: Names of the results that the session returns.
-        constants: Constants of the graph, by name; may include parameters.
-
-    Returns:
-        Nodes with the same results; the same nodes on a GPU or without the pass.
+    The nodes do not change on a GPU or without the pass. The constants may include parameters.
     """
     if context.memory_space is not HOST or BLOCKED_LAYOUT not in context.graph_passes:
         return BlockedGraph(tuple(nodes), {}, {})
@@ -117,17 +110,10 @@ PASSES = Registry(
 
 
 def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
-    """Return the checked names of the passes that a model runs.
+    """Return the checked names of the passes that a model runs, which are all if ``names`` is None.
 
-    Args:
-        names: Names from ``PASSES``; None for all of them, an empty list for none.
-
-    Returns:
-        Names of the passes.
-
-    Raises:
-        InputError: ``names`` is not a list of strings.
-        UnknownNameError: A name is not in the table.
+    ``InputError`` is raised if ``names`` is not a list of strings, and ``UnknownNameError`` if a
+    name is not in ``PASSES``.
     """
     if names is None:
         return frozenset(PASSES)

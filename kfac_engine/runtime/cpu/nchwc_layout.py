@@ -79,15 +79,9 @@ class LayoutContext:
 def convert_to_blocked(nodes: Sequence[Node], context: LayoutContext, block: int) -> BlockedGraph:
     """Return a graph whose convolutions use the blocked layout where it is faster.
 
-    A convolution in this layout includes an ``Add`` and a ``Relu`` that follow it.
-
-    Args:
-        nodes: Nodes in topological order.
-        context: Results, shapes and constants of the graph.
-        block: Number of channels of a block; 0 if ONNX Runtime has no blocked layout.
-
-    Returns:
-        A graph with the same results, which only ONNX Runtime can evaluate.
+    A convolution in this layout includes an ``Add`` and a ``Relu`` that follow it. The graph has
+    the same results, and only ONNX Runtime can evaluate it. ``block`` is the number of channels of
+    a block, or 0 if ONNX Runtime has no blocked layout.
     """
     kernels = _shapes_of_kernels(nodes, context) if block else {}
     if not any(node.op == "Conv" and node.inputs[1] in kernels for node in nodes):
@@ -296,11 +290,7 @@ class _LayoutBuilder(NodeBuilder):
     def flip(self, node: Node) -> bool:
         """Write a kernel with reversed taps by a product, in a fifth of the time of a Slice.
 
-        Args:
-            node: The Slice.
-
-        Returns:
-            Whether nodes were added; False for a kernel with too many taps.
+        Return False, without new nodes, for a kernel with too many taps.
         """
         shape = self._context.kernels.get(node.inputs[0], ())
         taps = prod(shape[2:])

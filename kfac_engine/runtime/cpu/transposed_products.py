@@ -18,14 +18,10 @@ _DOMAIN = "com.microsoft"
 def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]:
     """Return the nodes of a backward graph, with transposes fused with the products that read them.
 
-    Args:
-        backward: A backward graph. With cotangents other than float32, which the fused operator
-            does not support, products are not fused.
-        fuse: Whether products are fused. Pairs of inverse transposes are removed in any case,
-            because ONNX Runtime fails on some of them.
-
-    Returns:
-        Nodes with the same results in the same order, which only ONNX Runtime can run.
+    The nodes have the same results in the same order, and only ONNX Runtime can run them. Products
+    are not fused if a cotangent is not float32, because the fused operator supports no other type.
+    Pairs of inverse transposes are removed even without ``fuse``, because ONNX Runtime fails on
+    some of them.
     """
     nodes = _without_round_trips(backward.nodes)
     if not fuse or set(backward.dtypes.values()) != {np.dtype(np.float32)}:
@@ -39,7 +35,7 @@ def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]
 
 
 def _without_round_trips(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes with an Identity in place of each Transpose that inverts another one."""
+    """Return the nodes with an Identity for each Transpose that inverts another one."""
     # ONNX Runtime removes both, and fails if the second transpose computes a result of the graph.
     transposes = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
 

@@ -83,12 +83,7 @@ class SplitBackward:
 def split_backward(backward: Backward, *, apart: bool = True) -> SplitBackward:
     """Return a backward graph without the weight gradients that BLAS computes, and their terms.
 
-    Args:
-        backward: The graph.
-        apart: Whether BLAS computes any gradient.
-
-    Returns:
-        The graph of the session, and the terms of the weight gradients.
+    Without ``apart``, BLAS computes no gradient.
     """
     reader = _Reader(backward if apart else replace(backward, leaves={}))
     gradient_names = dict.fromkeys(backward.gradients.values())
@@ -134,17 +129,9 @@ class WeightGradientSession:
         self._scratch_bytes = scratch_bytes
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return gradients for the inputs of the backward graph.
+        """Return the gradients ``outputs``, which may be read-only.
 
-        Args:
-            outputs: Names of gradients.
-            feeds: One array for each input of the backward graph.
-
-        Returns:
-            Map from a gradient to an array, which may be read-only.
-
-        Raises:
-            BackendError: An operator failed.
+        ``feeds`` has an array for each input of the backward graph.
         """
         return self.run_into({}, feeds, outputs)
 
@@ -154,18 +141,10 @@ class WeightGradientSession:
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Write gradients to arrays of the caller.
+        """Write gradients to the contiguous arrays ``results``, and return ``others``.
 
-        Args:
-            results: Map from a gradient to a contiguous array of its shape and element type.
-            feeds: One array for each input of the backward graph.
-            others: Further gradients.
-
-        Returns:
-            Map from each of ``others`` to an array, which may be read-only.
-
-        Raises:
-            BackendError: An operator failed, or a result has another shape than its array.
+        The returned arrays may be read-only. ``BackendError`` is raised if an operator failed, or
+        if a gradient has another shape than its array.
         """
         finished = self._parts.finished
         selected = {name: finished[name] for name in (*results, *others) if name in finished}
@@ -289,17 +268,11 @@ class _Reader:
         self._gradient_names = frozenset(backward.gradients.values())
 
     def terms(self, name: str, *, is_gradient: bool = False, depth: int = 0) -> Terms:
-        """Return the kernel gradients whose sum is a value of the graph.
+        """Return the kernel gradients whose sum is a value of the graph, in the order of the sum.
 
-        Args:
-            name: The value.
-            is_gradient: Whether the value is a gradient; an intermediate value must have one
-                reader.
-            depth: Number of sums and moves between the gradient and the value.
-
-        Returns:
-            The terms in the order of the sum; empty if the value is not such a sum, or if another
-            node reads a term.
+        There are none if the value is not such a sum, or if another node reads a term. A value that
+        is not a gradient must have one reader. ``depth`` is the number of sums and moves between
+        the gradient and the value.
         """
         alone = (self._readers[name], name in self._gradient_names) == (
             int(not is_gradient),
