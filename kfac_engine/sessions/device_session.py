@@ -85,12 +85,8 @@ class DeviceSession(session.Uncopied):
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Return the values of ``outputs`` for the arrays ``feeds``.
 
-        Args:
-            outputs: Names of graph outputs.
-            feeds: Name of each graph input to an array in the memory space or on the host.
-
-        Returns:
-            Name to an array in the memory space; on the host for small integers.
+        Feeds are in the memory space or on the host. Results are in the memory space, but small
+        integers are on the host.
 
         Raises:
             BackendError: An operator failed, usually because the sizes of the feeds do not fit.
@@ -106,20 +102,10 @@ class DeviceSession(session.Uncopied):
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Write the values of outputs to arrays of the caller, without a copy.
+        """Write values of outputs to arrays of the caller without a copy, and return ``others``.
 
-        Args:
-            results: Name of a graph output to an array of the memory space, of the
-                output's shape and element type.
-            feeds: Name of each graph input to an array in the memory space or on the host.
-            others: Names of further outputs.
-
-        Returns:
-            For ``others``, name to an array in the memory space; on the host for small integers.
-
-        Raises:
-            BackendError: An operator failed, or a result has another shape than its array.
-            MemoryLimitError: The device has not enough memory left.
+        Each array in ``results`` is in the memory space and has the shape and element type of its
+        output. Feeds, returned values and errors are as for ``run``.
         """
         # Binding copies host feeds to memory that earlier work may still read, so it is ordered as
         # well.

@@ -28,11 +28,8 @@ _TRIAL_RESULT = ((14.0, 20.0), (30.0, 44.0))
 def available_memory_space(wanted: MemorySpace) -> MemorySpace:
     """Return the memory space that models run in, and log the choice.
 
-    Args:
-        wanted: Memory space of the arrays of the backend.
-
-    Returns:
-        ``wanted`` if ONNX Runtime can compute there, else the host.
+    It is ``wanted``, which has the arrays of the backend, if ONNX Runtime can compute there, else
+    the host.
     """
     if wanted is HOST:
         return HOST
@@ -52,7 +49,7 @@ def available_memory_space(wanted: MemorySpace) -> MemorySpace:
 def open_session(
     model: CompactModel, *, threads: int, what: str, memory_space: MemorySpace
 ) -> Session | DeviceSession:
-    """Return a new session in a memory space; the arguments are those of ``DeviceSession``."""
+    """Return a new session in a memory space; the arguments are as for ``DeviceSession``."""
     optimize = model.nodes <= _MOST_OPTIMIZED
     if memory_space is HOST:
         return Session(model, threads=threads, optimize=optimize, what=what)

@@ -119,17 +119,10 @@ class Session(Uncopied):
         self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the values of ``outputs`` for the arrays ``feeds``.
+        """Return the values of ``outputs`` for the arrays ``feeds``, as read-only arrays.
 
-        Args:
-            outputs: Names of graph outputs.
-            feeds: Map from the name of each graph input to an array.
-
-        Returns:
-            Map from a name to a read-only array.
-
-        Raises:
-            BackendError: An operator failed, usually because the shapes of the feeds do not match.
+        ``BackendError`` is raised if an operator failed, usually because the shapes of the feeds do
+        not match.
         """
         if all(array.dtype.kind in "biuf" for array in feeds.values()):
             return self.run_into({}, feeds, outputs)
@@ -142,18 +135,11 @@ class Session(Uncopied):
         feeds: Mapping[str, Array],
         others: Sequence[str] = (),
     ) -> dict[str, Array]:
-        """Write the values of outputs to arrays of the caller, without a copy.
+        """Write values of outputs to arrays of the caller without a copy, and return ``others``.
 
-        Args:
-            results: Name of a graph output to a contiguous array of its shape and element type.
-            feeds: Name of each graph input to an array of numbers or truth values.
-            others: Names of further outputs.
-
-        Returns:
-            Map from each name of ``others`` to a read-only array.
-
-        Raises:
-            BackendError: An operator failed, or a result has another shape than its array.
+        Each array in ``results`` is contiguous and has the shape and element type of its output.
+        Returned arrays are read-only. ``BackendError`` is raised if an operator failed, or if a
+        result has another shape than its array.
         """
         few = len(feeds) <= _FEW and not self._fed
         if few and sum(array.nbytes for array in feeds.values()) <= _SMALL_BYTES:
@@ -218,16 +204,9 @@ def run_file(
 ) -> dict[str, Array]:
     """Evaluate all outputs of a model file as it is, in a session with default options.
 
-    Args:
-        source: Path, or the bytes of a file.
-        feeds: Input name to array.
-
-    Returns:
-        Output name to array; outputs that are not tensors are left out.
-
-    Raises:
-        BackendError: ONNX Runtime refuses the file or the inputs.
-        KfacError: The run exceeded the time limit.
+    ``source`` is a path, or the bytes of a file. Outputs that are not tensors are left out.
+    ``BackendError`` is raised if ONNX Runtime refuses the file or the inputs, and ``ModelError`` if
+    the run exceeds the time limit.
     """
     model = source if isinstance(source, bytes) else os.fspath(source)
     options = ort.SessionOptions()
@@ -246,16 +225,8 @@ def run_file(
 def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
     """Return the result of a run with a time limit, which Ctrl-C interrupts.
 
-    A loop of the model may not terminate.
-
-    Args:
-        call: Function that runs a session with the options; called in another thread.
-
-    Returns:
-        Result of ``call``.
-
-    Raises:
-        ModelError: The run exceeded the time limit.
+    A loop of the model may not terminate. ``call`` runs a session with the options, in another
+    thread. ``ModelError`` is raised if the run exceeds the time limit.
     """
     options = ort.RunOptions()
     with ThreadPoolExecutor(1) as other:
@@ -273,7 +244,7 @@ def interruptible(call: Callable[[ort.RunOptions], _T]) -> _T:
 
 
 def options_for(threads: int, *, optimize: bool = True, once: bool = False) -> ort.SessionOptions:
-    """Return the options of a session; the arguments are those of ``Session``."""
+    """Return the options of a session; the arguments are as for ``Session``."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
