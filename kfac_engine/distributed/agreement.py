@@ -52,15 +52,12 @@ class Agreement:
         return self.communicator.size == 1
 
     def vote(self, *numbers: float, place: str = "") -> Array:
-        """Meet all ranks, and exchange numbers.
+        """Meet all ranks, and return the numbers of all ranks, ``(ranks, len(numbers))``, float64.
 
         Args:
             numbers: At most six numbers.
             place: Name of the place in the program, by which ranks recognize that they meet in the
                 same vote.
-
-        Returns:
-            The numbers of all ranks, ``(ranks, len(numbers))``, float64.
 
         Raises:
             KfacError: A rank has failed. All ranks raise an error of the same class.
@@ -74,15 +71,8 @@ class Agreement:
     def together(self, place: str = "") -> Iterator[None]:
         """Return a context in which an error of one rank becomes an error of all ranks.
 
-        Args:
-            place: As for ``vote``. If it is given, all ranks meet at the end of the context.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            KfacError: A rank has failed between two votes. An error that is no ``KfacError``
-                becomes a ``RankError``.
+        If ``place`` is given, all ranks meet at the end of the context. All ranks raise the
+        ``KfacError`` of the rank that has failed; another error becomes a ``RankError``.
         """
         try:
             yield
@@ -98,13 +88,7 @@ class Agreement:
         """Return a context for messages that are no votes, and for code right before them.
 
         An error in it is raised by this rank alone. In a vote, this rank would meet the others in
-        another message.
-
-        Args:
-            place: As for ``vote``. If it is given, all ranks meet before the context begins.
-
-        Yields:
-            Nothing.
+        another message. If ``place`` is given, all ranks meet before the context begins.
         """
         if place:
             self.vote(place=place)
@@ -120,27 +104,18 @@ class Agreement:
             raise
 
     def require_equal(self, values: Mapping[str, str]) -> None:
-        """Check that all ranks have equal values.
+        """Raise ``RankError`` unless all ranks have equal values, at most six.
 
-        Args:
-            values: Name to value, at most six; the names are part of the message.
-
-        Raises:
-            RankError: Values differ between ranks.
+        The names of the values are part of the message.
         """
         if not self.alone:
             place = f"comparison of {', '.join(values)}"
             self.refuse_unequal(list(values), self.vote(*checksums(values), place=place))
 
     def refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
-        """Raise a RankError for the first value that differs between ranks.
+        """Raise ``RankError`` for the first value that differs between ranks.
 
-        Args:
-            names: Names of the values, for the message.
-            sums: Their checksums as all ranks voted them, ``(ranks, values)``.
-
-        Raises:
-            RankError: Values differ.
+        ``sums`` are checksums of the values as all ranks voted them, ``(ranks, values)``.
         """
         for name, column in zip(names, sums.T, strict=True):
             others = np.flatnonzero(column != column[0])
@@ -149,14 +124,7 @@ class Agreement:
                 self.refuse(RankError(f"{message} the same {name}."))
 
     def refuse(self, error: KfacError) -> NoReturn:
-        """Raise an error that all ranks raise in the same place.
-
-        Args:
-            error: The error, the same on all ranks.
-
-        Raises:
-            KfacError: The error.
-        """
+        """Raise an error that all ranks raise in the same place."""
         setattr(error, _MARK, True)
         raise error
 

@@ -89,26 +89,17 @@ class RankCost:
 def rank_costs(
     model: ModelSize, ranks: int, periods: Periods | None = None
 ) -> dict[Distribution, RankCost]:
-    """Return the cost of one rank by distribution; the arguments are those of ``rank_cost``."""
+    """Return the cost of one rank by distribution; the arguments are as for ``rank_cost``."""
     return {name: rank_cost(model, name, ranks, periods) for name in DISTRIBUTIONS}
 
 
 def rank_cost(
     model: ModelSize, distribution: Distribution, ranks: int, periods: Periods | None = None
 ) -> RankCost:
-    """Return traffic, memory and work of one rank.
+    """Return traffic, memory and work of one rank; one rank alone has no messages.
 
-    Args:
-        model: Sizes of the model.
-        distribution: The distribution.
-        ranks: Number of ranks.
-        periods: Periods of refreshes and of updates; by default those of ``Schedule``.
-
-    Returns:
-        The cost. One rank has no messages.
-
-    Raises:
-        InputError: The distribution is unknown, or the number of ranks is not positive.
+    By default the periods are as in ``Schedule``. ``InputError`` is raised if the distribution is
+    unknown, or if the number of ranks is not positive.
     """
     one_of("distribution", distribution, tuple(DISTRIBUTIONS))
     whole("ranks", ranks, least=1)

@@ -43,12 +43,9 @@ def wait_for_first_rank() -> None:
 
 
 def end_job(status: int) -> None:
-    """End all processes of the job at once, after this one has written its output.
+    """End all processes of the job at once with this status, after this one has written its output.
 
     Nothing happens in a process that has not initialized MPI: it has not joined the others.
-
-    Args:
-        status: Exit status of the job.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():

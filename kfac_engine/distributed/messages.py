@@ -48,13 +48,7 @@ class Form:
 
 
 def pack(array: Array, form: Form, buffer: Array) -> None:
-    """Write an array to a flat buffer.
-
-    Args:
-        array: The array.
-        form: Its form.
-        buffer: ``(form.size,)``; set.
-    """
+    """Write an array to a flat buffer ``(form.size,)``."""
     if form.triangle is None:
         buffer.reshape(form.shape)[...] = array
         return
@@ -70,14 +64,9 @@ def pack(array: Array, form: Form, buffer: Array) -> None:
 def unpack(buffer: Array, form: Form, *, copy: bool = True) -> Array:
     """Return the array that ``pack`` has written.
 
-    Args:
-        buffer: ``(form.size,)``.
-        form: Form of the array.
-        copy: Whether an array without triangles of the type of the buffer is copied.
-
-    Returns:
-        A new array; of triangles, the entries above the diagonals are zero. Symmetric arrays of
-        CuPy have both triangles, as second moments of that library do.
+    It is a new array. Without ``copy``, an array without triangles in the type of the buffer is a
+    view. The entries above the diagonals of triangles are zero. Symmetric arrays of CuPy have both
+    triangles, as second moments of that library do.
     """
     if form.triangle is None:
         return buffer.reshape(form.shape).astype(form.dtype, copy=copy)
@@ -108,9 +97,7 @@ def _lower_indices(matrix: Array) -> tuple[Array, Array]:
 def sum_arrays(communicator: Communicator, arrays: Sequence[Array]) -> None:
     """Replace arrays by their sums over all ranks, in place.
 
-    Args:
-        communicator: The ranks; each passes arrays of the same shapes and element types.
-        arrays: Arrays of one library.
+    The arrays belong to one library. Each rank passes arrays of the same shapes and element types.
     """
     if communicator.size > 1:
         for array, total in zip(arrays, summed(communicator, arrays), strict=True):
@@ -118,15 +105,7 @@ def sum_arrays(communicator: Communicator, arrays: Sequence[Array]) -> None:
 
 
 def summed(communicator: Communicator, arrays: Sequence[Array]) -> list[Array]:
-    """Return the sums of arrays over all ranks.
-
-    Args:
-        communicator: As for ``sum_arrays``.
-        arrays: As for ``sum_arrays``; they do not change.
-
-    Returns:
-        The sums, which share memory that belongs to nothing else.
-    """
+    """Return the sums over all ranks in new memory; ``arrays`` are as for ``sum_arrays``."""
     sums: dict[int, Array] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         together = {i: array for i, array in enumerate(arrays) if array.dtype == dtype}
@@ -166,13 +145,9 @@ class OwnedArrays:
         self._dtype = np.result_type(*(form.dtype for form in forms))
 
     def sum(self, arrays: Sequence[Array]) -> list[Array | None]:
-        """Return the sums over all ranks of the arrays that this rank owns.
+        """Return the sums over all ranks of the arrays that this rank owns, and None for others.
 
-        Args:
-            arrays: The arrays of this rank; they do not change.
-
-        Returns:
-            For each array its sum, in a new array, or None if another rank owns it.
+        The sums are new arrays.
         """
         counts = self._counts()
         buffer = self._backend.xp.empty(sum(counts), self._dtype)
@@ -192,16 +167,10 @@ class OwnedArrays:
         return sums
 
     def gather(self, arrays: Sequence[Array], *, views: bool = False) -> list[Array]:
-        """Send the arrays that this rank owns to all ranks, and receive the others.
+        """Send the arrays that this rank owns to all ranks, and return all arrays.
 
-        All ranks return the same bits in the same memory order.
-
-        Args:
-            arrays: The arrays that this rank owns, in order.
-            views: Whether the results may share the memory of the message.
-
-        Returns:
-            All arrays, new.
+        ``arrays`` are those that this rank owns, in order. All ranks return the same bits in the
+        same memory order. With ``views``, the results may share the memory of the message.
         """
         counts = self._counts()
         buffer = self._backend.xp.empty(sum(counts), self._dtype)
@@ -235,15 +204,9 @@ class OwnedArrays:
 def broadcast_arrays(
     communicator: Communicator, root: int, arrays: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return the arrays of one rank on all ranks.
+    """Return the host arrays of the rank ``root`` on all ranks, with their element types.
 
-    Args:
-        communicator: The ranks.
-        root: The rank that sends its arrays.
-        arrays: Name to host array; those of other ranks are not read.
-
-    Returns:
-        Name to array, with the element types of the sender.
+    The arrays of other ranks are not read.
     """
     header = json.dumps([[n, a.shape, a.dtype.str] for n, a in arrays.items()]).encode()
     size = np.array([len(header)], np.float64)

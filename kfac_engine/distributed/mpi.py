@@ -52,11 +52,7 @@ class ExitWatch:
         self._tell(_ENTERS)
 
     def end(self) -> Any:
-        """Tell that this rank ends.
-
-        Returns:
-            The request for the message of the rank before this one.
-        """
+        """Tell that this rank ends, and return the request for the message of the rank before."""
         self._tell(_ENDS)
         return self._messages[1]
 
@@ -83,14 +79,11 @@ _watches: list[ExitWatch] = []
 
 
 def end_job_if_a_rank_ends_alone(mpi: Any, watch: ExitWatch) -> None:
-    """Have a rank that ends while others wait for it end all ranks.
+    """Register a function that ends all ranks if this rank ends while others wait for it.
 
     Without it, ``sys.exit`` on one rank only leaves the job without an end: the rank waits for the
-    others in ``MPI_Finalize``, and they wait for the rank in a collective.
-
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-        watch: The watch of a communicator.
+    others in ``MPI_Finalize``, and they wait for the rank in a collective. ``mpi`` is the module
+    ``mpi4py.MPI``.
     """
     _watches.append(watch)
     if len(_watches) == 1:
@@ -137,7 +130,8 @@ class OverMPI:
     """The ranks of an MPI communicator.
 
     Args:
-        comm: The communicator; it is duplicated, so that messages do not meet those of the caller.
+        comm: The communicator; it is duplicated, so that messages do not meet messages of the
+            caller.
         device_buffers: Whether MPI reads arrays of a GPU. If False, they are copied to the host.
 
     Attributes:
@@ -190,7 +184,7 @@ class OverMPI:
         _copy_back(whole, buffer)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Replace a buffer by that of the rank ``root``."""
+        """Replace a buffer with the buffer of the rank ``root``."""
         whole = self._enter(buffer)
         for start in range(0, len(whole), _LARGEST_MESSAGE):
             self._comm.Bcast(whole[start : start + _LARGEST_MESSAGE], root=root)

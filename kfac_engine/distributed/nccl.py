@@ -102,7 +102,7 @@ class OverNCCL:
                 self._in_groups(broadcast, parts)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Replace a buffer by that of the rank ``root``."""
+        """Replace a buffer with the buffer of the rank ``root``."""
         if _is_on_host(buffer):
             self._host.broadcast(buffer, root)
             return
@@ -130,9 +130,8 @@ class OverNCCL:
     def _in_groups(self, operation: Callable[[int, Array], None], parts: Sequence[Array]) -> None:
         """Start an operation for each part with entries, many of them at once.
 
-        Args:
-            operation: Function of the rank that owns a part, and the part.
-            parts: The parts of all ranks.
+        ``operation`` takes the rank that owns a part, and the part. ``parts`` has the parts of all
+        ranks.
         """
         owned = [(owner, part) for owner, part in enumerate(parts) if part.size]
         for start in range(0, len(owned), _LARGEST_GROUP):

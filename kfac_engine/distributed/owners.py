@@ -50,18 +50,12 @@ def owners(works: Mapping[str, Load], size: int) -> dict[str, int]:
 
     The works are assigned one by one, the largest first, each to the rank with the least load
     (longest processing time first). The largest cost of a rank is at most ``4/3 - 1/(3·size)``
-    times that of the best assignment (Graham 1969). Works of equal load are assigned in the order
-    of their keys; of ranks of equal load, the one with the fewest works is next.
+    times the cost in the best assignment (Graham 1969). Works of equal load are assigned in the
+    order of their keys; of ranks of equal load, the one with the fewest works is next. The largest
+    work is first in the result.
 
-    Args:
-        works: Key of a work to its load.
-        size: Number of ranks.
-
-    Returns:
-        Key to rank, the largest work first.
-
-    Raises:
-        InputError: The size is not a positive whole number, or a load is negative or not finite.
+    ``InputError`` is raised if the number of ranks ``size`` is not a positive whole number, or if a
+    load is negative or not finite.
     """
     whole("size", size, least=1)
     for key, work in works.items():
@@ -82,19 +76,9 @@ def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
 
     Ranks are assigned together with phases: the works of one phase are about as large as each
     other, so that no rank waits long for another one in any phase. If there are fewer works than
-    slots, and all have a cost, each slot has at most one work, and the first phases have all
-    of them.
-
-    Args:
-        works: Key of a work to its load.
-        size: Number of ranks.
-        period: Number of phases.
-
-    Returns:
-        Key to slot, the largest work first.
-
-    Raises:
-        InputError: As for ``owners``, or the period is not a positive whole number.
+    slots, and all have a cost, each slot has at most one work, and the first phases have all of
+    them. ``size`` is the number of ranks, ``period`` the number of phases. Errors are as for
+    ``owners``.
     """
     whole("size", size, least=1)
     whole("period", period, least=1)
@@ -105,16 +89,7 @@ def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
 
 
 def loads(works: Mapping[str, Load], assigned: Mapping[str, int], size: int) -> list[Load]:
-    """Return the load of each rank.
-
-    Args:
-        works: Key of a work to its load.
-        assigned: Key to rank, as ``owners`` returns it.
-        size: Number of ranks.
-
-    Returns:
-        The sum of the loads of the works of each rank.
-    """
+    """Return the load of each rank, which is the sum over its works."""
     sums = [Load()] * size
     for key, rank in assigned.items():
         sums[rank] += works[key]
@@ -124,11 +99,8 @@ def loads(works: Mapping[str, Load], assigned: Mapping[str, int], size: int) -> 
 def together(members: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return the groups of works that need one owner, because they share members.
 
-    Args:
-        members: Key of a work to the names of its members, such as a block to its factors.
-
-    Returns:
-        The keys of each group, in the order of the works.
+    ``members`` has the members of each work, such as the factors of a block. Groups are in the
+    order of the works.
     """
     groups = {key: [key] for key in members}
     users: dict[str, str] = {}  # member to the first work that has it
@@ -178,19 +150,9 @@ def layer_owners(
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each layer with their owners, the same on all ranks.
 
-    The load of a layer is its preconditioning, and the share of its refresh in one step. Blocks
-    that share a factor or a parameter have one owner.
-
-    Args:
-        model: Sizes of the model.
-        ranks: Number of ranks.
-        refresh_every: Number of calls from one refresh to the next.
-
-    Returns:
-        Name of a block to its parts, in the order of their rows or columns.
-
-    Raises:
-        InputError: As for ``owners``.
+    The key is the name of the block, and parts are in the order of their rows or columns. The load
+    of a layer is its preconditioning, and the share of its refresh in one step. Blocks that share a
+    factor or a parameter have one owner.
     """
     members = {
         key: [*block.factors, *(f"parameter {name}" for name in block.parameters)]

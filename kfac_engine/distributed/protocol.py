@@ -53,7 +53,7 @@ class Communicator(Protocol):
         """
 
     def broadcast(self, buffer: Array, root: int, /) -> None:
-        """Replace a buffer by that of the rank ``root``."""
+        """Replace a buffer with the buffer of the rank ``root``."""
 
 
 class Alone:

@@ -1,8 +1,8 @@
 """The rows of a batch that one rank has, and a generator that draws their random numbers.
 
 Ranks that draw through a ``RowGenerator`` draw the numbers that one process with the same seed
-draws for the whole batch, each rank those of its rows. The generators of all ranks end in the state
-of that process.
+draws for the whole batch. Each rank draws the numbers of its rows. The generators of all ranks end
+in the state of that process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +53,7 @@ class Rows:
     def of(cls, counts: Sequence[int], rank: int) -> "Rows":
         """Return the rows of a rank if the shards of a batch are in the order of the ranks.
 
-        Args:
-            counts: Number of examples of each rank.
-            rank: Index of the rank.
+        ``counts`` has the number of examples of each rank.
         """
         return cls(sum(counts[:rank]), counts[rank], sum(counts))
 
@@ -77,7 +75,7 @@ class Placement:
 
 
 class RowGenerator:
-    """Draws the numbers of some rows, where ``numpy.random.Generator`` draws those of all rows.
+    """Draws the numbers of some rows, where ``numpy.random.Generator`` draws all.
 
     The generator advances past the numbers of all rows.
 
@@ -129,12 +127,7 @@ class RowGenerator:
         return self._draw(size, draw, self._skip_bits if (low, high) == (0, 2) else None)
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        """Refuse the other methods of a generator, which would draw the same on all ranks.
-
-        Raises:
-            UnsupportedError: The attribute is a method of ``numpy.random.Generator``.
-            AttributeError: It is not.
-        """
+        """Refuse the other methods of a generator, which would draw the same on all ranks."""
         if not hasattr(np.random.Generator, name):
             raise AttributeError(name)
         raise UnsupportedError(
@@ -148,7 +141,7 @@ class RowGenerator:
         draw: Callable[[int], npt.NDArray[Number]],
         skip: Callable[[int], None] | None = None,
     ) -> npt.NDArray[Number]:
-        """Draw the numbers of the rows; without ``skip``, draw those of the others as well."""
+        """Draw the numbers of the rows; without ``skip``, draw the numbers of other rows, too."""
         rows = self._rows
         runs, numbers = self._layout(tuple(size))
 

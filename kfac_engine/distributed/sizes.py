@@ -52,7 +52,7 @@ class FactorSize:
 
     @property
     def results(self) -> int:
-        """Number of entries of the results of a refresh that are sent."""
+        """Number of entries that are sent after a refresh."""
         return self._sent(self.stored)
 
     def _sent(self, entries: int) -> int:
@@ -147,10 +147,6 @@ class Periods:
     covariance_every: int = 1
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: A period is not a positive whole number.
-        """
+        """Check that both periods are positive whole numbers."""
         whole("refresh_every", self.refresh_every, least=1)
         whole("covariance_every", self.covariance_every, least=1)
