@@ -93,17 +93,10 @@ class _Member:
 
 
 def read_arrays(path: Path) -> dict[str | None, Array]:
-    """Return the arrays of an ``.npz`` file by name, or that of an ``.npy`` file under None.
+    """Return the arrays of an ``.npz`` file by name, or the array of an ``.npy`` file under None.
 
-    Args:
-        path: The file.
-
-    Returns:
-        The arrays.
-
-    Raises:
-        InputError: The file is missing, has another format, is damaged, or is shorter than its
-            headers state.
+    ``InputError`` is raised if the file is missing, has another format, is damaged, or is shorter
+    than its headers state.
     """
     piped = is_pipe(path)
     if not piped:
@@ -120,14 +113,7 @@ def read_arrays(path: Path) -> dict[str | None, Array]:
 def map_arrays(path: Path) -> dict[str | None, Array]:
     """Return the arrays of a file as ``read_arrays`` does, mapped where the file allows it.
 
-    Args:
-        path: The file. Compressed arrays and arrays of a pipe are read.
-
-    Returns:
-        The arrays; mapped arrays are read-only.
-
-    Raises:
-        InputError: As for ``read_arrays``.
+    Mapped arrays are read-only. Compressed arrays and arrays of a pipe are read.
     """
     if is_pipe(path):
         return read_arrays(path)
@@ -140,14 +126,7 @@ def map_arrays(path: Path) -> dict[str | None, Array]:
 def array_headers(path: Path) -> dict[str | None, ArrayHeader]:
     """Return the headers of the arrays of a file by name, without reading elements.
 
-    Args:
-        path: The file, which must not be a pipe.
-
-    Returns:
-        The headers, with names as in ``read_arrays``.
-
-    Raises:
-        InputError: As for ``read_arrays``.
+    The file must not be a pipe. Names are as in ``read_arrays``.
     """
     check_regular_file(path)
     with _explained(path), path.open("rb") as file, _members(file) as members:
@@ -175,9 +154,8 @@ def _explained(path: Path) -> Iterator[None]:
 def _buffered(pipe: IO[bytes]) -> IO[bytes]:
     """Return the bytes of a pipe that starts like an .npy or .npz file.
 
-    Raises:
-        ValueError: The data starts differently. The pipe is not read to its end, because it may
-            have no end.
+    A pipe that starts differently raises ``ValueError``. It is not read to its end, because it may
+    have no end.
     """
     start = pipe.read(len(_NPY))
     if not start.startswith((_ZIP, _NPY)):
@@ -236,10 +214,8 @@ def _header(file: IO[bytes], size: int) -> ArrayHeader:
     """Return the header at the position of a file, before the last ``size`` bytes.
 
     NumPy allocates the size in a header before it reads the elements, so this size is first
-    compared with the number of bytes in the file.
-
-    Raises:
-        InputError: The header has an unknown version, or states an impossible shape or type.
+    compared with the number of bytes in the file. ``InputError`` is raised if the header has an
+    unknown version, or states an impossible shape or type.
     """
     start = file.tell()
     version = np.lib.format.read_magic(file)

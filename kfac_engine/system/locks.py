@@ -25,13 +25,9 @@ class FileLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
-        """Lock the file.
+        """Lock the file; return None, or a description of the process that holds the lock.
 
-        Returns:
-            None; or a description of the process that holds the lock.
-
-        Raises:
-            OSError: The file cannot be opened for writing.
+        ``OSError`` is raised if the file cannot be opened for writing.
         """
         for _ in range(_ATTEMPTS):
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -74,8 +70,7 @@ class FileLock:
 def lock(descriptor: int) -> bool | None:
     """Lock an open file.
 
-    Returns:
-        False if another process has locked it; None if locks do not work.
+    Return True; False if another process has locked it; None if locks do not work.
     """
     if sys.platform == "win32":
         return None

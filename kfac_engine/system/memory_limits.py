@@ -34,15 +34,9 @@ def available_memory() -> int:
 
 
 def require_memory(need: float, what: str, cure: str) -> None:
-    """Raise an error if arrays do not fit into the available memory, before they are allocated.
+    """Raise ``MemoryLimitError`` if ``need`` bytes are not available, before they are allocated.
 
-    Args:
-        need: Their number of bytes.
-        what: What needs them, as the subject of a sentence.
-        cure: What to do.
-
-    Raises:
-        MemoryLimitError: They need more bytes than are available.
+    ``what`` needs them, as the subject of a sentence; ``cure`` says what to do.
     """
     free = available_memory()
     if need > free:
@@ -58,13 +52,10 @@ def spelled(count: float) -> str:
 
 @cache
 def require_room_for_threads() -> None:
-    """Raise a MemoryLimitError if ``ulimit -v`` leaves too little address space for threads.
+    """Raise ``MemoryLimitError`` if ``ulimit -v`` leaves too little address space for threads.
 
     Without that memory OpenBLAS and ONNX Runtime end the process or wait forever. Success is
     remembered, because threads are created once.
-
-    Raises:
-        MemoryLimitError: The limit leaves too little.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     need = _ROOM_OF_ONE_CORE if cores == 1 else _ROOM

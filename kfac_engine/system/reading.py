@@ -13,15 +13,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def check_file(path: Path, error: type[InputError] = InputError) -> None:
-    """Check that a path names a regular file that is smaller than the free memory.
-
-    Args:
-        path: Path of the file.
-        error: Type of the error to raise.
-
-    Raises:
-        InputError: The file does not exist, is not a regular file, or is too large.
-    """
+    """Raise ``error`` unless a path names a regular file that is smaller than the free memory."""
     size, free = check_regular_file(path, error), available_memory()
     if size > free:
         raise error(
@@ -30,18 +22,7 @@ def check_file(path: Path, error: type[InputError] = InputError) -> None:
 
 
 def check_regular_file(path: Path, error: type[InputError] = InputError) -> int:
-    """Return the number of bytes of a regular file.
-
-    Args:
-        path: Path of the file.
-        error: Type of the error to raise.
-
-    Returns:
-        The size of the file.
-
-    Raises:
-        InputError: The file does not exist, or is not a regular file.
-    """
+    """Return the number of bytes of a regular file; raise ``error`` for another path."""
     try:
         status = path.stat()
     except FileNotFoundError as failure:
@@ -63,19 +44,14 @@ def exists(path: Path) -> bool:
 def folder_members(path: Path) -> list[Path] | None:
     """Return the sorted paths in a folder; None for another path.
 
-    Raises:
-        InputError: The folder cannot be read.
+    ``InputError`` is raised if the folder cannot be read.
     """
     with _explained(path):
         return sorted(path.iterdir()) if path.is_dir() else None
 
 
 def names_folder(path: Path) -> bool:
-    """Return whether a path names a folder.
-
-    Raises:
-        InputError: The path cannot be read.
-    """
+    """Return whether a path names a folder; raise ``InputError`` if it cannot be read."""
     with _explained(path):
         return path.is_dir()
 
@@ -98,18 +74,7 @@ def is_pipe(path: Path) -> bool:
 
 
 def read_bounded(file: IO[bytes], most: int) -> bytes:
-    """Return the content of a stream to its end.
-
-    Args:
-        file: Stream of bytes.
-        most: Largest allowed number of bytes.
-
-    Returns:
-        Content of the stream.
-
-    Raises:
-        InputError: The stream contains more than ``most`` bytes.
-    """
+    """Return the content of a stream to its end; raise ``InputError`` beyond ``most`` bytes."""
     data = bytearray()
     while chunk := file.read(_CHUNK_BYTES):
         data += chunk

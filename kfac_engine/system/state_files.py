@@ -92,11 +92,8 @@ def write_state(
 ) -> None:
     """Write a state; the file is replaced whole or not at all.
 
-    Args:
-        path: The file.
-        kind: Kind of the state.
-        header: Entry to a value that JSON can represent; version and checksum are added.
-        arrays: Arrays by name.
+    JSON must be able to represent the values of the header, to which version and checksum are
+    added.
     """
     header = {"format": kind.version, **header}
     if kind.entry is None:
@@ -108,17 +105,9 @@ def write_state(
 
 
 def read_state(path: str | Path, kind: StateKind) -> StateFile:
-    """Read a state.
+    """Read a state, and check its checksum.
 
-    Args:
-        path: The file.
-        kind: Kind of the state.
-
-    Returns:
-        The content, whose checksum is right.
-
-    Raises:
-        InputError: The file is missing, damaged, or of another kind or version.
+    ``InputError`` is raised if the file is missing, damaged, or of another kind or version.
     """
     metadata, arrays = read_tensors(path, f"the {kind.name} '{path}'")
     header: Any = metadata if kind.entry is None else _parsed(metadata).get(kind.entry)
@@ -137,10 +126,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file; it is replaced whole or not at all.
 
-    Args:
-        path: The file.
-        arrays: Arrays by name.
-        metadata: Texts by name; None for none.
+    ``metadata`` are texts by name.
     """
     # safetensors writes the memory behind a view as it lies there, whatever the view's strides.
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
@@ -149,14 +135,9 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Array]]:
-    """Return the metadata and the arrays of a safetensors file.
+    """Return the metadata and the arrays of a safetensors file, which messages call ``what``.
 
-    Args:
-        path: The file.
-        what: The file in messages.
-
-    Raises:
-        InputError: The file is missing or damaged.
+    ``InputError`` is raised if the file is missing or damaged.
     """
     check_file(checked_path(path))
     try:

@@ -47,17 +47,11 @@ def checked_path(path: object) -> Path:
 
 
 def write_file(path: str | os.PathLike[str], chunks: Chunks) -> None:
-    """Write a file completely or not at all.
+    """Write chunks to a file completely or not at all.
 
     A symbolic link is followed. An existing file keeps its permissions and its owner. Devices,
-    pipes and the standard output are written in place.
-
-    Args:
-        path: Path of the file.
-        chunks: Content of the file, in pieces.
-
-    Raises:
-        InputError: The folder does not exist, or the file cannot be written.
+    pipes and the standard output are written in place. ``InputError`` is raised if the folder does
+    not exist, or if the file cannot be written.
     """
     try:
         old = _status(Path(path))
@@ -83,16 +77,13 @@ def check_outputs(
     inputs: Mapping[str, Path | Iterable[Path] | None] | None = None,
     appended: Collection[str] = (),
 ) -> None:
-    """Check that outputs can be written, are different files, and are not inputs.
+    """Raise ``InputError`` unless outputs can be written, are different files, and are not inputs.
 
     Args:
         outputs: Name for messages to path of each output; None for an output not requested.
         inputs: Name for messages to the path of an input, or to paths. The files of a folder are
             inputs.
         appended: Names of the outputs that are written in place; the others are replaced.
-
-    Raises:
-        InputError: An output is a folder, an input or another output, or cannot be written.
     """
     names = {
         _identity(path): name
