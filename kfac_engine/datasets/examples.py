@@ -30,7 +30,7 @@ class ExampleAxes:
     Args:
         batch: Where the examples are in the inputs and values of the model.
         outputs: Outputs with a loss; none if the file computes its loss from the inputs alone.
-        names: Name of the targets of an output, where it is not that of the output.
+        names: Name of the targets of an output, where it is not the name of the output.
         weights: Name of the weights of the targets among arrays by name.
 
     Attributes:
@@ -58,14 +58,7 @@ class ExampleAxes:
     def count(self, inputs: Mapping[str, Array]) -> int:
         """Return the number of examples of a batch.
 
-        Args:
-            inputs: Input name to array.
-
-        Returns:
-            The number.
-
-        Raises:
-            ShapeError: The inputs differ in their number of examples, or have none.
+        ``ShapeError`` is raised if the inputs differ in this number, or have no examples.
         """
         shapes = {name: np.shape(inputs[name]) for name in self.inputs if name in inputs}
         counts = {
@@ -79,17 +72,9 @@ class ExampleAxes:
         return int(next(iter(counts.values())))
 
     def check(self, inputs: Mapping[str, Array], targets: Targets) -> int:
-        """Return the number of examples; refuse targets with another number.
+        """Return the number of examples; raise ``ShapeError`` if targets have another number.
 
-        Args:
-            inputs: Input name to array.
-            targets: The targets; for several losses, by output.
-
-        Returns:
-            The number of examples.
-
-        Raises:
-            ShapeError: An array has another number of examples.
+        The targets of several losses are given by output.
         """
         count = self.count(inputs)
         for (kind, name), array in self._named(targets).items():
@@ -111,15 +96,10 @@ class ExampleAxes:
         return tuple(shapes)
 
     def part(self, inputs: Mapping[str, Array], targets: Targets, selection: Selection) -> Batch:
-        """Return some examples of a batch.
+        """Return the inputs and targets of some examples of a batch.
 
-        Args:
-            inputs: Input name to array; inputs without an axis of examples are returned whole.
-            targets: The targets; for several losses, by output.
-            selection: A range of examples, or an array of their numbers.
-
-        Returns:
-            Inputs and targets of the examples.
+        ``selection`` is a range of examples, or an array of their numbers. Inputs without an axis
+        of examples are returned whole.
         """
         selected = {
             name: _take(array, self.inputs[name], selection) if name in self.inputs else array
@@ -131,14 +111,9 @@ class ExampleAxes:
         )
 
     def joined(self, batches: Sequence[Batch]) -> Batch:
-        """Return the examples of several batches as one; new arrays.
+        """Return the examples of several batches as one batch of new arrays.
 
-        Args:
-            batches: Batches with the same arrays; inputs without an axis of examples are those of
-                the first batch.
-
-        Returns:
-            Inputs and targets.
+        Inputs without an axis of examples come from the first batch.
         """
         inputs = {
             name: _concatenated([batch[0][name] for batch in batches], self.inputs[name])
@@ -154,16 +129,9 @@ class ExampleAxes:
     def separated(self, arrays: Mapping[str, Array], *, labeled: bool = True) -> Batch:
         """Return the inputs and the targets among arrays by name.
 
-        Args:
-            arrays: An array for each input, and ``targets``; for several losses, the targets under
-                the names of their outputs.
-            labeled: Whether the targets are needed; if not, they may be absent, and are None then.
-
-        Returns:
-            Inputs and targets.
-
-        Raises:
-            InputError: There are no targets where they are needed, or an input is missing.
+        The targets are under ``targets`` or, for several losses, under the names of their outputs.
+        They are None if they are absent and not ``labeled``. ``InputError`` is raised if an input
+        is missing, or if targets are missing that are needed.
         """
         missing = [name for name in self.inputs if name not in arrays]
         unknown = arrays.keys() - {*self.names}
@@ -214,14 +182,7 @@ class ExampleAxes:
     def named(self, inputs: object) -> Mapping[str, Array]:
         """Return inputs by name: a lone array belongs to the only input.
 
-        Args:
-            inputs: Input name to array, or the array of the only input.
-
-        Returns:
-            Input name to array.
-
-        Raises:
-            InputError: A lone array is given to a model of several inputs.
+        ``InputError`` is raised for a lone array if the model has several inputs.
         """
         if isinstance(inputs, Mapping):
             return inputs
@@ -301,11 +262,7 @@ class NumberedBatch(tuple[Mapping[str, Array], Targets]):
 def numbered_in_data(batches: Sequence[Batch]) -> Iterator[None]:
     """Return a context whose errors say which example of the data is wrong.
 
-    Args:
-        batches: Its last entry is the batch of an error.
-
-    Raises:
-        KfacError: The error of the block, with the number of the example.
+    The last entry of ``batches`` is the batch of an error.
     """
     try:
         yield

@@ -35,8 +35,7 @@ def is_path(data: object) -> TypeGuard[str | os.PathLike[str]]:
 def files_of(data: object) -> Iterator[Path]:
     """Yield the files and folders that data are read from: paths, and the files of mapped arrays.
 
-    Args:
-        data: Data in a form of ``fit``. Iterables besides tuples, lists and mappings are not read.
+    Data have a form of ``fit``. Iterables besides tuples, lists and mappings are not read.
     """
     if is_path(data):
         yield Path(data)
@@ -54,19 +53,10 @@ def files_of(data: object) -> Iterator[Path]:
 def shards_of(
     path: str | os.PathLike[str], axes: ExampleAxes, *, labeled: bool = True
 ) -> list[Shard]:
-    """Return the shards of a folder.
+    """Return the shards of a folder, in the order of their names.
 
-    Args:
-        path: A folder of shards, which are sorted by name.
-        axes: The axes of the examples.
-        labeled: Whether the targets are needed.
-
-    Returns:
-        The shards.
-
-    Raises:
-        InputError: A file is damaged, or the shards differ in names, types or shapes of their
-            arrays.
+    ``InputError`` is raised if a file is damaged, or if the shards differ in names, types or shapes
+    of their arrays.
     """
     place = Path(path)
     shards = _grouped(place, axes.names)
@@ -86,9 +76,7 @@ def shards_of(
 def first_shard(folder: Path, names: Collection[str]) -> dict[str, Array]:
     """Return the arrays of the first shard of a folder by name, mapped.
 
-    Args:
-        folder: The folder.
-        names: Names of the inputs and targets of the model.
+    ``names`` are the inputs and targets of the model.
     """
     return _mapped(next(iter(_grouped(folder, names).values())))
 
@@ -102,15 +90,8 @@ def opened_inputs(path: str | os.PathLike[str]) -> Array | dict[str, Array]:
 def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Targets:
     """Return the targets in a file, mapped.
 
-    Args:
-        path: The file.
-        outputs: Names of the outputs with a loss.
-
-    Returns:
-        The array ``targets`` of the file, its arrays by output, or its only array.
-
-    Raises:
-        InputError: The file has other arrays, or cannot be read.
+    They are the array ``targets`` of the file, its arrays by output, or its only array. Otherwise
+    ``InputError`` is raised. ``outputs`` are the names of the outputs with a loss.
     """
     arrays = opened_inputs(path)
     if not isinstance(arrays, Mapping):
@@ -134,14 +115,7 @@ def opened_targets(path: str | os.PathLike[str], outputs: Collection[str]) -> Ta
 def numbers_in(path: str | os.PathLike[str]) -> Array:
     """Return the numbers in a file: an ``.npy`` file, or text with spaces or commas.
 
-    Args:
-        path: The file.
-
-    Returns:
-        The numbers.
-
-    Raises:
-        InputError: The file cannot be read, or does not hold one list of numbers.
+    ``InputError`` is raised if the file cannot be read, or if it does not hold one list of numbers.
     """
     place = Path(path)
     if place.suffix == ".npy":
@@ -163,16 +137,9 @@ def separated(
     *,
     labeled: bool = True,
 ) -> Batch:
-    """Return the inputs and targets of a file.
+    """Return the inputs and targets of a file, as ``ExampleAxes.separated`` does.
 
-    Args:
-        path: The file, for messages.
-        arrays: Its arrays by name.
-        axes: The axes of the examples.
-        labeled: Whether the targets are needed.
-
-    Raises:
-        InputError: The file has one array without a name, or see ``ExampleAxes.separated``.
+    Messages name the file. ``InputError`` is raised if the file has one array without a name.
     """
     if None in arrays:
         raise InputError(
@@ -191,8 +158,7 @@ def separated(
 def _grouped(folder: Path, names: Collection[str]) -> dict[str, Files]:
     """Return the files of each shard, by its name, in the order of the names.
 
-    Raises:
-        InputError: There is no shard, or a name of a file names no array of the model.
+    ``InputError`` is raised if there is no shard, or if a file name names no array of the model.
     """
     members = folder_members(folder) or ()
     paths = [path for path in members if not path.name.startswith(".")]
@@ -239,7 +205,7 @@ def _compare(
     other: tuple[str, Mapping[str | None, ArrayHeader]],
     axes: ExampleAxes,
 ) -> None:
-    """Refuse a shard whose arrays differ from those of another shard."""
+    """Refuse a shard whose arrays differ from another shard."""
     (first, headers), (name, others) = expected, other
     for key in dict.fromkeys([*headers, *others]):
         left, right = (_form(entries.get(key), str(key), axes) for entries in (headers, others))

@@ -82,10 +82,9 @@ def batches_of(
 
 
 def whole_batch(data: Data, axes: ExampleAxes, *, labeled: bool = True) -> Batch:
-    """Return all examples of data as one batch; the arguments are those of ``batches_of``.
+    """Return all examples of data as one batch; the arguments are as for ``batches_of``.
 
-    Raises:
-        InputError: As for ``batches_of``, or there is no batch.
+    ``InputError`` is raised as by ``batches_of``, or if there is no batch.
     """
     whole = None if is_folder(data) else _whole(data, axes, labeled)
     if whole is not None:
@@ -147,15 +146,15 @@ class GivenBatches:
         self.per_epoch = None if length is None else ceil(length / parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the batches, without those of which this process has no example."""
+        """Return the batches of which this process has an example."""
         parts = (self._share.of_batch(batch, self._axes) for batch in self._batches(0))
         return (part for part in parts if self._share.size == 1 or self._axes.count(part[0]))
 
     def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
         """Return the batches of the steps of an epoch from the step ``start`` on, as their parts.
 
-        Raises:
-            InputError: An entry is no batch, or has fewer examples than there are processes.
+        ``InputError`` is raised if an entry is no batch, or has fewer examples than there are
+        processes.
         """
         batches = self._batches(number, start * self._parts)
         while parts := [self._shared(batch) for batch in islice(batches, self._parts)]:
@@ -196,13 +195,9 @@ def is_folder(data: object) -> TypeGuard[Path]:
 
 
 def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> Batch | None:
-    """Return inputs by name and targets; None where data are neither arrays nor a file.
+    """Return inputs by name and targets; None if data are neither arrays nor a file.
 
-    Args:
-        data: Data in any form but a folder.
-        axes: The axes of the examples.
-        labeled: As for ``batches_of``.
-        pair: Whether data are known to be a pair.
+    Data have any form but a folder. With ``pair``, they are known to be a pair.
     """
     inputs, targets = data, None
     if _is_triple(data, axes, labeled):
@@ -223,10 +218,9 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
 
 
 def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:
-    """Return whether data are inputs and targets, in place of an iterable of batches.
+    """Return whether data are inputs and targets, not an iterable of batches.
 
-    Raises:
-        InputError: Targets are not needed, and a list of two arrays may be either.
+    ``InputError`` is raised if targets are not needed and a list of two arrays may be either.
     """
     if not isinstance(data, tuple | list) or len(data) != 2 or isinstance(data[0], tuple | list):
         return False
@@ -244,7 +238,7 @@ def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:
 
 
 def _is_triple(data: object, axes: ExampleAxes, labeled: bool) -> bool:
-    """Return whether data are inputs, targets and weights, in place of an iterable of batches."""
+    """Return whether data are inputs, targets and weights, not an iterable of batches."""
     if not isinstance(data, tuple) or len(data) != 3 or isinstance(data[0], tuple | list):
         return False
     if all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data):

@@ -123,14 +123,7 @@ class Examples:
         return sum(self.counts)
 
     def batch(self, parts: NumberedParts) -> NumberedBatch:
-        """Return examples as one batch, in their order.
-
-        Args:
-            parts: Shards with the numbers of the examples.
-
-        Returns:
-            Inputs and targets; new arrays.
-        """
+        """Return examples of shards as one batch of new arrays, in their order."""
         starts = np.cumsum((0, *self.counts))
         numbers = np.concatenate([starts[shard] + numbers for shard, numbers in parts])
         return NumberedBatch(self._joined(parts), numbers, self.axes)
@@ -293,18 +286,10 @@ def _arrays(inputs: Mapping[str, Array], targets: Targets) -> dict[str, Array]:
 
 
 def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array], list[Array]]:
-    """Return a random split of the examples of a data set into two.
+    """Return a random split of the examples of a data set into two, by their numbers in each shard.
 
-    Args:
-        counts: Number of examples of each shard.
-        fraction: Fraction of the examples in the second part, in (0, 1).
-        seed: Seed of the split.
-
-    Returns:
-        The numbers of the examples of each shard in the first and in the second part, ascending.
-
-    Raises:
-        InputError: A part has no examples.
+    The numbers ascend. ``counts`` has the number of examples of each shard. The second part has the
+    ``fraction``, in (0, 1), of the examples. ``InputError`` is raised if a part has no examples.
     """
     total = sum(counts)
     size = round(fraction * total)
@@ -324,15 +309,9 @@ def split(counts: Sequence[int], fraction: float, seed: int) -> tuple[list[Array
 def full_batches(
     parts: Iterable[tuple[int, Array]], size: int, *, rest: bool = False
 ) -> Iterator[NumberedParts]:
-    """Cut examples into batches.
+    """Cut the examples of shards into batches of ``size`` examples, and yield the parts of each.
 
-    Args:
-        parts: Shards with numbers of examples, in order.
-        size: Examples in a batch.
-        rest: Whether the examples that do not fill a batch are a last batch.
-
-    Yields:
-        The parts of each batch.
+    With ``rest``, the examples that do not fill a batch are a last batch.
     """
     waiting: list[tuple[int, Array]] = []
     missing = size
