@@ -39,11 +39,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name, as click does.
-
-        Raises:
-            UsageError: There is no such command.
-        """
+        """Return the command that the arguments name; raise ``UsageError`` if there is none."""
         name = args[0]
         if not name.startswith("-") and name not in self.commands and not ctx.resilient_parsing:
             near = suggestion(name, self.commands) or f"; commands are: {', '.join(self.commands)}"

@@ -178,11 +178,7 @@ class Choice(click.Choice):  # type: ignore[type-arg] # click is generic since 8
     """One of several names; the error for another name suggests the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the name.
-
-        Raises:
-            BadParameter: The value is none of the names.
-        """
+        """Return the name; raise ``BadParameter`` with the nearest name if the value is none."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:

@@ -140,17 +140,11 @@ def train(
     seed: int,
     seconds: float,
 ) -> Run:
-    """Train a model from its own weights for a CPU time, on one thread.
+    """Train a model from its own weights for some CPU seconds, on one thread.
 
-    Args:
-        model: ONNX file with an input ``image`` and one output of logits.
-        make: Returns a new optimizer of an engine.
-        data: Images and labels.
-        seed: Seed of the held-out part, of the batches and of sampled targets.
-        seconds: CPU seconds of the steps.
-
-    Returns:
-        The course of the run.
+    The file ``model`` has an input ``image`` and one output of logits. ``make`` returns a new
+    optimizer of an engine. ``data`` are images and labels. The seed determines the held-out part,
+    the batches and sampled targets. Only the time of the steps counts.
     """
     images, labels = data
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -207,12 +201,7 @@ _PLACES = 100
 def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> bool:
     """Draw the runs of each method into a PNG; return False if matplotlib is missing.
 
-    Args:
-        runs: Method to its runs, one for each seed.
-        path: File of the picture.
-
-    Returns:
-        Whether the picture is drawn.
+    Each method has one run for each seed.
     """
     try:
         from matplotlib.figure import Figure
@@ -257,14 +246,9 @@ def _draw_method(
 def median_curve(
     places: Sequence[Sequence[float]], losses: Sequence[Sequence[float]]
 ) -> tuple[Any, Any]:
-    """Return the median of piecewise linear curves, between their common ends.
+    """Return places and medians of piecewise linear curves, between their common ends.
 
-    Args:
-        places: Ascending places of each curve.
-        losses: Values of each curve.
-
-    Returns:
-        Places and medians.
+    The places of each curve ascend.
     """
     ends = max(x[0] for x in places), min(x[-1] for x in places)
     x = np.linspace(*ends, _PLACES)

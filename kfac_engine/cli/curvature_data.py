@@ -21,14 +21,9 @@ def first_examples(
 ) -> dict[str, Array] | None:
     """Return the first examples of data, from which shapes are inferred.
 
-    Args:
-        inputs: Input name to array.
-        model: File of the model.
-        axes: Axis of the examples of an input, where the user names it; else the first.
-        size: Number of examples; None for a few.
-
-    Returns:
-        Inputs; None where examples cannot be told from the declared shapes.
+    ``axes`` has the axes of the examples that the user names; other axes are the first. There are
+    few examples if ``size`` is None. The result is None if examples cannot be told from the
+    declared shapes.
     """
     places = {name: axes.get(name, 0) for name in inputs}
     declared = {entry.name: entry.shape for entry in load_graph(model).inputs}
@@ -54,20 +49,10 @@ def file_batches(
     *,
     labeled: bool = False,
 ) -> "ShownBatches":
-    """Return data as batches with a bar.
+    """Return data in a form of ``fit`` as batches with a bar.
 
-    Args:
-        assembly: The model.
-        data: Data in a form of ``fit``.
-        size: Examples in a batch; None for a default.
-        passes: Number of times that the data are read.
-        labeled: Whether targets are needed.
-
-    Returns:
-        The batches.
-
-    Raises:
-        InputError: The data are wrong, or the model runs with another number of examples only.
+    ``passes`` is the number of times that the data are read. ``InputError`` is raised if the data
+    are wrong, or if the model runs with another number of examples only.
     """
     axes = assembly.task.example_axes
     if axes.obstacle and size not in (None, axes.fixed_size):

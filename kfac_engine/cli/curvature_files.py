@@ -24,16 +24,9 @@ batch_option = Group.DATA.count(
 def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.Curvature":
     """Return the curvature in a file.
 
-    Args:
-        path: The file.
-        model: File of the model, with the weights of the time of the measurement.
-        sample: File of a batch from which shapes are inferred.
-
-    Returns:
-        The curvature.
-
-    Raises:
-        InputError: A file is wrong, or the model has other weights.
+    ``model`` is the file of the model with the weights that were measured, and ``sample`` a file
+    with a batch from which shapes are inferred. ``InputError`` is raised if a file is wrong, or if
+    the model has other weights.
     """
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs

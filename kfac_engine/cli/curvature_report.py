@@ -23,14 +23,10 @@ _OPTIONAL = " effective dimension"
 def print_curvature(
     curvature: "ke.Curvature", damping: float, path: Path, *, wide: bool, as_json: bool
 ) -> None:
-    """Print a report on a curvature.
+    """Print a report on a curvature that is stored in ``path``.
 
-    Args:
-        curvature: The curvature.
-        damping: Damping of log-determinants and effective dimensions.
-        path: The file that has the curvature.
-        wide: Whether a narrow terminal has all columns, too.
-        as_json: Whether the report is JSON.
+    Log-determinants and effective dimensions have the given damping. With ``wide``, a narrow
+    terminal has all columns, too.
     """
     rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
     if as_json:

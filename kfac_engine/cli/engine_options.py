@@ -80,9 +80,9 @@ class Row:
     Args:
         group: Group of the option.
         text: Help text. It is no docstring, because ``python -OO`` removes docstrings.
-        flag: Name of the option; by default that of the field, with hyphens.
+        flag: Name of the option; by default the name of the field, with hyphens.
         names: The values that the option accepts: see ``Option``.
-        settings: Arguments of ``click.Option``, in place of those that follow from the type.
+        settings: Arguments of ``click.Option`` that replace what follows from the type.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class EngineCommand(Command):
 
     @property
     def params(self) -> list[click.Parameter]:
-        """All parameters, those of the engine last; click extends this list."""
+        """All parameters, the options of the engine last; click extends this list."""
         if not self._shared:
             options = options_of(self._record(), self._names)
             self._shared = [option for option in options if option.name not in self._without]
@@ -258,14 +258,10 @@ def _kinds() -> list[tuple[str, str]]:
 
 
 def options_of(record: type[Any], names: Sequence[str] = ()) -> list[Option]:
-    """Return an option for each field of a record.
+    """Return an option for each field of a dataclass that has rows in ``ROWS``, in their order.
 
-    Args:
-        record: A dataclass; ``ROWS`` has a row for each of its fields.
-        names: The fields; empty for all but those that the commands have as their own.
-
-    Returns:
-        The options, in the order of the fields.
+    ``names`` selects fields; if it is empty, all are selected but those that the commands have as
+    their own.
     """
     types = get_type_hints(record)
     other = CURVATURE_TEXTS if record.__name__ == "CurvatureOptions" else {}

@@ -32,14 +32,8 @@ def check_files(
 ) -> None:
     """Refuse to write over a file that is read, or in vain, before anything is computed.
 
-    Args:
-        outputs: Name in messages to file, for the files that are written.
-        inputs: Name in messages to file or folder, for what is read besides the model.
-        model: File of the model; its external data count as inputs.
-        appended: As for ``check_outputs``.
-
-    Raises:
-        InputError: An output is the same file as an input or another output, or cannot be written.
+    ``InputError`` is raised as by ``check_outputs``. The model and its external data count as
+    inputs.
     """
     read: dict[str, Path | Iterable[Path] | None] = {**inputs, "the model": model}
     if any(path is not None and exists(path) for path in outputs.values()):
@@ -50,29 +44,18 @@ def check_files(
 def with_weights(name: str, path: Path) -> dict[str, Path | None]:
     """Return the files of a model to write: the model, and the weights of a large one beside it.
 
-    Args:
-        name: Name in messages.
-        path: File of the model.
-
-    Returns:
-        Outputs for ``check_files``.
+    They are outputs for ``check_files``, which calls the model ``name`` in messages.
     """
     weights = path.with_name(f"{path.name}.data") if path.name else None
     return {name: path, f"the weights of {name}": weights}
 
 
 def read_inputs(path: Path, model: Path) -> dict[str, Array]:
-    """Return the batch in a file; of a folder of shards, the first shard.
+    """Return the batch in a file without targets, or the first shard of a folder of shards.
 
-    Args:
-        path: ``.npz`` keyed by input name, or ``.npy`` for a model with one input.
-        model: The model's file, which names the input of a lone array.
-
-    Returns:
-        Input name to array, without targets; the engine checks the names.
-
-    Raises:
-        InputError: The file is missing, broken, or a lone array for several inputs.
+    The file is an ``.npz`` with inputs by name, or an ``.npy`` for a model with one input. The
+    engine checks the names. ``InputError`` is raised if the file is missing or broken, or if it has
+    a lone array for several inputs.
     """
     return read_data(path, None, model)[0]
 
@@ -82,19 +65,14 @@ def read_data(
 ) -> tuple[dict[str, Array], Any]:
     """Read input files; return the inputs by name, and inputs and targets as data for ``fit``.
 
+    A file is opened once, because it may be a pipe.
+
     Args:
         inputs: The inputs: ``.npz`` keyed by input name, ``.npy`` for a model with one input, or a
-            folder of shards; a file may have targets, too.
-        targets: The targets; None where ``inputs`` has them, or where there are none.
+            folder of shards, whose first shard is returned; a file may have targets, too.
+        targets: The targets; None if ``inputs`` has them, or if there are none.
         model: The model's file, which names the input of a lone array.
         read: Reads the arrays, or maps them.
-
-    Returns:
-        Input name to array, of a folder those of the first shard; and the data in a form of
-        ``fit``. A file is opened once, because it may be a pipe.
-
-    Raises:
-        InputError: A file is missing, broken, or a lone array for several inputs.
     """
     graph = load_graph(model)
     names = [entry.name for entry in graph.inputs]
@@ -115,15 +93,10 @@ def read_data(
 
 
 def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the gradients in a file.
+    """Return the gradients in a safetensors file by parameter.
 
-    Args:
-        path: ``.safetensors`` with keys ``<parameter>`` or ``gradient/<parameter>``; natural
-            gradients, which ``precondition`` writes into the same file, are ignored.
-        known: The model's parameters.
-
-    Returns:
-        Parameter name to gradient.
+    Keys are ``<parameter>`` or ``gradient/<parameter>``. Natural gradients, which ``precondition``
+    writes into the same file, are ignored. ``known`` are the parameters of the model.
 
     Raises:
         InputError: The file is missing or broken, has no gradient, or two of one parameter.

@@ -140,17 +140,10 @@ def _report(name: str, scores: "Array", top: int, out: Path, as_json: bool) -> N
 
 
 def extremes(scores: "Array", count: int) -> tuple[list[int], list[int]]:
-    """Return the places of the highest and of the lowest scores, in the order of a stable sort.
+    """Return the places of the ``count`` highest and lowest scores, in the order of a stable sort.
 
-    Only the scores that can be among them are sorted.
-
-    Args:
-        scores: One row of scores.
-        count: Number of places of each kind.
-
-    Returns:
-        The places of the highest scores, descending, and of the lowest scores, ascending. Of equal
-        scores, the first one comes first among the highest, and last among the lowest.
+    Only the scores that can be among them are sorted. The highest scores descend and the lowest
+    ascend. Of equal scores, the first one comes first among the highest, and last among the lowest.
     """
     import numpy as np
 

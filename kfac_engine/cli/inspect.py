@@ -263,12 +263,7 @@ def _as_json(report: _Report) -> dict[str, object]:
 def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
     """Print a row for each layer, and for each parameter that belongs to none.
 
-    Args:
-        engine: Its layers are printed.
-        wide: Whether a narrow terminal has all columns, too.
-
-    Returns:
-        Whether all columns are shown.
+    Return whether all columns are shown. With ``wide``, a narrow terminal has all columns, too.
     """
     return print_table(
         "layers",
@@ -422,11 +417,9 @@ _NONE = "–"
 
 
 def print_ranks(costs: "Mapping[Distribution, RankCost]", refresh_every: int) -> None:
-    """Print a column for each distribution.
+    """Print a column with the cost of one rank for each distribution.
 
-    Args:
-        costs: The cost of one rank, by distribution.
-        refresh_every: Number of calls from one refresh to the next.
+    ``refresh_every`` is the number of calls from one refresh to the next.
     """
     heads = ("quantity", *(_NAMES.get(name, f" {name}") for name in costs))
     rows = [

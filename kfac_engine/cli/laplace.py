@@ -54,8 +54,7 @@ class Prediction:
 def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str) -> float | str:
     """Return a number, or the word that asks for the evidence.
 
-    Raises:
-        click.BadParameter: The text is neither.
+    ``BadParameter`` is raised for another text.
     """
     if value == _BY_EVIDENCE:
         return value

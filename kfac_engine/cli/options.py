@@ -135,12 +135,9 @@ def one_or_more(
 def keywords(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Return a decorator that passes options to a command as a dictionary ``options``.
 
-    Args:
-        options: click's decorators, in the order of the help page. Each is named after the keyword
-            argument of the library that receives its value.
-
-    Returns:
-        The decorator; ``options`` receives every value that the command has no parameter for.
+    It receives every value that the command has no parameter for. The options are click's
+    decorators, in the order of the help page. Each is named after the keyword argument of the
+    library that receives its value.
     """
 
     def decorate(command: Command) -> Command:
@@ -161,13 +158,8 @@ def gathered(
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds options to a command and passes their values as one record.
 
-    Args:
-        keyword: The argument of the command that receives the record.
-        record: A dataclass with one field for each option.
-        options: click's decorators, in the order of the help page.
-
-    Returns:
-        The decorator.
+    ``keyword`` is the argument of the command that receives the record, a dataclass with one field
+    for each option. The options are click's decorators, in the order of the help page.
     """
 
     def decorate(command: Command) -> Command:

@@ -41,13 +41,8 @@ def layer_owners_option() -> Option:
 def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
     """Return a context in which a command is one of the processes of an MPI job.
 
-    An error of one process becomes an error of all. Only the first process prints.
-
-    Args:
-        options: Options of the engine with the distribution; they receive the communicator.
-
-    Yields:
-        Nothing.
+    An error of one process becomes an error of all. Only the first process prints. ``options`` has
+    the distribution and receives the communicator.
     """
     distribution = options.pop(_DISTRIBUTION)
     if distribution is None and not launched_by_mpi():

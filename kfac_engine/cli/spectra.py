@@ -27,9 +27,6 @@ _NONE = "–"
 def check_picture(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before anything is computed.
 
-    Args:
-        path: File of the picture.
-
     Raises:
         InputError: The name of the file ends in no known format.
         BackendError: matplotlib is not installed.

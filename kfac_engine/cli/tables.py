@@ -81,14 +81,9 @@ class _Layout:
         return widths
 
     def lines(self, widths: Sequence[int], rule: str) -> Iterator[str]:
-        """Yield the lines of the table.
+        """Yield the lines of the table, without line breaks.
 
-        Args:
-            widths: Widths of the columns.
-            rule: Character of the line below the heads.
-
-        Yields:
-            Lines without a line break.
+        ``rule`` is the character of the line below the heads.
         """
         if self.below:
             yield _EDGE + self.columns[0].head
@@ -139,8 +134,9 @@ def print_table(
 ) -> bool:
     """Print a table in the first layout that fits the terminal.
 
-    The layouts are a table; a table without the optional column; the first cell of each row on
-    lines of its own, with the other cells in a table below; a line for each cell.
+    Return whether all columns are shown. The layouts are a table; a table without the optional
+    column; the first cell of each row on lines of its own, with the other cells in a table below; a
+    line for each cell.
 
     Args:
         title: Title of the table.
@@ -148,9 +144,6 @@ def print_table(
         rows: Cells. A cell that is a list has an entry on each line.
         sentences: Head of the column whose cells may wrap at spaces.
         optional: Head of the column that a narrow terminal does not show.
-
-    Returns:
-        Whether all columns are shown.
     """
     from rich.text import Text
 

@@ -99,7 +99,7 @@ _CALLBACK_OPTIONS = (
 
 
 def refresh_options() -> list[Option]:
-    """Return the options of a schedule, with the defaults of the optimizer in place of its own."""
+    """Return the options of a schedule, with the defaults of the optimizer."""
     options = options_of(Schedule, _REFRESH_OPTIONS)
     for option in options:
         option.default, option.show_default = None, False
@@ -113,15 +113,7 @@ def refresh_options() -> list[Option]:
 def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """Remove the values of ``refresh_options`` from options, and return those that are given.
 
-    Args:
-        options: Values by name; changed.
-        optimizer: Name of the optimizer.
-
-    Returns:
-        Argument of ``KfacOptimizer`` to value.
-
-    Raises:
-        InputError: A value is given, and the optimizer has no curvature.
+    ``InputError`` is raised if a value is given and the optimizer has no curvature.
     """
     values = {name: options.pop(name) for name in _REFRESH_OPTIONS}
     chosen = {name: value for name, value in values.items() if value is not None}
