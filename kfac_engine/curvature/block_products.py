@@ -43,16 +43,10 @@ class BlockProducts:
     def matpower(self, exp: float, columns: Mapping[Params, slice] | None = None) -> Product:
         """Return the product of a block with a vector for a power of the damped matrix.
 
-        Args:
-            exp: 1, which reads the current averages, or a registered power, as of the last refresh.
-            columns: Parameters of blocks to the only columns of their products that are needed;
-                the other columns may be zero. See ``KroneckerProductFB.multiply_columns``.
-
-        Returns:
-            A product for ``multiply`` and ``multiply_pairs``.
-
-        Raises:
-            UnknownNameError: The power was not registered.
+        The power 1 reads the current averages; a registered power reads the last refresh.
+        ``columns`` has the only columns of products that are needed, by the parameters of a block;
+        the other columns may be zero (``KroneckerProductFB.multiply_columns``).
+        ``UnknownNameError`` is raised if the power was not registered.
         """
         if float(exp) not in self._exps:
             raise UnknownNameError(
@@ -72,14 +66,7 @@ class BlockProducts:
     def cholesky(self, transpose: bool = False) -> Product:
         """Return the product with the Cholesky factor ``B`` of the damped matrix, or with ``Bᵀ``.
 
-        Args:
-            transpose: Whether it is ``Bᵀ``.
-
-        Returns:
-            A product for ``multiply`` and ``multiply_pairs``.
-
-        Raises:
-            UnknownNameError: The option ``compute_cholesky`` is not set.
+        ``UnknownNameError`` is raised if the option ``compute_cholesky`` is not set.
         """
         self._require("compute_cholesky", self._cholesky)
         return lambda block, vector: block.multiply_cholesky(vector, transpose)
@@ -87,14 +74,7 @@ class BlockProducts:
     def cholesky_inverse(self, transpose: bool = False) -> Product:
         """Return the product with ``B⁻¹``, or with its transpose.
 
-        Args:
-            transpose: Whether it is the transpose.
-
-        Returns:
-            A product for ``multiply`` and ``multiply_pairs``.
-
-        Raises:
-            UnknownNameError: The option ``compute_cholesky_inverse`` is not set.
+        ``UnknownNameError`` is raised if the option ``compute_cholesky_inverse`` is not set.
         """
         self._require("compute_cholesky_inverse", self._cholesky_inverse)
         return lambda block, vector: block.multiply_cholesky_inverse(vector, transpose)
@@ -102,16 +82,9 @@ class BlockProducts:
     def multiply(self, vectors: Mapping[str, Any], product: Product) -> dict[str, Any]:
         """Multiply vectors of some or all blocks, given by parameter, in parallel.
 
-        Args:
-            vectors: Parameter to array in the parameter's shape, or to rows of an embedding; all
-                parameters of each block that is to be multiplied.
-            product: A product of this object.
-
-        Returns:
-            Parameter to product, in the shape of its vector.
-
-        Raises:
-            InputError: A block has vectors for some of its parameters only.
+        A vector is an array in the shape of the parameter, or rows of an embedding. The product has
+        the shape of its vector. ``InputError`` is raised if a block has vectors for some of its
+        parameters only.
         """
         products: dict[str, Any] = {}
 
@@ -136,14 +109,9 @@ class BlockProducts:
         return {name: products[name] for name in vectors if name in products}
 
     def multiply_pairs(self, vecs_and_vars: Pairs, product: Product) -> list[tuple[Vector, Params]]:
-        """Multiply vectors of all parameters, given as pairs.
+        """Multiply vectors of all parameters, given as pairs, and return pairs in the same order.
 
-        Args:
-            vecs_and_vars: Pairs of an array and its parameter, or of several of each.
-            product: A product of this object.
-
-        Returns:
-            Pairs in the order given.
+        A pair has an array and its parameter, or several of each.
 
         Raises:
             ShapeError: A pair has another number of arrays than parameters.
@@ -166,16 +134,7 @@ class BlockProducts:
 def _by_parameter(vecs_and_vars: Pairs, registered: Sequence[str]) -> dict[str, Any]:
     """Return the vectors of all parameters by name.
 
-    Args:
-        vecs_and_vars: Pairs of an array and its parameter, or of a tuple of arrays and parameters.
-        registered: All parameters.
-
-    Returns:
-        Parameter to array, or to rows of an embedding.
-
-    Raises:
-        ShapeError: The numbers of arrays and parameters of a pair differ.
-        InputError: A parameter is missing, occurs twice or is not registered.
+    Pairs and errors are as for ``multiply_pairs``.
     """
     vectors: dict[str, Any] = {}
     for vector, key in vecs_and_vars:

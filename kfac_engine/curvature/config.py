@@ -124,11 +124,7 @@ class CollectionConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: A value is outside its range.
-        """
+        """Raise ``InputError`` if a value is outside its range."""
         one_of("initial_covariance", self.initial_covariance, ("zeros", "identity"))
         one_of("pi_type", self.pi_type, ("tracenorm", "off"))
         for name in _FLAGS:

@@ -79,17 +79,9 @@ class CovarianceUpdates:
     ) -> PendingUpdate:
         """Measure one batch for all factors; averages do not change.
 
-        Args:
-            batch: The batch.
-            release: As for ``FisherEstimator.update_covariances``.
-            propagated: Likewise.
-            by_example: Whether factors that read gradients of single examples are measured, too.
-
-        Returns:
-            The update; its ``commit`` changes the averages.
-
-        Raises:
-            KfacError: As for ``FisherEstimator.update_covariances``.
+        The ``commit`` of the returned update changes them. With ``by_example``, factors that read
+        gradients of single examples are measured, too. Other arguments and errors are as for
+        ``FisherEstimator.update_covariances``.
         """
         return self._measured(self.updater, self._alone(by_example), batch, release, propagated)
 
@@ -101,16 +93,10 @@ class CovarianceUpdates:
         *,
         by_example: bool = True,
     ) -> None:
-        """Measure a part of a batch for all factors; averages do not change.
+        """Measure a part of a batch for all factors, into ``sums``; averages do not change.
 
-        Args:
-            sums: Receives the measurements.
-            part: The part.
-            bases: The factors of ``parts_of_bases``, to measure these only.
-            by_example: As for ``measure``.
-
-        Raises:
-            KfacError: As for ``measure``.
+        If ``bases`` has the factors of ``parts_of_bases``, only these are measured. Errors are as
+        for ``measure``.
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
         alone = () if bases else self._alone(by_example)
@@ -152,18 +138,11 @@ class CovarianceUpdates:
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> None:
-        """Update all averages by one batch, combined with those of other processes.
+        """Update all averages by one batch, combined with the batches of other processes.
 
-        Args:
-            decay: Weight of the old averages, in [0, 1].
-            trace: As for ``FisherEstimator.update_covariances``, with the other arguments.
-            draws: Fixes the randomness.
-            scales: Factors of cotangents.
-            release: Receives names of values.
-            propagated: Gradients that the caller has computed.
-
-        Raises:
-            KfacError: As for ``measure``; averages and generator have not changed.
+        ``decay`` is the weight of the old averages, in [0, 1]. Other arguments are as for
+        ``FisherEstimator.update_covariances``. After an error, averages and generator have not
+        changed.
         """
         self._require_whole_batches()
         with self.restored_on_error():
@@ -180,18 +159,9 @@ class CovarianceUpdates:
         draws: Draws | None = None,
         scales: Scales | None = None,
     ) -> None:
-        """Update the averages of some factors by one batch.
+        """Update the averages of some factors by one batch with a weight.
 
-        Args:
-            factors: The factors.
-            trace: The evaluation of the batch.
-            decay: Weight of the old averages, in [0, 1].
-            weight: Weight of the batch.
-            draws: Fixes the randomness.
-            scales: Factors of cotangents.
-
-        Raises:
-            KfacError: As for ``measure``; averages and generator have not changed.
+        Other arguments and errors are as for ``update``.
         """
         self._require_whole_batches()
         alone = tuple(factor for factor in factors if factor in self.sources.alone)
@@ -206,13 +176,8 @@ class CovarianceUpdates:
     def add_one(self, factor: FisherFactor, trace: Trace, decay: float) -> None:
         """Update one average; all factors of a pass over a batch see the same draws.
 
-        Args:
-            factor: The factor.
-            trace: The evaluation of the batch.
-            decay: Weight of the old average, in [0, 1].
-
-        Raises:
-            KfacError: As for ``measure``; the average has not changed.
+        ``decay`` is the weight of the old average, in [0, 1]. After an error of ``measure``, the
+        average has not changed.
         """
         bits = self.sources.rng.bit_generator
         now = bits.state
@@ -280,9 +245,6 @@ class CovarianceUpdates:
         """Return a context that restores generator and element types after an error.
 
         The draws of a refused batch are not used, and its numbers need no wider averages.
-
-        Yields:
-            Nothing.
         """
         bits, factors = self.sources.rng.bit_generator, self.updater.factors
         before: Mapping[str, Any] = bits.state

@@ -168,7 +168,7 @@ class FisherEstimator(Sealed):
 
     @property
     def identity_damping(self) -> float:
-        """λ of a parameter without a block; for a relative damping, that of an average block."""
+        """λ of a parameter without a block; for a relative damping, λ of an average block."""
         if not isinstance(self.damping, RelativeDamping):
             return self.damping
         return self.damping.of(fmean(block.mean_eigenvalue() for block in self.blocks))
@@ -189,9 +189,9 @@ class FisherEstimator(Sealed):
         Each process updates its estimator by its part of a batch. An update calls the function with
         its measurements, in the same order in each process, before any average changes. The
         function replaces ``measurement.array``, in place, by the mean over the processes weighted
-        by ``measurement.examples``, and ``measurement.examples`` by the sum over the processes. The
-        averages are then those of the whole batch. An error of the function leaves all averages
-        unchanged.
+        by ``measurement.examples``, and ``measurement.examples`` by the sum over the processes.
+        Then all processes have the averages of the whole batch. An error of the function leaves all
+        averages unchanged.
         """
         return self.statistics.updater.combine
 
@@ -234,7 +234,7 @@ class FisherEstimator(Sealed):
         Args:
             division: Divides the refreshes.
             combine: As the attribute.
-            linear: Factors whose averages are combined, in place of their measurements.
+            linear: Factors whose averages are combined instead of their measurements.
         """
         self.statistics.divide(combine, linear)
         self.refreshes.division = division

@@ -78,17 +78,13 @@ class Refreshes:
     ) -> tuple[float, float]:
         """Return the rates that bound the periods of the refreshes of an optimizer from below.
 
-        After ``least_period`` steps of a batch, a refresh of all factors is at most 20 % of the
-        operations. The numbers follow from sizes, so that periods are the same in each run and on
-        each process.
+        The rates are the part of the steps between two refreshes for each example of a batch, and a
+        constant part. Both are infinite if a refresh takes milliseconds. After ``least_period``
+        steps of a batch, a refresh of all factors is at most 20 % of the operations. The numbers
+        follow from sizes, so that periods are the same in each run and on each process.
 
-        Args:
-            repeats: Returns the number of rows of each example in the factors of a block; by
-                default the measured one.
-
-        Returns:
-            The part of the steps between two refreshes for each example of a batch, and a
-            constant part; both infinite where a refresh takes milliseconds.
+        ``repeats`` returns the number of rows of each example in the factors of a block, which is
+        measured by default.
         """
         refresh = sum(work.cost for work in self.works)
         if refresh < _CHEAP:
@@ -108,17 +104,9 @@ class Refreshes:
         return passes / refresh, products / refresh
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
-        """Begin refreshes; see ``factors.refresh.begin_refresh``.
+        """Begin refreshes of works, by default all; see ``factors.refresh.begin_refresh``.
 
-        Args:
-            keys: Keys of works; None for all.
-
-        Returns:
-            A function that waits for the results and stores them.
-
-        Raises:
-            NotReadyError: A factor has no average yet.
-            NonFiniteError: An average contains NaN or infinity.
+        The returned function waits for the results and stores them.
         """
         factors = [self._factors[key] for key in (self._factors if keys is None else keys)]
         return begin_refresh(factors, self._collection.backend, self.division)
@@ -126,9 +114,8 @@ class Refreshes:
     def planner(self, schedule: Schedule) -> Planner:
         """Return a planner for ``run``, with the periods of a schedule.
 
-        Raises:
-            UnsupportedError: The policy reads times or averages of one process, and there are
-                several.
+        ``UnsupportedError`` is raised if the policy reads times or averages of one process, and
+        there are several.
         """
         self._check_policy(schedule.policy)
         return Planner(self.works, schedule)
@@ -166,14 +153,7 @@ class Refreshes:
     ) -> None:
         """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
 
-        Args:
-            planner: As for ``due``, with the other arguments.
-            counter: Number of the call, from 0.
-            bound: Largest period.
-            moved: Whether averages have changed.
-
-        Raises:
-            KfacError: As for ``begin``.
+        The arguments are as for ``due``, and the errors as for ``begin``.
         """
         start = perf_counter()
         due = self.due(planner, counter, bound, moved=moved)
@@ -183,16 +163,7 @@ class Refreshes:
         self._latest = due, self._latest[1] + perf_counter() - start
 
     def advance(self, planner: Planner, counter: int, seconds: float) -> tuple[str, ...]:
-        """Record that a call has succeeded.
-
-        Args:
-            planner: The planner of its ``run``.
-            counter: Number of the call.
-            seconds: Its time.
-
-        Returns:
-            Keys of the factors that the call refreshed.
-        """
+        """Record that a call took ``seconds`` and succeeded; return the keys that it refreshed."""
         due, spent = self._latest
         planner.advance(counter, due, seconds, spent)
         if planner.reads_drifts:
@@ -221,13 +192,10 @@ class Refreshes:
         }
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore a state from a checkpoint.
+        """Restore samples by name from a checkpoint.
 
         Samples that do not fit are dropped. A factor without samples has an unknown drift, and the
         policy ``"drift"`` refreshes it in the next call.
-
-        Args:
-            arrays: Samples by name.
         """
         backend = self._collection.backend
         self._samples = {}
@@ -264,11 +232,9 @@ class Refreshes:
 
 
 def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
-    """Return the least number of steps between two refreshes.
+    """Return the least number of steps between two refreshes, by ``Refreshes.early_rates``.
 
-    Args:
-        rates: Result of ``Refreshes.early_rates``.
-        examples: Number of examples of a batch, or a recorded number.
+    ``examples`` is the number of examples of a batch, or a recorded number.
     """
     if isinf(rates[0]):
         return 1
@@ -277,13 +243,9 @@ def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
 
 
 def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
-    """Return the shape of the average of each factor, which is known before any batch.
+    """Return the shape of the average of each factor, by ``id``, which is known before any batch.
 
-    Args:
-        collection: The registered layers, with the shapes of their parameters.
-
-    Returns:
-        ``id`` of a factor to the shape of its average.
+    The collection has the shapes of its parameters.
     """
     shapes: dict[int, tuple[int, ...]] = {}
     for key, block in collection.fisher_blocks.items():
@@ -293,14 +255,10 @@ def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
 
 
 def refreshed_shapes(collection: LayerCollection) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Return the shapes of the averages that the refresh of each factor reads.
+    """Return the shapes of the averages that each refresh reads, by the ``id`` of the factor.
 
-    Args:
-        collection: As for ``factor_shapes``.
-
-    Returns:
-        ``id`` of a factor that stores inverses or powers to shapes, mostly to its own only. The
-        eigenvalues of EKFAC read the two factors of their Kronecker product.
+    These are factors that store inverses or powers. Most read their own average only. The
+    eigenvalues of EKFAC read the two factors of their Kronecker product.
     """
     factors, shapes = collection.get_factors(), factor_shapes(collection)
     read = averaged_shapes(factors, [shapes[id(factor)] for factor in factors])
@@ -316,25 +274,17 @@ def averaged_shapes(
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Return the shapes of the averages that the refresh of each factor reads.
 
-    Args:
-        factors: Factors, among them all whose averages they read.
-        shapes: The shape of the average of each of them.
-
-    Returns:
-        For each factor, the shapes.
+    ``shapes`` has the shape of the average of each factor. The factors include all whose averages
+    are read.
     """
     known = {id(f.average): shape for f, shape in zip(factors, shapes, strict=True)}
     return [tuple(known[id(average)] for average in f.averages) for f in factors]
 
 
 def refresh_cost(shape: tuple[int, ...]) -> float:
-    """Return the number of multiplications of a refresh.
+    """Return the number of multiplications of a refresh, ``d³`` for each matrix.
 
-    Args:
-        shape: Shape of the average: ``(d, d)``, or ``(m, d, d)`` for a stack of ``m`` matrices.
-
-    Returns:
-        ``d³`` for each matrix.
+    The average has the shape ``(d, d)``, or ``(m, d, d)`` for a stack of ``m`` matrices.
     """
     return float(prod(shape)) * (shape[-1] if shape else 1)
 

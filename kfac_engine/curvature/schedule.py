@@ -51,7 +51,7 @@ class Schedule:
         budget: Largest share of refreshes in the time of all calls, in (0, 1), with the policy
             ``"budget"``. Call 0 does not count, and the share may be exceeded by one refresh. The
             plans depend on measured times, so that two runs differ.
-        periods: Period of the factors of parameters whose names match a pattern, in place of
+        periods: Pattern of parameter names to the period of their factors, which replaces
             ``refresh_every``. The first pattern that matches counts. A factor of several layers has
             the shortest of their periods.
     """
@@ -65,12 +65,7 @@ class Schedule:
     periods: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: A period is not a positive whole number, the policy is unknown, or another
-                value is outside its range.
-        """
+        """Raise ``InputError`` if a period, the policy or another value is not allowed."""
         whole("covariance_every", self.covariance_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
         flag("overlap", self.overlap)
@@ -183,22 +178,14 @@ class Planner:
         return self.schedule.policy == "drift"
 
     def observes(self, counter: int) -> bool:
-        """Return whether a call updates the covariances.
-
-        Args:
-            counter: Number of the call, from 0.
-        """
+        """Return whether a call updates the covariances; calls are counted from 0."""
         return counter % self.schedule.covariance_every == 0
 
     def bound(self, counter: int, examples: int) -> int | None:
         """Return the largest period of the refreshes of a call, for ``refreshes``.
 
-        Args:
-            counter: Number of the call, from 0.
-            examples: Number of examples of its batch.
-
-        Returns:
-            The period; None for the periods of the schedule.
+        ``counter`` is the number of the call, from 0, and ``examples`` the size of its batch. None
+        means the periods of the schedule.
         """
         del counter, examples
         return None
@@ -227,11 +214,8 @@ class Planner:
     def advance(self, counter: int, refreshed: Sequence[str], elapsed: float, spent: float) -> None:
         """Record a call that has succeeded.
 
-        Args:
-            counter: Number of the call.
-            refreshed: Keys of its refreshes.
-            elapsed: Seconds of the whole call.
-            spent: Seconds of its refreshes.
+        ``refreshed`` are the keys of its refreshes. The whole call took ``elapsed`` seconds, and
+        its refreshes took ``spent`` seconds.
         """
         state, keys = self.state, frozenset(refreshed)
         state.refreshed.update(dict.fromkeys(refreshed, counter))
@@ -432,17 +416,11 @@ POLICIES.add("round_robin", _round_robin)
 
 
 def _balanced_ranks(works: Sequence[Work], period: int) -> Mapping[str, int]:
-    """Assign an equal cost to every slot of every process.
+    """Assign an equal cost to every slot of every process, and return the slot of each key.
 
-    Works without an owner are assigned to processes and slots together. Those of each owner are
+    Works without an owner are assigned to processes and slots together. The works of each owner are
     assigned by decreasing cost, so that the largest works of all owners are in the first slot.
-
-    Args:
-        works: The works.
-        period: Number of slots.
-
-    Returns:
-        Key to slot.
+    ``period`` is the number of slots.
     """
     free = {work.key: Load(work.cost) for work in works if work.owner is None}
     ranks = max((work.ranks for work in works), default=1)

@@ -83,8 +83,8 @@ class Sources:
             absent.
         layers: The layers, whose inputs have rows that count or not.
         axes: Name of a value to its axis of examples; 0 where absent.
-        batch: Name of a value whose first axis has the examples only; empty if that of the first
-            loss input has.
+        batch: Name of a value whose first axis has the examples only; empty if the first axis of
+            the first loss input has them.
     """
 
     mode: EstimationMode
@@ -109,10 +109,10 @@ class Sources:
         return name
 
     def read_values(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the values with respect to which losses are differentiated.
+        """Return the values by which the losses are differentiated.
 
-        Returns:
-            Those of the losses of a whole batch, and those of the losses of single examples.
+        The first tuple is for the losses of a whole batch, the second for the losses of single
+        examples.
         """
         alone = tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
         return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone), alone
@@ -128,15 +128,10 @@ class Sources:
     def of_batch(
         self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch, stats: dict[str, Array]
     ) -> Iterator[dict[str, Array]]:
-        """Yield the values of a batch that factors read, once for each source.
+        """Yield the values of a batch that factors read, by name, once for each source.
 
-        Args:
-            factors: The factors.
-            batch: The batch.
-            stats: Variable to the sum of its gradients over sources; changed.
-
-        Yields:
-            Name to array; no other reference to a gradient remains.
+        No other reference to a gradient remains. ``stats`` receives the sum of the gradients of
+        each variable over sources.
         """
         reads, backend = self._reads_of(factors), self.backend
         trace, weights = batch.trace, batch.weights
@@ -254,11 +249,6 @@ class Sources:
 
 
 def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
-    """Return cotangents times the scales of their loss inputs.
-
-    Args:
-        source: Loss input to cotangent.
-        scales: Loss input to its scale; 1 where absent.
-    """
+    """Return cotangents times the scales of their loss inputs, which are 1 by default."""
     pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
     return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}

@@ -130,7 +130,7 @@ class FisherBlock(ABC):
     def instantiate_factors(
         self, grads_list: GradsList, damping: float | Callable[[], float]
     ) -> None:
-        """Create the factors, or use those of equal statistics.
+        """Create the factors, or use factors with equal statistics.
 
         Args:
             grads_list: Names of the gradients with respect to ``tensors_to_compute_grads``:
@@ -326,11 +326,7 @@ class Towers:
         self.outputs: list[Uses] = []
 
     def add(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Append a tower.
-
-        Raises:
-            RegistrationError: Inputs and outputs list different numbers of uses.
-        """
+        """Append a tower; raise ``RegistrationError`` if inputs and outputs differ in uses."""
         x, s = uses(inputs), uses(outputs)
         if len(x) > 1 and len(s) > 1 and len(x) != len(s):
             raise RegistrationError(
@@ -340,21 +336,15 @@ class Towers:
         self.outputs.append(s)
 
     def rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
-        """Return the tensors of each tower of a layer of a given form."""
+        """Return the tensors of each tower of a layer with this form."""
         towers = zip(self.inputs, self.outputs, strict=True)
         return tuple(LayerRows(x, s, form.output_view, form.num_uses) for x, s in towers)
 
     def gradients(self, grads_list: GradsList) -> Tensors:
         """Return names of output gradients, ``[source][tower]``, each a tuple over uses.
 
-        Args:
-            grads_list: As in ``FisherBlock.instantiate_factors``.
-
-        Returns:
-            The names in nested tuples.
-
-        Raises:
-            InputError: There is no source, or the entries of a source are not those of the towers.
+        ``InputError`` is raised if there is no source, or if the entries of a source do not fit the
+        towers.
         """
         if not grads_list or any(isinstance(s, str) or len(s) != len(self) for s in grads_list):
             raise InputError(

@@ -1,8 +1,8 @@
 """Kronecker blocks of embeddings: ``F ≈ u·t · diag(A) ⊗ G``, multiplying dense vectors or rows.
 
 ``A`` is the fraction of rows that contain each token id, ``G`` the second moment of the output
-gradients. The nonzero rows of the gradient of an embedding are those of the token ids of a batch.
-A product with ``Rows`` reads these rows only.
+gradients. The gradient of an embedding is nonzero only in the rows of the token ids of a batch. A
+product with ``Rows`` reads these rows only.
 """
 
 from kfac_engine._types import Array, Rows, Vector

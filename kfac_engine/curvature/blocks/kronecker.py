@@ -1,9 +1,9 @@
 """Kronecker-factored blocks: ``F ≈ c · A ⊗ G``.
 
-``A`` is the second moment of the inputs of a layer, and ``G`` that of its output gradients. Both
-are means over uses, examples and positions. ``c`` is the mean number of uses × positions of an
-example. One block serves dense layers (c = 1), convolutions (c = output locations; KFC) and layers
-with independent uses.
+``A`` is the second moment of the inputs of a layer, and ``G`` the second moment of its output
+gradients. Both are means over uses, examples and positions. ``c`` is the mean number of uses ×
+positions of an example. One block serves dense layers (c = 1), convolutions (c = output locations;
+KFC) and layers with independent uses.
 
 Sources: Martens & Grosse 2015, arXiv:1503.05671, section 3 and 6.3 (damping); Grosse & Martens
 2016, arXiv:1602.01407, equation 23; Martens, Ba & Johnson 2018, section 3.2 (independent uses).
@@ -320,7 +320,7 @@ class KroneckerProductFB(FisherBlock):
         return self.packing.unpack(scale * V, vector)
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
-        """Compute some columns of a product, those of some outputs, for a ``divisible`` block.
+        """Compute the columns of a product for some outputs, for a ``divisible`` block.
 
         Args:
             vector: As for ``multiply_matpower``.
@@ -451,17 +451,9 @@ def patches_side(form: LayerForm, side: Side = DENSE) -> Side:
 def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
     """Return an input factor of single pixels, uncorrelated between positions (SUA).
 
-    Strides and padding have no effect on it.
-
-    Args:
-        form: Layout of the convolution.
-        config: Decides whether the mean of pixels is modelled.
-
-    Returns:
-        The form of the factor.
-
-    Raises:
-        UnsupportedError: Patches are masked, so that the pixels of different positions differ.
+    Strides and padding have no effect on it. The configuration decides whether the mean of pixels
+    is modelled. ``UnsupportedError`` is raised if patches are masked, because the pixels of
+    different positions then differ.
     """
     patches = form.input_view
     if not isinstance(patches, PatchView):
@@ -556,14 +548,10 @@ class MultiUseKroneckerFB(KroneckerProductFB):
 
 
 def count_uses(num_uses: int | None, *tensors: TowerNames) -> int:
-    """Return the number of uses, from a number and from lists of names.
+    """Return the number of uses, at least one, from a number and from lists of names.
 
-    Args:
-        num_uses: The number that the caller gave; None if omitted.
-        tensors: Names; a list has a name for each use.
-
-    Returns:
-        The number of uses, at least one.
+    A list in ``tensors`` has a name for each use. ``num_uses`` is None if the caller gave no
+    number.
 
     Raises:
         InputError: Neither a number nor a list was given, or the number is below one.

@@ -308,8 +308,8 @@ class LayerDiagonalFB(SingleLayerFB):
 class EigenbasisFB(LayerDiagonalFB):
     """``F ≈ (U_A ⊗ U_G) diag(s) (U_A ⊗ U_G)ᵀ``, damped by λ (George et al. 2018, section 3).
 
-    Powers are those of the current eigenvalues. The Cholesky factor is the symmetric square root.
-    Positions are summed within an example, so that no count multiplies the block.
+    Powers use the current eigenvalues. The Cholesky factor is the symmetric square root. Positions
+    are summed within an example, so that no count multiplies the block.
     """
 
     symbols = ("A", "G", "s")

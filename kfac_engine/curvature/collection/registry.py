@@ -143,7 +143,7 @@ class BlockRegistry(LossCollection):
         return shape
 
     def require_vocabulary(self, key: Params) -> int:
-        """Return the number of rows of the table of a layer whose inputs are token ids.
+        """Return the number of rows in the table of a layer that reads token ids.
 
         Args:
             key: The parameters of the layer.
@@ -248,7 +248,7 @@ class BlockRegistry(LossCollection):
 
         Args:
             params: A name, or several in any order.
-            approximation: Approximation of the layer; by default that of its kind.
+            approximation: Approximation of the layer; by default the default of its kind.
 
         Raises:
             RegistrationError: A parameter is linked already, or registered with others.
@@ -414,13 +414,10 @@ class BlockRegistry(LossCollection):
         *,
         exact: bool = False,
     ) -> FisherBlock:
-        """Return the registered block of a key, or ``block`` for a new key.
+        """Return the registered block of a key for a new tower, or ``block`` for a new key.
 
-        A block that the caller created can have towers of ``register_*`` if its type is that of
+        A block that the caller created can have towers of ``register_*`` if it has the type of
         ``block``, or a subclass unless ``exact``.
-
-        Returns:
-            The block of the new tower.
 
         Raises:
             UnknownNameError: ``reuse`` is True and the key is unknown.
@@ -498,16 +495,10 @@ def uses_of(names: object) -> tuple[object, ...]:
 
 
 def canonical_key(params: Params | Sequence[str]) -> Params:
-    """Return the key of a block.
+    """Return the key of a block, which is a name or a tuple of names.
 
-    Args:
-        params: A name, or a sequence of names.
-
-    Returns:
-        A name, or a tuple of names.
-
-    Raises:
-        RegistrationError: There is no name, a name occurs twice, or an entry is not a string.
+    ``RegistrationError`` is raised if there is no name, a name occurs twice, or an entry is not a
+    string.
     """
     iterable = isinstance(params, str | Iterable)
     key = params if isinstance(params, str) else tuple(params if iterable else ())

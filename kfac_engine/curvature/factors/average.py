@@ -52,16 +52,13 @@ class MovingAverage:
 
         Args:
             decay: In [0, 1]; 1 is a plain mean.
-            weight: Weight of the new value.
+            weight: Weight of the new value, positive.
             config: Decides whether the average is debiased or classical.
             repeats: Number of rows of an example of the new value.
             over_rows: Whether the values are means over rows.
 
         Returns:
             ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
-
-        Raises:
-            InputError: ``decay`` is outside [0, 1] or the weight is not a positive number.
         """
         if not (0.0 <= decay <= 1.0 and 0.0 < weight < inf):
             raise InputError(
@@ -80,13 +77,10 @@ class MovingAverage:
         return (beta * before / mean, alpha * repeats / mean) if over_rows else (beta, alpha)
 
     def read(self) -> Array:
-        """Return the complete average.
+        """Return the complete average, the array itself.
 
-        Returns:
-            The array itself, not a copy.
-
-        Raises:
-            NotReadyError: No batch was averaged yet, or the average is divided among processes.
+        ``NotReadyError`` is raised if no batch was averaged yet, or if the average is divided among
+        processes.
         """
         if self.divided:
             raise NotReadyError(
@@ -101,13 +95,9 @@ class MovingAverage:
         return value
 
     def lower(self) -> Array:
-        """Return the average, of which only the lower triangle is defined if it is symmetric.
+        """Return the average itself; only the lower triangle is defined if it is symmetric.
 
-        Returns:
-            The array itself, not a copy.
-
-        Raises:
-            NotReadyError: No batch was averaged yet.
+        ``NotReadyError`` is raised if no batch was averaged yet.
         """
         if self.value is None:
             raise NotReadyError(f"{self.name} has no statistics yet: update its covariance first.")

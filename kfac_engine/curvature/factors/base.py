@@ -121,8 +121,8 @@ class FisherFactor(ABC):
         Raises:
             NonFiniteError: A tensor holds NaN, infinity, or numbers whose squares, or the squares
                 of whose products, overflow float64.
-            ShapeError: The shapes of the tensors do not fit each other, or the shape of the
-                measurement differs from that of the average.
+            ShapeError: The shapes of the tensors do not fit each other, or the measurement and the
+                average have different shapes.
             InputError: The towers differ in size, or the batch has no example.
         """
         known = known or tensor_stats(self.statistic.names(), values, self.backend)
@@ -164,7 +164,7 @@ class FisherFactor(ABC):
             values: Checked values of the batch, or of its first source. The measurement reads them
                 later, unless its ``array`` is accessed.
             sizes: Result of ``check``; computed here if omitted.
-            combined: Whether the measurement is combined with those of other parts of the batch.
+            combined: Whether the measurement is combined with other parts of the batch.
         """
         sizes = sizes or Sizes.of(self.statistic, values)
         return Measurement(self, values, sizes, combined=combined)
@@ -336,7 +336,7 @@ class FisherFactor(ABC):
         return stack
 
     def multiplications(self, shape: tuple[int, ...]) -> int:
-        """Return those of a product for each entry of a vector, for an average of this shape."""
+        """Return the multiplications of a product for each entry of a vector."""
         del shape
         return 0
 
@@ -389,7 +389,7 @@ class FisherFactor(ABC):
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         """Return ``(C + damping·I)**exp · x``.
 
-        Power 1 is that of the current average, other powers are those of the last refresh.
+        Power 1 reads the current average, other powers read the last refresh.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ class DiagonalFactor(FisherFactor):
     is_diagonal = True
 
     def diagonal(self) -> Array:
-        """Return the diagonal as of the current average, in its shape."""
+        """Return the diagonal of the current average, in its shape."""
         return self.average.read()
 
     @property

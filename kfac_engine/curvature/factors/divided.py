@@ -82,8 +82,7 @@ class DividedMoment(KroneckerMoment):
 class DividedFactor(StackedSquareFactor):
     """A factor whose average is block-diagonal: see ``DividedMoment``.
 
-    Operands are matrices, as those of a dense factor. A relative damping has a number for each
-    block.
+    Operands are matrices, as for a dense factor. A relative damping has a number for each block.
 
     Args:
         statistic: The measured blocks.
@@ -152,12 +151,9 @@ class DividedFactor(StackedSquareFactor):
 
 
 def split_rows(x: Array, shape: tuple[int, ...], xp: Any) -> Array:
-    """Return the rows of a matrix by block, the last block filled up with zeros.
+    """Return the rows of a matrix ``(d, n)`` by block, the last block filled up with zeros.
 
-    Args:
-        x: ``(d, n)``.
-        shape: Shape of the average, ``(blocks, rows, rows)``.
-        xp: The library of the array.
+    ``shape`` is the shape of the average, ``(blocks, rows, rows)``.
     """
     blocks, rows, _ = shape
     if rest := blocks * rows - x.shape[0]:

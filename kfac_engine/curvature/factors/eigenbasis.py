@@ -79,7 +79,7 @@ class EigenbasisFactor(DiagonalFactor):
     """A matrix that is diagonal in the eigenbasis of ``A ⊗ G``.
 
     Each refresh computes the basis from the averages of ``A`` and ``G``. The average is then
-    transformed to its diagonal in the new basis. The first basis is that of the first batch with
+    transformed to its diagonal in the new basis. The first basis comes from the first batch with
     all its sources: ``set_bases`` sets it before the first measurement.
 
     Args:
@@ -134,8 +134,7 @@ class EigenbasisFactor(DiagonalFactor):
     def restart(self, bases: tuple[Array, Array]) -> None:
         """Set the basis, and forget the batches so far: the next batch is the first in the basis.
 
-        Args:
-            bases: Eigenvectors of the input factor and of the output factor, host arrays.
+        ``bases`` are the eigenvectors of the input factor and of the output factor, on the host.
         """
         dtype = self.kronecker_factors[0].average.read().dtype
         self._set(Bases(*(self.backend.asarray(basis.astype(dtype)) for basis in bases)))
@@ -229,7 +228,7 @@ class EigenbasisFactor(DiagonalFactor):
 
 
 def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
-    """Return the factors whose basis is that of the next batch."""
+    """Return the factors whose basis comes from the next batch."""
     chosen = (factor for factor in factors if isinstance(factor, EigenbasisFactor))
     return [factor for factor in chosen if factor.average.value is None]
 
@@ -242,14 +241,10 @@ def set_bases(
 ) -> None:
     """Set the bases of factors without an average, from the moments of their first batch.
 
-    Args:
-        factors: Any factors.
-        sources: Values of each source of the batch; not read if all factors have an average.
-        combine: Combines the measurements of several processes; None in one process.
-        moving: Names of values that change from source to source.
-
-    Raises:
-        KfacError: As for ``FisherFactor.check``; no average has moved.
+    ``sources`` has the values of each source of the batch; they are not read if all factors have an
+    average. ``combine`` combines the measurements of several processes, and ``moving`` names values
+    that change from source to source. Errors are as for ``FisherFactor.check``; then no average has
+    moved.
     """
     new = without_basis(factors)
     parts = dict.fromkeys(part for factor in new for part in factor.kronecker_factors)
@@ -272,9 +267,7 @@ def begin_bases(
 ) -> None:
     """Set the bases of factors to the eigenvectors of moments.
 
-    Args:
-        factors: The factors.
-        measured: The measurement of each of their Kronecker factors.
+    ``measured`` has the measurement of each of their Kronecker factors.
     """
     for part, measurement in measured.items():
         part.complete(measurement.array)

@@ -65,7 +65,7 @@ class LagMoment(KroneckerMoment):
                 self._add_pair(out[1], present, future, alpha / (total * towers))
 
     def _pairs(self, rows: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
-        """Yield the rows of each use with those of the next use."""
+        """Yield the rows of each use with the rows of the next use."""
         if len(rows) > 1:
             yield from pairwise(rows)
             return
@@ -173,7 +173,7 @@ class LaggedFactor(DenseSquareMatrixFactor):
         self._series[option, damping_id(damping_func)] = damping_func
 
     def series(self, option: int, damping_func: Damping) -> _Side:
-        """Return one factor of a closed form, as of the last refresh.
+        """Return one factor of a closed form, from the last refresh.
 
         Args:
             option: The registered option.

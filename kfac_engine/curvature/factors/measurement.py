@@ -21,18 +21,9 @@ from kfac_engine.losses.checks import Named
 
 
 def take(values: Named, names: Iterable[str], backend: Backend) -> dict[str, Array]:
-    """Return values of a batch as arrays of the backend.
+    """Return values of a batch as arrays of the backend, which are views where possible.
 
-    Args:
-        values: Value name to array, of any library.
-        names: Names of the values.
-        backend: Array library.
-
-    Returns:
-        Name to array; a view of the caller's memory where possible.
-
-    Raises:
-        UnknownNameError: A value is missing.
+    ``UnknownNameError`` is raised if a value is missing.
     """
     arrays: dict[str, Array] = {}
     for name in names:
@@ -51,17 +42,10 @@ def check_examples(
     values: Values,
     backend: Backend,
 ) -> None:
-    """Check that a batch has the same number of examples for different factors.
+    """Raise ``InputError`` if a batch has different numbers of examples for different factors.
 
-    Args:
-        updated: Name and statistic of the factor that is updated.
-        others: Names and statistics of other factors. The first factor whose values are all in
-            the batch is compared.
-        values: Value name to array, of any library.
-        backend: Array library.
-
-    Raises:
-        InputError: The numbers differ.
+    ``updated`` is the name and the statistic of the factor that is updated. It is compared with the
+    first of ``others`` whose values are all in the batch.
     """
     expected = _examples(updated[1], values, backend)
     for name, statistic in others:
@@ -111,13 +95,7 @@ class TensorStats:
 
 
 def tensor_stats(names: Sequence[str], values: Values, backend: Backend) -> TensorStats:
-    """Return the norms of values of a batch.
-
-    Args:
-        names: Names of the values that statistics read.
-        values: Result of ``take``.
-        backend: Array library.
-    """
+    """Return the norms of values of a batch, where ``values`` is the result of ``take``."""
     norms = backend.squared_norms([values[name] for name in names])
     return TensorStats(dict(zip(names, norms, strict=True)))
 
@@ -157,8 +135,8 @@ class Measurement:
         factor: The factor that measures.
         values: Checked values of the first source. A deferred measurement refers to them.
         sizes: Result of ``FisherFactor.check``.
-        combined: Whether the measurement is combined with those of other parts of the batch. The
-            array of a ``SquareOfSums`` then holds its sums.
+        combined: Whether the measurement is combined with other parts of the batch. The array of a
+            ``SquareOfSums`` then holds its sums.
 
     Attributes:
         factor: The factor that measures.
@@ -219,11 +197,7 @@ class Measurement:
         return self._array
 
     def add(self, values: Values) -> None:
-        """Add a further source of the same batch.
-
-        Args:
-            values: Checked values of the source; no reference to them remains.
-        """
+        """Add checked values of a further source of the batch; no reference to them remains."""
         array = self.widened(self.array)
         if self._square is not None:
             backend = self.factor.backend
@@ -236,10 +210,7 @@ class Measurement:
     def add_to(self, average: Array, alpha: float, beta: float) -> None:
         """Compute ``average ← beta·average + alpha·measurement`` in place.
 
-        Args:
-            average: Array of the measurement's shape.
-            alpha: Coefficient of the measurement, which is empty afterwards.
-            beta: Coefficient of the average.
+        The measurement is empty afterwards.
         """
         if self._array is None:
             assert self._values is not None, "a measurement enters one average"
@@ -266,10 +237,7 @@ class Measurement:
     def join(self, other: "Measurement", factor: float, share: float) -> None:
         """Compute ``array ← factor·array + share·other`` for the same statistic of another part.
 
-        Args:
-            other: The other measurement, which is empty afterwards.
-            factor: Coefficient of this measurement.
-            share: Coefficient of the other.
+        The other measurement is empty afterwards.
         """
         array = self.array
         array = array.astype(np.result_type(array.dtype, other.dtype), copy=False)

@@ -116,11 +116,7 @@ class Division(Protocol):
     def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
         """Complete the averages of factors where their refresh is computed.
 
-        Args:
-            due: Factors.
-
-        Returns:
-            The factors that store results on this process.
+        Return the factors that store results on this process.
         """
 
     def compute(
@@ -128,13 +124,8 @@ class Division(Protocol):
     ) -> Callable[[], Mapping[Request, Result]]:
         """Start to compute the requests of factors, each on one process.
 
-        Args:
-            due: The factors that store results on this process.
-            tasks: Their refreshes.
-            compute: Computes requests on this process.
-
-        Returns:
-            A function that waits for the results of all requests.
+        ``due`` are the factors that store results on this process, and ``tasks`` their refreshes.
+        The returned function waits for the results of all requests.
         """
 
     @property
@@ -144,8 +135,7 @@ class Division(Protocol):
     def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
         """Return the rank of the process that refreshes each factor, where it is always the same.
 
-        Args:
-            factors: Key to factor, of all factors that store results.
+        ``factors`` are all factors that store results.
         """
 
     def snapshot(self) -> Callable[[], None]:
@@ -194,11 +184,7 @@ UNDIVIDED = Undivided()
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
     """Recompute everything registered with factors from their averages and dampings.
 
-    Results are stored after all of them were computed.
-
-    Args:
-        factors: Factors; a factor that stores nothing is skipped.
-        backend: Array library of the factors.
+    Results are stored after all of them were computed. A factor that stores nothing is skipped.
 
     Raises:
         NotReadyError: A factor has no average yet.
@@ -213,18 +199,9 @@ def begin_refresh(
 ) -> Callable[[], None]:
     """Begin a refresh, so that a device computes inverses while the host continues.
 
-    Args:
-        factors: As for ``refresh``.
-        backend: As for ``refresh``.
-        division: Divides the refreshes among processes.
-
-    Returns:
-        A function that waits for the results and stores them at its first call. A factor calls it
-        before its average changes. It raises an InputError as ``refresh`` does.
-
-    Raises:
-        NotReadyError: As for ``refresh``.
-        NonFiniteError: As for ``refresh``.
+    The returned function waits for the results and stores them at its first call. A factor calls it
+    before its average changes. Errors are as for ``refresh``; the function raises the
+    ``InputError``.
     """
     due = [factor for factor in factors if factor.has_inverses]
     if not due:
@@ -253,10 +230,8 @@ def begin_refresh(
 def _measure(due: Sequence[Refreshable], backend: Backend) -> None:
     """Check that averages are finite, and measure the traces that dampings depend on.
 
-    One transfer from a device serves all averages and traces.
-
-    Raises:
-        NonFiniteError: An average contains NaN or infinity.
+    One transfer from a device serves all averages and traces. ``NonFiniteError`` is raised if an
+    average contains NaN or infinity.
     """
     averages = list({id(a): a for factor in due for a in factor.averages}.values())
     partners = list({id(p): p for factor in due for p in factor.partners}.values())
@@ -302,7 +277,7 @@ def _choleskys(backend: Backend, requests: Sequence[Request]) -> Sequence[Result
 
 
 def _matrices(requests: Sequence[Request]) -> tuple[list[Array], list[float]]:
-    """Return the matrices of all requests, those of stacks one by one, and their dampings."""
+    """Return the matrices of all requests, stacks as single matrices, and their dampings."""
     stacks = [r.matrix if r.matrix.ndim > 2 else r.matrix[None] for r in requests]
     levels = [np.ravel(r.damping).tolist() for r in requests]
     return list(chain(*stacks)), list(chain(*levels))
@@ -379,14 +354,7 @@ OPERATIONS: Mapping[str, Callable[[Backend, Sequence[Request]], Finish]] = {
 
 
 def result_forms(request: Request) -> tuple[Form, ...]:
-    """Return the arrays that the result of a request consists of.
-
-    Args:
-        request: The request.
-
-    Returns:
-        The form of each array, in order.
-    """
+    """Return the form of each array that the result of a request consists of, in order."""
     matrix = request.matrix
     symmetric = Form(matrix.shape, matrix.dtype, "symmetric")
     lower = Form(matrix.shape, matrix.dtype, "lower")

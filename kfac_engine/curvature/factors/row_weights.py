@@ -1,10 +1,10 @@
 """How much each row of a layer counts in a factor of its inputs.
 
 The rows of an example have the weight of the example: the mean weight of its predictions that
-count, and 0 if none counts. If some of its predictions do not count, such as those of padding, its
-rows without a gradient are left out, because the loss does not depend on them. Such a row adds
-nothing to the Fisher matrix, ``Σ_rows a aᵀ ⊗ ds dsᵀ``, whatever ``a`` is. This holds behind an
-attention as well: a token that is read by a token that counts has a gradient.
+count, and 0 if none counts. If some of its predictions do not count, such as predictions at
+padding, its rows without a gradient are left out, because the loss does not depend on them. Such a
+row adds nothing to the Fisher matrix, ``Σ_rows a aᵀ ⊗ ds dsᵀ``, whatever ``a`` is. This holds
+behind an attention as well: a token that is read by a token that counts has a gradient.
 
 Factors of gradients need no weights of rows: sources are multiplied by the roots of the weights of
 their predictions.
@@ -68,14 +68,9 @@ class ExampleWeights:
     ) -> "ExampleWeights | None":
         """Return the weights of the examples of a batch; None if no target has a weight.
 
-        Args:
-            losses: The losses, with the weights of their predictions; None for ones.
-            values: The values of the batch.
-            examples: Number of examples.
-            axes: As in the class.
-
-        Raises:
-            UnsupportedError: Examples with different weights share an axis with positions.
+        ``losses`` has the weights of the predictions of each loss; None means ones. ``axes`` is as
+        in the class. ``UnsupportedError`` is raised if examples with different weights share an
+        axis with positions.
         """
         pairs = [(as_array(values[loss.inputs[0]]), loss, weights) for loss, weights in losses]
         if all(weights is None for _, _, weights in pairs):
@@ -107,16 +102,10 @@ class ExampleWeights:
     def of_rows(
         self, layers: Sequence[LayerRows], gradients: Values, b: Backend
     ) -> dict[str, Array]:
-        """Return the weights of the rows of the inputs of layers.
+        """Return a weight for each row of the inputs of layers, by the name that factors read.
 
-        Args:
-            layers: The layers.
-            gradients: Name of an output to its gradient.
-            b: Array library.
-
-        Returns:
-            Name, as factors read it, to a weight for each row. A row that several layers read has
-            a weight if one of them has a gradient there.
+        ``gradients`` are the gradients of outputs. A row that several layers read has a weight if
+        one of them has a gradient there.
         """
         weights_of_rows: dict[str, Array] = {}
         for layer in layers:
@@ -132,7 +121,7 @@ class ExampleWeights:
         return weights_of_rows
 
     def _of_output(self, layer: LayerRows, name: str, ds: Array, b: Backend) -> Array:
-        """Return the weight of each row of an output of a layer."""
+        """Return a weight for each row of a layer's output."""
         folded = layer.num_uses if len(layer.outputs) == 1 else 1
 
         def of_rows(array: Array) -> Array:

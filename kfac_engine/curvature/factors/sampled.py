@@ -45,10 +45,8 @@ class _Draw:
     def part(self, shard: Rows, batch: int, uses: int) -> "_Draw":
         """Return the part of the draw that lies in the images of a shard.
 
-        Args:
-            shard: The rows that have the images.
-            batch: Number of images in the whole batch.
-            uses: Number of uses in the tensor, one after the other, each with all examples.
+        ``batch`` is the number of images in the whole batch. The tensor has ``uses`` uses, one
+        after the other, each with all examples.
         """
         images = np.arange(batch) if self.images is None else self.images
         use, index = np.divmod(images, batch // uses)
@@ -71,8 +69,8 @@ class SampledMoment(KroneckerMoment):
     Attributes:
         sampling: Numbers of examples and positions to draw.
         seed: Seed of the draws; the factor sets it for each batch.
-        rows: The rows of the batch that the tensors have; None for all. The draws are those of the
-            whole batch, and those among the rows are measured. The mean over all ranks, weighted by
+        rows: The rows of the batch that the tensors have; None for all. Draws are from the whole
+            batch, and the draws among the rows are measured. The mean over all ranks, weighted by
             their examples, is the measurement of the whole batch.
     """
 

@@ -38,7 +38,7 @@ Measure = TypeVar("Measure", int, tuple[int, ...])
 
 
 def rows_name(name: str) -> str:
-    """Return the name of the weights of the rows of a tensor among the values of a batch.
+    """Return the name under which the values of a batch have the weights of a tensor's rows.
 
     The weights are an array with a number ≥ 0 for each row; see ``factors.row_weights``.
     """
@@ -178,14 +178,10 @@ class KroneckerMoment:
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        """Return the number of examples that a mean over processes weighs the measurement by.
+        """Return the weight of the measurement in a mean over processes, in examples.
 
-        Args:
-            values: The values of a batch, with weights of rows if they have any.
-            sizes: Sizes of the measurement.
-
-        Returns:
-            The sum of the weights of the rows for each repeat; None without weights.
+        It is the sum of the weights of the rows, divided by the number of rows of an example; None
+        without weights.
         """
         weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
         if not weights:
@@ -231,7 +227,7 @@ class KroneckerMoment:
         alpha: float,
         beta: float,
     ) -> None:
-        """Add the weighted mean over the rows of a tower, without those of the weight 0."""
+        """Add the weighted mean over the rows of a tower, without rows of weight 0."""
         scale(out, beta)
         total = np.maximum(sum(w.sum().item() for w in weights), _TINY).item()
         for x, w in zip(arrays, weights, strict=True):
@@ -422,15 +418,7 @@ def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
 
 
 def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
-    """Join small tensors along the axis of the examples.
-
-    Args:
-        arrays: Uses of a layer.
-        backend: Array library.
-
-    Yields:
-        Tensors with the same examples; a large tensor unchanged.
-    """
+    """Yield the uses of a layer, with small tensors joined along the axis of the examples."""
     equal = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
     largest = max(x.nbytes for x in arrays)
     step = max(1, _JOINED_BYTES // max(largest, 1)) if equal and largest < _SMALL_BYTES else 1

@@ -59,18 +59,9 @@ class PixelCovariance(KroneckerMoment):
     ) -> "PixelCovariance":
         """Return the statistic for a configuration.
 
-        Args:
-            config: Decides whether the mean is modelled and whether it is subtracted.
-            tensors: As in ``KroneckerMoment``.
-            view: Reads images as rows of channels.
-            homogeneous: Whether patches end with a one.
-            taps: Number of pixels in a patch.
-            num_uses: As in ``KroneckerMoment``.
-            batch: As in ``KroneckerMoment``.
-            exact: As in ``KroneckerMoment``.
-
-        Returns:
-            The statistic.
+        The configuration decides whether the mean is modelled and whether it is subtracted. The
+        view reads images as rows of channels. A patch has ``taps`` pixels, and ends with a one if
+        ``homogeneous``. The other arguments are as in ``KroneckerMoment``.
         """
         modelled = not config.assume_zero_mean_activations
         centred = modelled or config.subtract_mean_contrib_from_cov
@@ -317,7 +308,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return average[: average.shape[1]]
 
     def _mean_patch(self) -> Array:
-        """Return ``m``, the mean of a patch with the one of a bias; zeros if it is not modelled."""
+        """Return ``m``, the mean of a patch, with 1 for a bias; zeros if it is not modelled."""
         patch: Array = self.backend.xp.zeros(self.side, self._covariance().dtype)
         if self._pixels.with_mean:
             patch[...] = 1.0

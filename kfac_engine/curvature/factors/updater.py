@@ -47,11 +47,9 @@ class PendingUpdate:
     release: Callable[[], None] | None = None
 
     def commit(self, decay: float, weight: float = 1.0) -> None:
-        """Update the averages; the update cannot be used again.
+        """Update the averages by a batch with a weight; the update cannot be used again.
 
-        Args:
-            decay: Weight of the old averages, in [0, 1].
-            weight: Weight of the batch.
+        ``decay`` is the weight of the old averages, in [0, 1].
         """
         if self.move is not None:
             self.move(decay, weight)
@@ -62,10 +60,10 @@ class PendingUpdate:
 
 
 class PartSums:
-    """The measurements of the parts of a batch, joined to that of the batch.
+    """The measurements of the parts of a batch, joined to one measurement of the batch.
 
-    The mean over a batch is that over its parts, each with the weight of its examples, or of its
-    rows for a mean over rows. Of several processes, each joins its examples of every part.
+    The mean over a batch is the mean over its parts, each with the weight of its examples, or of
+    its rows for a mean over rows. Each of several processes joins its examples of every part.
     """
 
     def __init__(self) -> None:
@@ -112,7 +110,7 @@ class FactorUpdater:
         factors: In the order in which they measure.
         backend: Their array library.
         moving: Names of values that change from source to source.
-        examples: Required number of examples; None requires that of the first factor.
+        examples: Required number of examples; None requires the number of the first factor.
         whose: Origin of that number, for messages.
         combine: See the attribute.
 
@@ -154,21 +152,12 @@ class FactorUpdater:
     def measure(
         self, values: dict[str, Array], release: LetGo | None, measured: Sequence[Measured] = ()
     ) -> PendingUpdate:
-        """Check a batch of one source, and measure it if ``combine`` is set.
+        """Check a batch of one source, and measure it if ``combine`` is set; no average changes.
 
         Without ``combine``, and for ``linear`` factors, the measurement takes place when the update
-        is committed, directly into averages.
-
-        Args:
-            values: Values that the factors read, by name. Only lengths remain in the mapping.
-            release: Receives the names that were deleted from ``values``; may be None.
-            measured: Further factors with their measurements of the batch.
-
-        Returns:
-            The update that has not changed any average.
-
-        Raises:
-            KfacError: The batch does not fit a factor.
+        is committed, directly into averages. Only lengths remain in ``values``; ``release``
+        receives the names that were deleted. ``measured`` are further factors with their
+        measurements of the batch. A ``KfacError`` is raised if the batch does not fit a factor.
         """
         checked = self._check(values)
         set_bases(self.factors, [values], self.combine)
@@ -190,14 +179,9 @@ class FactorUpdater:
         return PendingUpdate([*pairs, *measured], release=partial(release, later))
 
     def add_part(self, values: dict[str, Array], sums: PartSums) -> None:
-        """Measure a part of a batch of one source; no average changes.
+        """Measure a part of a batch of one source into ``sums``; no average changes.
 
-        Args:
-            values: Values that the factors read, by name.
-            sums: Receives the measurements.
-
-        Raises:
-            KfacError: The part does not fit a factor.
+        A ``KfacError`` is raised if the part does not fit a factor.
         """
         checked = self._check(values)
 
@@ -216,12 +200,9 @@ class FactorUpdater:
     def prepare(self, sources: Iterator[dict[str, Array]]) -> None:
         """Set the first bases of EKFAC from the sum over the sources of a batch.
 
-        Args:
-            sources: Values that ``parts_of_bases`` read, for each source. Each mapping is emptied
-                before the next one is requested.
-
-        Raises:
-            KfacError: A source does not fit a factor; no average has moved.
+        ``sources`` has the values that ``parts_of_bases`` read, for each source. Each mapping is
+        emptied before the next one is requested. A ``KfacError`` is raised if a source does not fit
+        a factor; then no average has moved.
         """
 
         def emptied() -> Iterator[dict[str, Array]]:
@@ -238,20 +219,14 @@ class FactorUpdater:
         *,
         part: bool = False,
     ) -> PendingUpdate:
-        """Measure the sum over the sources of a batch.
+        """Measure the sum over the sources of a batch; no average changes.
 
         Args:
             sources: Values that the factors read, for each source. Each mapping is emptied before
                 the next one is requested. If ``parts_of_bases`` is not empty, call ``prepare``
                 before.
-            measured: As for ``average``.
+            measured: As for ``measure``.
             part: Whether the batch is a part of another one.
-
-        Returns:
-            The update that has not changed any average.
-
-        Raises:
-            KfacError: A source does not fit a factor.
         """
         values = next(sources)
         pairs = self._measured(values, self._check(values), part=part)
@@ -283,7 +258,7 @@ class FactorUpdater:
         return [(factor, measurements[index]) for index, factor in enumerate(self.factors)]
 
     def combined(self, update: PendingUpdate) -> PendingUpdate:
-        """Combine the measurements of an update with those of other processes, in place."""
+        """Combine the measurements of an update with other processes, in place."""
         if self.combine is not None:
             self.combine([measurement for _, measurement in update.measured])
         return update

@@ -36,9 +36,6 @@ def multiply_parts(
         out: Arrays of the shapes of ``V``, in other memory.
         backend: Array library.
         scale: Factor of the product.
-
-    Raises:
-        ShapeError: The shapes do not fit each other.
     """
     d_in, d_out = len(V[0]) + len(V) - 1, V[0].shape[-1]
     if A.shape != (d_in, d_in) or G.shape != (d_out, d_out):
@@ -82,12 +79,8 @@ def multiply_in_turn(
 ) -> None:
     """Compute ``A (V G)`` for few columns of ``G``, whose product with ``V`` comes first.
 
-    Args:
-        A: ``(d_in, d_in)``.
-        G: ``(d_out, k)``.
-        V: As for ``multiply_parts``.
-        out: Arrays of the shapes of ``V``, with ``k`` columns each, in other memory.
-        backend: Array library.
+    ``A`` is ``(d_in, d_in)``, ``G`` ``(d_out, k)``, and ``V`` is as for ``multiply_parts``. The
+    arrays ``out`` have ``k`` columns each, in other memory.
     """
     weights = len(V[0])
     product = backend.xp.empty((len(A), G.shape[1]), out[0].dtype)

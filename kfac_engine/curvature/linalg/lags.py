@@ -75,20 +75,11 @@ class Infinite:
 def whiten(
     eigenvalues: Array, eigenvectors: Array, lag: Array, damping: float, clip: float = 0.0
 ) -> Whitened:
-    """Whiten a factor by its moment ``C₀`` and its lag moment ``C₁``.
+    """Whiten a factor by its moment ``C₀`` and its lag moment ``C₁ = E[x_{τ+1} x_τᵀ]``, ``(d, d)``.
 
-    Args:
-        eigenvalues: Eigenvalues of ``C₀``, ``(d,)``.
-        eigenvectors: Eigenvectors of ``C₀`` as columns, ``(d, d)``.
-        lag: ``C₁ = E[x_{τ+1} x_τᵀ]``, ``(d, d)``.
-        damping: Number that is added to the clipped eigenvalues.
-        clip: Least eigenvalue before damping.
-
-    Returns:
-        The factor, in the element type of the eigenvalues.
-
-    Raises:
-        InputError: A damped eigenvalue is not positive.
+    ``C₀`` has the eigenvalues ``(d,)`` and the eigenvectors, which are columns. ``clip`` is the
+    least eigenvalue before damping. ``InputError`` is raised if a damped eigenvalue is not
+    positive.
     """
     root = eigh_power(eigenvalues, eigenvectors, damping, 0.5, clip=clip)
     inverse_root = eigh_power(eigenvalues, eigenvectors, damping, -0.5, clip=clip)
@@ -98,16 +89,10 @@ def whiten(
 def whiten_undamped(
     eigenvalues: Array, eigenvectors: Array, lag: Array, rounding: float
 ) -> Whitened:
-    """Whiten a factor without damping, on the range of ``C₀``, which contains that of ``C₁``.
+    """Whiten a factor without damping, on the range of ``C₀``, which contains the range of ``C₁``.
 
-    Args:
-        eigenvalues: As in ``whiten``.
-        eigenvectors: As in ``whiten``.
-        lag: As in ``whiten``.
-        rounding: Relative bound: eigenvalues below it times the largest count as zero.
-
-    Returns:
-        The factor, whose inverse root is a pseudo-inverse.
+    ``eigenvalues``, ``eigenvectors`` and ``lag`` are as in ``whiten``. Eigenvalues below
+    ``rounding`` times the largest count as zero. The inverse root is a pseudo-inverse.
     """
     xp = array_module(eigenvalues)
     roots = xp.sqrt(xp.maximum(eigenvalues, 0.0))
@@ -135,14 +120,9 @@ def infinite(side: Whitened, backend: Backend) -> Infinite:
 def lag_weights(x: Array, uses: int) -> Array:
     """Return ``Σ_{|d| < u} (u − |d|) x^|d| = (u(1 − x²) − 2x(1 − x^u)) / (1 − x)²``.
 
-    It is evaluated as a polynomial, which has no singularity at 1.
-
-    Args:
-        x: Products of the eigenvalues of the two factors.
-        uses: Number ``u`` of uses, at least one.
-
-    Returns:
-        The weights, in the shape of ``x``; the inverse of γ in the paper.
+    It is evaluated as a polynomial, which has no singularity at 1. ``x`` are products of the
+    eigenvalues of the two factors, and ``u`` is the number of uses. The result is the inverse of γ
+    in the paper.
     """
     # 2x·(1·x^(u−2) + 2·x^(u−3) + … + (u−1)) + u, by Horner's rule.
     total = 0 * x
@@ -183,20 +163,10 @@ def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: B
 
 
 def multiply_infinite(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
-    """Multiply ``V`` by the block of option 2, which assumes an infinite sequence.
+    """Multiply ``V``, ``(…, d_in, d_out)``, by the block of option 2, an infinite sequence.
 
-    Args:
-        V: Vectors, ``(…, d_in, d_out)``.
-        A: Input factor.
-        G: Output factor.
-        uses: Number ``u`` of uses.
-        backend: Not used; the signature is that of ``multiply_symmetric``.
-
-    Returns:
-        The product, in the shape of ``V``.
-
-    Raises:
-        UnsupportedError: The sum over lags does not converge.
+    The backend is not used; the signature is as for ``multiply_symmetric``. ``UnsupportedError`` is
+    raised if the sum over lags does not converge.
     """
     del backend
     Z = A.root @ V @ G.root

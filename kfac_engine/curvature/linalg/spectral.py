@@ -30,7 +30,7 @@ def eigh_power(
             host.
         exp: Any real exponent.
         clip: Least eigenvalue before damping.
-        dtype: Element type of the result; by default that of the vectors.
+        dtype: Element type of the result; by default the type of the vectors.
         smallest: The smallest eigenvalue of each matrix on the host, if known.
 
     Returns:
