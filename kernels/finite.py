@@ -29,7 +29,7 @@ def find_infinite(device: Device, arrays: Sequence[Array], flags: Array) -> None
 
 
 def sum_squares(device: Device, arrays: Sequence[Array]) -> Array:
-    """Return sums of squares in float64, ``(arrays, parts)``: a row adds up to that of an array.
+    """Return sums of squares in float64, ``(arrays, parts)``: a row adds up to the sum of an array.
 
     Args:
         device: Device of the arrays.
@@ -42,7 +42,7 @@ def sum_squares(device: Device, arrays: Sequence[Array]) -> Array:
 
 
 def _blocks(device: Device, arrays: Sequence[Array]) -> int:
-    """Return the number of blocks of the longest array; those of shorter ones return at once."""
+    """Return the number of blocks of the longest array; surplus blocks of others return at once."""
     longest: int = max(array.size for array in arrays)
     blocks: int = min(blocks_for(longest, device), 2 * device.processors)
     return blocks
