@@ -251,11 +251,7 @@ EXPLODED = 1000  # times the first loss
 
 
 class LossHistory:
-    """The losses of an engine's latest calls.
-
-    Args:
-        warns: Whether a diverging run is a warning.
-    """
+    """The losses of an engine's latest calls; if ``warns``, a diverging run is a warning."""
 
     def __init__(self, *, warns: bool = True) -> None:
         self._warns = warns

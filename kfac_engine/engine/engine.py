@@ -230,8 +230,8 @@ class Engine(Summarized, TrainableModel):
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
             gradients: The gradients of the result where the distribution ``"shard"`` divides them
-                among several processes: ``"owned"``, those of the parameters that this process
-                owns, or ``"all"``, which costs one more message. Otherwise both are all gradients.
+                among several processes: ``"owned"`` for the parameters that this process owns, or
+                ``"all"``, which costs one more message. Otherwise both are all gradients.
             update_buffers: Whether ``buffers`` become the running statistics after the batch.
             profile: Whether the result lists time and memory of each stage.
 
@@ -324,9 +324,9 @@ class Engine(Summarized, TrainableModel):
             trace: The batch, as ``trace`` returns it; or a list of the parts of the batch, each a
                 pair of inputs and targets, as for ``gradients``. Several parts are evaluated twice:
                 the first pass counts their examples and predictions.
-            examples: Number of examples of the batch, if the trace is that of a part of the batch.
-                Under the reduction ``"sum"``, the statistics are multiplied by the ratio of the
-                numbers. A part in which no target counts changes nothing.
+            examples: Number of examples of the batch, if the trace has only a part of it. Under the
+                reduction ``"sum"``, the statistics are multiplied by the ratio of the numbers. A
+                part in which no target counts changes nothing.
 
         Returns:
             Whether targets count, so that the averages have changed.

@@ -25,13 +25,7 @@ from kfac_engine.sessions.session import Session
 
 
 class Evaluation:
-    """Evaluates a model in inference form.
-
-    Args:
-        assembly: The model with its losses.
-        arrays: Converts arrays of the model.
-        shards: The processes among which data are divided.
-    """
+    """Evaluates a model in inference form; the processes of ``shards`` divide the data."""
 
     def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
         self._axes, self._shards = assembly.task.example_axes, shards
@@ -131,10 +125,8 @@ class InferenceModel:
     """A model in inference form, with its current parameters and running statistics.
 
     Its sessions compute the requested values only, so that activations are released during the run.
-    The first request for a set of values builds its session.
-
-    Args:
-        model: The model, which does not move to another memory space.
+    The first request for a set of values builds its session. The model does not move to another
+    memory space.
     """
 
     def __init__(self, model: OnnxModel) -> None:

@@ -33,8 +33,8 @@ class FactorView:
     Attributes:
         parameters: Parameters of the layer, each with the part that belongs to the layer.
         shape: Shape of ``value``: ``(d, d)`` for a matrix, ``(g, d, d)`` for the matrices of ``g``
-            groups. A diagonal has any other shape, such as that of its parameter. A factor of a
-            layer that is used in series has ``(2, d, d)``: the moments of one use, and of two
+            groups. A diagonal has any other shape, such as the shape of its parameter. A factor of
+            a layer that is used in series has ``(2, d, d)``: the moments of one use, and of two
             successive uses.
     """
 
@@ -142,7 +142,7 @@ class FactorView:
         """Draw the eigenvalues, descending, next to the damping, on a logarithmic axis.
 
         Args:
-            ax: Axes of matplotlib to draw on; None for those of a new figure.
+            ax: Axes of matplotlib to draw on; None for a new figure.
 
         Returns:
             The axes. Eigenvalues that are not above their rounding errors are left out.

@@ -68,7 +68,7 @@ class ParameterFactors(Summarized, Sequence[FactorView]):
         """Draw the spectra of all factors on the same axes; see ``FactorView.plot``.
 
         Args:
-            ax: Axes of matplotlib to draw on; None for those of a new figure.
+            ax: Axes of matplotlib to draw on; None for a new figure.
 
         Returns:
             The axes.

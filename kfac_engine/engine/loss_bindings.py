@@ -61,7 +61,7 @@ class LossOptions:
     Attributes:
         loss: A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object,
             a list of them, one an output, or a map from outputs to them.
-        output: Output of each loss that is a name; by default those that no other output is
+        output: Output of each loss that is a name; by default the outputs that no other output is
             computed from.
         class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.

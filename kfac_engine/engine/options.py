@@ -91,7 +91,7 @@ class EngineOptions:
         compute_cholesky_inverse: Store their inverses for ``multiply_cholesky_inverse``.
         approximations: Approximation of a kind of layer, in place of the default.
         schedule: Schedule of the updates of statistics and inverses.
-        threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
+        threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
         scratch_bytes: Bound of the temporary memory of a statistic or of a gradient of convolution
             weights; by default 64 MiB, on a GPU 256 MiB. A lower bound is slower once the patches
             of few images fit.
@@ -99,8 +99,8 @@ class EngineOptions:
         seed: Seed of sampled targets.
         sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
             generated.
-        gradient_dtype: Element type of the gradients and parameters of a half-precision model: that
-            of the file, or float32. The model is computed in float32 in both cases.
+        gradient_dtype: Element type of the gradients and parameters of a half-precision model: the
+            type of the file, or float32. The model is computed in float32 in both cases.
         tie_weights: Train weights that are equal in the file as one parameter. See ``ties``.
         batch_axes: Axis of the examples of an input; by default detected by running the model.
             All inputs with examples must be named.
@@ -113,8 +113,8 @@ class EngineOptions:
             results of the whole batch.
         distribution: Division of the work among them. With ``"replicate"``, all processes store all
             inverses, and each computes some. With ``"shard"``, each layer has an owner, which
-            stores its inverses and preconditions its gradient; gradients of a step are those of
-            the layers of the process.
+            stores its inverses and preconditions its gradient; a step returns the gradients of the
+            layers that the process owns.
         layer_owners: Largest number of owners of a dense layer or a convolution with ``"shard"``. A
             layer has more than one if its work exceeds the share of a process. Each further owner
             divides its preconditioning, and receives its gradient.

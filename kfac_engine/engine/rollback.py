@@ -42,9 +42,8 @@ class _Saved:
 class Undo:
     """What an engine restores after an error: running statistics, and protected averages.
 
-    Args:
-        estimator: Its factors and its generator.
-        buffers: Its running statistics.
+    The engine has the factors and the generator of ``estimator``, and the running statistics
+    ``buffers``.
     """
 
     def __init__(self, estimator: FisherEstimator, buffers: dict[str, Array]) -> None:

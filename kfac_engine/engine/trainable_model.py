@@ -179,8 +179,8 @@ class TrainableModel(Sealed):
     def loss(self, inputs: Inputs, targets: Targets = None) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.
 
-        The value has the same bits as that of ``gradients``: normalizations in training form use
-        the statistics of the batch. ``evaluate`` uses their running statistics instead.
+        The value has the same bits as the loss of ``gradients``: normalizations in training form
+        use the statistics of the batch. ``evaluate`` uses their running statistics instead.
 
         Args:
             inputs: Input name to array; or a list of the parts of the batch, as for ``gradients``.
@@ -300,8 +300,8 @@ class TrainableModel(Sealed):
         """Return the loss and the gradients of a batch; no statistics of curvature.
 
         A batch that does not fit into the memory is given in parts. Each part is differentiated on
-        its own, and the result is that of the whole batch: reductions divide by the numbers of
-        examples and predictions of all parts, which may differ from part to part. Of several
+        its own, and the result is the same as for the whole batch: reductions divide by the numbers
+        of examples and predictions of all parts, which may differ from part to part. Of several
         processes, each passes its examples of every part.
 
         Args:
@@ -358,8 +358,8 @@ class TrainableModel(Sealed):
             trace: The batch, as ``trace`` returns it; or a list of its parts, each a pair of inputs
                 and targets, as for ``gradients``. Each product evaluates several parts anew. The
                 Hessian matrix needs targets.
-            examples: Number of examples of the batch, if the trace is that of a part of the batch.
-                The products then estimate those of the batch: under the reduction ``"sum"`` they
+            examples: Number of examples of the batch, if the trace has only a part of it. The
+                products are then estimates for the whole batch: under the reduction ``"sum"`` they
                 are multiplied by the ratio of the numbers.
 
         Returns:

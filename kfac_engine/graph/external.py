@@ -26,11 +26,7 @@ def is_packed(dtype: DType) -> bool:
 
 
 class ExternalData:
-    """External data files of a model; each file is mapped once.
-
-    Args:
-        model_path: Path of the model file.
-    """
+    """External data files of the model at a path; each file is mapped once."""
 
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path

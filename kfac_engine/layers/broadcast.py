@@ -35,7 +35,7 @@ class ScaleShiftForm:
 
 @dataclass(frozen=True, slots=True)
 class SummedAxes:
-    """The broadcast axes as a list of the caller.
+    """The broadcast axes as the caller lists them.
 
     Attributes:
         axes: Positive numbers of axes; the batch is axis 0.

@@ -299,7 +299,7 @@ class _Softmax:
     Attributes:
         shifted: Their logarithms.
         weights: The unnormalized probabilities.
-        largest: Flat index of the first of the largest in each row, with the class axis removed.
+        largest: Flat index of the first largest entry in each row, without a class axis.
         rest: Sum of the others, with a class axis of size 1.
     """
 

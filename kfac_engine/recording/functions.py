@@ -16,11 +16,7 @@ _INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
 
 
 class Namespace:
-    """NumPy with the functions that create arrays, for recorded ones.
-
-    Args:
-        tape: Receives the nodes.
-    """
+    """NumPy with the functions that create arrays, for recorded ones."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

@@ -167,7 +167,8 @@ class Recorded(NDArrayOperatorsMixin):
         dtype: Its element type.
 
     Attributes:
-        logarithm: Of the power of a number: its logarithm; else None. See ``functions``.
+        logarithm: The logarithm of a value that is a power of a number; otherwise None. See
+            ``functions``.
     """
 
     __hash__ = object.__hash__

@@ -16,11 +16,7 @@ _SHAPED = ("RandomNormal", "RandomUniform")
 
 
 class RandomNodes:
-    """Writes random nodes; a part of the batch has the numbers of its examples in the batch.
-
-    Args:
-        draws: Draws the numbers.
-    """
+    """Writes random nodes; a part of the batch has the numbers of its examples in the batch."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws, self._numbers = draws, dict[str, Symbol]()

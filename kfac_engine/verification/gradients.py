@@ -30,12 +30,9 @@ _SIGNS = 3
 class GradientCheck:
     """Compares directional derivatives along signs and along the gradient.
 
-    A vector ``r`` of random signs has the mean square ``E⟨e, r⟩² = ‖e‖²`` for every error ``e`` of
-    a gradient. Differences along few such vectors therefore estimate the norm of the error.
-
-    Args:
-        specimen: The model and the batch.
-        rng: Generator of the signs.
+    ``rng`` draws the signs. A vector ``r`` of random signs has the mean square ``E⟨e, r⟩² = ‖e‖²``
+    for every error ``e`` of a gradient. Differences along few such vectors therefore estimate the
+    norm of the error.
     """
 
     def __init__(self, specimen: Specimen, rng: np.random.Generator) -> None:

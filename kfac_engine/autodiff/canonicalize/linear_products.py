@@ -26,13 +26,7 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """The axes of a product.
-
-    Attributes:
-        data: A letter for each axis of the data.
-        weight: A letter for each axis of the weight.
-        result: A letter for each axis of the result.
-    """
+    """The axes of a product: a letter for each axis of the data, the weight and the result."""
 
     data: str
     weight: str

@@ -229,7 +229,7 @@ def _sum_of_products(kit: Kit, weights: Weights, x: str, h: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The properties of one of the three operators.
+    """The properties of LSTM, GRU or RNN.
 
     Attributes:
         cell: Function that writes a step.
@@ -263,12 +263,7 @@ def recurrent(b: LoweringBuilder, node: Node) -> None:
 
 
 class _Unrolled:
-    """Writes the unrolled steps of a recurrent node.
-
-    Args:
-        b: Receives the nodes.
-        node: LSTM, GRU or RNN.
-    """
+    """Writes the unrolled steps of an LSTM, GRU or RNN node."""
 
     def __init__(self, b: LoweringBuilder, node: Node) -> None:
         self._builder, self._node = b, node

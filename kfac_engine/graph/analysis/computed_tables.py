@@ -25,11 +25,7 @@ _Cells: TypeAlias = tuple[float, ...]
 
 
 class Tables:
-    """Recognizes computed tables among constants.
-
-    Args:
-        constants: All constants of a graph, by name.
-    """
+    """Recognizes computed tables among all constants of a graph."""
 
     def __init__(self, constants: Mapping[str, Array]) -> None:
         self._constants = constants

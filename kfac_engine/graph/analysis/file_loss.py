@@ -28,13 +28,13 @@ class FileLoss:
     """A loss in a file.
 
     Attributes:
-        distribution: Of the labels.
+        distribution: Distribution of the labels.
         output: Name of the output with the loss.
         value: The logits or means of the distribution.
         labels: Name of the input of the labels.
         targets: The value of the labels that the loss reads; a function of ``labels``.
         class_axis: Axis of the classes or features in ``value``.
-        reduction: Over all entries; ``"none"`` for none.
+        reduction: Reduction over all entries; ``"none"`` for none.
         options: Options of the distribution: ``ignore_index`` and ``class_weights``.
         weights: Name of an input with the weights of the labels, of their shape; empty for none.
         rank: The only rank of ``value`` for which the axis has the classes; 0 for any.

@@ -82,14 +82,9 @@ def handed_on(graph: Graph, value: str) -> str:
 
 
 class SubGraph:
-    """The part of a graph that given values depend on.
+    """The part of a graph that the values ``ends`` depend on.
 
-    Args:
-        graph: The graph.
-        ends: Names of the values.
-
-    Attributes:
-        nodes: Nodes that the values depend on, in topological order.
+    Its ``nodes`` are in topological order.
     """
 
     def __init__(self, graph: Graph, ends: Iterable[str]) -> None:

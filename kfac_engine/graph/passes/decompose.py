@@ -19,8 +19,7 @@ from kfac_engine.graph.structure import Node
 class DecompositionBuilder(NodeBuilder):
     """Collects the nodes that replace one node, and reads its operands and attributes.
 
-    Args:
-        node: The node that is replaced; it has a name.
+    The node has a name.
     """
 
     def __init__(self, node: Node) -> None:
