@@ -96,7 +96,7 @@ class BatchPasses:
             reported_loss(trace, self.objective, observation or self.objective.observe(trace))
 
     def loss(self, parts: Sequence[Batch]) -> float:
-        """Return the loss of the shards of all processes."""
+        """Return the loss of the whole batch, over all processes."""
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
             with self.explained(trace):
@@ -193,7 +193,7 @@ class BatchPasses:
     def _joined(
         self, traced: TracedParts, differentiate: Callable[[Trace, Observation], BackwardResult]
     ) -> BackwardResult:
-        """Return the sum over the parts of a batch of losses and gradients.
+        """Return losses and gradients, summed over the parts of a batch.
 
         The size of a batch is known after its last part. The parts are therefore differentiated
         with the size of the first one, and the sum is corrected. If the factors of several losses

@@ -253,7 +253,7 @@ def _factor_faults(
     expected: Expected | None,
     counter: int,
 ) -> list[str]:
-    """Return why a factor cannot have a stored state, by a restoration of a copy of the factor."""
+    """Return why a factor cannot have a stored state; it is restored in a copy to find out."""
     average = arrays.get("average")
     if (average is None) != (entry.weight == 0):
         having = "without" if average is None else "with"

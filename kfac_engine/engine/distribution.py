@@ -278,7 +278,7 @@ class Distribution(ABC):
     def gather(
         self, gradients: Mapping[str, Array | Rows], shards: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Return the gradients of the batch of all parameters, on all ranks.
+        """Return the gradients of all parameters for the whole batch, on all ranks.
 
         ``gradients`` is the result of ``combine``. Only shapes and element types of ``shards``, the
         gradients of the shard, are read.

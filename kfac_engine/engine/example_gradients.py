@@ -84,7 +84,7 @@ class ExampleGradients:
     def _rows(
         self, trace: Trace, name: str, index: int, count: int, shape: tuple[int, ...]
     ) -> tuple[slice, ...]:
-        """Return the indices of the entries of an example in a loss input."""
+        """Return the indices at which a loss input has the entries of an example."""
         axis = self._place(name).axis
         positions = shape[axis] // count
         outer = positions == 1 or self._is_outer(trace, name, count)

@@ -188,7 +188,7 @@ class FactorView:
 
 
 def _show_level(damping: float | Array | None) -> str:
-    """Return a damping, or the range of the dampings of groups."""
+    """Return text for a damping, or for the range of dampings over groups."""
     if damping is None:
         return "none"
     ends = (f"{np.min(damping):.4g}", f"{np.max(damping):.4g}")

@@ -209,7 +209,7 @@ class Footprint:
         )
 
     def _copied(self) -> int:
-        """Return the bytes of the largest operand of a statistic in the sample run."""
+        """Return how many bytes the largest operand of a statistic takes in the sample run."""
         return max((self._operand(*pair) for pair in self._pairs()), default=0)
 
     def _pairs(self) -> Iterator[tuple[LayerMatch, LayerReport]]:

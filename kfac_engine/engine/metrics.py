@@ -87,7 +87,7 @@ class Evaluated:
         return arrays if len(arrays) > 1 else next(iter(arrays.values()))
 
     def weights_like(self, results: Array) -> Array | None:
-        """Return the weights of values of a metric; None if they belong to nothing with weights.
+        """Return the weights of a metric's values; None for values of nothing that has weights.
 
         There is a value for each example, or for each entry of ``weights``.
         """
@@ -102,7 +102,7 @@ class Evaluated:
         return counts if fits else None  # type: ignore[return-value] # an array
 
     def measured(self, measure: Callable[[LossFunction, Values, Array], Array]) -> Sum:
-        """Return the sum of a measure of all predictions that count, and their number.
+        """Return the sum of a measure over all predictions that count, and their number.
 
         ``measure`` returns a number for each prediction or target. The results are sums over the
         losses, with the weights of the predictions. Without weights they are the mean over all
@@ -236,7 +236,7 @@ def _named(choice: object) -> tuple[str, Metric]:
 
 
 def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
-    """Return the sum of a function of the caller over a batch."""
+    """Return the sum over a batch of what a function of the caller returns."""
     targets = batch.targets.targets if isinstance(batch.targets, Weighted) else batch.targets
     weights = (batch.weights(),) if _reads_weights(function) else ()
     results = as_array(function(batch.outputs, targets, *weights))

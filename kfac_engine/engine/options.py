@@ -239,7 +239,7 @@ def check_names(call: str, names: Collection[str], known: Collection[str]) -> No
 
 
 def _agreement(communicator: object) -> Agreement:
-    """Return the votes of the processes of a communicator; of this process for anything else."""
+    """Return the votes of a communicator's processes; for another value, of this process alone."""
     return Agreement(communicator if isinstance(communicator, Communicator) else Alone())
 
 

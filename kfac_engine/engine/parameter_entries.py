@@ -32,7 +32,7 @@ class ParameterEntries:
         }
 
     def names(self, layer: LayerMatch) -> tuple[str, ...]:
-        """Return the names of the parameters of a layer in the file."""
+        """Return the names that the parameters of a layer have in the file."""
         return tuple(self._owners[name][0] for name in layer.parameters)
 
     def extents(self, layer: LayerMatch) -> tuple[str, ...]:
@@ -64,5 +64,5 @@ class ParameterEntries:
 
 
 def block_key(layer: LayerMatch) -> Params:
-    """Return the key of the block of a layer in ``collection.fisher_blocks``."""
+    """Return the key of a layer's block in ``collection.fisher_blocks``."""
     return layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]

@@ -50,7 +50,7 @@ class ParameterPart:
         return gradient if self.divisible == "columns" else self.of(gradient)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the part of an array."""
+        """Return the shape that this part has in an array of the shape ``whole``."""
         if self.divisible is None:
             return whole
         return *whole[: self.axis], self.stop - self.start, *whole[self.axis + 1 :]

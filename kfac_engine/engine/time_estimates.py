@@ -97,7 +97,7 @@ def _shapes(engine: Engine) -> Mapping[_Operation, list[tuple[int, ...]]]:
 
 
 def _sample(shapes: Sequence[tuple[int, ...]], operation: _Operation) -> Iterator[int]:
-    """Yield the numbers of rows of the matrices to measure, the largest first."""
+    """Yield how many rows each matrix to measure has, the largest first."""
     flops = 0.0
     for shape in sorted(shapes, key=lambda shape: shape[-1], reverse=True):
         if flops >= operation.most_flops:
@@ -108,7 +108,7 @@ def _sample(shapes: Sequence[tuple[int, ...]], operation: _Operation) -> Iterato
 
 
 def _measure(backend: Backend, operation: _Operation, sides: Sequence[int]) -> float:
-    """Return the seconds of an operation on matrices of these numbers of rows."""
+    """Return how many seconds an operation takes on matrices with these numbers of rows."""
     rng = np.random.default_rng(0)
     matrices = [backend.asarray(_positive(rng, side)) for side in sides]
     times = []

@@ -76,7 +76,7 @@ def extended_files(
 
 
 def file_values(model: LoadedModel) -> set[str]:
-    """Return the names of all values of the graph of a file, without those inside functions."""
+    """Return the names of all values in the graph of a file, except inside functions."""
     graph = model.template.graph
     names = {entry.name for entry in (*graph.input, *graph.initializer)}
     names.update(name for node in graph.node for name in node.output)

@@ -40,6 +40,6 @@ def model_errors(what: str, cure: str = "") -> Iterator[None]:
 
 
 def _first_line(failure: Exception) -> str:
-    """Return the first line of the message of an exception, without the final period."""
+    """Return the first line of an exception's message, without the final period."""
     text = next((line for line in str(failure).splitlines() if line.strip()), "no reason given")
     return text.strip().rstrip(".")

@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Contents of the files of a model.
+    """What the files of a model contain.
 
     Attributes:
         message: Contents of the model file.

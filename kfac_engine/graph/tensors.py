@@ -136,7 +136,7 @@ def nested_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
 
 
 def nested_initializers(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
-    """Yield the initializers of the bodies of If, Loop and Scan."""
+    """Yield the initializers in the bodies of If, Loop and Scan."""
     for node in all_nodes(nodes):
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs):

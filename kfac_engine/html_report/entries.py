@@ -15,7 +15,7 @@ _MOST_EIGENVALUES = 200
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry:
-    """A row of the table of layers."""
+    """A row in the table of layers."""
 
     parameters: str
     kind: str

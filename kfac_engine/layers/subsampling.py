@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sizes of a random subset of the examples and patches; the default is all of them.
+    """How large a random subset of the examples and patches is; by default all of them.
 
     Attributes:
         input_fraction: Fraction of the examples whose patches are read; None for all.

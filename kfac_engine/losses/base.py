@@ -133,7 +133,7 @@ class LossFunction(ABC):
 
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
-        """Return column ``index`` of ``B`` of every example: for each input, an array of its shape.
+        """Return column ``index`` of ``B`` for every example, in the shape of each input.
 
         Args:
             values: The inputs by name.
@@ -333,7 +333,7 @@ class LossFunction(ABC):
         return self.weigh(values, labels, counts)
 
     def weigh(self, values: Values, labels: Array | None, counts: Array | None) -> Observed:
-        """Return targets with the weights of the terms of the loss.
+        """Return the targets, and a weight for each term of the loss.
 
         Args:
             values: The inputs by name.
@@ -632,7 +632,7 @@ def _converted(vector: Array, like: Array, shape: tuple[int, ...]) -> Array:
 
 
 def weights_of(targets: str) -> str:
-    """Return the name of the weights of targets in the values of a batch."""
+    """Return the name under which a batch has the weights of ``targets``."""
     return f"weights of {targets}"
 
 

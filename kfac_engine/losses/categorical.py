@@ -337,7 +337,7 @@ class _Softmax:
 
 
 def _entries(ids: Array, like: Array, axis: int) -> Array:
-    """Return the flat index in ``like`` of a class of each row, in the shape of ``ids``."""
+    """Return flat indices of the class ``ids`` of each row in ``like``, in the shape of ``ids``."""
     xp, inner = array_module(like), prod(like.shape[axis + 1 :])
     ids = ids.astype(np.int64, copy=False)  # uint64 would become float64
     rows = xp.arange(ids.size).reshape(ids.shape)

@@ -273,7 +273,7 @@ class Objective:
         return tuple(k * (1 / divisor) for k, divisor in zip(coefficients, divisors, strict=True))
 
     def fisher_scales(self, observation: Observation) -> dict[str, float | Array]:
-        """Return the scale of the cotangents of each loss input for the Fisher matrix.
+        """Return the scale by which cotangents of each loss input enter the Fisher matrix.
 
         The scale is the square root of the weight of the reduction in the Fisher matrix, times the
         square roots of the weights of the predictions. It is a number, or an array that broadcasts

@@ -273,7 +273,7 @@ def _trace(x: Symbol, axis1: int = -2, axis2: int = -1) -> Symbol:
 
 
 def identity_like(x: Symbol) -> Symbol:
-    """Return the identity matrix of the size of some matrices, which takes no bytes of the file."""
+    """Return an identity matrix as large as some matrices; it takes no bytes in the file."""
     d = x.shape[-1]
     matrix = x
     while matrix.ndim > 2:

@@ -84,7 +84,7 @@ class Missing:
 
 
 class CurvatureSteps:
-    """Writes the updates of the curvature of a ``KfacOptimizer``.
+    """Writes how a ``KfacOptimizer`` updates its curvature.
 
     Args:
         engine: The engine of the optimizer.
@@ -142,7 +142,7 @@ class CurvatureSteps:
         return tuple(layer for layer in layers if not read.isdisjoint(layer.inputs))
 
     def repeats(self, block: FisherBlock) -> float:
-        """Return the number of rows of each example in the factors of a block."""
+        """Return how many rows an example has in the factors of a block."""
         facts, gradients = self._assembly.model.facts, self._sources.gradients
 
         def of(factor: FisherFactor) -> float:
@@ -256,7 +256,7 @@ class CurvatureSteps:
         step: Symbol,
         random: Writer,
     ) -> list[Symbol]:
-        """Return the averages after the statistics of a part of the batch, and their totals."""
+        """Return the averages after a part of the batch was measured, and their totals."""
         part = self._part(batch, step)
         total = MovingAverage(weight=totals[0])
         decay, config = self._engine.estimator.cov_ema_decay, self._engine.collection.config

@@ -279,7 +279,7 @@ class TrainingFiles:
     # -- private -----------------------------------------------------------------------------------
 
     def _weights(self, weights: Any) -> dict[str, Array]:
-        """Return the weights of targets by input, after checks of their number of axes."""
+        """Return the weights of targets by input, after their ranks were checked."""
         about = self.description
         if not about.weights:
             raise InputError(

@@ -27,7 +27,7 @@ Writer: TypeAlias = Callable[["Evaluation", Node], None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of the model in the graph: of the batch, or of a part of it.
+    """One evaluation of the model in the graph, on the batch or on a part of it.
 
     Attributes:
         assembly: The model and its losses.
@@ -76,7 +76,7 @@ class Evaluation:
 
     @property
     def target_axes(self) -> dict[str, int]:
-        """Name of the targets of each loss, and of their weights, to the axis of their examples."""
+        """The axis of the examples in targets and their weights, by name."""
         task, chosen, axes = self.assembly.task, self.target_inputs, dict[str, int]()
         for head in task.heads:
             name, place = head.loss.require_target_name(), task.batch.places[head.output]
@@ -106,7 +106,7 @@ class Evaluation:
         return Recorded(self.tape, self.names.get(name, name), tuple(sizes), chosen.dtype(_FLOAT))
 
     def _weight_axes(self, loss: LossFunction) -> tuple[int, ...]:
-        """Return the axes of the input of a loss that its weights have."""
+        """Return which axes of a loss input its weights have."""
         task, value = self.assembly.task, loss.inputs[0]
         output = task.objective.outputs.get(value, value)
         place = task.batch.places[output]

@@ -333,7 +333,7 @@ class StepRecorder:
         return loss, metrics, gradients
 
     def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
-        """Record the share of the targets of the whole batch that are the most probable ones.
+        """Record the share of targets in the whole batch that the model finds most probable.
 
         ``batch`` is a part with the targets ``seen``. Its share is its hits, divided by the number
         of targets of the batch.

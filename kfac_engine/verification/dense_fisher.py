@@ -220,7 +220,7 @@ def _units(specimen: Specimen, entries: Entries) -> Iterator[dict[str, Floats]]:
 
 
 def _along(specimen: Specimen, vector: Mapping[str, Floats]) -> dict[str, Floats] | None:
-    """Return the derivatives of the values of the losses along a vector; None if they disagree."""
+    """Return the derivatives of loss inputs along a vector; None if differences disagree."""
     copy, names = specimen.copy, specimen.engine.objective.inputs
     shapes = {name: specimen.trace[name].size for name in names}
     scale = _entry_size(specimen, vector)

@@ -138,7 +138,7 @@ class Axis:
 
 
 def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps]) -> str:
-    """Write the products of the pixels of all taps and their weights.
+    """Write the pixel at each tap times the weight of the tap.
 
     Args:
         b: Writes the nodes.
@@ -177,7 +177,7 @@ def pixel_count(b: LoweringBuilder, image: str) -> str:
 
 
 def first_rows(b: LoweringBuilder, image: str, shape: Sequence[int]) -> str:
-    """Write the row of the first pixel of each image, reshaped to ``shape``."""
+    """Write the row at which each image begins, reshaped to ``shape``."""
     zero, one = b.constant(np.array(0)), b.constant(np.array(1))
     parts = b.constant(np.array(prod(shape)))
     count = b.op("Mul", b.op("Gather", b.op("Shape", image), zero), parts)

@@ -65,7 +65,7 @@ def average_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 @vjp_rule("LpPool")
 def lp_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangents times the derivatives of the norms of windows."""
+    """Return the cotangents times the derivative of each window's norm."""
     x, y = node.inputs[0], node.outputs[0]
     window = sliding(node, integers(node, "kernel_shape", ()))
     _refuse_misplaced(node, window)

@@ -123,7 +123,7 @@ def _sample_squares(array: Array) -> Array:
 
 
 def _cells(squares: Array) -> _Cells:
-    """Round squares to cells of the width of the tolerance, so a match is in at most two cells."""
+    """Round squares to cells as wide as the tolerance, so that a match is in at most two cells."""
     with np.errstate(invalid="ignore"):  # an infinite entry matches no table
         return tuple((squares // (2 * _ROUNDING)).tolist())
 

@@ -97,7 +97,7 @@ def file_loss(graph: Graph, output: str) -> FileLoss | None:
 
 
 def _masked(graph: Graph, name: str) -> tuple[str, str, int] | None:
-    """Return the terms, the input of the weights and the sign of a weighted mean of terms."""
+    """Return a weighted mean as its terms, the input with their weights, and its sign."""
     node = graph.producers.get(name)
     if node is None or node.op != "Div":
         return None

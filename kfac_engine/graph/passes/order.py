@@ -109,7 +109,7 @@ def _order(before: Mapping[int, set[int]], nodes: Sequence[onnx.NodeProto]) -> l
 
 
 def taken_names(graph: onnx.GraphProto, others: Iterable[str] = ()) -> set[str]:
-    """Return ``others`` and the names of all values of a graph and of its bodies."""
+    """Return ``others`` and the names of all values in a graph and its bodies."""
     names = {name for node in all_nodes(graph.node) for name in (*node.input, *node.output)}
     return names.union((entry.name for entry in graph.input), others)
 

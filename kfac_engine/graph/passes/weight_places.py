@@ -57,7 +57,7 @@ def settle_places(model: onnx.ModelProto, constants: dict[str, Array]) -> None:
 
 
 def _places(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> Iterator[str]:
-    """Yield the computed bounds of slices of weights."""
+    """Yield the computed bounds at which weights are sliced."""
     weights = {name for name, array in constants.items() if array.dtype.kind == "f" and array.ndim}
     for node in graph.node:
         if not node.domain and node.op_type in MOVES and node.input[0] in weights:
