@@ -19,12 +19,8 @@ def update_average(
 ) -> None:
     """Compute ``average ← beta·average + alpha·measured``, in place.
 
-    Args:
-        device: Device of the arrays.
-        average: Contiguous array, float32.
-        measured: Contiguous array of the same size, float32, float16 or bfloat16.
-        alpha: Scale of the measured values.
-        beta: Scale of the old values; zero overwrites.
+    The arrays are contiguous and of equal size. The average is float32, the measured values are
+    float32, float16 or bfloat16. A ``beta`` of zero overwrites.
     """
     update = kernel(device, "averages", "update_average", INPUT=INPUTS[measured.dtype.name])
     numbers = average.size

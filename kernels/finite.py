@@ -20,10 +20,7 @@ _MOST = 65535
 def find_infinite(device: Device, arrays: Sequence[Array], flags: Array) -> None:
     """Set the flags of arrays that contain NaN or infinity to zero.
 
-    Args:
-        device: Device of the arrays.
-        arrays: Contiguous arrays of one type, float32 or float64.
-        flags: An int32 one for each array.
+    The arrays are contiguous, of one type, float32 or float64. Each has a flag, an int32 one.
     """
     _launch(device, "find_infinite", arrays, flags, _blocks(device, arrays))
 
@@ -31,9 +28,7 @@ def find_infinite(device: Device, arrays: Sequence[Array], flags: Array) -> None
 def sum_squares(device: Device, arrays: Sequence[Array]) -> Array:
     """Return sums of squares in float64, ``(arrays, parts)``: a row adds up to the sum of an array.
 
-    Args:
-        device: Device of the arrays.
-        arrays: Contiguous arrays of one type, float32 or float64.
+    The arrays are contiguous, of one type, float32 or float64.
     """
     blocks = _blocks(device, arrays)
     parts = device.empty((len(arrays), blocks), np.float64)

@@ -80,14 +80,10 @@ def add_group_moments(
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group.
 
-    Sources: ``few_products.cu`` for short rows, ``group_products.cu``.
+    The images ``x`` have any strides and fewer than 2³¹ positions. ``out`` is
+    ``(groups, rows, rows)`` float32, contiguous.
 
-    Args:
-        device: Device of the arrays.
-        x: Images of any strides.
-        out: ``(groups, rows, rows)`` float32, contiguous.
-        images: Geometry of ``x`` and the window; fewer than 2³¹ positions.
-        groups: Sizes and scales.
+    Sources: ``few_products.cu`` for short rows, ``group_products.cu``.
     """
     row = _in_registers(groups)
     if row:
@@ -111,15 +107,10 @@ def add_squares(
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt y_ntᵀ)²`` for each group.
 
-    Sources: as for ``add_group_moments``.
+    ``y`` is ``(n, groups·columns, *outputs)``, of the type of ``x``; both have any strides. ``out``
+    is ``(groups, rows, columns)`` float32, contiguous.
 
-    Args:
-        device: Device of the arrays.
-        x: Images of any strides.
-        y: ``(n, groups·columns, *outputs)``, any strides, of the type of ``x``.
-        out: ``(groups, rows, columns)`` float32, contiguous.
-        images: Geometry of ``x`` and the window.
-        groups: Sizes and scales.
+    Sources: as for ``add_group_moments``.
     """
     row = _in_registers(groups)
     if row and groups.columns == 1:
@@ -173,11 +164,8 @@ def _multiply(
 def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
     """Compute ``sums ← [Σ x∘ds, Σ ds]`` of each example (``example_sums.cu``).
 
-    Args:
-        device: Device of the arrays.
-        x: ``(n, entries, *spatial_shape)``, any strides.
-        ds: Array of the same shape and type.
-        sums: ``(n, 2·entries)`` float32, contiguous.
+    ``x`` and ``ds`` are ``(n, entries, *spatial_shape)`` of one type and any strides. ``sums`` is
+    ``(n, 2·entries)`` float32, contiguous.
     """
     if not sums.size:
         return
@@ -193,11 +181,8 @@ def sum_examples(device: Device, x: Array, ds: Array, sums: Array) -> None:
 def draw_classes(device: Device, logits: Array, uniforms: Array, ids: Array) -> None:
     """Write a sampled class of each row to ``ids`` (``classes.cu``).
 
-    Args:
-        device: Device of the arrays.
-        logits: ``(outer, classes, inner)``, contiguous.
-        uniforms: ``(outer, inner)`` float64, contiguous.
-        ids: ``(outer, inner)`` int64, contiguous.
+    All arrays are contiguous: ``logits`` is ``(outer, classes, inner)``, ``uniforms`` is
+    ``(outer, inner)`` float64, and ``ids`` is ``(outer, inner)`` int64.
     """
     if not ids.size:
         return

@@ -33,14 +33,10 @@ class _Totals(NamedTuple):
 def add_border(device: Device, x: Array, out: Array, geometry: Geometry, scales: Scales) -> None:
     """Compute the last row and column of ``out ← beta·out + alpha·(Σ z, number of patches)``.
 
-    Source: ``patch_sums.cu``.
+    The images ``x`` have any strides. ``out`` is ``(features + 1, features + 1)`` float32,
+    contiguous.
 
-    Args:
-        device: Device of the arrays.
-        x: Images of any strides.
-        out: ``(features + 1, features + 1)`` float32, contiguous.
-        geometry: Geometry of ``x`` and the window.
-        scales: Scales of the sums and of the old values.
+    Source: ``patch_sums.cu``.
     """
     totals = _sum_images(device, x, geometry, squared=False)
     write = kernel(device, "patch_sums", "border_moment", **totals.macros)
@@ -55,12 +51,7 @@ def add_patch_squares(
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z²``, entry by entry (``patch_sums.cu``).
 
-    Args:
-        device: Device of the arrays.
-        x: Images of any strides.
-        out: ``(features,)`` float32, contiguous.
-        geometry: Geometry of ``x`` and the window.
-        scales: Scales of the squares and of the old values.
+    The images ``x`` have any strides. ``out`` is ``(features,)`` float32, contiguous.
     """
     totals = _sum_images(device, x, geometry, squared=True)
     add = kernel(device, "patch_sums", "add_patches", **totals.macros)

@@ -27,7 +27,6 @@ class Floor(NamedTuple):
     Attributes:
         epsilon: Factor of the Frobenius norm.
         least: Bound that does not depend on the norm.
-        least: Whatever its norm.
     """
 
     epsilon: float
@@ -35,16 +34,10 @@ class Floor(NamedTuple):
 
 
 def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[Array, Array]:
-    """Return damped symmetric matrices in float64, with zeros for NaN and infinity.
+    """Return damped symmetric matrices in float64, and facts about each, ``(n, FACTS)``.
 
-    Args:
-        device: Device of the arrays.
-        stack: ``(n, d, d)``, float32 or float64, contiguous; the lower triangles are read.
-        dampings: ``(n,)`` float64, added to the diagonals.
-        floor: Least damping, added instead if it is larger.
-
-    Returns:
-        New matrices ``(n, d, d)``, and facts about each matrix, ``(n, FACTS)``, float64.
+    NaN and infinity become zeros. The stack is ``(n, d, d)``, contiguous; its lower triangles are
+    read. The dampings, float64, are added to the diagonals, or the ``floor`` if it is larger.
     """
     count, size, _ = stack.shape
     tiles = _tiles(size)
@@ -64,13 +57,7 @@ def widen(device: Device, stack: Array, dampings: Array, floor: Floor) -> tuple[
 def narrow(device: Device, wide: Array, dtype: npt.DTypeLike) -> Array:
     """Return symmetric matrices from lower triangles, in float32 or float64.
 
-    Args:
-        device: Device of the arrays.
-        wide: ``(n, d, d)`` float64, contiguous; the lower triangles are read.
-        dtype: Element type of the result.
-
-    Returns:
-        New matrices ``(n, d, d)``.
+    ``wide`` is ``(n, d, d)`` float64, contiguous.
     """
     count, size, _ = wide.shape
     tiles = _tiles(size)

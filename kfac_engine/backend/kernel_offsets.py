@@ -89,13 +89,7 @@ class Block(NamedTuple):
 
 
 class OffsetGroup(NamedTuple):
-    """A group of offsets whose products are computed together.
-
-    Attributes:
-        window: Geometry.
-        products: All line products of these offsets.
-        blocks: The blocks of these offsets, as sums of the products.
-    """
+    """A group of offsets; their line products are computed together and summed up to blocks."""
 
     window: Window
     products: tuple[LineProduct, ...]

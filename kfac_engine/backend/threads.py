@@ -34,9 +34,6 @@ class Workers:
     Args:
         count: Number of threads; by default the number of BLAS threads, which is the number of
             cores unless the environment sets another number.
-
-    Attributes:
-        count: Number of threads, at least one.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -166,10 +163,7 @@ class _Helper:
     """A thread that sleeps until it receives a call.
 
     The pools of Python's library take twice as long to start a task, because their futures and
-    queues wake threads by locks.
-
-    Attributes:
-        calls: Functions that the thread calls, in order; none raises.
+    queues wake threads by locks. The thread calls the functions in ``calls`` in order; none raises.
     """
 
     def __init__(self) -> None:
@@ -258,12 +252,7 @@ _ROUNDING = 1.01
 
 
 class Task(NamedTuple):
-    """A function with the number of its multiplications.
-
-    Attributes:
-        work: Number of multiplications, approximately.
-        do: Function that does the work.
-    """
+    """A function with the approximate number of its multiplications."""
 
     work: float
     do: Callable[[], object]

@@ -38,12 +38,7 @@ MakeOptimizer: TypeAlias = Callable[[ke.Engine, float | None], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer and the learning rates that it is run with; None for the default.
-
-    Attributes:
-        make: Makes the optimizer.
-        rates: The learning rates.
-    """
+    """An optimizer and the learning rates that it is run with; None for the default."""
 
     make: MakeOptimizer
     rates: tuple[float | None, ...] = (None,)

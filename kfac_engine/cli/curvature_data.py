@@ -64,10 +64,7 @@ def file_batches(
 class ShownBatches:
     """Batches that can be read several times, with a bar on stderr over each time.
 
-    Args:
-        batches: The batches.
-        axes: The axes of the examples.
-        passes: Number of times that the batches are read.
+    ``passes`` is the number of times.
     """
 
     def __init__(self, batches: Iterable[Batch], axes: ExampleAxes, passes: int) -> None:

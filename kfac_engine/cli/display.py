@@ -91,7 +91,7 @@ def warn(text: str) -> None:
 
 
 def print_lines(lines: "Iterable[str | Text]") -> None:
-    """Print lines as they are; the terminal breaks those that are wider."""
+    """Print lines as they are; the terminal breaks wider lines."""
     from rich.text import Text
 
     target = console()

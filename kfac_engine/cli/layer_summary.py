@@ -23,7 +23,7 @@ def print_legend(formulas: Iterable[str]) -> None:
 
 
 def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> None:
-    """Print the number of parameters, those in Kronecker blocks, and the cost of a step."""
+    """Print the numbers of parameters, the bytes of factors, and the costs of a step."""
     total, covered = counted(engine)
     factors = sum(layer.factor_bytes for layer in engine.layers)
     seconds = f", {show_seconds(refresh.seconds)} on this machine (estimate)"

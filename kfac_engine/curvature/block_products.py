@@ -20,12 +20,7 @@ Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 class BlockProducts:
     """Products with powers and Cholesky factors of the damped matrix that were registered.
 
-    Args:
-        collection: The registered layers.
-        exps: Powers that the blocks store.
-        compute_cholesky: Whether the blocks store the Cholesky factor ``B``.
-        compute_cholesky_inverse: Whether the blocks store ``B⁻¹``.
-        name: Name of the estimator, for messages.
+    The blocks store the powers ``exps``. ``name`` is the name of the estimator in messages.
     """
 
     def __init__(

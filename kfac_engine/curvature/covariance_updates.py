@@ -38,13 +38,12 @@ class CovarianceUpdates:
     """Measures batches for factors.
 
     Args:
-        sources: Propagates the sources of the estimation mode.
+        sources: Propagates the sources of the estimation mode; its generator draws.
         factors: All factors.
         batch_size: Size that every batch must have; None for any size.
         name: Name of the estimator, for messages.
 
     Attributes:
-        sources: Propagates the sources of the estimation mode; its generator draws.
         updater: Updates the factors that read whole batches.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         divided: Whether batches are divided among processes, which combine what they measure.

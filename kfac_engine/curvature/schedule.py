@@ -142,20 +142,9 @@ class PlannerState:
 class Planner:
     """Plans the updates of the covariances and the refreshes, call by call.
 
-    Equal inputs give equal plans.
-
-    Args:
-        works: All refreshes.
-        schedule: Periods and policy.
-
-    Attributes:
-        schedule: The schedule.
-        works: The refreshes.
-        periods: Key of a work to its period.
-        state: Results of earlier calls; ``advance`` changes them.
-
-    Raises:
-        UnknownNameError: A pattern of ``periods`` matches no parameter.
+    Equal inputs give equal plans. ``periods`` has the period of each work, and ``state`` the
+    results of earlier calls, which ``advance`` changes. ``UnknownNameError`` is raised if a pattern
+    of the periods of the schedule matches no parameter.
     """
 
     def __init__(self, works: Sequence[Work], schedule: Schedule) -> None:

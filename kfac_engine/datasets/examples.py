@@ -230,13 +230,7 @@ class ExampleAxes:
 
 
 class NumberedBatch(tuple[Mapping[str, Array], Targets]):
-    """A batch with the numbers of its examples in the data.
-
-    Args:
-        batch: Inputs and targets.
-        numbers: The numbers, from 0.
-        axes: The axes of the examples.
-    """
+    """A batch with the numbers of its examples in the data, from 0."""
 
     _numbers: Array
     _axes: ExampleAxes

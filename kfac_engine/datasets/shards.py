@@ -98,16 +98,8 @@ WHOLE = Share()
 class Examples:
     """The examples of a data set; one shard is loaded at a time.
 
-    Args:
-        shards: The shards.
-        axes: The axes of the examples.
-
-    Attributes:
-        counts: Number of examples of each shard.
-        axes: The axes of the examples.
-
-    Raises:
-        InputError: There are no examples.
+    ``counts`` has the number of examples of each shard. ``InputError`` is raised if there are no
+    examples.
     """
 
     def __init__(self, shards: Sequence[Shard], axes: ExampleAxes) -> None:
@@ -267,7 +259,7 @@ class OrderedBatches:
 
 
 def _evenly(count: int, most: int) -> Array:
-    """Return at most so many numbers below a count, with the first and the last one."""
+    """Return at most ``most`` evenly spaced numbers below ``count``, from the first to the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.intp))
 
 

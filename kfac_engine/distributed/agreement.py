@@ -33,9 +33,6 @@ class Agreement:
     Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
     two votes may fail on one rank; code after the last vote must not. A message that is no vote
     cannot exchange errors: one rank raises them alone, and its program has to end (``exchanging``).
-
-    Args:
-        communicator: The ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -43,7 +43,7 @@ def wait_for_first_rank() -> None:
 
 
 def end_job(status: int) -> None:
-    """End all processes of the job at once with this status, after this one has written its output.
+    """End all processes of the job at once, after this process has written its output.
 
     Nothing happens in a process that has not initialized MPI: it has not joined the others.
     """

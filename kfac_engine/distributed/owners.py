@@ -34,12 +34,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The rank that computes a work, and the phase of the period in which it does.
-
-    Attributes:
-        rank: The rank, from 0.
-        phase: The phase, from 0.
-    """
+    """The rank that computes a work, and the phase of the period in which it does."""
 
     rank: int
     phase: int
@@ -132,12 +127,9 @@ _MOST_COPIED = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows or columns of the gradient of a layer, which one rank preconditions.
+    """Rows or columns from ``start`` to before ``stop`` of a layer's gradient, with one owner.
 
-    Attributes:
-        owner: The rank.
-        start: First row or column.
-        stop: Row or column behind the last one.
+    The owner is the rank that preconditions them.
     """
 
     owner: int
@@ -177,10 +169,7 @@ def layer_owners(
 class _Group:
     """Layers with one owner, or one layer that several ranks may own.
 
-    Args:
-        model: Sizes of the model.
-        members: Names of the blocks.
-        refresh_every: Number of calls from one refresh to the next.
+    ``members`` are the names of the blocks.
     """
 
     def __init__(self, model: ModelSize, members: Sequence[str], refresh_every: int) -> None:

@@ -136,12 +136,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Periods:
-    """Numbers of calls, as in ``Schedule``.
-
-    Attributes:
-        refresh_every: From one refresh of all inverses to the next.
-        covariance_every: From one update of the statistics to the next.
-    """
+    """Numbers of calls from one refresh or update of statistics to the next, as in ``Schedule``."""
 
     refresh_every: int = 10
     covariance_every: int = 1

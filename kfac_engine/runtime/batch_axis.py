@@ -186,7 +186,7 @@ class _Probe:
         return replace(batch, places={name: place for name, place in places.items() if place})
 
     def batch_alone(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
-        """Return the batch along axes of a model that runs with one size only; None if it is none.
+        """Return the batch along axes of a model that runs with one size only, or None.
 
         A change of one example must change no other in an output. This cannot be seen with one
         example, which is on the first axes of all inputs.

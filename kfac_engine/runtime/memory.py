@@ -82,14 +82,7 @@ def _sizes_at(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> 
 
 
 class _Sizes:
-    """Shapes of the values of a forward and a backward graph.
-
-    Args:
-        model: The model.
-        backward: A backward graph of it.
-        batch: Batch axes of inputs and values.
-        size: Number of examples.
-    """
+    """Shapes of the values of a forward and a backward graph for a number of examples."""
 
     def __init__(self, model: OnnxModel, backward: Backward, batch: Batch, size: int) -> None:
         self._graph = graph = _joint(model, backward)

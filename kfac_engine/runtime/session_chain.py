@@ -19,14 +19,7 @@ _MOST_NODES = (
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A session of a chain.
-
-    Attributes:
-        session: Session of successive nodes.
-        reads: Names of the inputs.
-        outputs: Names of the results.
-        end: Index of the first node after the session.
-    """
+    """A session of successive nodes in a chain; ``end`` is the index of the first node after it."""
 
     session: Session
     reads: tuple[str, ...]
@@ -35,16 +28,10 @@ class _Link:
 
 
 class Chain:
-    """Runs nodes of a graph on inputs of different sizes.
+    """Runs nodes of a graph, in topological order, on inputs of different sizes.
 
-    Args:
-        graph: Graph with the inputs and the constants.
-        nodes: Nodes in topological order.
-        outputs: Names of the results and constants that a run returns.
-        what: Description of the graph, for messages.
-
-    Raises:
-        BackendError: ONNX Runtime refuses the graph.
+    A run returns ``outputs``, which are results and constants. ``what`` describes the graph in
+    messages. ``BackendError`` is raised if ONNX Runtime refuses the graph.
     """
 
     def __init__(

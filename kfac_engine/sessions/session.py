@@ -60,7 +60,7 @@ _FEW, _SMALL_BYTES = 64, 1 << 19
 
 
 class Uncopied:
-    """Base of sessions: what has one can be neither copied in depth nor pickled."""
+    """Base of sessions; an object with a session can be neither copied in depth nor pickled."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, which ONNX Runtime does not support."""

@@ -22,9 +22,6 @@ class _Handling(ABC):
     """A context with other handlers of signals.
 
     The context has no effect outside the main thread, where Python receives no signals.
-
-    Args:
-        numbers: The signals.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:

@@ -15,9 +15,6 @@ class FileLock:
     """The lock of a file that exists while a process holds the lock.
 
     File systems without locks, and Windows, do not exclude other processes.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:

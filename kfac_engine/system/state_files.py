@@ -60,14 +60,7 @@ class StateKind:
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """The content of a file with a state.
-
-    Attributes:
-        path: The file.
-        kind: Kind of the state.
-        header: Entry to its value.
-        arrays: Arrays by name.
-    """
+    """The content of a file with a state."""
 
     path: str | Path
     kind: StateKind

@@ -180,7 +180,7 @@ def _obstacle(path: Path, *, in_place: bool) -> str:
 
 
 def _with_members(paths: Path | Iterable[Path] | None) -> Iterator[Path]:
-    """Yield paths, and the files of those that are folders."""
+    """Yield paths, and the files of each path that is a folder."""
     for path in [paths] if isinstance(paths, Path) else paths or ():
         yield path
         with suppress(InputError):  # what the run cannot read is an error elsewhere

@@ -87,8 +87,7 @@ class Correlation:
 class Scratch:
     """Scratch memory that tasks reuse, because new memory costs a page fault for each page.
 
-    Args:
-        most_bytes: Bound of the memory of all simultaneous tasks.
+    All simultaneous tasks together have at most ``most_bytes``.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -155,7 +154,7 @@ def _cut(window: Window, ins: int, outs: int) -> int:
 
 
 def _target_numbers(geometry: Correlation, itemsize: int) -> int:
-    """Return the number of entries to copy at a time with sufficient memory."""
+    """Return the number of entries that are copied at a time if memory suffices."""
     least, most = (size // itemsize for size in (_CACHED_BYTES, _MOST_CACHED_BYTES))
     group = geometry.copied // geometry.groups
     return max(least, min(group * _ENOUGH_POSITIONS, most), group * _LEAST_POSITIONS)

@@ -31,12 +31,7 @@ _FEW_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Sums that a homogeneous coordinate adds to a Gram matrix.
-
-    Attributes:
-        sums: Sum of the rows, ``(d,)``, float64.
-        count: Number of rows.
-    """
+    """The sum of rows, ``(d,)``, float64, and their number, for the homogeneous coordinate."""
 
     sums: Array
     count: int

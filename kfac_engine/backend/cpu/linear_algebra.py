@@ -31,10 +31,7 @@ Stacked = Callable[[Sequence[int]], Array | None]
 class NumpyLinearAlgebra:
     """Batched linear algebra on NumPy arrays.
 
-    Args:
-        workers: Threads.
-        scratch_bytes: Bound of the memory of matrices that are computed in parallel; one matrix may
-            take more.
+    Matrices that are computed in parallel have at most ``scratch_bytes``; one matrix may take more.
     """
 
     def __init__(self, workers: Workers, scratch_bytes: int) -> None:

@@ -110,13 +110,7 @@ _PACKED_ROWS = 64
 
 
 class Images(NamedTuple):
-    """Sizes of a batch of images.
-
-    Attributes:
-        number: Number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image.
-    """
+    """Sizes of a batch of images."""
 
     number: int
     channels: int

@@ -40,10 +40,7 @@ _PIECES = 3
 class Blocks(NamedTuple):
     """The blocks on and below the diagonal of a 2 × 2 partition.
 
-    Attributes:
-        first: First diagonal block, ``(h, h)``.
-        below: Block below it, ``(d − h, h)``.
-        second: Second diagonal block, ``(d − h, d − h)``.
+    They are ``(h, h)``, ``(d − h, h)`` and ``(d − h, d − h)``.
     """
 
     first: Array

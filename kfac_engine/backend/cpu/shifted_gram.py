@@ -51,17 +51,8 @@ from kfac_engine.backend.window import Window
 class ChannelsLastLines:
     """Reusable buffer that stores a group of images with the channels on the last axis.
 
-    Args:
-        images: Largest number of images.
-        channels: Channels of each image.
-        spatial_shape: Shape of each image; the last axis runs along the lines.
-        gap: Number of zero pixels before each line and after the last line.
-        dtype: Element type of the buffer.
-
-    Attributes:
-        group: Largest number of images.
-        channels: Channels of each image.
-        length: Pixels of a line.
+    Lines are along the last axis of an image, and have ``length`` pixels. There are ``gap`` zero
+    pixels before each line and after the last line. ``group`` is the largest number of images.
     """
 
     def __init__(
@@ -235,13 +226,7 @@ def _groups(
 class _GroupSums:
     """The sums over images of the products of a group of offsets.
 
-    Args:
-        group: Offsets with their products.
-        channels: Channels of an image.
-        dtype: Element type of the sums.
-
-    Attributes:
-        sums: An array ``(alongs, channels, channels)`` for each product.
+    ``sums`` has an array ``(alongs, channels, channels)`` for each product.
     """
 
     def __init__(self, group: OffsetGroup, channels: int, dtype: DType) -> None:
@@ -359,7 +344,7 @@ def _within(box: Sequence[range], lines: Sequence[range]) -> list[bool]:
 
 
 def _batch_numbers(window: Window, channels: int) -> int:
-    """Return the entries of the small products at a time: at least one line with all offsets."""
+    """Return the number of entries for small products: at least one line with all offsets."""
     few = channels <= FEW_CHANNELS
     return max(_BATCH, (2 * window.kernel[-1] - 1) * channels**2) if few else 0
 

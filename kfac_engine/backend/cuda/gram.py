@@ -121,12 +121,7 @@ def image_geometry(x: Array, window: Window) -> Geometry:
 class GroupProducts:
     """Computes Gram matrices and squared gradients of groups of channels on one device.
 
-    Args:
-        device: Device of the kernels.
-        scratch_bytes: Bound of the partial results of one product.
-
-    Attributes:
-        scratch_bytes: The bound, which may be changed.
+    ``scratch_bytes`` bounds the partial results of one product, and may be changed.
     """
 
     def __init__(self, device: Device, scratch_bytes: int) -> None:

@@ -26,9 +26,7 @@ _EIGEN_ROUNDING = 1e-12
 class CupyLinearAlgebra:
     """Batched linear algebra of one device; the NumPy backend has the same results.
 
-    Args:
-        device: The GPU.
-        scratch_bytes: Bound of the scratch memory; a single matrix may take more.
+    ``scratch_bytes`` bounds the scratch memory; a single matrix may take more.
     """
 
     def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:

@@ -90,9 +90,7 @@ class _Launched:
 class MatrixBatches:
     """Runs operations on many matrices of one device, stacked by size and element type.
 
-    Args:
-        device: The GPU.
-        scratch_bytes: Bound of the scratch memory; a single matrix may take more.
+    ``scratch_bytes`` bounds the scratch memory; a single matrix may take more.
     """
 
     def __init__(self, device: CupyDevice, scratch_bytes: int) -> None:

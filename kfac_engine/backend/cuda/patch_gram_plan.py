@@ -147,7 +147,7 @@ def _shifted(window: Window, channels: int, spatial_shape: tuple[int, ...]) -> R
 
 
 def _length(recipe: Recipe, images: int, processors: int) -> int:
-    """Return the number of positions of a piece, for which all blocks occupy the device."""
+    """Return the number of positions of a piece, so that the pieces occupy all multiprocessors."""
     needed = {part for terms in recipe.terms.values() for part, _ in terms}
     total = sum(images * recipe.positions(part.grid) for part in needed)
     even = -(-total // (processors * _BLOCKS_EACH))

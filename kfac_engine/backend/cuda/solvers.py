@@ -34,11 +34,7 @@ _TRIAL_INVERSE = ((0.375, -0.25), (-0.25, 0.5))
 class Solvers:
     """Computes factorisations on one device.
 
-    Args:
-        xp: CuPy.
-
-    Attributes:
-        has_potri: Whether ``potri`` computes inverses; otherwise triangular solves compute them.
+    If ``has_potri``, ``potri`` computes inverses; otherwise triangular solves do.
     """
 
     def __init__(self, xp: ModuleType) -> None:

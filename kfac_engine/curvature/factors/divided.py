@@ -38,8 +38,7 @@ def block_shape(side: int) -> tuple[int, int, int]:
 class DividedMoment(KroneckerMoment):
     """Blocks on the diagonal of the mean of ``x xᵀ``: ``(blocks, rows, rows)``.
 
-    Attributes:
-        side: Number of rows of the matrix.
+    ``side`` is the number of rows of the matrix.
     """
 
     side: int = 0
@@ -83,11 +82,6 @@ class DividedFactor(StackedSquareFactor):
     """A factor whose average is block-diagonal: see ``DividedMoment``.
 
     Operands are matrices, as for a dense factor. A relative damping has a number for each block.
-
-    Args:
-        statistic: The measured blocks.
-        backend: Array library; NumPy by default.
-        config: Options of averages; the defaults if omitted.
     """
 
     def __init__(

@@ -27,11 +27,9 @@ from kfac_engine.layers.views import rows_as_images
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """Orthonormal eigenvectors as columns.
+    """Orthonormal eigenvectors as columns, ``U_A`` and ``U_G``.
 
-    Attributes:
-        input: ``U_A``, ``(d_in, d_in)``.
-        output: ``U_G``, ``(d_out, d_out)``.
+    Their shapes are ``(d_in, d_in)`` and ``(d_out, d_out)``.
     """
 
     input: Array
@@ -50,8 +48,7 @@ class Bases:
 class RotatedSquare(LayerSquare):
     """Mean over examples of the squared per-example gradient in a basis, ``(d_in, d_out)``.
 
-    Attributes:
-        bases: The basis; the factor sets it.
+    The factor sets the basis.
     """
 
     bases: Bases | None = field(default=None, compare=False, repr=False)
@@ -80,18 +77,8 @@ class EigenbasisFactor(DiagonalFactor):
 
     Each refresh computes the basis from the averages of ``A`` and ``G``. The average is then
     transformed to its diagonal in the new basis. The first basis comes from the first batch with
-    all its sources: ``set_bases`` sets it before the first measurement.
-
-    Args:
-        statistic: Squares of per-example gradients.
-        input_factor: ``A``.
-        output_factor: ``G``.
-        backend: Array library; NumPy when left out.
-        config: How averages are taken; the defaults when left out.
-
-    Attributes:
-        kronecker_factors: ``A`` and ``G``.
-        bases: The current basis; ``refresh`` and the first batch set it.
+    all its sources: ``set_bases`` sets it before the first measurement. The statistic contains
+    squares of per-example gradients.
     """
 
     measures_with_results = True

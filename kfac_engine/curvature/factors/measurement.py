@@ -77,8 +77,7 @@ def _examples(statistic: Statistic, values: Values, backend: Backend) -> int | N
 class TensorStats:
     """Norms of the values of a batch, computed once for all factors.
 
-    Attributes:
-        squared_norms: Sum of squares of each value; not finite if it overflows its type.
+    A sum of squares is not finite if it overflows the type of its value.
     """
 
     squared_norms: Mapping[str, float]

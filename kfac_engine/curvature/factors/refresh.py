@@ -65,11 +65,10 @@ Finish: TypeAlias = Callable[[], Sequence[Result]]
 
 @dataclass(frozen=True, slots=True)
 class RefreshTask:
-    """The refresh of one factor.
+    """The operations that refresh one factor, and a function that stores their results.
 
-    Attributes:
-        requests: Operations on the average of the factor.
-        store: Stores their results, given in the order of the requests.
+    The operations read the average of the factor. The function takes the results in the order of
+    the requests.
     """
 
     requests: Sequence[Request]

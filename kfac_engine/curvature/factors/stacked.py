@@ -75,9 +75,7 @@ class GroupedMoment(KroneckerMoment):
 class GroupedSquare(LayerSquare):
     """Mean over examples of the squared gradient of each group: ``(groups, d_in, d_out)``.
 
-    Attributes:
-        groups: Number of groups.
-        taps: Number of kernel entries.
+    ``taps`` is the number of kernel entries.
     """
 
     groups: int = 1

@@ -187,7 +187,7 @@ class TableRows(LayerPairs):
     def _add_lookup(
         self, out: Array, ids: Array, gradients: Array, backend: Backend, share: float
     ) -> None:
-        """Add ``share`` times the sum over token ids; those outside the table add nothing."""
+        """Add ``share`` times the sum over token ids; ids outside the table add nothing."""
         raise NotImplementedError
 
     def _add_product(

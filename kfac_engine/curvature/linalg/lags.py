@@ -33,10 +33,7 @@ _DIVERGED = 1e12
 class Whitened:
     """A factor of the block in coordinates in which its moment is the identity.
 
-    Attributes:
-        root: ``S``, ``(d, d)``.
-        inverse_root: ``S⁻¹``.
-        lag: ``Ψ = S⁻¹ C₁ S⁻¹``.
+    ``root`` is ``S``, ``(d, d)``, ``inverse_root`` is ``S⁻¹``, and ``lag`` is ``Ψ = S⁻¹ C₁ S⁻¹``.
     """
 
     root: Array

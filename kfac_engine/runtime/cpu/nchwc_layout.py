@@ -48,10 +48,8 @@ _LAST = -(2**62)  # a slice with step −1 and an end below this includes index 
 class BlockedGraph:
     """A graph whose convolutions may use the blocked layout.
 
-    Attributes:
-        nodes: Nodes in topological order.
-        constants: New constants that the nodes read, by name.
-        copies: Map from a value in the blocked layout to the same value in the plain layout.
+    ``constants`` are new. ``copies`` maps a value in the blocked layout to the same value in the
+    plain layout.
     """
 
     nodes: tuple[Node, ...]
@@ -179,8 +177,7 @@ class _Draft:
 class _LayoutBuilder(NodeBuilder):
     """Builds the nodes of a graph whose convolutions use the blocked layout.
 
-    Attributes:
-        blocks: Name of a value in the plain layout to its name in the blocked layout.
+    ``blocks`` maps the name of a value in the plain layout to its name in the blocked layout.
     """
 
     def __init__(self, nodes: Sequence[Node], context: LayoutContext, block: int) -> None:

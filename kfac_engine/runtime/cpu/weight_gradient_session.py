@@ -46,12 +46,7 @@ class Move(NamedTuple):
 
 
 class ProductTerm(NamedTuple):
-    """A term of a gradient: a kernel gradient and the moves that follow it.
-
-    Attributes:
-        gradient: The kernel gradient.
-        moves: The moves, in the order of their application.
-    """
+    """A term of a gradient: a kernel gradient and the moves that are applied to it, in order."""
 
     gradient: KernelGradient
     moves: tuple[Move, ...] = ()
@@ -108,12 +103,7 @@ def split_backward(backward: Backward, *, apart: bool = True) -> SplitBackward:
 class WeightGradientSession:
     """A backward session on the CPU that computes weight gradients by BLAS.
 
-    Args:
-        session: Session of ``terms.session``; None if this graph is empty.
-        terms: The graph of the session and the terms of the weight gradients.
-        constants: Constants of the graph, which are not inputs of the session.
-        workers: Threads for the products.
-        scratch_bytes: Bound of the scratch memory of the products.
+    The session is None if the graph of the terms is empty. The constants are not inputs of it.
     """
 
     def __init__(
