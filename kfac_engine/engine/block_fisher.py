@@ -75,8 +75,8 @@ class BlockFisher:
     def transaction(self) -> Iterator[Undo]:
         """Return a context for changes of the engine, which an error of a process undoes.
 
-        The generator, the element types of averages and the running statistics are restored, and
-        averages and inverses that are protected. Ctrl-C takes effect at the end.
+        The generator, the element types of averages, the running statistics, and protected averages
+        and inverses are restored. Ctrl-C takes effect at the end.
         """
         undo = Undo(self.estimator, self._assembly.model.buffers)
         restored = self.estimator.statistics.restored_on_error

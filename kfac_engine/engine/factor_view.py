@@ -58,8 +58,8 @@ class FactorView:
         """Role of the factor in the block of its layer.
 
         ``"input"`` (A) and ``"output"`` (G) are the two factors of a Kronecker product. EKFAC adds
-        ``"eigenvalues"`` (s), which replace those of the product. A ``"block"`` (F) is the block
-        itself, a matrix or its diagonal.
+        ``"eigenvalues"`` (s), which replace the eigenvalues of the product. A ``"block"`` (F) is
+        the block itself, a matrix or its diagonal.
         """
         return ROLES[self.symbol]
 

@@ -216,7 +216,7 @@ class Footprint:
         return zip(self.assembly.discovery.layers if self.layers else (), self.layers, strict=True)
 
     def _operand(self, layer: LayerMatch, report: LayerReport) -> int:
-        """Patches of a convolution, all of them; of other layers the input."""
+        """Return the bytes of the largest input of a layer, as patches for a convolution."""
         if not layer.inputs:
             return 0
         if row(layer.kind, report.approximation).fills_scratch:

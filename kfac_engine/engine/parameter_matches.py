@@ -127,7 +127,7 @@ class ParameterMatches:
 
 
 def match_parameters(engine: Engine, arrays: Mapping[str, Array]) -> ParameterMatches:
-    """Match the parameters of an engine with those of the module that its file was exported from.
+    """Match the parameters of an engine with the module that its file was exported from.
 
     A parameter is matched by its name. The others are matched by their values, which are equal bit
     by bit, also with permuted axes or another shape. If the module was trained after the export, so

@@ -256,7 +256,7 @@ class Shard(Distribution):
         return self._rows(part, part.needed(vector), vector.shape)
 
     def _rows(self, part: ParameterPart, needed: Array, shape: tuple[int, ...]) -> Array | Rows:
-        """Return the needed entries of an array of a given shape as the operand of a block."""
+        """Return the entries ``needed`` as rows of an array of ``shape`` if the part is rows."""
         if part.divisible != "rows":
             return needed
         return Rows(self._backend.xp.arange(part.start, part.stop), needed, shape[0])

@@ -51,7 +51,7 @@ class ModelFiles:
 def with_constants(model: onnx.ModelProto, constants: Mapping[str, Array]) -> onnx.ModelProto:
     """Add initializers with their values to ``model``, in place, and return it.
 
-    Values of more than one message can contain raise ModelError.
+    More values than one message can contain raise ModelError.
     """
     size = sum(array.nbytes for array in constants.values())
     if size > _MOST_INLINE:

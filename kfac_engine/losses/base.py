@@ -121,15 +121,15 @@ class LossFunction(ABC):
 
     @abstractmethod
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """Return ``F v`` of every example: for each input, an array of its shape."""
+        """Return ``F v`` for every example, in the shape of each input."""
 
     @abstractmethod
     def fisher_factor(self, values: Values, u: Array) -> dict[str, Array]:
-        """Return ``B u`` of every example: for each input, an array of its shape."""
+        """Return ``B u`` for every example, in the shape of each input."""
 
     @abstractmethod
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
-        """Return ``Bᵀ v`` of every example, an array of the inner shape."""
+        """Return ``Bᵀ v`` for every example, in the inner shape."""
 
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
@@ -261,7 +261,7 @@ class LossFunction(ABC):
         return value, {name: times(array, observed.weights) for name, array in gradient.items()}
 
     def gradient(self, values: Values) -> dict[str, Array]:
-        """Return the gradient of ``value``: for each input, an array of its shape and type."""
+        """Return the gradient of ``value`` in the shape and type of each input."""
         return self.value_and_gradient(values)[1]
 
     def inner_shape(self, values: Values) -> tuple[int, ...]:
@@ -360,7 +360,7 @@ class LossFunction(ABC):
     def _that_count(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:
-        """Return checked targets, with zeros in place of those that do not count, and weights."""
+        """Return checked targets, with zeros where they do not count, and weights."""
         shape, axis = values[self.inputs[0]].shape, self._axis(values)
         rows = targets.ndim < len(shape)  # a target for each prediction, not for each entry
         hidden = self._hidden(values, targets)
@@ -384,7 +384,7 @@ class LossFunction(ABC):
     def masked(
         self, values: Values, targets: Array, counts: Array | None
     ) -> tuple[Array, Array | None]:
-        """Return targets with zeros in place of those that do not count, and their weights.
+        """Return targets with zeros where they do not count, and their weights.
 
         Args:
             values: The inputs by name.

@@ -177,9 +177,10 @@ class Operations:
 class Draws:
     """Random numbers of a step.
 
-    ``random`` and ``standard_normal``, as of a generator, are terms of a low-discrepancy sequence
-    of the number of the step and the example, for targets. ``uniform`` and ``normal`` are hashes of
-    a counter, for the random nodes of a model, whose numbers must not follow a pattern.
+    ``random`` and ``standard_normal``, named as in a generator, draw targets: terms of a
+    low-discrepancy sequence, by the numbers of the step and the example. ``uniform`` and ``normal``
+    are hashes of a counter, for the random nodes of a model, whose numbers must not follow a
+    pattern.
 
     Args:
         tape: Receives the nodes.
@@ -252,7 +253,7 @@ class Draws:
 
 
 def _normal(first: Symbol, second: Symbol) -> Symbol:
-    """Return normal numbers from two independent uniform ones."""
+    """Return normal numbers from two independent uniform numbers."""
     radius, angle = (np.log(first) * -2.0) ** 0.5, second * (2 * pi)
     return radius * angle.new("Cos", shape=angle.shape)
 

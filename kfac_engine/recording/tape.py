@@ -124,7 +124,7 @@ class Tape:
         return name
 
     def constant(self, value: object, dtype: DType | type | None = None) -> str:
-        """Return the name of a constant; equal ones share it."""
+        """Return the name of a constant; equal constants share a name."""
         array = np.asarray(value, dtype)
         key = array.dtype.str, array.shape, array.tobytes()
         for level in self.levels:

@@ -147,7 +147,7 @@ class Evaluation:
         return possible
 
     def _labels(self, loss: LossFunction) -> tuple[Symbol, Symbol | None]:
-        """Return the targets, with classes in place of those that do not count, and weights."""
+        """Return the targets, with classes where they do not count, and weights."""
         values: Any = self
         targets: Any = self.targets(loss)
         counts: Any = self.weights(loss)
