@@ -20,7 +20,8 @@ _MOST = 65535
 def find_infinite(device: Device, arrays: Sequence[Array], flags: Array) -> None:
     """Set the flags of arrays that contain NaN or infinity to zero.
 
-    The arrays are contiguous, of one type, float32 or float64. Each has a flag, an int32 one.
+    The arrays are contiguous, of one type, float32 or float64. ``flags`` has an int32 one for each
+    of them.
     """
     _launch(device, "find_infinite", arrays, flags, _blocks(device, arrays))
 

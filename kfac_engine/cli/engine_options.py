@@ -1,8 +1,8 @@
 """The options of an engine on the command line, derived from the fields of ``EngineOptions``.
 
-A field gives its option the name, the type and the default. ``ROWS`` has its group, its help
-text, and where the command line differs the rest. The record is imported
-when a command runs or shows its help, not before.
+A field gives its option the name, the type and the default. ``ROWS`` has its group, its help text
+and what differs on the command line. The record is imported when a command runs or shows its help,
+not before.
 """
 
 import re

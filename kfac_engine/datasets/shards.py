@@ -52,7 +52,8 @@ class Shard:
 class Share:
     """The examples of each batch that one of several processes has.
 
-    They are consecutive, in the order of the processes, whose numbers differ by one at most.
+    Each process has consecutive examples, in the order of the processes. The numbers of examples
+    differ by one at most.
 
     Attributes:
         rank: Number of the process, from 0.

@@ -1,6 +1,6 @@
 """Ranks that MPI has started, by the library mpi4py.
 
-A rank that ends ends the whole job if other ranks would wait for it forever.
+If a rank ends while others would wait for it forever, it ends the whole job.
 """
 
 import atexit
@@ -31,7 +31,7 @@ class ExitWatch:
 
     The ranks form a ring. Before each collective a rank sends a byte to the next rank, and receives
     one from the rank before it. Another byte tells that the rank ends. If some ranks have ended and
-    others wait in a collective, one that has ended receives the byte of one that waits.
+    others wait in a collective, a rank that has ended receives the byte of a rank that waits.
 
     Args:
         mpi: The module ``mpi4py.MPI``.

@@ -2,7 +2,7 @@
 
 A model file does not declare this axis. The model runs on two batch sizes, and an axis whose length
 is proportional to the batch size is a batch axis. If several axes of the inputs have no fixed size,
-a change of one example along the batch axis does not change the results of the others.
+a change of one example along the batch axis does not change the results of other examples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

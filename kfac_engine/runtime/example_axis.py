@@ -89,8 +89,8 @@ def rest_changes(before: Array, after: Array, size: int, place: ExampleAxis) -> 
 def unmoved_axes(before: Array, after: Array, changed: int, size: int) -> frozenset[int]:
     """Return the axes that can contain the examples.
 
-    Along such an axis, a change of one example does not change the entries of the others. The
-    arguments are as for ``others_change``.
+    Along such an axis, a change of one example changes no entry of another example. The arguments
+    are as for ``others_change``.
     """
     if before.shape != after.shape:
         return frozenset()

@@ -161,8 +161,8 @@ def _require_permission(target: Path, old: os.stat_result | None) -> None:
 def _obstacle(path: Path, *, in_place: bool) -> str:
     """Return why a file cannot be written and what to do; empty if it can.
 
-    A trial tells: permissions do not bind the administrator, and systems of files such as ``/proc``
-    and read-only ones refuse new files whatever the permissions are.
+    A trial decides: permissions do not bind the administrator, and file systems such as ``/proc``
+    or read-only ones refuse new files whatever the permissions are.
     """
     try:
         old, target = _status(path), Path(os.path.realpath(path))
