@@ -74,8 +74,9 @@ def test_steps_of_parts_are_those_of_the_whole_batch(name):
     assert abs(other[1]["w1"] - expected[1]["w1"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("distribution", ["replicate", "shard"])
-@pytest.mark.parametrize(("size", "reduction"), [(2, "mean"), (3, "sum")])
+@pytest.mark.parametrize(
+    ("size", "reduction", "distribution"), [(2, "mean", "replicate"), (3, "sum", "shard")]
+)
 @pytest.mark.parametrize("name", ["auto, adapted", "given rate", "quadratic", "muon"])
 def test_steps_of_several_processes_are_those_of_one(name, size, reduction, distribution):
     """Each process passes its examples of every part."""
