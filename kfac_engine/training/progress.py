@@ -57,7 +57,9 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._console is not None and self._console.is_terminal:
             self._bar, self._live = _bar(self._console)
-            self._live.start()
+            # A line that is printed during the first drawing, or while the height changes, would
+            # stand beside the bar: the thread of the display starts with the whole bar.
+            self._live.start(refresh=True)
         return self
 
     def __exit__(
@@ -173,10 +175,13 @@ def _stderr() -> "Console":
 
 def _bar(console: "Console") -> "tuple[Bar, Live]":
     """Return a bar of one task, and the display that it is a part of."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     from kfac_engine.training.bars import bar
 
     display = bar(console)
     display.add_task("", total=1.0)
-    return display, Live(display, console=console, refresh_per_second=4, transient=True)
+    both = Group(display, Text())
+    return display, Live(both, console=console, refresh_per_second=4, transient=True)
