@@ -5,9 +5,9 @@ backward pass then serves both. It computes the gradients with this number, beca
 more of them; the gradients of parameters are divided by it in place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 from kfac_engine._types import Array
@@ -27,11 +27,15 @@ class BackwardResult:
         gradients: Parameter to gradient of the loss, in new arrays.
         outputs: Value to the gradient that statistics of the mode ``empirical`` read; None if
             statistics need a separate backward pass.
+        buffers: New running statistics, if they are computed.
+        notes: Notes on the axes of the batch.
     """
 
     loss: float
     gradients: dict[str, Array]
     outputs: dict[str, Array] | None = None
+    buffers: Mapping[str, Array] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":
         """Return the sum of the losses and gradients of two parts; the arrays are reused."""

@@ -105,32 +105,30 @@ class BatchPasses:
         result = self._joined(self.traced(parts), differentiate)
         return self.shards.total(result.loss, "loss")
 
-    def notes(self, trace: Trace) -> tuple[str, ...]:
-        """Return notes on the axes of a batch."""
-        return disagreements(self._model.graph, trace)
-
     # -- gradients --------------------------------------------------------------------------------
 
     def gradients(
         self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
-    ) -> tuple[BackwardResult, dict[str, Array], tuple[str, ...]]:
+    ) -> BackwardResult:
         """Differentiate the shard of a batch, which consists of ``parts``.
 
-        The results are loss and gradients, new running statistics (none unless ``update_buffers``),
-        and notes. ``residuals`` receives the residuals of this process.
+        ``residuals`` receives the residuals of this process.
         """
         notes: dict[str, None] = {}
-        buffers: list[tuple[int, dict[str, Array]]] = []
+        buffers: list[tuple[int, Mapping[str, Array]]] = []
 
         def differentiate(trace: Trace, observation: Observation) -> BackwardResult:
-            backward = self.differentiate(trace, observation, residuals=residuals)
+            backward = self.differentiate(
+                trace, observation, residuals=residuals, update_buffers=update_buffers
+            )
             if update_buffers:
-                buffers.append((self.objective.examples(trace), self.updated_buffers(trace)))
-            notes.update(dict.fromkeys(self.notes(trace)))
+                buffers.append((self.objective.examples(trace), backward.buffers))
+            notes.update(dict.fromkeys(backward.notes))
             return backward
 
         backward = self._joined(self.traced(parts), differentiate)
-        return backward, self._model.joined_buffers(buffers[-len(parts) :]), tuple(notes)
+        joined = self._model.joined_buffers(buffers[-len(parts) :])
+        return replace(backward, buffers=joined, notes=tuple(notes))
 
     def differentiate(
         self,
@@ -138,20 +136,20 @@ class BatchPasses:
         observation: Observation,
         outputs: Sequence[str] | None = None,
         residuals: Residuals | None = None,
+        *,
+        update_buffers: bool,
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters, objective = tuple(self._model.parameters), self.objective
         with self._origin_named(trace):
             backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
             check_finite(backward.gradients, self._model.memory_space)
-        return replace(backward, gradients=self.arrays.for_backend(backward.gradients))
-
-    def updated_buffers(self, trace: Trace) -> dict[str, Array]:
-        """Return the running statistics after a batch."""
-        buffers = self._model.buffers_after(trace)
-        with trace.explain():
-            check_finite(buffers, self._model.memory_space, "the running statistic")
-        return buffers
+        return replace(
+            backward,
+            gradients=self.arrays.for_backend(backward.gradients),
+            buffers=self._updated_buffers(trace) if update_buffers else {},
+            notes=disagreements(self._model.graph, trace),
+        )
 
     def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
         """Record the loss of a batch, and check sums of gradients over several processes."""
@@ -178,6 +176,13 @@ class BatchPasses:
                 raise
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
+        """Return the running statistics after a batch."""
+        buffers = self._model.buffers_after(trace)
+        with trace.explain():
+            check_finite(buffers, self._model.memory_space, "the running statistic")
+        return buffers
 
     @contextmanager
     def _origin_named(self, trace: Trace) -> Iterator[None]:

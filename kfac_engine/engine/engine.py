@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
@@ -65,22 +64,6 @@ from kfac_engine.summary import Summarized, Summary
 
 # Gradients whose norms have a smaller sum cannot overflow when they are added.
 _LARGE_NORM = 1e30
-
-
-class Measured(NamedTuple):
-    """What a step computes of a batch before any state changes.
-
-    Attributes:
-        backward: Loss and gradients.
-        update: Its statistics; None if they are not due.
-        buffers: New running statistics.
-        notes: Notes on the batch.
-    """
-
-    backward: BackwardResult
-    update: PendingUpdate | None
-    buffers: dict[str, Array]
-    notes: tuple[str, ...]
 
 
 class Engine(Summarized, TrainableModel):
@@ -248,8 +231,8 @@ class Engine(Summarized, TrainableModel):
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             self.prepare()
-            measured = self._measured(parts, flag("update_buffers", update_buffers), clock)
-            backward, update, buffers, notes = measured
+            moves = flag("update_buffers", update_buffers)
+            backward, update = self._measured(parts, moves, clock)
             every, fisher, exp = backward.gradients, self.fisher, self._exps[0]
             loss, bound = fisher.agree(backward.loss, update, every)
             undo.protect(every, exp, bound, self._model.result_types)
@@ -268,8 +251,9 @@ class Engine(Summarized, TrainableModel):
                 whole = fisher.distribution.gather(owned, every)
                 in_file = self._model.to_file_layout(whole)
             self._advance(perf_counter() - start)
-            self._model.buffers.update(buffers)
-            notes, stages = (*self._standing_notes, *notes), clock.stages if profile else ()
+            self._model.buffers.update(backward.buffers)
+            notes = (*self._standing_notes, *backward.notes)
+            stages = clock.stages if profile else ()
             return Result(loss, in_file, natural, notes, stages, self._model.ties)
 
     def observe(self, inputs: Inputs, targets: Targets = None) -> None:
@@ -553,31 +537,31 @@ class Engine(Summarized, TrainableModel):
 
     def _measured(
         self, parts: Sequence[Batch], update_buffers: bool, clock: StageClock
-    ) -> Measured:
+    ) -> tuple[BackwardResult, PendingUpdate | None]:
         """Differentiate a batch, and measure its statistics if they are due."""
         fisher, passes, update = self.fisher, self._passes, None
         due = self.planner.observes(self.counter)
         if len(parts) > 1:
             with clock("backward"):
-                backward, buffers, notes = passes.gradients(parts, update_buffers)
+                backward = passes.gradients(parts, update_buffers)
             fisher.wait()
             if due:
                 with clock("statistics"), quiet():
                     update = fisher.measure_parts(passes.traced(parts))
-            return Measured(backward, update, buffers, notes)
+            return backward, update
         with clock("forward"):
             trace = passes.trace(*parts[0])
         observation = fisher.meet(trace, passes.observe(trace))
         with clock("backward"):
             outputs = fisher.outputs if due else None
-            backward = passes.differentiate(trace, observation, outputs)
-        buffers = passes.updated_buffers(trace) if update_buffers else {}
+            backward = passes.differentiate(
+                trace, observation, outputs, update_buffers=update_buffers
+            )
         fisher.wait()
         if due:
             with clock("statistics"):
-                read = observation, trace.release, backward.outputs
-                update = fisher.measure(trace, *read)
-        return Measured(backward, update, buffers, passes.notes(trace))
+                update = fisher.measure(trace, observation, trace.release, backward.outputs)
+        return backward, update
 
     def _compared_settings(self) -> str:
         """Return what all processes have alike in a call; see ``BlockFisher``."""

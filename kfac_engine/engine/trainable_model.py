@@ -407,14 +407,14 @@ class TrainableModel(Sealed):
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             moves = flag("update_buffers", update_buffers)
-            backward, buffers, notes = self._passes.gradients(parts, moves, residuals)
+            backward = self._passes.gradients(parts, moves, residuals)
             loss = self._shards.total(backward.loss, "gradients")
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
             self._passes.record(loss, backward.gradients)
-            self._model.buffers.update(buffers)
+            self._model.buffers.update(backward.buffers)
             gradients = self._model.to_file_layout(backward.gradients)
-            notes = (*self._standing_notes, *notes)
+            notes = (*self._standing_notes, *backward.notes)
             return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
     def _warn_of_export(self) -> None:
