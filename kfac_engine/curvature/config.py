@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kfac_engine.arguments import check_seed, flag, number, one_of, positive, whole
 from kfac_engine.errors import InputError
-from kfac_engine.layers.subsampling import Sampling
+from kfac_engine.layers.layer_forms import Sampling
 
 PiType = Literal["tracenorm", "off"]
 

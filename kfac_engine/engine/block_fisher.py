@@ -29,7 +29,7 @@ from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products
 from kfac_engine.layers.parameter_slices import is_whole, join, split
 from kfac_engine.losses.objective import Observation
-from kfac_engine.runtime.position_order import find_position_orders
+from kfac_engine.runtime.batch_axis import find_position_orders
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system.deferred_signals import HeldInterrupts
 

@@ -16,7 +16,7 @@ from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import ShapeError
-from kfac_engine.layers.subsampling import EVERYTHING, Sampling
+from kfac_engine.layers.layer_forms import EVERYTHING, Sampling
 
 Indices: TypeAlias = npt.NDArray[np.intp]
 
