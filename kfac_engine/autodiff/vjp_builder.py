@@ -31,6 +31,8 @@ class VjpBuilder(NodeBuilder):
         constants: Constants that nodes of both graphs read.
         leaves: Results of backward nodes that can be computed outside the graph, mapped to the
             computation. Rules add entries.
+        row_products: Results that are products ``leftᵀ · right`` of matrices with few rows, mapped
+            to the matrices. Rules add entries.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact]) -> None:
@@ -38,6 +40,7 @@ class VjpBuilder(NodeBuilder):
         self.graph = graph
         self.forward_nodes: list[Node] = []
         self.leaves: dict[str, KernelGradient] = {}
+        self.row_products: dict[str, tuple[str, str]] = {}
         self._facts = facts
         self._forward_values = set(graph.values())
         self._count = 0
@@ -147,6 +150,14 @@ class VjpBuilder(NodeBuilder):
             places = self.constant([*(known % rank), *(known % rank + rank)])
         none = self.constant([0] * 2 * rank)
         return self.op("Pad", value, self.op("ScatterElements", none, places, pads, axis=0))
+
+    def sum_of_products(self, products: Sequence[str]) -> str:
+        """Write the sum of ``row_products`` of one shape as one product of all their rows."""
+        if len(products) == 1:
+            return products[0]
+        sides = zip(*(self.row_products[name] for name in products), strict=True)
+        left, right = (self.op("Concat", *names, axis=0) for names in sides)
+        return self.op("Gemm", left, right, transA=1)
 
     def cast_like(self, value: str, like: str) -> str:
         """Write ``value`` in the element type of the forward value ``like``; True becomes one."""

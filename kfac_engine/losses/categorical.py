@@ -131,11 +131,10 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         if targets.ndim == z.ndim:
             return self._with_probabilities(softmax, axis, targets)
         entries = _entries(targets, z, axis)
-        p, rest = softmax.probabilities()
-        log_rest = xp.log1p(softmax.rest)
-        terms = log_rest - softmax.shifted.take(entries).reshape(log_rest.shape)
-        p_target = p.take(entries)
-        q_target = xp.where(entries == softmax.largest, rest.reshape(entries.shape), 1 - p_target)
+        p, log_total = softmax.p, xp.log1p(softmax.rest)
+        terms = log_total - (z.take(entries).reshape(log_total.shape) - softmax.top)
+        q_largest = softmax.others.reshape(entries.shape)
+        q_target = xp.where(entries == softmax.largest, q_largest, 1 - p.take(entries))
         p.put(entries, -q_target)
         return terms, {self.logits: p}
 
@@ -143,8 +142,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         self, softmax: "_Softmax", axis: int, targets: Array
     ) -> tuple[Array, dict[str, Array]]:
         """Return the terms and their gradient for rows of probabilities."""
-        p, rest = softmax.probabilities()
-        q = softmax.complements(p, rest)
+        p, q = softmax.p, softmax.complements()
         # Finite logits have finite log-probabilities, so the product never is 0·∞.
         terms = -(targets.astype(p.dtype, copy=False) * softmax.log_probabilities())
         t = targets.astype(np.float64)
@@ -194,8 +192,9 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         # Positions are independent, so the result depends on the logits (n, classes) of one
         # position.
         xp, one = array_module(z), z[tuple(position)]
-        p, rest = _Softmax.of(one, axis=1).probabilities()
-        q = xp.where(one.argmax(axis=1) == class_index, rest[:, 0], 1 - p[:, class_index])
+        softmax = _Softmax.of(one, axis=1)
+        p, is_largest = softmax.p, one.argmax(axis=1) == class_index
+        q = xp.where(is_largest, softmax.others[:, 0], 1 - p[:, class_index])
         root = xp.sqrt(p[:, class_index])
         column = -root[:, None] * p
         column[:, class_index] = root * q
@@ -258,11 +257,8 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         rows = targets.ndim == values[self.logits].ndim
         return targets.argmax(axis=self._axis(values)) if rows else targets
 
-    def _softmax(self, values: Values) -> "_Softmax":
-        return _Softmax.of(values[self.logits], self._axis(values))
-
     def _probs(self, values: Values) -> Array:
-        return self._softmax(values).probabilities()[0]
+        return _Softmax.of(values[self.logits], self._axis(values)).p
 
     def _of_largest(self, values: Values, x: Array) -> Array:
         """Return the entry of x at the first of the most probable classes, with that axis."""
@@ -294,45 +290,51 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """Unnormalized probabilities, of which the largest is one.
+    """Probabilities, in the one array of the size of the logits that is made.
 
     Attributes:
-        shifted: Their logarithms.
-        weights: The unnormalized probabilities.
+        logits: The logits.
+        top: The largest logit of each row, with a class axis of size 1.
+        p: The probabilities.
         largest: Flat index of the first largest entry in each row, without a class axis.
-        rest: Sum of the others, with a class axis of size 1.
+        rest: Sum of the other probabilities relative to the largest one, in the shape of ``top``.
     """
 
-    shifted: Array
-    weights: Array
+    logits: Array
+    top: Array
+    p: Array
     largest: Array
     rest: Array
 
     @classmethod
     def of(cls, z: Array, axis: int) -> "_Softmax":
         """Return the softmax of logits with the classes on an axis."""
-        shifted = z - z.max(axis=axis, keepdims=True)
-        weights = array_module(z).exp(shifted)
-        largest = _entries(z.argmax(axis=axis), z, axis)
-        weights.put(largest, 0)
-        rest = weights.sum(axis=axis, keepdims=True)
-        weights.put(largest, 1)
-        return cls(shifted, weights, largest, rest)
+        xp, largest = array_module(z), _entries(z.argmax(axis=axis), z, axis)
+        top = xp.expand_dims(z.take(largest), axis)
+        p = z - top
+        xp.exp(p, out=p)
+        p.put(largest, 0)
+        rest = p.sum(axis=axis, keepdims=True)
+        p.put(largest, 1)
+        p /= 1 + rest
+        return cls(z, top, p, largest, rest)
 
-    def probabilities(self) -> tuple[Array, Array]:
-        """Return ``p``, and ``1 − p`` of the first largest p, the only p above ½."""
-        total = 1 + self.rest
-        return self.weights / total, self.rest / total
+    @property
+    def others(self) -> Array:
+        """``1 − p`` of the first largest p, the only p above ½."""
+        result: Array = self.rest / (1 + self.rest)
+        return result
 
     def log_probabilities(self) -> Array:
         """Return ``log p``, which is finite for all finite logits."""
-        result: Array = self.shifted - array_module(self.rest).log1p(self.rest)
+        result: Array = self.logits - self.top
+        result -= array_module(self.rest).log1p(self.rest)
         return result
 
-    def complements(self, p: Array, rest: Array) -> Array:
-        """Return ``1 − p`` of all classes, from ``probabilities``."""
-        q: Array = 1 - p
-        q.put(self.largest, rest)
+    def complements(self) -> Array:
+        """Return ``1 − p`` of all classes."""
+        q: Array = 1 - self.p
+        q.put(self.largest, self.others)
         return q
 
 

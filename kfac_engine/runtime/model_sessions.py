@@ -15,12 +15,8 @@ from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.passes.decompose import DecompositionBuilder
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.runtime.context import SessionContext
-from kfac_engine.runtime.cpu.graph_passes import (
-    FUSED_TRANSPOSES,
-    WEIGHT_GRADIENTS,
-    to_blocked_layout,
-)
-from kfac_engine.runtime.cpu.transposed_products import fused_products
+from kfac_engine.runtime.cpu.graph_passes import WEIGHT_GRADIENTS, to_blocked_layout
+from kfac_engine.runtime.cpu.transposed_products import fused_backward, fused_forward
 from kfac_engine.runtime.cpu.weight_gradient_session import WeightGradientSession, split_backward
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.placement import open_session
@@ -84,6 +80,7 @@ def open_forward(
     if context.memory_space is not HOST:
         nodes, added = for_gpu(nodes, context.facts)
         constants = {**constants, **added}
+    nodes = fused_forward(context, nodes, outputs)
     blocked = to_blocked_layout(context, nodes, outputs, constants)
     fed = {**stored, **drawn}
     message = compact_model(
@@ -134,7 +131,7 @@ def _open(
     computed = {name for node in backward.nodes for name in node.outputs}
     constants = {**graph.constants, **backward.constants}
     results = {*backward.gradients.values()}
-    nodes = fused_products(backward, fuse=FUSED_TRANSPOSES in context.graph_passes)
+    nodes = fused_backward(context, backward)
     blocked = to_blocked_layout(context, nodes, results, constants)
     message = compact_model(
         blocked.nodes,

@@ -61,6 +61,50 @@ def test_value_read_three_times_in_chain_receives_sum_of_cotangents():
     np.testing.assert_allclose(gradients(made, y=G)["a"], G * (3 * A**2 + 2 * A), rtol=ROUNDING)
 
 
+@pytest.mark.parametrize(("op", "rows"), [("MatMul", 1), ("Gemm", 1), ("MatMul", 9)])
+def test_products_of_few_rows_with_one_matrix_have_one_gradient(op, rows):
+    """The steps of a recurrent layer, in the file's form of a weight: transposed for Gemm."""
+    turned = {"transB": 1} if op == "Gemm" else {}
+    nodes = []
+    for step in range(4):
+        nodes += [
+            node(op, f"h{step} w", f"s{step}", **turned),
+            node("Tanh", f"s{step}", f"t{step}"),
+            node("Add", f"t{step} h{step}", f"h{step + 1}"),
+        ]
+    rng = np.random.default_rng(0)
+    w, h, g = (rng.standard_normal(shape) / 6 for shape in ((36, 36), (rows, 36), (rows, 36)))
+    made = build(nodes, {"h0": h}, ["h4"], ["w", "h0"], w=w)
+    found = gradients(made, h4=g)
+    expected = finite_differences(replace(made, wrt=("h0",)), {"h0": h}, {"h4": g}, STEP)
+    np.testing.assert_allclose(found["h0"], expected["h0"], atol=FINITE_DIFFERENCES)
+    states, slopes = [h], []
+    for _ in range(4):
+        states.append(np.tanh(states[-1] @ (w.T if turned else w)) + states[-1])
+    back = g
+    for before, after in zip(states[-2::-1], states[::-1], strict=False):
+        slopes.append((1 - (after - before) ** 2) * back)
+        back = back + slopes[-1] @ (w if turned else w.T)
+    total = sum(x.T @ s for x, s in zip(states[-2::-1], slopes, strict=True))
+    np.testing.assert_allclose(found["w"], total.T if turned else total, rtol=ROUNDING)
+    products = [n for n in made.backward.nodes if n.op == "Gemm" and n.attributes.get("transA")]
+    assert len(products) == (1 if rows == 1 else 4)
+
+
+def test_cotangents_are_added_as_soon_as_they_are_known():
+    """At the end, all gradients of a matrix that many layers share would be in memory."""
+    nodes = [node("MatMul", f"h{i} w", f"h{i + 1}") for i in range(4)]
+    w, h = np.eye(3) + 0.1, np.ones((5, 3))
+    made = build(nodes, {"h0": h}, ["h4"], ["w"], w=w)
+    power = np.linalg.matrix_power
+    expected = sum(power(w.T, i) @ h.T @ h @ power(w.T, 3 - i) for i in range(4))
+    np.testing.assert_allclose(gradients(made, h4=h)["w"], expected, rtol=ROUNDING)
+    order = [n.outputs[0] for n in made.backward.nodes]
+    for place, added in enumerate(made.backward.nodes):
+        if added.op == "Add":
+            assert order.index(added.inputs[1]) == place - 1
+
+
 def test_cotangents_of_several_outputs_are_added():
     nodes = [node("Mul", "a b", "y"), node("Neg", "a", "z")]
     made = build(nodes, {"a": A, "b": B}, ["y", "z"], ["a"])

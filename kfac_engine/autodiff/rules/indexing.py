@@ -64,7 +64,10 @@ def _added_rows(b: VjpBuilder, x: str, indices: str, g: str) -> str:
     column = b.op("Reshape", b.op("Cast", indices, to=_INT64), b.constant([-1, 1]))
     along = b.op("Range", b.constant(0), width, b.constant(1))
     places = b.op("Reshape", b.op("Add", b.op("Mul", column, width), along), everything)
-    zeros, updates = (b.op("Reshape", value, everything) for value in (b.zeros(x), g))
+    # Of a size that is known when the graph runs: a session would store zeros of a constant size.
+    size = b.forward("ReduceProd", b.forward("Shape", x)[0])[0]
+    zeros = b.op("ConstantOfShape", size, value=np.zeros(1, dtype=b.dtype(x)))
+    updates = b.op("Reshape", g, everything)
     added = b.op("ScatterElements", zeros, places, updates, axis=0, reduction="add")
     return b.reshape_like(added, x)
 

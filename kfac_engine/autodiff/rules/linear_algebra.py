@@ -3,12 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from string import ascii_letters
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
+
+# How much larger a batch may be than that of the sample run, which has two examples.
+_BATCH = 16
 
 
 @vjp_rule("Gemm")
@@ -25,6 +29,8 @@ def gemm(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     if 1 in wanted:
         left, right, t_left, t_right = (g[0], A, 1, ta) if tb else (A, g[0], 1 - ta, 0)
         gradients[1] = b.op("Gemm", left, right, transA=t_left, transB=t_right, alpha=alpha)
+        if not ta and alpha == 1:
+            _record_rows(b, gradients[1], (left, right), node)
     if 2 in wanted:
         y = node.outputs[0]
         scaled = g[0] if beta == 1 else b.op("Mul", g[0], b.scalar(beta, y))
@@ -62,9 +68,20 @@ def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
     A, B = node.inputs
     rank = b.rank(A)
     if b.rank(B) == 2:
-        return b.op("Gemm", _rows(b, A, rank), _rows(b, g, rank), transA=1)
+        left, right = _rows(b, A, rank), _rows(b, g, rank)
+        product = b.op("Gemm", left, right, transA=1)
+        _record_rows(b, product, (left, right), node)
+        return product
     product = b.op("MatMul", _swap_last(b, A, rank), g)
     return b.unbroadcast(product, node.outputs[0], B)
+
+
+def _record_rows(b: VjpBuilder, product: str, sides: tuple[str, str], node: Node) -> None:
+    """Record a product ``leftᵀ · right`` whose result has more entries than its operands."""
+    *counts, ins = b.sample_shape(node.inputs[0])
+    outs = b.sample_shape(node.outputs[0])[-1]
+    if _BATCH * prod(counts) * (ins + outs) <= ins * outs:
+        b.row_products[product] = sides
 
 
 def _left_of_vector(b: VjpBuilder, node: Node, g: str) -> str:

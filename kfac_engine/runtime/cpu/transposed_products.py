@@ -5,47 +5,76 @@ all other nodes that are ready, so that hundreds of results remain in memory. If
 remains to be fused, it runs nodes in the order of the graph.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.graph.structure import Node
+from kfac_engine.runtime.context import SessionContext
+from kfac_engine.runtime.cpu.graph_passes import FUSED_TRANSPOSES
 
 _DOMAIN = "com.microsoft"
+_FLOAT = np.dtype(np.float32)  # the type that the fused operator supports
 
 
-def fused_products(backward: Backward, *, fuse: bool = True) -> tuple[Node, ...]:
-    """Return the nodes of a backward graph, with transposes fused with the products that read them.
+def fused_forward(
+    context: SessionContext, nodes: Sequence[Node], results: Collection[str]
+) -> tuple[Node, ...]:
+    """Return nodes of the forward graph, with transposes fused with the products that read them.
 
     The nodes have the same results in the same order, and only ONNX Runtime can run them. Products
-    are not fused if a cotangent is not float32, because the fused operator supports no other type.
-    Pairs of inverse transposes are removed even without ``fuse``, because ONNX Runtime fails on
-    some of them.
+    are not fused if they are not float32, because the fused operator supports no other type. Pairs
+    of inverse transposes are removed even without the pass, because ONNX Runtime fails on some of
+    them.
     """
-    nodes = _without_round_trips(backward.nodes)
-    if not fuse or set(backward.dtypes.values()) != {np.dtype(np.float32)}:
-        return nodes
-    transposed = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
-    fused = [_fused(node, transposed) if node.op == "MatMul" else node for node in nodes]
-    read = {name for node in fused for name in (*node.inputs, *node.captures)}
-    read.update(backward.gradients.values())
-    unread = transposed.keys() - read
-    return tuple(node for node in fused if node.outputs[0] not in unread)
+    facts = context.facts
+
+    def fuses(node: Node) -> bool:
+        return node.outputs[0] in facts and facts[node.outputs[0]].dtype == _FLOAT
+
+    return _fused_products(context, nodes, results, fuses)
 
 
-def _without_round_trips(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes with an Identity for each Transpose that inverts another one."""
+def fused_backward(context: SessionContext, backward: Backward) -> tuple[Node, ...]:
+    """Return the nodes of a backward graph; as ``fused_forward``."""
+    single = {*backward.dtypes.values()} == {_FLOAT}
+    results = {*backward.gradients.values()}
+    return _fused_products(context, backward.nodes, results, lambda _: single)
+
+
+def _fused_products(
+    context: SessionContext,
+    nodes: Sequence[Node],
+    results: Collection[str],
+    fuses: Callable[[Node], bool],
+) -> tuple[Node, ...]:
+    nodes = tuple(_without_round_trips(nodes, results))
+    if FUSED_TRANSPOSES in context.graph_passes:
+        operands = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
+        nodes = tuple(_fused(n, operands) if n.op == "MatMul" and fuses(n) else n for n in nodes)
+    read = {name for node in nodes for name in (*node.inputs, *node.captures)}.union(results)
+    return tuple(node for node in nodes if node.op != "Transpose" or node.outputs[0] in read)
+
+
+def _without_round_trips(nodes: Sequence[Node], results: Collection[str]) -> Iterator[Node]:
+    """Yield the nodes, which read a value itself instead of the transpose of its transpose."""
     # ONNX Runtime removes both, and fails if the second transpose computes a result of the graph.
     transposes = {node.outputs[0]: node for node in nodes if node.op == "Transpose"}
-
-    def simplified(node: Node) -> Node:
+    read_elsewhere = {name for node in nodes for name in node.captures}.union(results)
+    sources: dict[str, str] = {}
+    for node in nodes:
+        result = node.outputs[0]
         first = transposes.get(node.inputs[0]) if node.op == "Transpose" else None
-        if first is None or not _undoes(node.attributes.get("perm"), first.attributes.get("perm")):
-            return node
-        return Node("Identity", first.inputs, node.outputs, {}, node.name)
-
-    return tuple(map(simplified, nodes))
+        if first and _undoes(node.attributes.get("perm"), first.attributes.get("perm")):
+            sources[result] = source = sources.get(first.inputs[0], first.inputs[0])
+            if result in read_elsewhere:
+                yield Node("Identity", (source,), (result,), {}, node.name)
+        elif sources.keys().isdisjoint(node.inputs):
+            yield node
+        else:
+            yield replace(node, inputs=tuple(sources.get(name, name) for name in node.inputs))
 
 
 def _undoes(perm: object, first: object) -> bool:

@@ -5,7 +5,11 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.graph.structure import Node
-from kfac_engine.runtime.cpu.transposed_products import _without_round_trips, fused_products
+from kfac_engine.runtime.cpu.transposed_products import (
+    _without_round_trips,
+    fused_backward,
+    fused_forward,
+)
 from tests import models
 
 # Products of float32 numbers against the same in float64, relative to the largest entry.
@@ -28,16 +32,17 @@ def gradients(dtype):
     x, c = np.random.default_rng(0).standard_normal((2, 5, 2, 3, 4)).astype(dtype)
     names = ["weight", "input"]
     found = model.run({"input": x}).vjp({"output": c}, names)
-    return model.backwards()[0], [found[name] for name in names]
+    kept = fused_backward(model.context(), model.backwards()[0])
+    return model.backwards()[0], kept, [found[name] for name in names]
 
 
 def test_fused_products_have_gradients_of_plain_products():
-    (backward, single), (plain, double) = gradients("float32"), gradients("float64")
-    ops = [node.op for node in fused_products(backward)]
+    (_, fused, single), (plain, kept, double) = gradients("float32"), gradients("float64")
+    ops = [node.op for node in fused]
     assert ops.count("FusedMatMul") > 2
     # What is left turns the gradient of the transpose of the forward pass.
     assert ops.count("Transpose") == 1
-    assert fused_products(plain) == plain.nodes
+    assert kept == plain.nodes
     for found, expected in zip(single, double, strict=True):
         np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
@@ -46,7 +51,7 @@ def test_fused_products_have_gradients_of_plain_products():
 def test_fusion_keeps_order_and_results(name):
     model = ke.load_model(models.MODELS[name]())
     backward = model.backward(["output"], list(model.parameters))
-    kept = [node.outputs for node in fused_products(backward)]
+    kept = [node.outputs for node in fused_backward(model.context(), backward)]
     assert kept == [node.outputs for node in backward.nodes if node.outputs in kept]
     dropped = {node.op for node in backward.nodes if node.outputs not in kept}
     assert dropped <= {"Transpose"}
@@ -70,5 +75,31 @@ def test_only_inverse_transposes_are_removed(first, second, back):
     )
     x = np.arange(24).reshape(2, 3, 4)
     assert np.array_equal(x.transpose(first).transpose(second), x) == back
-    *_, last = _without_round_trips(nodes)
+    *_, last = _without_round_trips(nodes, ["y"])
     assert (last.op, last.inputs) == (("Identity", ("x",)) if back else ("Transpose", ("turned",)))
+    reader = Node("Relu", ("y",), ("z",), {}, "reader")
+    *_, last = _without_round_trips((*nodes, reader), ["z"])
+    assert last.inputs == (("x",) if back else ("y",))
+
+
+def test_transposed_weights_are_not_stored_for_the_backward_pass():
+    """A layer of PyTorch's newer exporter: ``x Wᵀ``, with a reshape of the weight before."""
+    net = models.Net()
+    flat = net.weight("flat", 12)
+    weight = net.op("Reshape", flat, net.constant("sides", np.array([3, 4])), to="weight")
+    turned = net.op("Transpose", weight, to="turned", perm=[1, 0])
+    net.op("Relu", net.op("MatMul", "input", turned, to="product"), to="output")
+    model = ke.load_model(net.model({"input": ["batch", 2, 4]}, {"output": ["batch", 2, 3]}))
+    x, c = (np.random.default_rng(0).standard_normal((5, 2, k)).astype("f") for k in (4, 3))
+    trace = model.run({"input": x})
+    found = trace.vjp({"output": c}, ["flat", "input"])
+    (backward,) = model.backwards()
+    assert {"weight", "turned"}.isdisjoint(model.fetched())
+    assert "flat" in backward.saved
+    forward = fused_forward(model.context(), model.graph.nodes, model.fetched())
+    assert [node.op for node in forward].count("FusedMatMul") == 1
+    matrix = trace["weight"]
+    slope = c * (trace["product"] > 0)
+    np.testing.assert_allclose(found["input"], slope @ matrix, rtol=SINGLE, atol=SINGLE)
+    expected = np.einsum("bto,bti->oi", slope, x).ravel()
+    np.testing.assert_allclose(found["flat"], expected, rtol=1e-5, atol=1e-5)
