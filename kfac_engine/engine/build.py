@@ -39,6 +39,7 @@ from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.declared_axes import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.placement import available_memory_space
+from kfac_engine.system.memory_limits import return_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class Assembly:
         discovery: Layers of the graph, parameters without a layer, and parameter slices.
         collection: The blocks of the layers, and the losses.
         options: The options of the engine.
-        checked: Largest number of examples whose memory was checked, by whether for statistics.
+        checked: Largest number of examples whose memory was checked, by the part of them that
+            statistics measure.
     """
 
     model: OnnxModel
@@ -116,7 +118,7 @@ class Assembly:
     discovery: Discovery
     collection: LayerCollection
     options: EngineOptions
-    checked: dict[bool, int] = field(default_factory=dict)
+    checked: dict[float, int] = field(default_factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -166,7 +168,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     losses = options.losses.on(loaded.graph)
     file_loss = taken_loss(loaded, losses)
     if file_loss is not None:
-        loaded, losses = file_loss.loaded, file_loss.options(losses)
+        loaded = replace(loaded, graph=file_loss.loss.logits_graph(loaded.graph))
+        losses = file_loss.options(losses)
         reduction = file_loss.reduction(reduction)
     if isinstance(inputs, Mapping):
         inputs = on_host(file_loss.without(inputs) if file_loss else inputs, backend)
@@ -207,6 +210,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     estimator.place_examples(axes | {**task.objective.axes}, task.objective.batch)
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
+    return_freed_memory()
     return assembly, estimator
 
 

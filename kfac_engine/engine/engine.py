@@ -55,7 +55,7 @@ from kfac_engine.engine.validation import (
     checked_extras,
     checked_vectors,
 )
-from kfac_engine.errors import NotReadyError
+from kfac_engine.errors import InputError, NotReadyError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.losses.observed import Targets
@@ -97,6 +97,7 @@ class Engine(Summarized, TrainableModel):
         schedule: Schedule,
         exps: Sequence[float],
     ) -> None:
+        assembly.model.free_initial_values()
         super().__init__(assembly)
         self.collection, self.estimator, self._exps = assembly.collection, estimator, tuple(exps)
         self._entries = ParameterEntries(assembly.discovery, self._model.parameters)
@@ -418,22 +419,23 @@ class Engine(Summarized, TrainableModel):
         return self._entries.pieces(self.collection.fisher_blocks)
 
     def memory(
-        self, batch_size: int = 1, accumulate: int = 1, *, statistics: bool = True
+        self, batch_size: int = 1, accumulate: int = 1, *, statistics: float = True
     ) -> MemoryReport:
         """Return a bound of the peak memory of a step, without running the model.
 
         Args:
             batch_size: Number of examples, of a part if a batch has several.
             accumulate: Number of parts of a batch.
-            statistics: Whether steps update statistics and inverses; if not, they compute
-                gradients.
+            statistics: Part of the examples whose statistics a step updates: True for all of them,
+                False for steps that compute gradients only.
 
         Returns:
             Bytes of each part of a step. Inputs and targets are not among them, nor what an
             optimizer stores: see its own ``memory``.
 
         Raises:
-            InputError: An argument is not a positive whole number.
+            InputError: A number of examples or parts is not a positive whole number, or
+                ``statistics`` lies outside [0, 1].
         """
         whole("batch_size", batch_size, least=1)
         whole("accumulate", accumulate, least=1)
@@ -443,15 +445,14 @@ class Engine(Summarized, TrainableModel):
         self,
         inputs: Inputs,
         *,
-        statistics: bool = True,
+        statistics: float = True,
         more: Callable[[], int] = lambda: 0,
     ) -> None:
         """Refuse a batch that does not fit into the available memory, before it is computed.
 
         Args:
             inputs: Input name to array, or a list of the parts of the batch.
-            statistics: Whether the batch updates statistics and inverses; if not, only its gradient
-                is computed.
+            statistics: Part of the examples whose statistics are updated, as for ``memory``.
             more: Returns the bytes of further arrays that are allocated for the batch.
 
         Raises:
@@ -599,8 +600,12 @@ class Engine(Summarized, TrainableModel):
     def _layer_reports(self) -> Iterator[LayerReport]:
         return layer_reports(self._entries, self.collection, self._model, self._exps)
 
-    def _footprint_of(self, parts: int, statistics: bool) -> Footprint:
-        if not flag("statistics", statistics):
+    def _footprint_of(self, parts: int, statistics: float) -> Footprint:
+        if not isinstance(statistics, bool):
+            number("statistics", statistics)
+        if not 0 <= statistics <= 1:
+            raise InputError(f"statistics must lie in [0, 1], got {statistics!r}.")
+        if not statistics:
             return Footprint(self._assembly)
         sums = self.estimator.sums_sources + (parts > 1)
-        return Footprint(self._assembly, self.layers, self._exps, sums)
+        return Footprint(self._assembly, self.layers, self._exps, sums, float(statistics))

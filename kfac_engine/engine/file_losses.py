@@ -35,12 +35,10 @@ class TakenLoss:
 
     Attributes:
         loss: The loss.
-        loaded: The model whose output is the logits.
         prepare: Computes the targets of the loss from the labels.
     """
 
     loss: FileLoss
-    loaded: LoadedModel
     prepare: Callable[[Array], Array]
 
     @property
@@ -153,5 +151,4 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
             return labels
         return np.asarray(run.values({loss.labels: labels}, [loss.targets])[loss.targets])
 
-    cut = loss.logits_graph(graph)
-    return TakenLoss(loss, replace(loaded, graph=cut), prepare)
+    return TakenLoss(loss, prepare)

@@ -39,7 +39,7 @@ class MemoryReport:
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
         sessions: Memory of ONNX Runtime and of graphs, without values.
-        optimizer: New parameters and the state of an optimizer, for its own ``memory`` only.
+        optimizer: The state of an optimizer, for its own ``memory`` only.
         device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
             all parts but sessions if the model runs on the GPU.
     """
@@ -72,10 +72,10 @@ class MemoryReport:
         return self.total - self.device
 
 
-def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: bool) -> int:
+def unchecked(assembly: Assembly, inputs: Mapping[str, Array], *, statistics: float) -> int:
     """Return the number of examples of a batch; 0 if the memory of as many was checked before.
 
-    The inputs are unchecked. ``statistics`` says whether the batch updates statistics.
+    The inputs are unchecked. ``statistics`` is the part of the examples that statistics measure.
     """
     batch = assembly.task.batch
     examples = batch_size(batch, inputs) or batch.size
@@ -104,12 +104,14 @@ class Footprint:
         exps: Powers that are stored.
         sums: How many measurements of each statistic are in memory before they are averaged: sums
             over several sources, and over several parts of a batch.
+        statistics: Part of the examples that statistics measure.
     """
 
     assembly: Assembly
     layers: Sequence[LayerReport] = ()
     exps: Sequence[float] = ()
     sums: int = 0
+    statistics: float = 0.0
 
     def peak(self, examples: int) -> MemoryReport:
         """Return the peak memory of a step on a batch of ``examples``, in bytes for each part.
@@ -117,7 +119,8 @@ class Footprint:
         Sessions are built to measure sizes.
         """
         task, model = self.assembly.task, self.assembly.model
-        return self._report(examples, activation_bytes(model, task.batch, examples))
+        measured = self._measured(examples)
+        return self._report(examples, activation_bytes(model, task.batch, examples, measured))
 
     def require(self, examples: int, more: int = 0) -> None:
         """Raise an error for a batch that does not fit; reserve the memory of a GPU.
@@ -141,7 +144,7 @@ class Footprint:
             )
         if self.layers:
             self._backend.reserve(report.factors)
-        for statistics in {False, bool(self.layers)}:
+        for statistics in {0.0, self.statistics}:
             checked[statistics] = max(examples, checked.get(statistics, 0))
 
     def _cure(self, examples: int, report: MemoryReport, free: int) -> str:
@@ -187,7 +190,7 @@ class Footprint:
         model = self.assembly.model
         nodes = (model.extended_graph().nodes, *(backward.nodes for backward in model.backwards()))
         factors = sum(layer.factor_bytes for layer in self.layers)
-        more = max(examples / self.assembly.task.batch.size, 1)
+        more = max(self._measured(examples) / self.assembly.task.batch.size, 1)
         work, on_device = self._backend.working_bytes(
             ceil(more * self._copied()),
             self._numbers(decomposed=False),
@@ -207,6 +210,11 @@ class Footprint:
             sessions=_LIBRARIES + _NODE * sum(map(len, nodes)),
             device=factors + scratch + moved if on_device else 0,
         )
+
+    def _measured(self, examples: int) -> int:
+        """Return the number of examples that statistics measure; a batch may be indivisible."""
+        whole = self.statistics and self.assembly.task.example_axes.obstacle
+        return examples if whole else ceil(self.statistics * examples)
 
     def _copied(self) -> int:
         """Return how many bytes the largest operand of a statistic takes in the sample run."""

@@ -56,6 +56,11 @@ class TrainableModel(Sealed):
         self.objective, self.example_axes = passes.objective, passes.example_axes
         self._arrays, self._shards, self._history = passes.arrays, passes.shards, passes.history
         self._evaluation = Evaluation(assembly, self._arrays, self._shards)
+        loaded = self._model.loaded
+        # Recognized by the values of the file, which a step replaces.
+        self._export_changes = export_changes(
+            loaded.template, loaded.graph.constants, self._model.parameters
+        )
         self._standing_notes = assembly.notes
         self._losses: tuple[LossReport, ...] = ()
 
@@ -393,8 +398,7 @@ class TrainableModel(Sealed):
     @property
     def export_changes(self) -> ExportChanges:
         """Parameters that an exporter of PyTorch merged, folded or renamed; with ``notes``."""
-        loaded = self._model.loaded
-        return export_changes(loaded.template, loaded.graph.constants, self._model.parameters)
+        return self._export_changes
 
     # -- private -----------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ from kfac_engine.graph.tensors import (
     to_array,
 )
 from kfac_engine.graph.write import MAX_BYTES, tensor, value_info
+from kfac_engine.system.memory_limits import require_memory, spelled
 from kfac_engine.system.reading import check_file
 
 # Formats that users pass by mistake, by their first bytes.
@@ -119,6 +120,10 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
     return model
 
 
+# How often the bytes of a model are in memory while it is read: as they are in the file and as a
+# message, or as a message and as arrays.
+_COPIES = 2
+
 # Largest size of a constant that may be a shape, axes or a scale. The upgrade reads only the types
 # of larger constants.
 _LARGE_BYTES = 4096
@@ -184,6 +189,7 @@ def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     ``source`` is not changed.
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
+    _require_room(source)
     try:
         return _load(read_model(source), path, train_form)
     except UnicodeDecodeError as failure:
@@ -192,6 +198,30 @@ def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
             f"{path or 'the model'} contains a name or text that is not UTF-8 "
             f"({failure.object[:40]!r}); the file is damaged."
         ) from failure
+
+
+def _require_room(source: ModelSource) -> None:
+    """Refuse a model that does not fit into the free memory, before it is read."""
+    if isinstance(source, onnx.ModelProto):
+        what, size = "the model", source.ByteSize()
+    elif isinstance(source, bytes):
+        what, size = "the model", len(source)
+    else:
+        what, size = f"'{os.fspath(source)}'", _file_bytes(source)
+    require_memory(
+        _COPIES * size,
+        f"reading {what}, of {spelled(size)},",
+        "store its weights as external data (onnx.save_model with save_as_external_data=True), "
+        "which take memory only where they are used",
+    )
+
+
+def _file_bytes(path: "str | os.PathLike[str]") -> int:
+    """Return the number of bytes of a file; 0 if there is none, which the reader reports."""
+    try:
+        return Path(path).stat().st_size
+    except (OSError, ValueError):
+        return 0
 
 
 def external_files(path: Path) -> Iterator[Path]:

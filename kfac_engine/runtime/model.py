@@ -8,7 +8,7 @@ sessions, so new parameter values need no new session.
 """
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -39,9 +39,53 @@ from kfac_engine.runtime.sample_run import measured_facts, sample_facts
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
+from kfac_engine.system.memory_limits import require_memory, spelled
 
 # Largest number of twice differentiated graphs, one for each batch shape; the oldest are removed.
 _MOST_SHAPES = 8
+
+
+class _Constants(Mapping[str, Array]):
+    """Constants of a graph, with the present values of parameters among them.
+
+    Args:
+        constants: Name to value.
+        parameters: Name to present value of each constant that is trained.
+        read: Returns a parameter as an array of the host.
+    """
+
+    def __init__(
+        self,
+        constants: Mapping[str, Array],
+        parameters: Mapping[str, Array],
+        read: Callable[[Array], Array],
+    ) -> None:
+        self._fixed = {name: None if name in parameters else a for name, a in constants.items()}
+        self._parameters, self._read = parameters, read
+
+    def __getitem__(self, name: str) -> Array:
+        array = self._fixed[name]
+        return self._read(self._parameters[name]) if array is None else array
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fixed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fixed)
+
+    def __len__(self) -> int:
+        return len(self._fixed)
+
+
+def _require_room(parameters: Mapping[str, Array]) -> None:
+    """Refuse parameters whose gradients alone do not fit into the free memory."""
+    largest = max(parameters, key=lambda name: parameters[name].nbytes)
+    require_memory(
+        sum(array.nbytes for array in parameters.values()),
+        f"the gradient of {sum(array.size for array in parameters.values()):,} trained numbers",
+        f"train fewer parameters: freeze={largest!r} saves "
+        f"{spelled(parameters[largest].nbytes)}, and trainable=[…] names those to train",
+    )
 
 
 class OnnxModel:
@@ -78,6 +122,7 @@ class OnnxModel:
         InputError: ``gradient_dtype`` or ``graph_passes`` is wrong.
         UnknownNameError: A pattern or a pass is unknown.
         BackendError: ONNX Runtime cannot run the model.
+        MemoryLimitError: The gradients of the parameters do not fit into the free memory.
     """
 
     def __init__(  # noqa: PLR0913 (every choice a user has, each with a default)
@@ -101,6 +146,7 @@ class OnnxModel:
             name: loaded.graph.constants[name]
             for name in trainable_parameters(loaded.graph, trainable, freeze)
         }
+        _require_room(self.parameters)
         self._by_default = trainable is None
         self.left_out: dict[str, str] = {}
         self.ties = find_ties(self.parameters, self.parameters) if tie_weights else ()
@@ -134,6 +180,20 @@ class OnnxModel:
             self.left_out = left_out(self.graph, self.facts, outputs, tuple(self.parameters))
             for name in self.left_out:
                 del self.parameters[name]
+
+    def free_initial_values(self) -> None:
+        """Read constants that are trained from ``parameters``: values before a step are freed.
+
+        Later changes of the graph come before this call.
+        """
+
+        def live(graph: Graph) -> Graph:
+            return replace(
+                graph, constants=_Constants(graph.constants, self.parameters, self._host)
+            )
+
+        self.graph = live(self.graph)
+        self.loaded = replace(self.loaded, graph=live(self.loaded.graph))
 
     def move(self, memory_space: MemorySpace) -> None:
         """Move parameters and buffers to a memory space, in which later traces compute."""
@@ -388,6 +448,9 @@ class OnnxModel:
         self._appended |= {node.name: node for node in backward.forward_nodes}
         self._appended_constants |= backward.constants
         self.want([name for name in self.fed(backward) if self._is_computed(name)])
+
+    def _host(self, array: Array) -> Array:
+        return self.memory_space.on_host(array)
 
     def _is_computed(self, name: str) -> bool:
         inputs = {entry.name for entry in self.graph.inputs}

@@ -1,5 +1,6 @@
 """The memory that this process can allocate, below the limits of machine, container and process."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,17 @@ def require_memory(need: float, what: str, cure: str) -> None:
 def spelled(count: float) -> str:
     """Return a number of bytes as text."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def return_freed_memory() -> None:
+    """Return freed memory of the heap to the system, where the C library can (glibc).
+
+    It keeps pages between blocks that are in use: 70 MB after an engine for a DistilBERT is built.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 @cache

@@ -143,8 +143,6 @@ class KfacOptimizer(Optimizer):
         InputError: An option lies outside its range, or does not fit the others.
     """
 
-    _measures = True
-
     def __init__(  # noqa: PLR0913 (the options of the algorithm)
         self,
         engine: Engine,
@@ -205,6 +203,7 @@ class KfacOptimizer(Optimizer):
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or self._adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
+        self._measures = float(statistics_part)
         self._seen = self._seen_next = SeenExamples()
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0

@@ -124,8 +124,8 @@ class Optimizer(Summarized, Sealed, ABC):
         skipped: Number of batches that were skipped.
     """
 
-    # Whether a step updates statistics of curvature.
-    _measures = False
+    # Part of the examples whose statistics of curvature a step updates.
+    _measures = 0.0
     _options: dict[str, object]
 
     def __new__(cls, *arguments: object, **options: object) -> "Optimizer":
@@ -246,15 +246,15 @@ class Optimizer(Summarized, Sealed, ABC):
             accumulate: Number of parts of a batch.
 
         Returns:
-            Bytes of each part of a step; ``optimizer`` is that of the new parameters and of the
-            state. Inputs and targets are not among them.
+            Bytes of each part of a step; ``optimizer`` is that of the state. Inputs and targets
+            are not among them.
 
         Raises:
             InputError: An argument is not a positive whole number.
         """
         report = self.engine.memory(batch_size, accumulate, statistics=self._measures)
         parameters = self._parameters().values()
-        stored = sum(a.nbytes for a in parameters) + self._states * self._state_bytes
+        stored = self._states * self._state_bytes
         on_host = all(isinstance(array, np.ndarray) for array in parameters)
         device = report.device + (0 if on_host else stored)
         return replace(report, optimizer=stored, device=device)
@@ -347,9 +347,12 @@ class Optimizer(Summarized, Sealed, ABC):
         return result.loss, {name: result.gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:
-        """Return the bytes of the new parameters, and of states whose memory is not used yet."""
+        """Return the bytes of states whose memory is not used yet.
+
+        New parameters are written to the memory of the gradients.
+        """
         states = max(self._states - bool(self.steps) - bool(self._spare_slots), 0)
-        return sum(a.nbytes for a in self._parameters().values()) + states * self._state_bytes
+        return states * self._state_bytes
 
     @property
     def _states(self) -> int:

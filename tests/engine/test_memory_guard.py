@@ -3,11 +3,15 @@
 import re
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.graph import load
+from kfac_engine.runtime import sample_run
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system import memory_limits
+from tests import models
 from tests.training import softmax_net as net
 
 N = 2000
@@ -71,9 +75,9 @@ def test_the_parts_that_a_message_names_fit(monkeypatch):
 
 @pytest.mark.parametrize("by_step", [True, False])
 def test_a_message_names_what_to_freeze_where_one_example_does_not_fit(by_step, monkeypatch):
+    made = engine()
     monkeypatch.setattr(memory_limits, "available_memory", lambda: 1000)
     monkeypatch.setattr(OnnxModel, "run", lambda *_, **__: pytest.fail("the model has run"))
-    made = engine()
     largest = max(made.parameters, key=lambda name: made.parameters[name].nbytes)
     with pytest.raises(ke.MemoryLimitError) as error:
         (made.step if by_step else made.gradients)(*BATCH)
@@ -81,6 +85,42 @@ def test_a_message_names_what_to_freeze_where_one_example_does_not_fit(by_step, 
     saved = f"freeze='{largest}' saves {memory_limits.spelled(number)} of gradients"
     assert saved in str(error.value)
     assert ("approximation 'diagonal'" in str(error.value)) == by_step
+
+
+SOURCES = {
+    "path": lambda path: path,
+    "bytes": lambda path: path.read_bytes(),
+    "message": lambda path: onnx.load(path),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(source, monkeypatch, tmp_path):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(net.model().SerializeToString())
+    size, model = path.stat().st_size, source(path)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 2 * size - 1)
+    with monkeypatch.context() as reading:
+        reading.setattr(load, "read_model", lambda _: pytest.fail("the model is read"))
+        with pytest.raises(ke.MemoryLimitError, match=r"reading .* needs .* are free; .*external"):
+            ke.Engine.from_onnx(model, **LOSS)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 2 * size)
+    assert ke.Engine.from_onnx(model, **LOSS, threads=1).parameters
+
+
+def test_gradients_that_do_not_fit_are_refused_before_the_model_runs(monkeypatch, tmp_path):
+    """Weights in another file are not read before they are used."""
+    path, model = tmp_path / "wide.onnx", models.mlp((512, 512, 10))
+    onnx.save_model(model, path, save_as_external_data=True, size_threshold=0)
+    parameters = sum(np.prod(entry.dims) * 4 for entry in model.graph.initializer)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: parameters - 1)
+    with monkeypatch.context() as running:
+        running.setattr(sample_run.SampleRun, "facts", lambda *_: pytest.fail("the model has run"))
+        with pytest.raises(ke.MemoryLimitError) as error:
+            ke.Engine.from_onnx(path, **LOSS)
+    largest = "fc0.weight"
+    assert f"freeze='{largest}' saves {memory_limits.spelled(512 * 512 * 4)}" in str(error.value)
+    assert largest not in ke.Engine.from_onnx(path, **LOSS, freeze=[largest]).parameters
 
 
 @pytest.mark.parametrize("name", ENTRANCES)

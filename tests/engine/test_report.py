@@ -118,7 +118,7 @@ def test_bound_of_activations_is_above_their_measured_peak(name, batch):
     found = engine.losses[0]
     assert not found.fixed_batch
     model, sample = engine._model, engine._task.batch
-    assert activation_bound(model, sample, batch) >= activation_bytes(model, sample, batch)
+    assert activation_bound(model, sample, batch) >= activation_bytes(model, sample, batch, batch)
 
 
 def test_finite_gradients_with_squares_that_overflow_are_finite():

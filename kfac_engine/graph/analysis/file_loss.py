@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kfac_engine._types import Array
+from kfac_engine.graph.analysis.subgraph import read_by
 from kfac_engine.graph.structure import Graph, Node
 
 Distribution = Literal["categorical", "multi_bernoulli", "normal"]
@@ -58,9 +59,10 @@ class FileLoss:
         return _part(graph, nodes, inputs={entry.name for entry in inputs}, output=self.value)
 
     def labels_graph(self, graph: Graph) -> Graph:
-        """Return the graph from ``labels`` to ``targets``."""
+        """Return the graph from ``labels`` to ``targets``, without constants of the network."""
         nodes, _ = _ancestors(graph, self.targets)
-        return _part(graph, nodes, inputs={self.labels}, output=self.targets)
+        part = _part(graph, nodes, inputs={self.labels}, output=self.targets)
+        return replace(part, constants=read_by(nodes, graph.constants, excluded=()))
 
 
 def file_loss(graph: Graph, output: str) -> FileLoss | None:
