@@ -75,19 +75,22 @@ class Expected:
     """Requirements of an engine on a saved state, besides its factors.
 
     Attributes:
-        generator: Must accept the state's generator.
-        shapes: Identity of a factor to the shape of its average.
+        generator: Must accept the state's generator; None for no comparison.
+        shapes: Identity of a factor to the shape of its average; empty for no comparison.
         damping: Damping of the engine, which is compared with the damping of the state. A
             difference yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
         meet: Called before anything changes and after all checks; may raise an error.
     """
 
-    generator: np.random.Generator
-    shapes: Mapping[int, tuple[int, ...]]
-    damping: float | None
+    generator: np.random.Generator | None = None
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    damping: float | None = None
     accept: Accept | None = None
-    meet: Callable[[], object] | None = None
+    meet: Callable[[], object] = lambda: None
+
+
+_NOTHING = Expected()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def load_state(
     factors: Sequence[FisherFactor],
     parameters: Mapping[str, Array],
     buffers: Mapping[str, Array] | None = None,
-    expected: Expected | None = None,
+    expected: Expected = _NOTHING,
 ) -> State:
     """Read a checkpoint into factors of the same model and options; return the rest.
 
@@ -148,7 +151,7 @@ def load_state(
     arrays = [file.below(f"factor/{index}/") for index in range(len(saved))]
     values, statistics = file.below("parameter/"), file.below("buffer/")
     extras = Extras(file.value("extras", _is_object), file.below("extra/"))
-    accept = None if expected is None else expected.accept
+    accept = expected.accept
     of_caller = () if accept is None else texts("the result of accept", accept(extras), "[]")
     differences = _factor_differences(factors, saved, arrays)
     differences += _array_differences("parameter", parameters, values)
@@ -171,20 +174,19 @@ def load_state(
     ]
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
         faults += _factor_faults(factor, entry, its_arrays, expected, state.counter)
-    if expected is not None and not _accepts(expected.generator, state.generator):
+    if expected.generator and not _accepts(expected.generator, state.generator):
         faults.append("the state of the random generator is not valid")
     if faults:
         raise InputError(ENGINE_STATE.damaged(path, "; ".join(faults)))
-    if expected is not None:
-        _before_changes(path, state, expected)
+    _warn_of_damping(path, state.damping, expected.damping)
+    expected.meet()
     for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
         factor.restore(its_arrays, entry.weight, entry.repeats)
     return state
 
 
-def _before_changes(path: str | Path, state: State, expected: Expected) -> None:
-    """Warn of another damping, and meet other processes, before anything changes."""
-    known, saved = expected.damping, state.damping
+def _warn_of_damping(path: str | Path, saved: float | None, known: float | None) -> None:
+    """Warn of another damping than the known one, unless one of the two is None."""
     if known is not None and saved is not None and (known, type(known)) != (saved, type(saved)):
         # A caller may have warnings raised as errors.
         warnings.warn(
@@ -193,8 +195,6 @@ def _before_changes(path: str | Path, state: State, expected: Expected) -> None:
             f"refresh. Set engine.damping to continue with the saved damping.",
             stacklevel=4,
         )
-    if expected.meet is not None:
-        expected.meet()
 
 
 def _description(factor: FisherFactor) -> dict[str, object]:
@@ -250,7 +250,7 @@ def _factor_faults(
     factor: FisherFactor,
     entry: _Entry,
     arrays: Mapping[str, Array],
-    expected: Expected | None,
+    expected: Expected,
     counter: int,
 ) -> list[str]:
     """Return why a factor cannot have a stored state; it is restored in a copy to find out."""
@@ -258,7 +258,7 @@ def _factor_faults(
     if (average is None) != (entry.weight == 0):
         having = "without" if average is None else "with"
         return [f"{factor.name} has weight {entry.weight} {having} an average"]
-    if expected is not None and average is not None:
+    if expected.shapes and average is not None:
         shape = expected.shapes[id(factor)]
         if average.shape != shape or average.dtype.kind != "f":
             return [f"the average of {factor.name} is {form_of(average)}, not of shape {shape}"]
