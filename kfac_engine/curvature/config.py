@@ -31,7 +31,9 @@ class RelativeDamping(float):
     A block ``F`` of ``n`` rows is damped by ``ε·tr(F)/n``, with its current average. The damped
     block then has the same condition number whatever the scale of the loss, of the inputs and of
     the other layers. Each factor of a Kronecker block is damped by ``√ε`` times its own mean
-    eigenvalue. Parameters without a block are damped by ``ε`` times the mean over all blocks.
+    eigenvalue; the factor of features that are an input of the model, by ``√ε`` times the second
+    moment of each feature. Parameters without a block are damped by ``ε`` times the mean over all
+    blocks.
 
     Sums, products, quotients and powers with numbers are relative as well, so that
     ``engine.damping *= 2`` doubles ε. ``float`` returns ε itself.

@@ -185,6 +185,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         graph_passes=options.graph_passes,
     )
     collection = LayerCollection(model, backend=backend)
+    collection.data = frozenset(entry.name for entry in model.graph.inputs)
     chosen = options.approximations or {}
     for kind, approximation in chosen.items():
         collection.set_default_approximation(kind, approximation)

@@ -82,8 +82,10 @@ class FactorView:
         """The number that a refresh at this time adds to each eigenvalue, π included.
 
         It follows ``engine.damping`` and the current traces. Stored inverses have the damping of
-        their own refresh. A factor of several groups has an array ``(g,)`` with a number for each
-        group. The factors A and G of EKFAC have none: EKFAC damps its eigenvalues instead.
+        their own refresh. Where a relative damping depends on the feature of an input, it is that
+        of a feature of the mean second moment. A factor of several groups has an array ``(g,)``
+        with a number for each group. The factors A and G of EKFAC have none: EKFAC damps its
+        eigenvalues instead.
 
         Raises:
             NotReadyError: No batch was observed.

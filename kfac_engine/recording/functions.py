@@ -272,6 +272,19 @@ def _trace(x: Symbol, axis1: int = -2, axis2: int = -1) -> Symbol:
     return (x * identity_like(x)).sum(axis=(-2, -1))
 
 
+def _diagonal(x: Symbol) -> Symbol:
+    return (x * identity_like(x)).sum(axis=-1)
+
+
+def _median(x: Symbol) -> Symbol:
+    """Return the median of a vector."""
+    (d,) = x.shape
+    half = d // 2 + 1
+    names = x.tape.level.multi("TopK", [x.name, x.tape.integers(half)], ["", ""])
+    largest = Recorded(x.tape, names[0], (half,), x.dtype)
+    return largest[(d - 1) // 2 :].mean()
+
+
 def identity_like(x: Symbol) -> Symbol:
     """Return an identity matrix as large as some matrices; it takes no bytes in the file."""
     d = x.shape[-1]
@@ -314,6 +327,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "moveaxis": _moveaxis,
     "take_along_axis": _take_along_axis,
     "trace": _trace,
+    "diagonal": _diagonal,
+    "median": _median,
     "split": _split,
     "repeat": _repeat,
     "tile": _tile,

@@ -407,6 +407,13 @@ class CurvatureSteps:
     def _inverses(self, averages: list[Symbol]) -> list[Symbol]:
         """Return the damped inverses; inverses of equal size are computed in one stack."""
         results: list[Symbol] = [*averages]
+        scales: dict[int, Any] = {}
+        averages = [*averages]
+        for i, factor in enumerate(self._factors):
+            if isinstance(factor, DenseSquareMatrixFactor) and factor.damped_by_feature():
+                # In units of their moments, all features have the same damping.
+                scales[i] = np.sqrt(factor.moments(averages[i]))
+                averages[i] = averages[i] / scales[i] / scales[i][:, None]
         matrices = [i for i, average in enumerate(averages) if average.ndim > 1]
         for i in range(len(averages)):
             if i not in matrices:
@@ -420,7 +427,10 @@ class CurvatureSteps:
             sides = [_side(self._factors[i], averages[i]) for i in places]
             rows: Any = np.repeat(sides, [len(part) for part in stacks]).astype(np.float32)
             # Before a target has counted, averages are zero, and their inverses are identities.
-            means = relative_level(traces, rows[:, None, None], self._root)
+            means: Any = relative_level(traces, rows[:, None, None], self._root)
+            if not scales.keys().isdisjoint(places):
+                scaled_ones = np.repeat([i in scales for i in places], [len(p) for p in stacks])
+                means = np.where(scaled_ones[:, None, None], np.float32(self._root), means)
             levels = np.where(traces > 0, means, 1.0)
             smallest = self._root / (d + self._root)
             inverses: Any = damped_inverses(stack, levels, traces + levels, smallest)
@@ -428,6 +438,8 @@ class CurvatureSteps:
             for i, part in zip(places, stacks, strict=True):
                 chosen = inverses[start : start + len(part)]
                 results[i], start = chosen.reshape(averages[i].shape), start + len(part)
+        for i, scale in scales.items():
+            results[i] = results[i] / scale / scale[:, None]
         return results
 
     def _reciprocals(self, average: Any) -> Symbol:

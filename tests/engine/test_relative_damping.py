@@ -124,6 +124,78 @@ def test_only_a_relative_damping_keeps_the_direction_when_the_output_is_scaled(d
     assert equal == isinstance(damping, ke.RelativeDamping)
 
 
+def table(units, biased):
+    """Return an MLP of columns that have units of their own, and an engine after one batch."""
+    rng = np.random.default_rng(8)
+    values = {"W": rng.standard_normal((6, 5)) / units[:, None], "b": np.zeros(5)}
+    values["V"] = rng.standard_normal((5, 2))
+    nodes = [
+        helper.make_node("Gemm", ["x", "W", "b"] if biased else ["x", "W"], ["s"]),
+        helper.make_node("Tanh", ["s"], ["a"]),
+        helper.make_node("MatMul", ["a", "V"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size])
+        for name, size in (("x", 6), ("y", 2))
+    )
+    read = {name for node in nodes for name in node.input}
+    weights = [
+        numpy_helper.from_array(value.astype(np.float32), name)
+        for name, value in values.items()
+        if name in read
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "table", [x], [y], weights),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=9,
+    )
+    return rng.standard_normal((9, 6)) * units, rng.standard_normal((9, 2)), model
+
+
+def measured(units, damping, biased=True, exps=(-1,)):
+    x, y, model = table(units, biased)
+    engine = ke.Engine.from_onnx(
+        model, loss="normal", damping=damping, estimation_mode="exact", exps=exps
+    )
+    result = engine.step({"x": x.astype(np.float32)}, y.astype(np.float32))
+    key = ("W", "b") if biased else "W"
+    return engine, engine.collection.fisher_blocks[key], result
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("exp", [-1.0, -0.5, 1.0])
+def test_a_feature_of_an_input_is_damped_by_its_own_second_moment(exp, biased):
+    units = np.array([100, 1, 2, 1e-3, 0.5, 1.0])
+    engine, block, result = measured(units, ke.RelativeDamping(EPSILON), biased, (exp,))
+    A, G = (factor.get_cov().astype(float) for factor in block.factors)
+    features = np.diag(A)[:6]
+    moments = np.maximum(features, 0.3 * np.median(features))
+    assert moments[3] > features[3]  # one of them is far below the median
+    A += np.sqrt(EPSILON) * np.diag([*moments, 1.0][: len(A)])
+    G += np.sqrt(EPSILON) * mean_eigenvalue(G) * np.eye(5)
+    names = ["W", "b"][: 1 + biased]
+    V = np.vstack([result.gradients[name] for name in names])
+    powers = []
+    for M in (A, G):
+        values, vectors = np.linalg.eigh(M)
+        powers.append(vectors * values**exp @ vectors.T)
+    expected = powers[0] @ V @ powers[1]
+    actual = engine.precondition(result.gradients, exp=exp)
+    actual = np.vstack([actual[name] for name in names])
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("damping", [ke.RelativeDamping(EPSILON), EPSILON], ids=["relative", "λ"])
+def test_only_a_relative_damping_keeps_the_direction_when_columns_change_their_unit(damping):
+    units, changed = np.ones(6), np.array([1.0, 1, 1, 100, 1, 1])
+    _, _, before = measured(units, damping)
+    _, _, after = measured(changed, damping)
+    expected = before.natural_gradients["W"] / changed[:, None]
+    equal = np.allclose(after.natural_gradients["W"], expected, rtol=1e-3)
+    assert equal == isinstance(damping, ke.RelativeDamping)
+
+
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
 def test_the_damping_of_a_block_is_relative_to_the_trace_of_the_dense_block(approximation):
     engine, _ = observed(ke.RelativeDamping(EPSILON), approximation)

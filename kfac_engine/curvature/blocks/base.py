@@ -42,6 +42,7 @@ class FactorOwner(Protocol):
 
     backend: Backend
     config: CollectionConfig
+    data: frozenset[str]
 
     @property
     def batch_value(self) -> str | None:

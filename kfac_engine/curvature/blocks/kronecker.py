@@ -191,6 +191,10 @@ class KroneckerProductFB(FisherBlock):
             collection.make_or_get_factor(input_side.factor, (a,)),
             collection.make_or_get_factor(output_side.factor, (ds,)),
         )
+        A, rows = self._factors[0], isinstance(form.input_view, RowView)
+        of_data = rows and collection.data.issuperset(a.names())
+        if of_data and type(A) is DenseSquareMatrixFactor:
+            A.damped_by_feature = self._is_relative
 
     # -- factors --------------------------------------------------------------------------------
 
@@ -269,6 +273,9 @@ class KroneckerProductFB(FisherBlock):
             A, G = (_relative_level(factor, sqrt(level)) for factor in self.factors)
             return A, G
         return self._absolute_split()
+
+    def _is_relative(self) -> bool:
+        return isinstance(self._level(), RelativeDamping)
 
     def _absolute_split(self) -> tuple[Level, Level]:
         root = float(np.sqrt(self.damping))

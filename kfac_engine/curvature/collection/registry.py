@@ -77,6 +77,8 @@ class BlockRegistry(LossCollection):
         self._uses: dict[str, float] = {}
         self._defaults = {kind: row.default for kind, row in KINDS.items()}
         self._linked: dict[frozenset[str], str | None] = {}
+        # Inputs of the model, whose features may have units of their own.
+        self.data: frozenset[str] = frozenset()
         # Kinds of layers whose default depends on the size of a layer.
         self.sized: frozenset[str] = frozenset()
         self._rows: dict[Params, tuple[object, ...]] = {}

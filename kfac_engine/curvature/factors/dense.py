@@ -1,22 +1,28 @@
 """Factors that are symmetric matrices, with their inverses, powers and Cholesky factors."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
+
+import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.measurement import SquareOfSums
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
-from kfac_engine.curvature.factors.statistics import Statistic
+from kfac_engine.curvature.factors.statistics import KroneckerMoment, Statistic
 from kfac_engine.errors import (
     InputError,
     NotReadyError,
     ShapeError,
     UnknownNameError,
 )
+
+# Second moments of features count as at least this part of their median. Few examples of a batch
+# have a rare feature, whose measured moment may be far too small.
+_LEAST_OF_MEDIAN = 0.3
 
 _INVERSE: Hashable = -1.0
 CHOLESKY: Hashable = "cholesky"
@@ -35,6 +41,8 @@ class DenseSquareMatrixFactor(FisherFactor):
     """
 
     is_symmetric = True
+    # Whether a damping of so many mean eigenvalues adds so many second moments of each feature.
+    damped_by_feature: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -106,7 +114,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     def left_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=0)
         if exp == 1:
-            fresh: Array = self.backend.matmul(self._matrix(), x) + damping_func() * x
+            fresh: Array = self.backend.matmul(self._matrix(), x) + self._added(x, damping_func)
             return fresh
         product: Array = self.backend.matmul(self._read(float(exp), damping_func), x)
         return product
@@ -114,7 +122,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     def right_multiply_matpower(self, x: Array, exp: float, damping_func: Damping) -> Array:
         self._check_operand(x, axis=-1)
         if exp == 1:
-            fresh: Array = self.backend.matmul(x, self._matrix()) + damping_func() * x
+            fresh: Array = self.backend.matmul(x, self._matrix()) + self._added(x.T, damping_func).T
             return fresh
         product: Array = self.backend.matmul(x, self._read(float(exp), damping_func))
         return product
@@ -181,6 +189,8 @@ class DenseSquareMatrixFactor(FisherFactor):
         requests: dict[Request, Sequence[Wanted]] = {}
         takes_eigenvectors = self._takes_eigenvectors(powers)
         cov = self._matrix() if takes_eigenvectors else self._lower()
+        if self.damped_by_feature():
+            return self._requests_by_feature(cov, wanted)
         if takes_eigenvectors:
             clip = self.config.eigenvalue_clipping_threshold
             requests[Request("powers", cov, powers=tuple(powers), clip=clip)] = powers
@@ -190,6 +200,55 @@ class DenseSquareMatrixFactor(FisherFactor):
             both = (CHOLESKY, damping), (CHOLESKY_INVERSE, damping)
             requests[Request("cholesky", cov, damping)] = both
         return requests
+
+    def _requests_by_feature(
+        self, cov: Array, wanted: Iterable[Wanted]
+    ) -> dict[Request, Sequence[Wanted]]:
+        """Return a request for each operation; its matrix has the damping beyond the least."""
+        requests: dict[Request, Sequence[Wanted]] = {}
+        for op, level in wanted:
+            levels = self._by_feature(level)
+            least = float(self.backend.download([levels.min()])[0])
+            matrix = cov + self.backend.xp.diag(levels - least).astype(cov.dtype)
+            if not isinstance(op, float):
+                both = (CHOLESKY, level), (CHOLESKY_INVERSE, level)
+                requests[Request("cholesky", matrix, least)] = both
+            elif op == _INVERSE:
+                requests[Request("inverse", matrix, least)] = [(op, level)]
+            else:
+                clip = self.config.eigenvalue_clipping_threshold
+                powers = ((op, least),)
+                requests[Request("powers", matrix, powers=powers, clip=clip)] = [(op, level)]
+        return requests
+
+    def _by_feature(self, level: Any) -> Array:
+        """Return what a damping by feature adds to the diagonal, in float64."""
+        multiple = level / max(self.trace() / self.side, LEAST_EIGENVALUE)
+        levels: Array = multiple * self.moments(self._lower().astype(np.float64), self.backend.xp)
+        return levels
+
+    def moments(self, average: Any, xp: Any = np) -> Any:
+        """Return the second moments of features that a damping by feature is in proportion to.
+
+        Args:
+            average: The average, or a recorded one.
+            xp: Its array module.
+
+        Returns:
+            The diagonal, with larger numbers in place of those far below the median.
+        """
+        diagonal = xp.diagonal(average)
+        features = diagonal[: len(diagonal) - cast(KroneckerMoment, self.statistic).homogeneous]
+        least = xp.maximum(_LEAST_OF_MEDIAN * xp.median(features), LEAST_EIGENVALUE)
+        return xp.concatenate([xp.maximum(features, least), diagonal[len(features) :]])
+
+    def _added(self, x: Array, damping_func: Damping) -> Array:
+        """Return the damping times columns."""
+        level: Any = damping_func()
+        if self.damped_by_feature():
+            level = self._by_feature(level).astype(x.dtype)[:, None]
+        product: Array = level * x
+        return product
 
     def _level(self, damping_func: Damping) -> float | tuple[float, ...]:
         """Return the current value of a damping, hashable."""
