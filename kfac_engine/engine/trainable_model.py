@@ -329,9 +329,12 @@ class TrainableModel(Sealed):
         """Return ``gradients``, with running statistics, and the residuals of all processes."""
         residuals = Residuals()
         result = self._with_residuals(inputs, None, True, residuals)
-        sums = float(residuals.observed), float(residuals.expected)
-        table = self._shards.agreement.vote(*sums, place="residuals")
-        return result, Residuals(*map(float, table.sum(axis=0)))
+        sums, vote = {}, self._shards.agreement.vote
+        for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.towers):
+            observed, expected, *unit = map(float, residuals.sums.get(name, (0.0, 0.0)))
+            table = vote(observed, expected, *(unit or (0.0,)), place="residuals")
+            sums[name] = tuple(table.sum(axis=0).tolist())
+        return result, Residuals(sums)
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.

@@ -224,6 +224,15 @@ class LossFunction(ABC):
         columns = (c for i in np.ndindex(*inner) for c in self.one_hot(values, i).values())
         return sum(float((column * column).sum(dtype=np.float64)) for column in columns)
 
+    def unit_squares(self, values: Values) -> float:
+        """Return ``expected_squares`` for targets that deviate by 1; 0 if predictions have no unit.
+
+        Args:
+            values: The inputs by name.
+        """
+        del values
+        return 0.0
+
     # -- derived ---------------------------------------------------------------------------------
 
     def value(self, values: Values, observed: Observed | None = None) -> float:

@@ -1,7 +1,7 @@
 """Losses of Gaussian targets, with a fixed or a predicted variance."""
 
 from collections.abc import Mapping
-from math import log, pi
+from math import log, pi, prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -75,6 +75,9 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         squares = (spread * spread).sum() / self.var**2
         expected: Any = np.where(squares > 0, squares, super().expected_squares(values))
         return expected  # type: ignore[no-any-return] # a number, or a recorded one
+
+    def unit_squares(self, values: Values) -> float:
+        return prod(values[self.mean].shape) / self.var**2
 
     def check_target_array(self, values: Values, targets: Array) -> None:
         check_matching_targets(self.mean, values[self.mean], targets)

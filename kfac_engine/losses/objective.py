@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import as_array
+from kfac_engine.backend.namespace import as_array, is_recorded
 from kfac_engine.errors import (
     InputError,
     NonFiniteError,
@@ -99,32 +99,48 @@ class Observation:
 class Residuals:
     """How far the predictions of a batch are from their targets.
 
-    Neither sum has the weights of the losses or of the reduction, so that the ratio of the two does
-    not depend on the scale of the loss.
+    The numbers do not have the weights of the losses or of the reduction, so that their ratios do
+    not depend on the scale of the loss. They can be added over the parts of a batch.
 
     Attributes:
-        observed: Sum of the squared gradients of the losses at all predictions.
-        expected: Sum of ``LossFunction.expected_squares``; 0 if no loss expects any.
+        sums: Input of a loss to the sum of the squared gradients of the loss at all predictions,
+            ``LossFunction.expected_squares``, and ``LossFunction.unit_squares`` unless it is 0.
     """
 
-    observed: Any = 0.0
-    expected: Any = 0.0
+    sums: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def add(self, loss: LossFunction, values: Values, seen: Observed, gradients: Values) -> None:
         """Add the predictions of a loss, with the weights that their gradients have."""
+        observed: Any = 0.0
         for gradient in gradients.values():
             wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
-            self.observed = self.observed + (wide * wide).sum(dtype=np.float64)
-        expected = loss.expected_squares(values, seen.targets)
+            observed = observed + (wide * wide).sum(dtype=np.float64)
+        unit = loss.unit_squares(values)
+        others: list[Any] = [loss.expected_squares(values, seen.targets), *([unit] if unit else ())]
         if seen.weights is not None:
             weights = seen.weights.astype(np.float64)
-            expected = (weights * weights).mean() * expected
-        self.expected = self.expected + expected
+            others = [(weights * weights).mean() * number for number in others]
+        new = (observed, *others)
+        old = self.sums.get(loss.inputs[0], (0.0,) * len(new))
+        self.sums[loss.inputs[0]] = tuple(a + b for a, b in zip(old, new, strict=True))
 
     def scale(self, least: float) -> Any:
         """Return the factor of updates: 1, and less where residuals fall below a part ``least``."""
-        ratio = self.observed / np.where(self.expected > 0, self.expected, 1.0)
+        observed, expected = (sum(row[i] for row in self.sums.values()) for i in (0, 1))
+        ratio = observed / np.where(np.greater(expected, 0), expected, 1.0)
         return np.minimum(np.sqrt(ratio) / least, 1.0)
+
+    def spreads(self) -> dict[str, Any]:
+        """Return the spread of the targets of each loss whose predictions have their unit.
+
+        It is the root of the mean square of the deviations from the mean of the targets, or from
+        the predictions if that is larger.
+        """
+        return {
+            name: np.sqrt(np.maximum(observed, expected) / unit[0])
+            for name, (observed, expected, *unit) in self.sums.items()
+            if unit and (is_recorded(unit[0]) or unit[0] > 0)
+        }
 
 
 @dataclass(frozen=True, slots=True)

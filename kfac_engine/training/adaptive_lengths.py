@@ -5,7 +5,7 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf, log, sqrt
 from typing import Any
@@ -52,6 +52,14 @@ _SMALLEST_SIDE = 64
 _NARROW = 512
 
 
+def input_moment(block: FisherBlock) -> float:
+    """Return the mean square of the inputs of a layer, from the average of a block."""
+    packing, factor = block.packing, block.factors[0]
+    if packing is None or block.symbols[:1] != ("A",):  # there is no average of the inputs
+        return 1.0
+    return (factor.trace() - packing.has_bias) / (factor.side - packing.has_bias)
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptiveLengthUpdate:
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
@@ -83,6 +91,11 @@ class AdaptiveLengthUpdate:
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
     are updated by Adam.
 
+    Predictions of means have the unit of their targets. The length of the matrix of a layer whose
+    outputs they are is multiplied by ``u / max(1, v)``, and the rate of its bias by u. u is the
+    spread of the targets (``Residuals``), at least 1, and v the root of the mean square of the
+    inputs of the layer.
+
     A matrix is that of a layer, whatever its layout in the file: see ``Piece.matrices``. Each group
     of a convolution, each expert of a stack and each part of the outputs that the graph reads apart
     has a matrix of its own.
@@ -102,6 +115,8 @@ class AdaptiveLengthUpdate:
         weight_decay: Parameters shrink by this number times the rate of their update and the factor
             ``decay`` of the step.
         repeats: Rows of each example in the factors of a weight, until they are measured.
+        predictions: Weight or bias to the input of the loss that its layer computes.
+        moment: Returns the mean square of the inputs of a block.
     """
 
     engine: Engine
@@ -116,6 +131,8 @@ class AdaptiveLengthUpdate:
     adam_rate: Rate
     weight_decay: float
     repeats: Mapping[str, float] = field(default_factory=dict)
+    predictions: Mapping[str, str] = field(default_factory=dict)
+    moment: Callable[[FisherBlock], Any] = input_moment
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -288,7 +305,17 @@ class AdaptiveLengthUpdate:
         old, new = (block_of(slots["second_moment"], names) for slots in both)
         direction = adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
+        units = [self._unit(name, step) for name in names]
+        if len(names) == 1:
+            rate = rate * units[0]
+        elif any(unit != 1 for unit in units):
+            sizes = [step.slots["second_moment"][name].size for name in names]
+            direction *= array_module(value).asarray(np.repeat(units, sizes), value.dtype)
         combine(value, -rate, direction, shrunk, parameter)
+
+    def _unit(self, name: str, step: StepInputs) -> Any:
+        """Return the unit of the outputs of a layer, of its weight or bias."""
+        return np.maximum(step.spreads.get(self.predictions.get(name, ""), 1.0), 1.0)
 
     def _factors(
         self,
@@ -322,7 +349,11 @@ class AdaptiveLengthUpdate:
             parts = [separated(array, like) if names[1:] else {names[0]: array} for array in both]
             for name in names:
                 length, norm = (array[name] for array in parts)
-                factors[name] = step.rate * self.roots[name] * length / norm
+                rate = step.rate * self.roots[name]
+                if self.predictions.get(name) in step.spreads:
+                    moment = np.maximum(self.moment(self.blocks[name]), 1.0)
+                    rate = rate * self._unit(name, step) / np.sqrt(moment)
+                factors[name] = rate * length / norm
                 # A direction of several steps has the slope of the first one.
                 of_first = np.where(due[name], slopes[name], old["slope"][name])
                 new["slope"][name][...] = of_first
@@ -398,7 +429,21 @@ def adaptive_lengths(
         momentum,
         adam_rate,
         weight_decay,
+        predictions=_predictions(engine, units),
     )
+
+
+def _predictions(engine: Engine, units: Units) -> dict[str, str]:
+    """Return the input of a loss that the layer of each weight and bias computes."""
+    inputs = set(engine.objective.inputs)
+    return {
+        name: output
+        for layer in engine.layers
+        for output in uses(layer.outputs)
+        if output in inputs
+        for name in layer.parameters
+        if name in engine.parameters and engine.parameters[name].size
+    }
 
 
 def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]:

@@ -279,6 +279,7 @@ class KfacOptimizer(Optimizer):
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
             decay=decay,
+            spreads={} if residuals is None else residuals.spreads(),
         )
         due = self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
@@ -327,7 +328,8 @@ class KfacOptimizer(Optimizer):
             scale: Value of the schedule.
             residuals: The residuals of the batch.
             recorded: Takes the place of the engine: has ``precondition``, the number of
-                ``examples`` of the batch, their ``scarcity``, and ``repeats`` of a block.
+                ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block and
+                ``moment`` of its inputs.
         """
         update = self._update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
@@ -349,9 +351,11 @@ class KfacOptimizer(Optimizer):
             predicts=False,
             clock=StageClock(),
             decay=decay,
+            spreads=residuals.spreads(),
         )
         repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
-        update = replace(update, engine=recorded, matmul=np.matmul, repeats=repeats)
+        changes = {"matmul": np.matmul, "repeats": repeats, "moment": recorded.moment}
+        update = replace(update, engine=recorded, **changes)
         return update(step).values
 
     @property

@@ -1,9 +1,9 @@
 """The updates of the K-FAC optimizer at a learning rate, and the base of all its updates."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch
@@ -26,6 +26,7 @@ class StepInputs:
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
         decay: Factor of the weight decay, for ``"auto"``.
+        spreads: Input of a loss to the spread of its targets, for ``"auto"``.
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
@@ -50,6 +51,7 @@ class StepInputs:
     predicts: bool
     clock: StageClock
     decay: float = 1.0
+    spreads: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ Statistics, estimation modes and packings are the library's own, recorded. Writt
 order of the work in a step, the relative damping and the product ``A⁻¹ V G⁻¹`` of a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import sqrt
 from typing import Any
 
@@ -58,10 +58,12 @@ class Update:
     Attributes:
         state: New state by name; entries that did not change are empty.
         natural: Natural gradients by parameter, or ``Missing`` where the file has none.
+        moment: Records the mean square of the inputs of a block.
     """
 
     state: dict[str, Symbol]
     natural: dict[str, Any]
+    moment: Callable[[FisherBlock], Any]
 
 
 class Missing:
@@ -198,7 +200,8 @@ class CurvatureSteps:
         tape, count = batch.tape, len(self._factors)
         if not count:
             unchanged_state = {name: state[name] for name in self.initial_state()}
-            return Update(unchanged_state, {n: Missing(n, v) for n, v in vectors.items()})
+            missing = {n: Missing(n, v) for n, v in vectors.items()}
+            return Update(unchanged_state, missing, lambda block: 1.0)
         averages = [state[f"average/{i}"] for i in range(count)]
         stored = [state[f"inverse/{i}"] for i in range(count)]
         names = [n for n in ("statistics weight", "statistics rows") if n in state]
@@ -244,7 +247,40 @@ class CurvatureSteps:
         new |= dict(zip(names, new_totals, strict=True))
         for name, is_due in (("last statistics", observes), ("last refresh", refreshes)):
             new[name] = np.where(is_due, step, state[name])
-        return Update(new, natural)
+
+        return Update(new, natural, partial(self._moment, tape, observes, (measured, averages)))
+
+    def _moment(
+        self,
+        tape: Tape,
+        observes: Symbol,
+        averages: tuple[list[Symbol], list[Symbol]],
+        block: FisherBlock,
+    ) -> Any:
+        """Record the mean square of the inputs of a block.
+
+        Args:
+            tape: Receives the nodes.
+            observes: Whether the step has measured statistics.
+            averages: The averages with them, and without.
+            block: A block of a layer.
+
+        Returns:
+            A recorded number; 1 for a block that the file does not have.
+        """
+        if block not in self._blocks.values():
+            return 1.0
+        factor, packing = block.factors[0], block.packing
+        assert packing is not None, "a layer has a weight"
+        i, bias = self._factors.index(factor), float(packing.has_bias)
+
+        def of(average: Any) -> list[Any]:
+            side = factor.side if isinstance(factor, DividedFactor) else int(average.shape[-1])
+            trace = average.sum() if average.ndim == 1 else np.trace(average).sum()
+            return [(trace - bias) / (side - bias)]
+
+        new, old = averages
+        return tape.branch(observes, lambda: of(new[i]), lambda: of(old[i]))[0]
 
     # -- statistics --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
@@ -32,8 +33,8 @@ NEW = "new "
 OWN = ("rate", "loss", "accuracy", "finite")
 _FLOAT, _INTEGER = np.dtype(np.float32), np.dtype(np.int64)
 
-# Names of the residuals of a batch among its metrics, until the rule has read them.
-_RESIDUALS = ("observed residuals", "expected residuals")
+# Begins the names of the residuals of a batch among its metrics, until the rule has read them.
+_RESIDUALS = "residuals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,10 @@ class StepRecorder:
             loss, metrics, gradients = self._pass(batch, random)
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients)
-        residuals = Residuals(*(metrics.pop(name, None) for name in _RESIDUALS))
+        residuals = Residuals()
+        for name in [name for name in metrics if name.startswith(_RESIDUALS)]:
+            known = residuals.sums.get(key := name.removeprefix(_RESIDUALS)[1:], ())
+            residuals.sums[key] = (*known, metrics.pop(name))
 
         def updated() -> list[Symbol]:
             new = self._updated(batch, values, gradients, step, rate, random, residuals)
@@ -316,10 +320,9 @@ class StepRecorder:
         batch.write(backward.nodes, random)
         metrics = {}
         if self._curvature:
-            for name, number in zip(
-                _RESIDUALS, (residuals.observed, residuals.expected), strict=True
-            ):
-                metrics[name] = _number(tape, number)
+            for name, numbers in residuals.sums.items():
+                for i, number in enumerate(numbers):
+                    metrics[f"{_RESIDUALS}{i}{name}"] = _number(tape, number)
         if self._has_accuracy:
             metrics["accuracy"] = self._accuracy(batch, seen, seen if whole is None else whole)
         gradients: dict[str, Symbol] = {}
@@ -462,7 +465,12 @@ class _RecordedCurvature:
         curvature, batch, values, step, random = self._arguments
         update = curvature.write(batch, values, vectors, step, random)
         self._state |= update.state
+        self._moment = update.moment
         return update.natural
+
+    def moment(self, block: FisherBlock) -> Any:
+        """Return the mean square of the inputs of a block, after ``precondition``."""
+        return self._moment(block)
 
 
 def _number(tape: Tape, number: Any) -> Symbol:

@@ -126,9 +126,12 @@ class Reference:
 
     def damped(self, A, G, damping):
         if self.relative:
-            return tuple(
-                M + np.sqrt(damping) * np.trace(M) / len(M) * np.eye(len(M)) for M in (A, G)
-            )
+            root = np.sqrt(damping)
+            levels = [np.full(len(M), np.trace(M) / len(M)) for M in (A, G)]
+            if len(A) == net.D + 1:  # the factor of the features of the input, with a one
+                a = np.diag(A)[:-1]
+                levels[0] = np.append(np.maximum(a, 0.3 * np.median(a)), A[-1, -1])
+            return tuple(M + root * np.diag(v) for M, v in zip((A, G), levels, strict=True))
         pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
         root = np.sqrt(damping)
         return A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))

@@ -217,15 +217,19 @@ def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
     x = rng.standard_normal((64, 3))
     y = 1e6 * x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
-    optimizer = ke.KfacOptimizer(engine, weight_decay=0)
+    optimizer = ke.KfacOptimizer(engine, update_length=2.5e-8, weight_decay=0)
     lengths = []
     for step in range(30):
-        before = engine.parameters["w"]
-        optimizer.step({"x": x}, y * sign**step, scale)
-        lengths.append(np.linalg.norm(engine.parameters["w"] - before))
+        before, targets = engine.parameters["w"], y * sign**step
+        optimizer.step({"x": x}, targets, scale)
+        deviations = targets - x @ before, targets - targets.mean(axis=0)
+        spread = max(np.sqrt((d**2).mean()) for d in deviations)
+        moment = max(engine.collection.fisher_blocks["w"].factors[0].trace() / 3, 1)
+        unit = spread / np.sqrt(moment)
+        lengths.append(np.linalg.norm(engine.parameters["w"] - before) / unit)
     exponents = sign * scale * 4 * (1 - 0.9 ** np.arange(30))
-    expected = np.clip(np.exp(exponents), 0.1, 20) * scale * 0.025 * np.sqrt(3)
-    # Updates of length 1 change gradients of norm 1e6 by parts of 1e-6, summed over 30 steps.
+    expected = np.clip(np.exp(exponents), 0.1, 20) * scale * 2.5e-8 * np.sqrt(3)
+    # Updates change gradients by parts of 1e-6, summed over 30 steps.
     np.testing.assert_allclose(lengths, expected, rtol=1e-3)
 
 
@@ -383,3 +387,39 @@ def test_the_scale_of_the_loss_does_not_change_a_run():
         return engine.parameters
 
     assert distance(trained("mean"), trained("sum")) < 1e-6
+
+
+@pytest.mark.parametrize(("scales", "equal"), [((20, 2e4), True), ((0.05, 20), False)])
+def test_a_run_of_means_is_in_units_of_the_targets(scales, equal):
+    """The unit of the predictions is at least 1, so that other runs are not in proportion."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((64, net.D))
+    y = np.sin(x @ rng.standard_normal((net.D, net.K)))
+    y /= y.std(axis=0)
+    predictions = []
+    for scale in scales:
+        engine = ke.Engine.from_onnx(net.model(), loss="normal", threads=1, estimation_mode="exact")
+        weights = engine.parameters
+        engine.set_parameters({name: scale * weights[name] for name in ("w2", "b2")})
+        optimizer = ke.KfacOptimizer(engine)
+        for _ in range(30):
+            optimizer.step({"x": x}, scale * y)
+        predictions.append(engine.predict({"x": x}) / scale)
+    assert (distance_of(*predictions) < 1e-3) == equal
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+def test_targets_of_any_unit_are_learned(scale):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((256, net.D))
+    y = scale * np.sin(x @ rng.standard_normal((net.D, net.K)))
+    engine = ke.Engine.from_onnx(net.model(), loss="normal", threads=1)
+    optimizer = ke.KfacOptimizer(engine)
+    for _ in range(300):
+        optimizer.step({"x": x}, y)
+    errors = engine.predict({"x": x}) - y
+    assert (errors**2).mean() < 0.5 * y.var()
+
+
+def distance_of(one, other):
+    return np.linalg.norm(one - other) / np.linalg.norm(one)
