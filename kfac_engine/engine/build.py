@@ -29,8 +29,9 @@ from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_loss
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.engine.validation import check_mode
 from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
-from kfac_engine.graph.structure import Fact, Node
+from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
@@ -185,7 +186,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         graph_passes=options.graph_passes,
     )
     collection = LayerCollection(model, backend=backend)
-    collection.data = frozenset(entry.name for entry in model.graph.inputs)
+    collection.data = _data(model.graph)
     chosen = options.approximations or {}
     for kind, approximation in chosen.items():
         collection.set_default_approximation(kind, approximation)
@@ -213,6 +214,15 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     assembly.request_values(estimator)
     return_freed_memory()
     return assembly, estimator
+
+
+def _data(graph: Graph) -> frozenset[str]:
+    """Return the inputs of a graph, and the values with the entries of an input in other places."""
+    names = {entry.name for entry in graph.inputs}
+    for node in graph.nodes:
+        if node.op in RELAYS and node.inputs[0] in names:
+            names.update(node.outputs)
+    return frozenset(names)
 
 
 def _with_named_axes(loaded: LoadedModel, losses: LossOptions) -> LoadedModel:

@@ -278,7 +278,7 @@ class KfacOptimizer(Optimizer):
             examples=self._examples(batch),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
-            decay=decay,
+            decay=_left(decay, residuals),
             spreads={} if residuals is None else residuals.spreads(),
         )
         due = self._curvature.due(self.steps, step.examples)
@@ -350,7 +350,7 @@ class KfacOptimizer(Optimizer):
             examples=recorded.examples,
             predicts=False,
             clock=StageClock(),
-            decay=decay,
+            decay=_left(decay, residuals),
             spreads=residuals.spreads(),
         )
         repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
@@ -466,8 +466,14 @@ class KfacOptimizer(Optimizer):
 
 
 def _decay(scarcity: Any) -> Any:
-    """Return the factor of the weight decay, a number or a recorded one."""
+    """Return the largest factor of the weight decay, a number or a recorded one."""
     return _least(1 + _FEW * scarcity, _MOST_DECAY)
+
+
+def _left(decay: Any, residuals: Residuals | None) -> Any:
+    """Return the factor of the weight decay: near 1 where hardly any residuals are left."""
+    part = 1.0 if residuals is None else residuals.scale(_SMALL_RESIDUALS)
+    return 1 + (decay - 1) * part
 
 
 def _signal(residuals: Residuals | None, decay: Any) -> Any:

@@ -191,9 +191,8 @@ class KroneckerProductFB(FisherBlock):
             collection.make_or_get_factor(input_side.factor, (a,)),
             collection.make_or_get_factor(output_side.factor, (ds,)),
         )
-        A, rows = self._factors[0], isinstance(form.input_view, RowView)
-        of_data = rows and collection.data.issuperset(a.names())
-        if of_data and type(A) is DenseSquareMatrixFactor:
+        A = self._factors[0]
+        if type(A) is DenseSquareMatrixFactor and collection.data.issuperset(a.names()):
             A.damped_by_feature = self._is_relative
 
     # -- factors --------------------------------------------------------------------------------
