@@ -333,7 +333,7 @@ class TrainableModel(Sealed):
         for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.towers):
             observed, expected, *unit = map(float, residuals.sums.get(name, (0.0, 0.0)))
             table = vote(observed, expected, *(unit or (0.0,)), place="residuals")
-            sums[name] = tuple(table.sum(axis=0).tolist())
+            sums[name] = tuple(map(float, table.sum(axis=0)))
         return result, Residuals(sums)
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
