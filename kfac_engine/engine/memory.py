@@ -15,6 +15,7 @@ from kfac_engine.engine.parameter_entries import block_key
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.engine.validation import batch_size
 from kfac_engine.errors import MemoryLimitError
+from kfac_engine.graph.compact import MOST_COPIED_BYTES
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.runtime.memory import activation_bound, activation_bytes, value_bytes
 from kfac_engine.system import memory_limits
@@ -38,7 +39,7 @@ class MemoryReport:
         activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
-        sessions: Memory of ONNX Runtime and of graphs, without values.
+        sessions: Memory of ONNX Runtime and of graphs, and copies of frozen constants.
         optimizer: The state of an optimizer, for its own ``memory`` only.
         device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
             all parts but sessions if the model runs on the GPU.
@@ -197,7 +198,10 @@ class Footprint:
             self._numbers(decomposed=True),
         )
         scratch = work + self._sums()
-        parameters = sum(array.nbytes for array in model.graph.constants.values())
+        constants = model.graph.constants
+        parameters = sum(array.nbytes for array in constants.values())
+        frozen = sum(constants[name].nbytes for name in constants.keys() - model.parameters.keys())
+        copies = 2 * frozen if frozen <= MOST_COPIED_BYTES else 0  # in both sessions
         vectors = 2 if self.layers else 1  # gradients, and natural gradients
         gradients = vectors * sum(array.nbytes for array in model.parameters.values())
         moved = 0 if model.memory_space is HOST else parameters + gradients + activations
@@ -207,7 +211,7 @@ class Footprint:
             activations=activations,
             factors=factors,
             scratch=scratch,
-            sessions=_LIBRARIES + _NODE * sum(map(len, nodes)),
+            sessions=_LIBRARIES + _NODE * sum(map(len, nodes)) + copies,
             device=factors + scratch + moved if on_device else 0,
         )
 

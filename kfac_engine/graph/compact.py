@@ -24,7 +24,7 @@ _SHARED_KINDS = "biuf"
 
 # Number of bytes of constants above which nothing is copied, because memory matters more than
 # faster kernels.
-_MOST_COPIED_BYTES = 1 << 30
+MOST_COPIED_BYTES = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def compact_model(  # noqa: PLR0913 (those of build_model, and ``once``)
     large = {key: array for key, array in constants.items() if _is_large(array)}
     small = {key: array for key, array in constants.items() if key not in large}
     size = sum(array.nbytes for array in large.values())
-    copied, fed = ({}, large) if once or size > _MOST_COPIED_BYTES else (large, {})
+    copied, fed = ({}, large) if once or size > MOST_COPIED_BYTES else (large, {})
     declared = [*inputs, *(Input(key, array.dtype, array.shape) for key, array in fed.items())]
     model = build_model(nodes, declared, outputs, small, opset, name=name, domains=domains)
     model.graph.initializer.extend(_declaration(key, array) for key, array in copied.items())

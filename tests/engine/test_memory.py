@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.graph import compact
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.sessions.session import Session
 from tests import models
 from tests.engine.test_engine import random_targets
 from tests.nightly import nightly_but
@@ -249,3 +252,25 @@ def test_values_that_a_step_replaces_are_freed(tmp_path):
             np.testing.assert_array_equal(constants[name], value)
     assert frozen
     assert all(graph.graph.constants[name] is array for name, array in frozen.items())
+
+
+def test_announced_sessions_contain_copies_of_frozen_weights():
+    model, frozen = models.mlp((64, 256, 256, 10)), ["fc1.weight"]
+    bare, copied = (
+        ke.Engine.from_onnx(model, loss="categorical", freeze=names).memory(2).sessions
+        for names in (None, frozen)
+    )
+    assert 1.5 * (256 * 256 * 4) < copied - bare <= 2 * (256 * 256 * 4)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_many_bytes_of_frozen_weights_are_read_in_place(most, monkeypatch):
+    monkeypatch.setattr(compact, "MOST_COPIED_BYTES", most)
+    weights = {"w": np.ones((64, 64), np.float32)}
+    nodes = [Node("MatMul", ("x", "w"), ("y",), {}, "product")]
+    inputs = [Input("x", np.dtype(np.float32), (None, 64))]
+    model = compact.compact_model(nodes, inputs, ("y",), weights, 18)
+    assert (list(model.fed), list(model.copied)) == (([], ["w"]) if most else (["w"], []))
+    session = Session(model, threads=1, what="a product")
+    x = np.eye(64, dtype=np.float32)
+    np.testing.assert_array_equal(session.run(("y",), {"x": x})["y"], weights["w"])
