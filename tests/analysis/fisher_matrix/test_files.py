@@ -192,6 +192,15 @@ def test_other_files_are_refused(tmp_path, content):
         load(path)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("BF16", 2), ("F8_E4M3", 1)])
+def test_element_types_that_numpy_lacks_are_refused(tmp_path, dtype, size):
+    text = json.dumps({"w": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
+    path = tmp_path / "file"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(ke.InputError, match=r"cannot read the curvature|not a curvature"):
+        load(path)
+
+
 def test_missing_and_truncated_files_are_refused(path, tmp_path):
     with pytest.raises(ke.InputError, match="no such file"):
         load(tmp_path / "absent")
