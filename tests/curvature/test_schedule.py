@@ -107,8 +107,3 @@ def test_works_of_equal_cost_are_spread_the_same_whatever_their_order():
         run(works, schedule, range(1, 3)), run(works[::-1], schedule, range(1, 3)), strict=True
     ):
         assert set(one) == set(other)
-
-
-def test_an_unknown_policy_lists_the_known_ones():
-    with pytest.raises(KeyError, match="all_at_once, balanced, balanced_ranks, round_robin"):
-        POLICIES["sometimes"]

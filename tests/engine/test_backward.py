@@ -47,20 +47,6 @@ def test_empirical_statistics_take_no_backward_pass_of_their_own(runs, mode, exp
     assert sum("backward" in what for what in runs) == expected
 
 
-@pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
-def test_statistics_of_a_step_are_the_outer_product_of_an_examples_gradient(reduction):
-    model = models.mlp(dtype="float64")
-    inputs, targets = models.random_inputs(model, 1), np.array([2])
-    engine = engine_of(model, reduction=reduction)
-    engine.step(inputs, targets)
-    for (weight, bias), block in engine.collection.fisher_blocks.items():
-        _, truth = oracle.loss_and_gradient(
-            model, inputs, "output", [weight, bias], "categorical", targets
-        )
-        g = np.concatenate([truth[weight].T, truth[bias][None]]).ravel()
-        np.testing.assert_allclose(block.full_fisher_block(), np.outer(g, g), atol=DOUBLE)
-
-
 def test_losses_of_other_numbers_of_predictions_are_propagated_twice(runs):
     net = models.Net("float64")
     net.op("MatMul", "input", net.weight("trunk.weight", 3, 4), to="trunk")

@@ -109,49 +109,6 @@ def test_large_damping_gives_the_gradient_back_scaled(case):
         )
 
 
-def test_one_engine_serves_all_batch_sizes(case):
-    model, _, _ = case
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    for batch in (1, 5, 2):
-        inputs = models.random_inputs(model, batch=batch)
-        targets = random_targets(model, inputs, "categorical")
-        value, _ = oracle.loss_and_gradient(
-            model, inputs, "output", ["fc2.bias"], "categorical", targets
-        )
-        assert engine.step(inputs, targets).loss == pytest.approx(value, rel=1e-5)
-
-
-def test_new_parameters_need_no_new_engine(case):
-    model, inputs, targets = case
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    before = engine.gradients(inputs, targets)
-    changed = {name: 2 * value for name, value in engine.parameters.items()}
-    engine.set_parameters(changed)
-    for entry in model.graph.initializer:
-        array = onnx.numpy_helper.to_array(entry)
-        if entry.name in changed:
-            entry.CopyFrom(onnx.numpy_helper.from_array(2 * array, entry.name))
-    value, _ = oracle.loss_and_gradient(
-        model, inputs, "output", ["fc2.bias"], "categorical", targets
-    )
-    after = engine.gradients(inputs, targets)
-    assert after.loss == pytest.approx(value, rel=1e-5)
-    assert after.loss != before.loss
-
-
-def test_results_belong_to_the_caller(case):
-    model, inputs, targets = case
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    first = engine.step(inputs, targets)
-    kept = {n: v.copy() for n, v in (first.gradients | first.natural_gradients).items()}
-    other = models.random_inputs(model, batch=6, seed=9)
-    engine.step(other, targets)
-    for name, value in (first.gradients | first.natural_gradients).items():
-        np.testing.assert_array_equal(value, kept[name])
-    first.gradients["fc0.weight"][...] = 0.0  # writable, and nobody else's
-    assert np.isfinite(engine.step(inputs, targets).loss)
-
-
 def test_state_of_another_model_is_refused_and_nothing_changes(case, tmp_path):
     model, inputs, targets = case
     other = ke.Engine.from_onnx(models.mlp(widths=(6, 3)), loss="categorical")

@@ -38,29 +38,6 @@ def assert_same_state(one, other):
 # -- trace -----------------------------------------------------------------------------------------
 
 
-def test_a_trace_has_every_value_of_the_graph():
-    engine, model, inputs, _ = made("cnn")
-    trace = engine.trace(inputs)
-    names = [name for node in model.graph.node for name in node.output]
-    for name, expected in zip(names, oracle.evaluate(model, inputs, *names), strict=True):
-        np.testing.assert_allclose(
-            trace[name], expected, atol=CLOSE * abs(expected).max(), err_msg=name
-        )
-
-
-def test_the_derivative_of_a_trace_is_that_of_the_output():
-    model = models.mlp(dtype="float64")
-    inputs = models.random_inputs(model, batch=3)
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    trace = engine.trace(inputs)
-    cotangent = np.random.default_rng(0).standard_normal(trace["output"].shape)
-    names = list(engine.parameters)
-    jacobian = oracle.jacobian(model, inputs, "output", names).reshape(cotangent.size, -1)
-    gradients = trace.vjp({"output": cotangent}, names)
-    found = np.concatenate([gradients[name].ravel() for name in names])
-    np.testing.assert_allclose(found, cotangent.ravel() @ jacobian, atol=1e-8)
-
-
 def test_statistics_of_a_trace_of_a_part_are_those_of_a_step_on_that_part():
     engine, _, inputs, targets = made("mlp", batch=6, estimation_mode="empirical")
     part, labels = {"input": inputs["input"][:4]}, targets[:4]

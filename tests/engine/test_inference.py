@@ -202,18 +202,6 @@ def test_evaluation_is_in_inference_form_and_changes_nothing():
     assert abs(loss - engine.loss(inputs, targets)) > 1e-3
 
 
-def test_logits_before_a_softmax_are_evaluated():
-    net = models.Net()
-    net.op("Softmax", net.dense("fc", "input", 6, 3), to="output", axis=-1)
-    model = net.model({"input": ["batch", 6]}, {"output": ["batch", 3]})
-    inputs, targets = models.random_inputs(model, batch=7), np.arange(7) % 3
-    engine = ke.Engine.from_onnx(model, loss="categorical")
-    p = engine.predict(inputs)
-    np.testing.assert_allclose(p.sum(axis=1), 1, rtol=1e-5)
-    expected = -np.log(p[np.arange(7), targets]).mean()
-    assert engine.evaluate((inputs, targets))["loss"] == pytest.approx(expected, rel=1e-5)
-
-
 def test_evaluate_refuses_other_data_and_metrics():
     engine, _, inputs, targets = made("mlp")
     with pytest.raises(ke.UnknownNameError, match="unknown metric 'auc'"):

@@ -211,18 +211,6 @@ def test_a_layer_without_gradients_has_finite_inverses():
     assert np.any(result.natural_gradients["last"])
 
 
-def test_an_engine_returns_the_relative_damping_that_was_set():
-    engine, _ = observed(1e-3)
-    engine.damping = ke.RelativeDamping(0.5)
-    assert isinstance(engine.damping, ke.RelativeDamping)
-    assert engine.damping == 0.5
-    block = engine.collection.fisher_blocks["last"]
-    expected = 0.5 * np.trace(block.full_fisher_block()) / 15
-    np.testing.assert_allclose(
-        block.damping * block.repeats, expected, rtol=ROUNDING, atol=ROUNDING
-    )
-
-
 ARITHMETIC = {
     "times": lambda d, k: d * k,
     "times, from the right": lambda d, k: k * d,

@@ -115,18 +115,6 @@ def test_export_keeps_the_inference_form_with_updated_statistics(data, tmp_path,
     assert abs(expected - run(model, data[0])).max() > 1e-2
 
 
-def test_without_train_form_the_statistics_do_not_change(data, tmp_path):
-    engine, _ = trained(network(False), data)
-    assert not engine.buffers
-    engine.export(tmp_path / "trained.onnx")
-    written = {
-        e.name: numpy_helper.to_array(e)
-        for e in onnx.load(tmp_path / "trained.onnx").graph.initializer
-    }
-    start = {e.name: numpy_helper.to_array(e) for e in network().graph.initializer}
-    np.testing.assert_array_equal(written["norm0.mean"], start["norm0.mean"])
-
-
 def test_dropouts_in_train_form_draw_anew_in_each_step_and_repeat_in_each_engine(data):
     def losses():
         engine = ke.Engine.from_onnx(network(False, True), loss="categorical", train_form=True)

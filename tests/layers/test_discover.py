@@ -131,28 +131,6 @@ def test_left_weight_has_block_of_transposed_form(batch):
     np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
 
 
-def test_positions_in_batch_axis_are_counted():
-    """Reshape to ``(n·t, d)``, MatMul, Reshape back: the same Fisher block as without."""
-
-    def flat(n):
-        rows = n.op("Reshape", "input", n.constant("rows", np.array([-1, 4])), to="rows_of_input")
-        x = n.op("MatMul", rows, n.weight("w", 4, 3), to="product")
-        n.op("Reshape", x, n.constant("back", np.array([-1, 5, 3])), to="output")
-
-    def plain(n):
-        n.op("MatMul", "input", n.weight("w", 4, 3), to="output")
-
-    blocks = []
-    for build in (flat, plain):
-        model = net(build, inputs=("batch", 5, 4), outputs=("batch", 5, 3))
-        engine = ke.Engine.from_onnx(
-            model, loss="normal", estimation_mode="exact", reduction="batch_mean"
-        )
-        engine.observe(models.random_inputs(model, batch=3))
-        blocks.append(engine.collection.get_blocks()[0].full_fisher_block())
-    np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
-
-
 def test_generic_parameters_have_reasons():
     def build(n):
         x = n.op("Max", "input", n.weight("least", 4), to="act")

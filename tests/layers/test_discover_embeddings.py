@@ -95,42 +95,6 @@ def test_one_hot_rows_of_ids_outside_the_table_are_zero(sides, kind):
     np.testing.assert_allclose(block, expected, atol=SINGLE * np.abs(expected).max())
 
 
-def test_embedding_block_is_independent_of_batch_axis():
-    def net_of(moves):
-        net = models.Net()
-        x = net.op("Gather", net.weight("table", VOCABULARY, WIDTH), moves(net, "input"), to="y")
-        x = net.op("Tanh", x, to="output" if moves is plain else "moved")
-        if moves is not plain:
-            moves(net, x, back=True)
-        return net.model({"input": ["batch", 6]}, {"output": ["batch", 6, WIDTH]}, "int64")
-
-    def plain(net, value):
-        return value
-
-    def steps_first(net, value, *, back=False):
-        perm = [1, 0, 2] if back else [1, 0]
-        return net.op("Transpose", value, to="output" if back else "ids", perm=perm)
-
-    def folded(net, value, *, back=False):
-        sides = [-1, 6, WIDTH] if back else [-1]
-        at = net.constant(f"sides {value}", np.array(sides))
-        return net.op("Reshape", value, at, to="output" if back else "ids")
-
-    blocks = []
-    for moves in (plain, steps_first, folded):
-        proto = net_of(moves)
-        feeds = models.random_inputs(proto, BATCH)
-        engine = ke.Engine.from_onnx(
-            proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
-        )
-        (layer,) = engine.layers
-        assert layer.kind == "embedding"
-        engine.observe(feeds, np.zeros((BATCH, 6, WIDTH), np.float32))
-        blocks.append(engine.collection.fisher_blocks["table"].full_fisher_block())
-    for block in blocks[1:]:
-        np.testing.assert_allclose(block, blocks[0], atol=SINGLE * np.abs(blocks[0]).max())
-
-
 # -- generic with a reason -------------------------------------------------------------------------
 
 

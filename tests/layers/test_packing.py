@@ -75,64 +75,12 @@ def test_parts_of_a_weight_without_taps_are_views(weight_format):
     assert np.shares_memory(part, weight)
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("form", ["array", "tuple of one", "list of one", "tuple", "list"])
-def test_unpack_is_inverse_of_pack(weight_format, form):
-    weight, bias = weight_of(weight_format), -1.0 - np.arange(4.0)
-    vector = {
-        "array": weight,
-        "tuple of one": (weight,),
-        "list of one": [weight],
-        "tuple": (weight, bias),
-        "list": [weight, bias],
-    }[form]
-    packing = Packing(weight_format, has_bias=form in ("tuple", "list"))
-    back = packing.unpack(packing.pack(vector, "w", np), vector)
-    if form == "array":
-        np.testing.assert_array_equal(back, weight)
-        return
-    assert isinstance(back, tuple)
-    assert len(back) == len(vector)
-    for found, original in zip(back, vector, strict=True):
-        np.testing.assert_array_equal(found, original)
-
-
 @pytest.mark.parametrize("shape", [(4,), (4, 1, 1), (1, 4)])
 def test_unpacked_bias_keeps_axes_of_size_one(shape):
     packing, vector = Packing("OIHW", True), (weight_of("OIHW"), np.arange(4.0).reshape(shape))
     back = packing.unpack(packing.pack(vector, "w", np), vector)
     assert back[1].shape == shape
     np.testing.assert_array_equal(back[1], vector[1])
-
-
-@pytest.mark.parametrize("weight_format", ["IO", "OI"])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_pack_and_unpack_return_copies(weight_format, has_bias):
-    packing = Packing(weight_format, has_bias)
-    weight, bias = weight_of(weight_format), np.ones(4)
-    vector = (weight, bias) if has_bias else (weight,)
-    matrix = packing.pack(vector, "w", np)
-    back = packing.unpack(matrix, vector)
-    kept = weight.copy(), matrix.copy()
-    for array in back:
-        array[...] = np.nan
-    np.testing.assert_array_equal(matrix, kept[1])
-    matrix[...] = np.nan
-    np.testing.assert_array_equal(weight, kept[0])
-
-
-def test_unpacked_arrays_have_types_of_like():
-    packing = Packing("IO", True)
-    vector = weight_of("IO", np.float32), np.ones(4)
-    matrix = packing.pack(vector, "w", np)
-    assert matrix.dtype == np.float64
-    assert [array.dtype for array in packing.unpack(matrix, vector)] == [np.float32, np.float64]
-
-
-def test_packed_matrix_flattens_to_weight_then_bias():
-    vector = weight_of("HWIO"), np.full(4, -7.0)
-    flat = Packing("HWIO", True).pack(vector, "w", np).ravel()
-    np.testing.assert_array_equal(flat, np.concatenate([part.ravel() for part in vector]))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """How tensors become rows: counted and gathered one by one."""
 
-from math import prod
-
 import numpy as np
 import pytest
 
@@ -29,24 +27,6 @@ def moment(view, x, homogeneous=False):
 
 
 # -- rows ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((5, 3), -1), ((4, 2, 3), -1), ((4, 3, 2), 1), ((4, 3, 2), -2), ((2, 3, 2, 2), 1)],
-)
-def test_row_count_is_product_of_other_axes(shape, axis):
-    view, x = RowView(axis), draw(*shape)
-    assert view.width(shape) == shape[axis]
-    assert view.count(shape) == prod(shape) // shape[axis]
-    found = view.rows(x, BACKEND)
-    assert found.shape == (shape[0], view.count(shape) // shape[0], shape[axis])
-    moved = np.moveaxis(x, axis, -1)
-    places = list(np.ndindex(moved.shape[:-1]))
-    for place, row in zip(places, found.reshape(-1, shape[axis]), strict=True):
-        np.testing.assert_array_equal(row, moved[place])
-    total = sum(np.outer(moved[place], moved[place]) for place in places)
-    np.testing.assert_allclose(moment(view, x), total, atol=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -37,24 +37,6 @@ def part(reduced, shard):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_shard_losses_and_gradients_sum_to_batch(values, reduction):
-    reduced, residuals = objective(reduction), values["z"] - values["y"]
-    nats = residuals**2 / (2 * VARIANCE) + np.log(2 * np.pi * VARIANCE) / 2
-    loss = COEFFICIENT * nats.sum() / DIVISORS[reduction]
-    gradient = COEFFICIENT * residuals / VARIANCE / DIVISORS[reduction]
-    losses, gradients = [], []
-    for shard in shards(values):
-        share, cotangents = reduced.value_and_cotangents(shard, observation=part(reduced, shard))
-        losses.append(share)
-        gradients.append(cotangents["z"])
-    assert sum(losses) == pytest.approx(loss, rel=1e-14)
-    np.testing.assert_allclose(np.concatenate(gradients), gradient, rtol=1e-14)
-    # The number matters, unless nothing is divided by it.
-    alone = sum(reduced.value(shard) for shard in shards(values))
-    assert (alone == pytest.approx(loss, rel=1e-9)) == (reduction == "sum")
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_fisher_scales_of_shard_equal_batch(values, reduction):
     reduced = objective(reduction)
     for shard in shards(values):

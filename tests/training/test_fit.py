@@ -62,20 +62,6 @@ def test_another_seed_is_another_order(data):
     assert not same(parameters(one), parameters(other))
 
 
-@pytest.mark.parametrize("form", ["lone array", "model", "named targets"])
-def test_data_and_models_have_several_forms(data, form):
-    x, y = data
-    expected = ke.fit(net.engine(), ({"x": x}, y), **options())
-    engine = net.engine()
-    if form == "lone array":
-        history = ke.fit(engine, (x, y), **options())
-    elif form == "named targets":
-        history = ke.fit(engine, (x, {"z": y}), **options())
-    else:
-        history = ke.fit(net.model(), (x, y), loss="categorical", **options())
-    assert same(parameters(history), parameters(expected))
-
-
 def test_batches_come_in_the_order_of_an_iterable(data):
     x, y = data
     batches = [({"x": x[i : i + 7]}, y[i : i + 7]) for i in range(0, 49, 7)]

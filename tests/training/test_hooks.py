@@ -101,23 +101,6 @@ def test_an_object_that_is_no_callback_is_refused():
         run(3)
 
 
-def test_a_record_has_the_numbers_of_the_step_report():
-    reports = []
-    engine = net.engine()
-    optimizer = ke.KfacOptimizer(engine, 0.1, damping=0.5, momentum=0.75)
-    step = optimizer.step
-    optimizer.__dict__["step"] = lambda *batch: reports.append(step(*batch)) or reports[-1]
-    history = ke.fit(engine, net.batch(n=32), optimizer=optimizer, steps=2, batch_size=16)
-    for record, report in zip(history.records, reports, strict=True):
-        assert (record["damping"], record["momentum"]) == (0.5, 0.75)
-        assert record["learning_rate"] == report.learning_rate
-        assert record["refreshed"] == list(report.refreshed)
-        assert "reduction_ratio" not in record
-        stages = {name: value for name, value in record.items() if name.startswith("seconds/")}
-        assert stages == {f"seconds/{name}": value for name, value in report.seconds.items()}
-        assert "seconds/inverses" in stages
-
-
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_resumes_with_equal_bits(tmp_path):
     def interrupt(record, optimizer):
         if record["step"] == 3:

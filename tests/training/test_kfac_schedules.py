@@ -150,19 +150,6 @@ def test_a_run_that_resumes_refreshes_at_the_same_steps(monkeypatch, tmp_path):
 # -- drift -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("drift", "every", "fixed"),
-    [(1e-9, 1000, 5), (1e9, 9, 9)],
-    ids=["each update of the statistics", "period only"],
-)
-def test_extreme_drifts_give_the_bits_of_a_fixed_period(drift, every, fixed):
-    by_drift = optimizer_of(policy="drift", drift=drift, refresh_every=every, statistics_every=5)
-    periodic = optimizer_of(refresh_every=fixed, statistics_every=5)
-    for seed in range(STEPS):
-        assert step(by_drift, seed).refreshed == step(periodic, seed).refreshed
-    assert_same(by_drift, periodic)
-
-
 # -- budget ----------------------------------------------------------------------------------------
 
 

@@ -88,21 +88,6 @@ def test_curvature_weights_each_example_alike_in_uneven_batches(fisher):
     assert abs(sum(parts) / len(parts) - actual).max() > 0.01 * abs(actual).max()
 
 
-def test_regression_has_the_closed_form_of_least_squares():
-    """F = 2 E[x xᵀ] ⊗ I with variance ½; log-likelihood of N(m, ½)."""
-    model = models.linear(spelling="gemm", dtype="float64")
-    inputs = models.random_inputs(model, batch=7)
-    y = np.random.default_rng(1).standard_normal((7, 3))
-    curvature = measured(model, uneven(inputs, y), "normal")
-    x = np.hstack([inputs["input"], np.ones((7, 1))])
-    moments = 2 * np.linalg.eigvalsh(x.T @ x / 7)
-    expected = np.sort(np.repeat(moments, 3))
-    assert_close(curvature.eigenvalues()["fc.weight", "fc.bias"], expected)
-    (mean,) = oracle.evaluate(model, inputs, "output")
-    likelihood = -((y - mean) ** 2).sum() - 21 * 0.5 * np.log(np.pi)
-    assert curvature.log_likelihood == pytest.approx(likelihood, rel=1e-12)
-
-
 def test_sampled_fisher_of_given_draws_is_the_empirical_fisher_of_these_targets():
     model, inputs = mlp()
     sampled = measured(model, uneven(inputs), fisher="sampled", draws=LABELS)

@@ -74,21 +74,6 @@ def test_the_root_of_a_diagonal_is_its_square_root(transpose, inverse, exp):
     np.testing.assert_allclose(right, V @ power, rtol=ROUNDING)
 
 
-def test_nothing_is_stored_so_nothing_is_stale():
-    factor, lam = observe(kronecker_side(), {"x": draw(N, D)}), {"value": 0.3}
-    func = lambda: lam["value"]  # noqa: E731 (a damping that changes)
-    factor.register_matpower(-1, func)
-    factor.register_cholesky(func)
-    factor.register_cholesky_inverse(func)
-    assert not factor.has_inverses
-    assert factor.make_inverse_update_ops() == []
-    factor.refresh()
-    observe(factor, {"x": draw(N, D, seed=2)})
-    lam["value"] = 2.0
-    found = factor.left_multiply_matpower(np.eye(D), -1, func)
-    np.testing.assert_allclose(np.diag(found), 1 / (factor.cov + 2.0), rtol=ROUNDING)
-
-
 def test_a_classical_average_may_start_at_one():
     config = ke.CollectionConfig(debias=False, initial_covariance="identity")
     factor = observe(parameter(config), {"g": draw(2, 3)}, decay=0.8)

@@ -43,23 +43,6 @@ def test_the_lag_moment_is_future_times_present_over_all_uses(form, bias):
     np.testing.assert_allclose(factor.cov_dt1, lag_moment(X, bias), atol=EXACT)
 
 
-def test_one_use_has_no_lag():
-    factor = ke.FullyConnectedMultiKF([["x0"]], 1)
-    factor.register_cov_dt1()
-    factor.update(VALUES, 0.9)
-    np.testing.assert_array_equal(factor.cov_dt1, 0.0)
-
-
-def test_sources_one_by_one_are_sources_at_once():
-    values = [{"x": X, "y": X}, {"x": 3 * X, "y": X}]
-    factor = ke.FullyConnectedMultiKF([["x"]], USES)
-    factor.register_cov_dt1()
-    measurement = factor.measure(values[0])
-    measurement.add(values[1])
-    factor.commit(measurement, 0.9)
-    np.testing.assert_allclose(factor.cov_dt1, 10 * lag_moment(X, False), atol=EXACT)
-
-
 def test_a_classical_average_starts_from_independent_uses():
     config = ke.CollectionConfig(debias=False, initial_covariance="identity")
     factor = ke.FullyConnectedMultiKF([["stacked"]], USES, config=config)

@@ -114,18 +114,6 @@ def test_a_deferred_measurement_gives_the_average_of_a_computed_one(make):
     np.testing.assert_allclose(computed.cov, deferred.cov, atol=EXACT)
 
 
-def test_one_process_accumulates_into_the_average():
-    """No second matrix: the statistic writes into the array of the average itself."""
-    factor = ke.FullyConnectedKroneckerFactor([["x"]])
-    factor.update(batch(0), 0.75)
-    array = factor.average.value
-    measurement = factor.measure(batch(1))
-    assert measurement.deferred
-    factor.commit(measurement, 0.75)
-    assert measurement.deferred  # its own array never existed
-    assert factor.average.value is array
-
-
 def updater(factors, combine):
     return FactorUpdater(factors, NumpyBackend(), (), None, "", combine)
 

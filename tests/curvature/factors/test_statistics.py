@@ -184,25 +184,6 @@ def test_a_side_of_mixed_types_is_as_exact_as_the_better():
     assert update(factor_of(statistic), values).dtype == np.float64
 
 
-def test_arrays_of_another_library_are_read_through_dlpack():
-    class Foreign:
-        """What a tensor of another library shows."""
-
-        def __init__(self, array):
-            self._array = array
-
-        def __dlpack__(self, **options):
-            return self._array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self._array.__dlpack_device__()
-
-    for statistic in ALL:
-        x = draw(4, 3)
-        found = update(factor_of(statistic), {"x": Foreign(x)})
-        np.testing.assert_array_equal(found, update(factor_of(statistic), {"x": x}))
-
-
 # -- what is shared --------------------------------------------------------------------------------
 
 
