@@ -1,5 +1,6 @@
 """Predictions of a model in inference form, and their metrics."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -150,7 +151,7 @@ class InferenceModel:
         checked = check_inputs(model.graph, inputs)
         feeds = {name: model.memory_space.as_feed(array) for name, array in checked.items()}
         feeds |= {**model.parameters, **model.buffers}
-        known = {**model.graph.constants, **feeds}
+        known = ChainMap(feeds, model.graph.constants)  # type: ignore[arg-type] # it is not changed
         computed = tuple(name for name in dict.fromkeys(names) if name not in known)
         results: dict[str, Array] = {}
         if computed:

@@ -72,7 +72,10 @@ class Trace(Mapping[str, Array]):
         self._model = model
         self._suspects = suspects
         self._feeds = feeds
-        self._values: dict[str, Array] = {**model.graph.constants, **feeds, **extra}
+        # Parameters are feeds: reading them as constants would copy them from a device.
+        fixed = model.graph.constants
+        values = {name: fixed[name] for name in fixed if name not in feeds}
+        self._values: dict[str, Array] = {**values, **feeds, **extra}
         self._known = dict.fromkeys((*model.graph.values(), *model.defined))
         computed = model.fetch(feeds)
         self._values |= computed
