@@ -206,8 +206,10 @@ def _require_room(source: ModelSource) -> None:
         what, size = "the model", source.ByteSize()
     elif isinstance(source, bytes):
         what, size = "the model", len(source)
-    else:
+    elif isinstance(source, str | os.PathLike):
         what, size = f"'{os.fspath(source)}'", _file_bytes(source)
+    else:
+        return  # the reader refuses it
     require_memory(
         _COPIES * size,
         f"reading {what}, of {spelled(size)},",

@@ -54,13 +54,15 @@ def test_a_linear_network_reaches_the_least_squares_solution():
     np.testing.assert_allclose(weights["dense1.bias"], exact.intercept_, atol=2e-3)
 
 
-def test_scaled_targets_are_predicted_and_targets_in_the_hundreds_are_not():
+def test_scaled_targets_and_targets_in_the_hundreds_are_predicted():
     features, targets = load_diabetes(return_X_y=True)
     x, x_test, y, y_test = train_test_split(features, targets, random_state=0)
     unscaled = make_pipeline(StandardScaler(), OnnxRegressor(hidden=(20,)))
     scaled = TransformedTargetRegressor(unscaled, transformer=StandardScaler()).fit(x, y)
-    # Ten epochs of three steps do not reach the mean of about 150 from predictions near zero.
-    assert scaled.score(x_test, y_test) > 0.1 > 0 > unscaled.fit(x, y).score(x_test, y_test)
+    # The mean of about 150 alone has the score 0. Thirty steps reach it from predictions near zero,
+    # because predicted means move in units of the targets.
+    assert scaled.score(x_test, y_test) > 0.1
+    assert unscaled.fit(x, y).score(x_test, y_test) > 0
 
 
 def test_partial_fit_trains_for_one_epoch():
