@@ -280,6 +280,55 @@ def test_optimizers_train_and_resume_on_the_gpu(name: str, gpu: str, tmp_path: P
             np.testing.assert_allclose(value, expected[parameter], rtol=TOLERANCE, atol=1e-4)
 
 
+def test_regression_in_its_own_units_equals_cpu(gpu: str) -> None:
+    """Inputs are damped by feature, predictions move by the spread, and matrices form a stack."""
+    rng = np.random.default_rng(0)
+    units = np.array([1000, 1, 1, 0.01, 1, 1], np.float32)
+    x = {"input": (rng.standard_normal((160, 6)) * units).astype(np.float32)}
+    targets = (300 * rng.standard_normal((160, 2)) + 150).astype(np.float32)
+
+    def run(backend: str) -> tuple[list[float], dict[str, np.ndarray]]:
+        model = models.mlp((6, 64, 64, 64, 2))
+        options = {"backend": backend, "estimation_mode": "exact"}
+        optimizer = ke.KfacOptimizer(ke.Engine.from_onnx(model, loss="normal", **options))
+        losses = [optimizer.step(x, targets).loss for _ in range(5)]
+        return losses, {n: host(value) for n, value in optimizer.engine.parameters.items()}
+
+    (found, on_gpu), (wanted, on_cpu) = run("cupy"), run("numpy")
+    assert found == pytest.approx(wanted, rel=TOLERANCE)
+    # Adam, which moves the biases, divides the rounding of a gradient near zero by its size.
+    for name in (name for name in on_cpu if name.endswith("weight")):
+        atol = TOLERANCE * np.abs(on_cpu[name]).max()
+        np.testing.assert_allclose(on_gpu[name], on_cpu[name], rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "muon"])
+def test_fit_trains_and_resumes_on_the_gpu(optimizer: str, gpu: str, tmp_path: Path) -> None:
+    model, loss = models.MODELS["layer_norm"](), LOSSES["layer_norm"]
+    inputs = models.random_inputs(model, batch=40)
+    data = inputs, random_targets(model, inputs, loss)
+
+    def run(backend: str, others: list, **options: object) -> dict[str, np.ndarray]:
+        engine = ke.Engine.from_onnx(model, loss=loss, backend=backend, estimation_mode="exact")
+        callbacks = [ke.WeightAverage(0.5), ke.BestWeights(), ke.EarlyStop(), *others]
+        ke.fit(
+            engine, data, optimizer=optimizer, epochs=3, batch_size=8, validation=0.2,
+            callbacks=callbacks, **options,
+        )  # fmt: skip
+        return {name: host(value) for name, value in engine.parameters.items()}
+
+    def stop(record: dict[str, object], _: object) -> bool:
+        return record["step"] == 6
+
+    expected, whole = run("numpy", []), run("cupy", [])
+    run("cupy", [stop], checkpoint=tmp_path)
+    resumed = run("cupy", [], checkpoint=tmp_path, resume=True)
+    for name, value in whole.items():
+        # Float32 sums in another order, through inverses.
+        np.testing.assert_allclose(value, expected[name], rtol=TOLERANCE, atol=1e-4)
+        assert np.array_equal(resumed[name], value)
+
+
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])
 def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) -> None:
     model = models.mlp()
