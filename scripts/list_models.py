@@ -119,7 +119,7 @@ def networks_of_the_page() -> list[Row]:
 
 
 def real_size() -> str:
-    """Return the section of the page that the suite ``models`` of ``bench`` measured."""
+    """Return the section of the page that ``bench --suite models`` wrote, which is kept."""
     _, head, section = PAGE.read_text(encoding="utf-8").partition("## Real size")
     return head + section
 

@@ -52,7 +52,7 @@ class ExitWatch:
         self._tell(_ENTERS)
 
     def end(self) -> Any:
-        """Tell that this rank ends, and return the request for the message of the rank before."""
+        """Tell the next rank that this one ends; return the request that receives."""
         self._tell(_ENDS)
         return self._messages[1]
 

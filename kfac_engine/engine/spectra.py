@@ -127,7 +127,7 @@ def finish(axes: Any, title: str) -> None:
 
 
 def show_condition(spectrum: FactorSpectrum) -> str:
-    """Return the condition number without damping, or ``"singular"``."""
+    """Return the undamped condition number as text; ``"singular"`` if it is infinite."""
     condition = spectrum.condition
     if condition is None:
         return "–"

@@ -54,7 +54,7 @@ class StateKind:
         return f"'{path}' is not {kind}; {self.otherwise} wrote it."
 
     def damaged(self, path: str | Path, reason: str) -> str:
-        """Return the message for a file whose content cannot be right."""
+        """Return the error message for a damaged file."""
         return f"the {self.name} '{path}' is damaged: {reason}; use another."
 
 

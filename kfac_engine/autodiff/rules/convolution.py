@@ -142,7 +142,7 @@ _MOST_SHIFTS = 9
 
 
 def kernel_cotangent(b: VjpBuilder, node: Node, g: str, window: SlidingWindow, group: int) -> str:
-    """Write the cotangent of the kernel of a ``Conv`` from the cotangent ``g`` of its result."""
+    """Write the gradient of a ``Conv`` kernel, from the gradient ``g`` of the result."""
     shifts = _shifts(b, node, window) if group == 1 else None
     if shifts is None:
         gradient = _as_kernel(b, node, g, window, group)

@@ -122,7 +122,7 @@ def _tiles(window: SlidingWindow) -> bool:
 
 
 def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
-    """Raise an error for windows that ONNX Runtime pads otherwise than ONNX defines."""
+    """Refuse windows whose padding in ONNX Runtime differs from the definition of ONNX."""
     # ONNX Runtime ignores dilations in the padding, and starts inside the image if strides skip
     # pixels.
     apart = any(s > k for s, k in zip(window.strides, window.kernel, strict=True))

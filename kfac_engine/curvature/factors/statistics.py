@@ -178,10 +178,9 @@ class KroneckerMoment:
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        """Return the weight of the measurement in a mean over processes, in examples.
+        """Return how many examples this measurement counts as in the mean over processes.
 
-        It is the sum of the weights of the rows, divided by the number of rows of an example; None
-        without weights.
+        It is the sum of the row weights, divided by the rows of an example; None without weights.
         """
         weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
         if not weights:
