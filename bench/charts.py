@@ -22,18 +22,7 @@ _COLOURS = {who: f"C{i}" for i, who in enumerate(CONTENDERS)}
 
 
 def chart_folder(folder: Path) -> Path:
-    """Return a folder for charts; an error is raised before anything is measured.
-
-    Args:
-        folder: Folder, created if it is missing.
-
-    Returns:
-        The folder.
-
-    Raises:
-        BackendError: matplotlib is not installed.
-        InputError: The folder cannot be created.
-    """
+    """Return a folder for charts; an error is raised before anything is measured."""
     if find_spec("matplotlib") is None:
         raise BackendError(
             "charts need matplotlib: pip install 'kfac-engine[plot]', or leave out --plot."
@@ -48,13 +37,7 @@ def chart_folder(folder: Path) -> Path:
 def draw(
     folder: Path, comparisons: Mapping[str, Sequence[Row]], growth: Sequence[Point] = ()
 ) -> None:
-    """Write ``<suite>.png`` for each suite, and ``scaling.png``.
-
-    Args:
-        folder: Result of ``chart_folder``.
-        comparisons: Name of a suite to rows.
-        growth: Points of the suite ``scaling``.
-    """
+    """Write ``<suite>.png`` for each suite, and ``scaling.png``."""
     from matplotlib.figure import Figure
 
     for name, rows in comparisons.items():

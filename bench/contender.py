@@ -8,16 +8,11 @@ from kfac_engine.bench.jobs import INFLUENCE, LAPLACE, Job
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An implementation of the jobs.
+    """An implementation of the jobs, in a module that defines ``OPERATIONS``.
 
-    Attributes:
-        module: Name of the module that defines ``OPERATIONS``.
-        operations: Operations that are timed. The table lists them so that no module is imported
-            before it runs.
-        checks: Operations whose results serve as the truth and are too slow to be timed.
-        needs: Packages that must be installed.
-        networks: Networks of the suite ``step`` that are implemented; empty for all.
-        kinds: Kinds of steps that are implemented; empty for all.
+    The table lists the ``operations`` so that no module is imported before it runs. Results of
+    ``checks`` serve as the truth; they are too slow to be timed. Packages that it ``needs`` must be
+    installed. ``networks`` and ``kinds`` are those of the suite ``step``; empty for all.
     """
 
     module: str

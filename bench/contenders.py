@@ -42,19 +42,7 @@ PEERS = tuple(name for name in CONTENDERS if name not in ALWAYS)
 
 
 def select_contenders(compare: Sequence[str]) -> list[str]:
-    """Return the names of the contenders of a run: our own and the requested peers.
-
-    Args:
-        compare: Names of peers.
-
-    Returns:
-        All names.
-
-    Raises:
-        UnknownNameError: A name is not that of a peer.
-        InputError: The package was installed from a wheel, which holds no peers.
-        BackendError: A package that a peer needs is not installed.
-    """
+    """Return the names of the contenders of a run: our own and the requested peers."""
     table = Registry("peer", peers())
     if compare and not table:
         raise InputError(

@@ -2,13 +2,19 @@
 
 Libraries read these variables when they are loaded: they are set before a process starts. Libraries
 that count cores instead find as many cores as threads.
+
+    python -m kfac_engine.bench.environment memory step_peak '["mlp", 512, "exact"]'
+
+calls a function of a module with arguments in JSON, and prints what it returns.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from kfac_engine.backend.threads import usable_cores
@@ -20,16 +26,9 @@ _XLA, _XLA_ALONE = "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false"
 
 
 def checked_threads(threads: int | None) -> int:
-    """Return a number of threads that all contenders can use.
+    """Return the requested number of threads, or the number of usable cores.
 
-    Args:
-        threads: Requested number; None for the number of usable cores.
-
-    Returns:
-        At least one.
-
-    Raises:
-        InputError: There are fewer cores; times of threads that share a core mean nothing.
+    ``InputError`` is raised for more: times of threads that share a core mean nothing.
     """
     cores = usable_cores()
     if threads is not None and not 1 <= threads <= cores:
@@ -47,38 +46,39 @@ def environment(threads: int) -> Mapping[str, str]:
     return variables
 
 
-def answer_of(module: str, *arguments: object, threads: int | None = None) -> Any:
-    """Return what a module of this package prints as JSON, in a process of its own.
+def answer_of(module: str, function: str, *arguments: object, threads: int | None = None) -> Any:
+    """Return what a function of a module of this package returns, in a process of its own.
 
-    Args:
-        module: Name of the module.
-        arguments: Arguments of its command line.
-        threads: Number of threads of every library; None for those of this process.
-
-    Returns:
-        The answer.
-
-    Raises:
-        BackendError: The process failed.
+    Arguments and result are values of JSON; a dataclass becomes a dictionary. The process has as
+    many cores as threads; None for the cores and threads of this process.
     """
-    words = [*map(str, arguments)]
+    words = [module, function, json.dumps(arguments)]
     done = subprocess.run(
-        [sys.executable, "-m", f"kfac_engine.bench.{module}", *words],
+        [sys.executable, "-m", "kfac_engine.bench.environment", *words, str(threads or "")],
         capture_output=True, text=True, check=False,
         env=None if threads is None else environment(threads),
     )  # fmt: skip
     if done.returncode:
-        raise BackendError(f"bench.{module} {' '.join(words)} failed: {done.stderr.strip()}")
+        raise BackendError(f"bench.{' '.join(words)} failed: {done.stderr.strip()}")
     return json.loads(done.stdout)
 
 
 def keep_to_cores(threads: int, first: int = 0) -> None:
     """Restrict this process to some of its cores, if the system supports it.
 
-    Args:
-        threads: Number of cores.
-        first: Position of the first of them; it wraps around at the number of cores.
+    The position of the first core wraps around at the number of cores.
     """
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(threads)})
+
+
+def _call(module: str, function: str, arguments: str, threads: str = "") -> None:
+    if threads:
+        keep_to_cores(int(threads))
+    called: Callable[..., Any] = getattr(import_module(f"kfac_engine.bench.{module}"), function)
+    print(json.dumps(called(*json.loads(arguments)), default=asdict))
+
+
+if __name__ == "__main__":
+    _call(*sys.argv[1:])

@@ -44,18 +44,7 @@ FORM = Form(
 
 
 def run_gpu(console: Console, name: str) -> list[GpuRow]:
-    """Measure the GPU and print a table.
-
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-
-    Returns:
-        The rows of the table.
-
-    Raises:
-        BackendError: There is no usable GPU, or a result differs from its definition.
-    """
+    """Measure the GPU and print a table."""
     meter = Meter(_on_gpu(_BACKENDS[0]))
     peer = _peer()
     console.print(f"{meter.device}; torch {'takes' if peer else 'does not take'} part")
@@ -70,18 +59,7 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
 def measure_gpu(
     meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, peer: GpuPeer | None
 ) -> Iterator[GpuRow]:
-    """Measure all factors with each kind of products, then inverses, gradients and kernels.
-
-    Args:
-        meter: Meter of the device.
-        layers: Layers of a network.
-        batch: Number of images.
-        sizes: Sizes of the data of single kernels.
-        peer: Another implementation on the device.
-
-    Yields:
-        A row for each measurement.
-    """
+    """Measure all factors with each kind of products, then inverses, gradients and kernels."""
     for number, name in enumerate(_BACKENDS):
         others = None if number else peer
         for work in factor_works(_on_gpu(name), name, layers, batch, others):

@@ -13,13 +13,7 @@ _FLOAT, _DOUBLE = 4, 8
 
 
 class Counted(NamedTuple):
-    """Least cost of work.
-
-    Attributes:
-        case: Name of the work, for the table.
-        products: Number of multiplications.
-        moved: Number of bytes.
-    """
+    """Least numbers of multiplications and of moved bytes of a work."""
 
     case: str
     products: float
@@ -29,13 +23,7 @@ class Counted(NamedTuple):
 class Sizes(NamedTuple):
     """Sizes of the data of each kernel.
 
-    Attributes:
-        images: Images in a batch.
-        channels: Channels of an image.
-        side: Pixels an axis.
-        matrix: Rows of a square matrix.
-        ids: Number of token ids that are counted; the vocabulary is a twentieth of it.
-        classes: Number of classes of a draw; each image has 64 draws.
+    ``ids`` are counted, of a vocabulary of a twentieth of them. Each image has 64 draws of a class.
     """
 
     images: int = 32

@@ -35,15 +35,7 @@ class _Case(NamedTuple):
 
 
 def kernel_works(backend: CupyBackend, sizes: Sizes) -> Iterator[Work]:
-    """Yield the work of every kernel; whole factors are part of the network's work.
-
-    Args:
-        backend: Backend of the device.
-        sizes: Sizes of the data.
-
-    Yields:
-        Work with its check.
-    """
+    """Yield the work of every kernel; whole factors are part of the network's work."""
     counted = kernels(sizes)
     for case in (*_of_images(sizes), *_of_rows(sizes)):
         yield _compared(backend, case, counted[case.kernel])

@@ -14,7 +14,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench.gpu_counts import Counted
-from kfac_engine.bench.timing import Spread, spread
+from kfac_engine.bench.report import Spread, spread
 from kfac_engine.errors import BackendError
 
 # Larger than the caches of devices: a run finds no data of an earlier run in them.
@@ -27,16 +27,10 @@ FLOAT32, TF32, SPLIT, FLOAT64 = "float32", "TF32", "3 × TF32", "float64"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work to be timed.
+    """Work to be timed, and the same work by peers.
 
-    Attributes:
-        counted: Least number of multiplications and bytes.
-        run: Do the work.
-        kind: Kind of the products: a row of ``GpuRates.products``.
-        check: Return the largest difference from the definition relative to its largest entry; None
-            without a definition.
-        tolerance: Largest accepted difference.
-        usual: The same work by peers, by name.
+    ``kind`` is a row of ``GpuRates.products``. ``check`` returns the largest difference from the
+    definition relative to its largest entry; None without a definition.
     """
 
     counted: Counted
@@ -49,12 +43,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """Best rates of a device.
-
-    Attributes:
-        copied_bytes: Bytes read and written a second.
-        products: Multiplications a second, by kind.
-    """
+    """Best rates of a device: bytes read and written a second, and multiplications by kind."""
 
     copied_bytes: float
     products: Mapping[str, float]
@@ -68,18 +57,10 @@ class GpuRates:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One measurement.
+    """One measurement; ``error`` is the difference from the definition, None if unchecked.
 
-    Attributes:
-        case: Name of the work.
-        contender: Name of the contender.
-        seconds: Times on the device.
-        floor: Least seconds.
-        fraction: Least seconds divided by the median.
-        ratio: Time of this package divided by the time of the contender.
-        error: Difference from the definition relative to its largest entry; None if unchecked.
-        pool_bytes: Size of the memory pool of the device after the work.
-        device: Name of the device, with driver and libraries.
+    ``fraction`` is the least time divided by the median, ``ratio`` the time of this package divided
+    by the time of the contender. ``pool_bytes`` is the size of the memory pool after the work.
     """
 
     case: str
@@ -94,14 +75,7 @@ class GpuRow:
 
 
 class Meter:
-    """Measures the time of work on a device.
-
-    Args:
-        backend: Backend of the device.
-        rates: Best rates of the device; measured by default.
-        rounds: Number of repetitions.
-        side: Number of rows of the matrices that rates are measured on.
-    """
+    """Measures the time of work on a device, and its best rates if they are not given."""
 
     def __init__(
         self,
@@ -127,18 +101,7 @@ class Meter:
         ]  # fmt: skip
 
     def rows(self, contender: str, work: Work) -> list[GpuRow]:
-        """Check work, and time it next to its peers.
-
-        Args:
-            contender: Name of the contender.
-            work: The work.
-
-        Returns:
-            The row of the contender, then rows of peers.
-
-        Raises:
-            BackendError: The result differs from the definition.
-        """
+        """Check work, and time it next to its peers."""
         error = None if work.check is None else work.check()
         if error is not None and not error <= work.tolerance:
             raise BackendError(

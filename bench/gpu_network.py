@@ -59,15 +59,8 @@ def factor_works(
 ) -> Iterator[Work]:
     """Yield input factors of each kind of filter, then all input factors and all output factors.
 
-    Args:
-        backend: Backend of the device.
-        name: Name of the backend, which selects the kind of products.
-        layers: Layers of a network; equal layers share their data, not their factors.
-        batch: Number of images.
-        peer: Another implementation on the device.
-
-    Yields:
-        Work with its check.
+    Equal layers share their data, not their factors. The name of the backend selects the kind of
+    products.
     """
     inputs = {layer: normal(batch, layer.inputs, layer.side, layer.side) for layer in set(layers)}
     outputs = {
@@ -105,16 +98,7 @@ def factor_works(
 def refresh_works(
     backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None
 ) -> Iterator[Work]:
-    """Yield the inverses of all factors, all preconditioned gradients, eigenvectors and roots.
-
-    Args:
-        backend: Backend of the device.
-        layers: Layers of a network.
-        peer: Another implementation on the device.
-
-    Yields:
-        Work with its check.
-    """
+    """Yield the inverses of all factors, all preconditioned gradients, eigenvectors and roots."""
     sides = [side for layer in layers for side in (layer.d_in, layer.outputs)]
     hosts = {side: factor(side) for side in set(sides)}
     matrices = [backend.asarray(hosts[side]) for side in sides]

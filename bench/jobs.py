@@ -141,12 +141,8 @@ class Periods:
     """Periods of the updates of factors and inverses.
 
     A step updates inverses and factors, or factors only, or neither. A hundred steps of every
-    contender would take an hour: each kind is timed in a shorter period and weighted by its
-    frequency in training.
-
-    Attributes:
-        measured: Steps between updates of factors, and of inverses, while timed.
-        used: The same numbers in training.
+    contender would take an hour: each kind is timed in a shorter period (``measured``) and weighted
+    by its frequency in training (``used``).
     """
 
     measured: tuple[int, int]

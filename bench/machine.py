@@ -22,14 +22,7 @@ _AVX512, _OLDER_KERNELS = "avx512f", frozenset({"Haswell", "Zen", "Sandybridge",
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Return the facts as values that JSON can hold.
-
-    Args:
-        threads: Number of threads of each contender.
-
-    Returns:
-        Fact to value.
-    """
+    """Return the facts as values that JSON can hold."""
     blas = [
         {
             "library": library["internal_api"],

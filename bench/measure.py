@@ -11,9 +11,9 @@ from kfac_engine._types import Array
 from kfac_engine.bench.contenders import CONTENDERS, DEFINITION, OURS
 from kfac_engine.bench.jobs import Job
 from kfac_engine.bench.processes import Process
+from kfac_engine.bench.report import Spread, spread
 from kfac_engine.bench.resource_usage import Usage
 from kfac_engine.bench.roofline import Roofline
-from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.errors import BackendError
 
 # The number of rounds follows from the duration of one: seconds for all rounds, fewest and most
@@ -76,20 +76,11 @@ def measure(
     ceiling: Roofline,
     repeats: int | None = None,
 ) -> list[Row]:
-    """Check the results of a job and time it.
+    """Check the results of a job, and return a row for each timed contender.
 
-    Args:
-        job: The job.
-        processes: Processes of contenders, including the definition; contenders without this job
-            are ignored.
-        ceiling: Rates of the machine.
-        repeats: Number of rounds; None for as many as fit into the time.
-
-    Returns:
-        A row for each timed contender.
-
-    Raises:
-        BackendError: The result of the package differs from the definition.
+    Contenders without this job are ignored. ``repeats`` is the number of rounds; None for as many
+    as fit into the time. ``BackendError`` is raised if the result of the package differs from the
+    definition.
     """
     known = {n: p for n, p in processes.items() if CONTENDERS[n].can_check(job)}
     first = {name: process.prepare(job) for name, process in known.items()}
@@ -106,8 +97,7 @@ def measure(
 def _errors(job: Job, results: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, float]]:
     """Return the differences from the definition by contender and part.
 
-    Raises:
-        BackendError: The difference of the package exceeds the tolerance.
+    ``BackendError`` is raised if the difference of the package exceeds the tolerance.
     """
     truth = results[DEFINITION]
     errors = {
@@ -132,15 +122,8 @@ def _in_turn(
 ) -> dict[str, list[Usage]]:
     """Run rounds in which contenders take turns, so that other processes disturb all alike.
 
-    Args:
-        job: The job.
-        processes: Processes of the timed contenders.
-        repeats: Number of rounds; None for as many as fit into the time.
-        checked: Resources of the run that computed the checked result. If it took longer than
-            ``_ENDLESS``, it is the only run of its contender.
-
-    Returns:
-        Contender to the resources of its turns.
+    ``checked`` has the runs that computed the checked results. A contender whose run took longer
+    than ``_ENDLESS`` has no other run.
     """
     turn = len(job.turn)
     endless = {n: [u] for n, u in checked.items() if n in processes and sum(u.times) > _ENDLESS}

@@ -1,7 +1,5 @@
 """Measured and announced peak memory of a step; each case has a process of its own."""
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +28,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak memory of one step in bytes.
-
-    Attributes:
-        case: Network, batch and mode.
-        announced: Announcement of the engine before the step, including the model.
-        measured: Largest increase of the resident memory by model and steps; 0 if unknown.
-    """
+    """Announced and measured peak memory of one step in bytes; measured 0 if unknown."""
 
     case: str
     announced: int
@@ -52,15 +44,7 @@ FORM = Form(("case",), ("announced MB", "measured MB", "measured ÷ announced"),
 
 
 def run_memory(console: Console, name: str) -> list[Peak]:
-    """Measure the cases, and print a table.
-
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-
-    Returns:
-        The rows of the table.
-    """
+    """Measure the cases, and print a table."""
     peaks = [in_new_process(*case) for case in CASES]
     FORM.show(console, f"Suite {name}", peaks)
     return peaks
@@ -68,21 +52,12 @@ def run_memory(console: Console, name: str) -> list[Peak]:
 
 def in_new_process(network: str, batch: int, mode: str) -> Peak:
     """Measure the memory of one network, batch and estimation mode in a new process."""
-    announced, measured = answer_of("memory", network, batch, mode)
+    announced, measured = answer_of("memory", "step_peak", network, batch, mode)
     return Peak(f"{network}, batch {batch}, {mode}", announced, measured)
 
 
 def step_peak(network: str, batch: int, mode: str) -> tuple[int, int]:
-    """Measure the peak memory of two steps in this process.
-
-    Args:
-        network: Name of the network.
-        batch: Number of examples.
-        mode: Estimation mode.
-
-    Returns:
-        Announced and measured bytes.
-    """
+    """Measure the peak memory of two steps in this process."""
     net = NETWORKS[network]()
     inputs, targets = net.inputs(batch), net.targets(batch)
     before = resident_bytes()
@@ -94,7 +69,3 @@ def step_peak(network: str, batch: int, mode: str) -> tuple[int, int]:
     for _ in range(2):
         engine.step(inputs, targets)
     return announced, max(0, peak_bytes() - before)
-
-
-if __name__ == "__main__":
-    print(json.dumps(step_peak(sys.argv[1], int(sys.argv[2]), sys.argv[3])))

@@ -4,8 +4,6 @@
 thread; times are CPU seconds.
 """
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +34,10 @@ _OPTIMIZERS: Mapping[str, Callable[[Engine], Optimizer]] = {
 }
 
 
-# Columns of text, and of numbers.
 class Answer(NamedTuple):
-    """Steps of an optimizer, as a process tells them.
+    """Steps of an optimizer, as a process tells them: CPU seconds, losses and bytes.
 
-    Attributes:
-        parameters: Number of entries of all trained parameters.
-        build: CPU seconds until the first step can start.
-        seconds: CPU seconds of each step.
-        losses: Loss of each step.
-        announced: Announced peak memory of a step in bytes; 0 if it is not known.
-        peak: Largest increase of the resident memory by model and steps in bytes; 0 if unknown.
+    The first step can start after ``build`` seconds. Announced and measured bytes are 0 if unknown.
     """
 
     parameters: int
@@ -59,20 +50,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSteps:
-    """Steps of an optimizer on one model.
+    """Steps of an optimizer on one model; see ``Answer``.
 
-    Attributes:
-        model: Name of the model.
-        optimizer: Name of the optimizer.
-        parameters: Number of entries of all trained parameters.
-        build: CPU seconds until the first step can start.
-        first: CPU seconds of the first step.
-        step: Median of the CPU seconds of the later steps.
-        mean: Mean of the CPU seconds of the later steps.
-        ratio: Mean divided by that of the first optimizer of the model.
-        announced: Announced peak memory of a step in bytes; 0 if it is not known.
-        peak: Largest increase of the resident memory by model and steps in bytes; 0 if unknown.
-        losses: Loss of the first and of the last step.
+    ``step`` and ``mean`` are the median and the mean of the steps after the first. ``ratio`` is the
+    mean divided by that of the first optimizer. There are the losses of the first and of the last
+    step.
     """
 
     model: str
@@ -113,18 +95,8 @@ def run_models(
 ) -> list[ModelSteps]:
     """Measure the models of a folder, and print a table.
 
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-        folder: Folder of ``NAME.onnx`` and ``NAME.npz``: an array for each input, and ``targets``.
-        with_torch: Whether to measure PyTorch with the modules ``NAME.pt2``.
-
-    Returns:
-        The rows of the table.
-
-    Raises:
-        InputError: There is no folder, or no model in it.
-        BackendError: A process failed.
+    The folder has ``NAME.onnx``, ``NAME.npz`` with an array for each input and ``targets``, and for
+    PyTorch the modules ``NAME.pt2``.
     """
     paths = sorted(folder.glob("*.onnx")) if folder else []
     if not paths:
@@ -137,9 +109,9 @@ def run_models(
     for path in paths:
         answers = {}
         if with_torch and path.with_suffix(".pt2").exists():
-            answers[TORCH] = answer_of("peers.torch_models", path, threads=1)
+            answers[TORCH] = answer_of("peers.torch_models", "measure", str(path), threads=1)
         for optimizer in _OPTIMIZERS:
-            answers[optimizer] = answer_of("models", path, optimizer, threads=1)
+            answers[optimizer] = answer_of("models", "measure", str(path), optimizer, threads=1)
         rows += _rows(path.stem, answers)
     FORM.show(console, f"Suite {name}", rows)
     return rows
@@ -152,17 +124,12 @@ def batch_of(path: Path) -> tuple[dict[str, Any], Any]:
     return arrays, arrays.pop("targets")
 
 
-def measure(path: Path, optimizer: str) -> Answer:
+def measure(path: str, optimizer: str) -> Answer:
     """Return CPU seconds, losses and memory of steps in this process.
 
-    Args:
-        path: File of the model; the batch is next to it.
-        optimizer: Name of the optimizer.
-
-    Returns:
-        The answer; the announcement is that of an engine with curvature.
+    The batch is next to the model. Only an engine with curvature announces its memory.
     """
-    inputs, targets = batch_of(path)
+    inputs, targets = batch_of(Path(path))
     before, start = resident_bytes(), process_time()
     engine = Engine.from_onnx(path, loss="categorical", threads=1)
     chosen = _OPTIMIZERS[optimizer](engine)
@@ -191,7 +158,3 @@ def _rows(model: str, answers: Mapping[str, Sequence[Any]]) -> Iterator[ModelSte
             mean / reference, answer.announced, answer.peak,
             (answer.losses[0], answer.losses[-1]),
         )  # fmt: skip
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]), sys.argv[2])))

@@ -10,16 +10,7 @@ from kfac_engine.engine.engine import Engine
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """One gradient, whatever else the kind would have due.
-
-    Args:
-        network: Name.
-        batch: Examples.
-        kind: Of ``STEPS``.
-
-    Returns:
-        The run.
-    """
+    """One gradient, whatever else the kind would have due."""
     del kind
     net = NETWORKS[network]()
     inputs, targets = net.inputs(batch), net.targets(batch)

@@ -22,27 +22,14 @@ from kfac_engine.errors import BackendError
 
 @dataclass(slots=True)
 class Process:
-    """A running contender.
-
-    Attributes:
-        name: Name of the contender.
-        python: The process; ``close`` ends it.
-        folder: Folder of the results.
-    """
+    """A running contender, with the folder of its results; ``close`` ends it."""
 
     name: str
     python: "subprocess.Popen[str]" = field(repr=False)
     folder: Path = field(repr=False)
 
     def prepare(self, job: Job) -> tuple[dict[str, Array], Usage]:
-        """Prepare a job and run it once.
-
-        Args:
-            job: A job that the contender can do or check.
-
-        Returns:
-            The parts of the result by name, and the resources of the run.
-        """
+        """Prepare a job and run it once."""
         path = self.folder / f"{self.name}.npz"
         order = {"setup": job.operation, "sizes": dict(job.sizes), "result": str(path)}
         usage = Usage(**self._ask(order))
@@ -52,16 +39,7 @@ class Process:
         return result, usage
 
     def run(self, runs: int, *, warm: int, settle: float) -> Usage:
-        """Run the prepared job.
-
-        Args:
-            runs: Number of runs.
-            warm: Number of earlier runs that warm the caches.
-            settle: Seconds to wait before the runs.
-
-        Returns:
-            Resources of the runs.
-        """
+        """Wait ``settle`` seconds, warm the caches by some runs, and run the prepared job."""
         return Usage(**self._ask({"runs": runs, "warm": warm, "settle": settle}))
 
     def close(self, *failure: object) -> None:
@@ -72,11 +50,7 @@ class Process:
         self.python.communicate()
 
     def _ask(self, order: Mapping[str, object]) -> dict[str, Any]:
-        """Return the answer to an order.
-
-        Raises:
-            BackendError: The process ended.
-        """
+        """Return the answer to an order."""
         assert self.python.stdin is not None
         assert self.python.stdout is not None
         # A process that has ended reads nothing; its answer is missing then.
@@ -95,15 +69,7 @@ class Process:
 
 @contextmanager
 def running(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
-    """Start processes of contenders; they end with the context.
-
-    Args:
-        names: Names of contenders that are installed.
-        threads: Number of threads of each.
-
-    Yields:
-        Name to process.
-    """
+    """Start processes of contenders; they end with the context."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}

@@ -17,12 +17,7 @@ Attributes: TypeAlias = Mapping[str, Any]
 def rows_of(node: Node, x: Array) -> Array:
     """Return the input rows of a dense layer or convolution, ``(rows, d_in + 1)``.
 
-    Args:
-        node: A MatMul, Gemm or Conv.
-        x: Its first operand.
-
-    Returns:
-        Rows over examples and positions that end with a one; patches channels first.
+    Rows are examples and positions, and end with a one; patches have channels first.
     """
     if node.op == "Conv":
         x = _patches(x, node.attributes).reshape(-1, x.shape[1] * _taps(node.attributes))

@@ -17,16 +17,7 @@ from kfac_engine.graph.structure import Node
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """Return a function that computes gradients and the natural gradients of layers.
-
-    Args:
-        network: Name of the network.
-        batch: Number of examples.
-        kind: Kind of ``STEPS``.
-
-    Returns:
-        The run.
-    """
+    """Return a function that computes gradients and the natural gradients of layers."""
     net = NETWORKS[network]()
 
     def run() -> dict[str, list[Array]]:
@@ -47,9 +38,7 @@ def step(network: str, batch: int, kind: str) -> Run:
 class Tape:
     """The record of an evaluation, for the backward pass.
 
-    Attributes:
-        values: Every value by name.
-        backward: Each node with the function from its cotangent to those of its operands.
+    ``backward`` has each node with the function from its cotangent to those of its operands.
     """
 
     values: dict[str, Array]
@@ -57,16 +46,7 @@ class Tape:
 
 
 def evaluate(net: Network, x: Array, weights: Mapping[str, Array] | None = None) -> Tape:
-    """Run a network in float64.
-
-    Args:
-        net: The network.
-        x: Input of the network.
-        weights: Weights in place of the network's own.
-
-    Returns:
-        The tape.
-    """
+    """Run a network in float64, with other weights than its own if they are given."""
     known = {**net.constants, **(weights or net.weights), "x": x}
     values = {n: v.astype(np.float64) if v.dtype.kind == "f" else v for n, v in known.items()}
     backward = []
@@ -78,16 +58,7 @@ def evaluate(net: Network, x: Array, weights: Mapping[str, Array] | None = None)
 
 
 def differentiate(net: Network, tape: Tape, targets: Array) -> tuple[float, dict[str, Array]]:
-    """Differentiate the loss, summed over examples and positions.
-
-    Args:
-        net: The network.
-        tape: Evaluation of the network.
-        targets: Classes.
-
-    Returns:
-        The loss, and its gradient with respect to every value.
-    """
+    """Differentiate the loss, summed over examples and positions."""
     z = tape.values[net.result]
     z = z - z.max(-1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
@@ -96,16 +67,7 @@ def differentiate(net: Network, tape: Tape, targets: Array) -> tuple[float, dict
 
 
 def propagate(tape: Tape, result: str, cotangent: Array) -> dict[str, Array]:
-    """Return the derivatives of ``⟨cotangent, result⟩`` with respect to every value.
-
-    Args:
-        tape: Evaluation of the network.
-        result: Name of the result.
-        cotangent: Its cotangent.
-
-    Returns:
-        Value to derivative.
-    """
+    """Return the derivatives of ``⟨cotangent, result⟩`` with respect to every value."""
     cotangents = {result: cotangent}
     for node, back in reversed(tape.backward):
         for name, term in zip(node.inputs, back(cotangents[node.outputs[0]]), strict=False):
@@ -118,16 +80,8 @@ def natural_gradients(
 ) -> dict[str, Array]:
     """Return ``c⁻¹ (A + λ_A)⁻¹ V (G + λ_G)⁻¹`` of each dense layer and convolution.
 
-    ``G`` contains the mean over positions of the loss.
-
-    Args:
-        net: The network.
-        tape: Evaluation of the network.
-        sums: Gradients of the loss summed over examples and positions.
-        gradients: Gradients of the mean loss.
-
-    Returns:
-        Parameter to natural gradient.
+    ``G`` contains the mean over positions of the loss. ``sums`` are gradients of the loss summed
+    over examples and positions, ``gradients`` those of the mean loss.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 6.3; Grosse & Martens 2016,
     arXiv:1602.01407.

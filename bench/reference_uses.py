@@ -21,11 +21,9 @@ from kfac_engine.bench.uses import Study, study
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """Inputs and output gradients of a layer for several losses of each example.
+    """Inputs ``(n, t, d_in + 1)``, which end with a one, and output gradients of a layer.
 
-    Attributes:
-        a: Rows that end with a one, ``(n, t, d_in + 1)``.
-        ds: ``(losses, n, t, d_out)``.
+    The gradients ``(losses, n, t, d_out)`` belong to several losses of each example.
     """
 
     a: Array

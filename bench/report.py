@@ -1,9 +1,10 @@
-"""Output of measurements: tables on the terminal, JSON in files."""
+"""Results of measurements: quartiles, tables on the terminal, JSON in files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median, quantiles
 from textwrap import wrap
 from typing import Any, TypeVar
 
@@ -11,7 +12,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kfac_engine.bench.timing import Spread, milliseconds
 from kfac_engine.errors import InputError
 from kfac_engine.system.writing import write_file
 
@@ -24,13 +24,32 @@ _SAME = ("processor", "packages", "blas", "threads")
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles of the wall times of one contender, in seconds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(times: Sequence[float]) -> Spread:
+    """Return the median and the quartiles of times; of a single time, all three equal it."""
+    low, _, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
+    return Spread(median(times), low, high)
+
+
+def milliseconds(seconds: float) -> str:
+    """Return milliseconds as text with three digits, or all digits before the point."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """The table of a kind of rows, on a terminal and in Markdown.
 
-    Attributes:
-        texts: Heads of the columns of text.
-        numbers: Heads of the columns of numbers, which follow.
-        cells: Return the cells of a row, which is a dictionary as in a JSON file.
+    Columns of numbers follow the columns of text. ``cells`` returns the cells of a row, which is a
+    dictionary as in a JSON file.
     """
 
     texts: Sequence[str]
@@ -45,8 +64,8 @@ class Form:
 
 def spread_cells(seconds: Mapping[str, float]) -> tuple[str, str]:
     """Return the median and the quartiles of a spread in milliseconds."""
-    median, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
-    return median, f"{low} – {high}"
+    middle, low, high = (milliseconds(seconds[which]) for which in ("median", "low", "high"))
+    return middle, f"{low} – {high}"
 
 
 def print_table(
@@ -57,11 +76,7 @@ def print_table(
 ) -> None:
     """Print a table, or a block of lines for each row if the console is too narrow for the table.
 
-    Args:
-        console: Console to print on.
-        title: Title of the table.
-        heads: Heads of the columns of text, and of the columns of numbers, which follow.
-        rows: Cells of the rows.
+    ``heads`` has the heads of the columns of text, then of the columns of numbers.
     """
     texts, numbers = heads
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -89,10 +104,8 @@ def print_table(
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write machine and measurements; times are in seconds, rates in multiplications a second.
 
-    Args:
-        path: The file.
-        report: ``machine``: facts. ``course`` and ``suites``: name of a suite to the record of its
-            run and to its rows.
+    ``report`` has the facts ``machine``, and for each suite the record of its run in ``course`` and
+    its rows in ``suites``.
     """
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_file(path, [text.encode()])
@@ -101,15 +114,9 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 def read_report(path: Path, machine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the complete suites that an earlier run on the same machine has written.
 
-    Args:
-        path: A file of ``write_json``; it need not exist.
-        machine: Facts about this machine.
-
-    Returns:
-        ``course`` and ``suites``, as in ``write_json``.
-
-    Raises:
-        InputError: The file comes of other hardware, libraries or threads, or is no report.
+    The result has ``course`` and ``suites`` as in ``write_json``; it is empty without a file.
+    ``InputError`` is raised if the file comes from other hardware, libraries or threads, or is no
+    report.
     """
     if not path.is_file():
         return {}

@@ -5,16 +5,7 @@ from typing import NamedTuple
 
 
 class Layer(NamedTuple):
-    """A convolution over square images, or the last, dense layer on one pixel.
-
-    Attributes:
-        inputs: Channels.
-        outputs: Channels.
-        kernel: Taps an axis.
-        stride: Step between outputs.
-        side: Pixels an axis of its input.
-        homogeneous: Whether it has a bias.
-    """
+    """A convolution over square images, or the last, dense layer on one pixel."""
 
     inputs: int
     outputs: int

@@ -19,15 +19,12 @@ _IDLE_COLUMNS = (3, 4)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources of consecutive runs.
+    """Resources of consecutive runs; 0 for what the system does not count.
 
-    Attributes:
-        times: Wall time of each run, in seconds.
-        cpu_times: Time on processors of each run, all threads of this process together.
-        others_seconds: CPU time of all other processes; 0 if the system does not count it. The unit
-            of the system is a hundredth of a second, so that single values may be negative.
-        switches: Number of involuntary context switches; 0 if unknown.
-        peak_bytes: Largest increase of the resident memory; 0 if unknown.
+    There are the wall time and the CPU time of each run. ``others_seconds`` is the CPU time of all
+    other processes in the unit of the system, a hundredth of a second, so that single values may be
+    negative. ``switches`` are involuntary context switches, ``peak_bytes`` the largest increase of
+    the resident memory.
     """
 
     times: tuple[float, ...]
@@ -38,15 +35,7 @@ class Usage:
 
 
 def used(run: Callable[[], object], runs: int = 1) -> Usage:
-    """Call a function and measure its resources.
-
-    Args:
-        run: The function.
-        runs: Number of calls.
-
-    Returns:
-        Resources of all calls.
-    """
+    """Call a function and measure its resources."""
     resident, times, cpu = resident_bytes(), [], []
     forget_peak()
     busy, switches, cpu_start = _busy_seconds(), _switches(), process_time()

@@ -1,20 +1,16 @@
 """Best rates of this machine, measured: matrix products and memory copies.
 
-    python -m kfac_engine.bench.roofline 2
-
 The measurement runs in a process of its own, whose BLAS loads with this number of threads.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
-from kfac_engine.bench.environment import answer_of, keep_to_cores
+from kfac_engine.bench.environment import answer_of
 
 _SIDE = 2048
 _BYTES = 256 << 20
@@ -25,13 +21,10 @@ _SLOWED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The best rates of a few runs.
+    """The best rates of a few runs: multiplications and copied bytes a second.
 
-    Attributes:
-        threads: Number of threads that multiply and copy.
-        multiplications: Multiplications a second, in a product of two square float32 matrices by
-            NumPy's BLAS.
-        copied_bytes: Copied bytes a second; a byte that is read and written counts once.
+    The multiplications are in a product of two square float32 matrices by NumPy's BLAS. A byte that
+    is read and written counts once.
     """
 
     threads: int
@@ -39,15 +32,7 @@ class Roofline:
     copied_bytes: float
 
     def least_seconds(self, multiplications: float, traffic: float) -> float:
-        """Return the lower bound of the time of a job.
-
-        Args:
-            multiplications: Number of multiplications of the definition.
-            traffic: Number of bytes that must be read or written at least once.
-
-        Returns:
-            The longer of the time to multiply and the time to move the data; 0 if both are 0.
-        """
+        """Return the longer of the times to multiply, and to read or write the bytes once."""
         # Every copied byte is read and written.
         return max(multiplications / self.multiplications, traffic / (2 * self.copied_bytes))
 
@@ -63,12 +48,7 @@ class Roofline:
 class SuiteConditions:
     """Conditions of the run of a suite: the rates of a virtual machine change with time.
 
-    Attributes:
-        seconds: Duration of the suite.
-        before: Rates before the suite.
-        after: Rates after the suite.
-        best: Best rates so far.
-        missing: Jobs that could not be measured.
+    ``best`` has the best rates so far, ``missing`` the jobs that could not be measured.
     """
 
     seconds: float
@@ -94,34 +74,18 @@ def higher(one: Roofline, other: Roofline) -> Roofline:
 
 
 def ceilings(threads: int) -> list[Roofline]:
-    """Measure the rates of 1, 2, 4, … threads, each in a process of its own.
-
-    Args:
-        threads: Largest number of threads.
-
-    Returns:
-        The rates for each number of threads; the largest number is last.
-    """
+    """Measure the rates of 1, 2, 4, … threads, the largest number last, in a process each."""
     counts = [*(2**k for k in range(threads.bit_length()) if 2**k < threads), threads]
     return [ceiling(count) for count in counts]
 
 
 def ceiling(threads: int) -> Roofline:
     """Measure the rates of a number of threads, in a process of its own."""
-    return Roofline(**answer_of("roofline", threads, threads=threads))
+    return Roofline(**answer_of("roofline", "measure_ceiling", threads, threads=threads))
 
 
 def measure_ceiling(threads: int, side: int = _SIDE, nbytes: int = _BYTES) -> Roofline:
-    """Measure the rates in this process.
-
-    Args:
-        threads: Number of threads that copy; BLAS uses the threads that it was loaded with.
-        side: Number of rows of the matrices.
-        nbytes: Number of bytes to copy.
-
-    Returns:
-        The rates.
-    """
+    """Measure the rates in this process; BLAS uses the threads that it was loaded with."""
     a, b, c = (np.ones((side, side), np.float32) for _ in range(3))
     product = min(_seconds(lambda: np.matmul(a, b, out=c)) for _ in range(_ROUNDS))
     sources = np.array_split(np.ones(nbytes, np.uint8), threads)
@@ -137,9 +101,3 @@ def _seconds(run: Callable[[], object]) -> float:
     start = perf_counter()
     run()
     return perf_counter() - start
-
-
-if __name__ == "__main__":
-    _count = int(sys.argv[1])
-    keep_to_cores(_count)
-    print(json.dumps(asdict(measure_ceiling(_count))))

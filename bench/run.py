@@ -81,21 +81,10 @@ DEFAULTS = Options()
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings that every suite receives.
+    """What every suite receives.
 
-    Attributes:
-        console: Console to print on.
-        contenders: Names of the contenders.
-        ceiling: Best rates of the machine so far.
-        latest: Rates of the machine after the last suite.
-        threads: Number of threads of each contender.
-        repeats: Number of rounds of each job; None for as many as fit into the time.
-        profile: Whether the suite ``step`` prints the time of each stage.
-        wide: Whether tables of comparisons have all columns that fit.
-        models: Folder of the suite ``models``.
-        training: Options of the suite ``train``.
-        folder: Folder for charts; None for none.
-        failures: Names of jobs and suites that failed so far.
+    ``ceiling`` has the best rates of the machine so far, ``latest`` the rates after the last suite.
+    ``folder`` is for charts. ``failures`` has the names of jobs and suites that failed so far.
     """
 
     console: Console
@@ -103,11 +92,7 @@ class Setting:
     ceiling: Roofline
     latest: Roofline
     threads: int
-    repeats: int | None = None
-    profile: bool = False
-    wide: bool = False
-    models: Path | None = None
-    training: TrainingOptions = TRAINING_DEFAULTS
+    options: Options
     folder: Path | None = None
     failures: list[str] = field(default_factory=list)
 
@@ -124,18 +109,9 @@ def run_suites(
 ) -> None:
     """Run suites and print a table for each.
 
-    Args:
-        names: Names of suites, in order; empty for all but ``gpu``, ``models`` and
-            ``train``.
-        json_path: File of the measurements, written after each suite.
-        options: Options of the run.
-
-    Raises:
-        UnknownNameError: A name is not that of a suite or a peer.
-        BackendError: A peer is not installed; or, after all other suites, a result differs from
-            its definition, or a suite needs a device or a package that is missing.
-        InputError: The number of threads is wrong, a file cannot be written or resumed, or a folder
-            cannot be created.
+    Without names, all suites run but ``gpu``, ``models`` and ``train``. The file is written after
+    each suite. ``BackendError`` is raised at the end if a result differed from its definition, or a
+    suite lacked a device or a package.
     """
     suites = known_suites()
     todo = {name: suites[name] for name in names or [n for n in suites if n not in _ON_REQUEST]}
@@ -189,10 +165,7 @@ def _prepared(facts: dict[str, Any], contenders: Sequence[str], options: Options
         plural = "s" if limit.threads > 1 else ""
         console.print(f"ceiling with {limit.threads} thread{plural}: {limit}")
     best = limits[-1]
-    return Setting(
-        console, contenders, best, best, facts["threads"], options.repeats, options.profile,
-        options.wide, options.models, options.training,
-    )  # fmt: skip
+    return Setting(console, contenders, best, best, facts["threads"], options)
 
 
 def _measured(setting: Setting, name: str, run: Suite) -> tuple[Sequence[Any], SuiteConditions]:
@@ -239,7 +212,7 @@ def known_suites() -> Registry[Suite]:
 def _run_comparisons(setting: Setting, name: str) -> list[Row]:
     """Measure the jobs of a suite, and print the rows of each job, or its error, at once."""
     rows: list[Row] = []
-    table = SuiteTable(setting.console, name, setting.contenders, wide=setting.wide)
+    table = SuiteTable(setting.console, name, setting.contenders, wide=setting.options.wide)
     table.start()
     with _progress(setting.console) as progress:
         for job in progress.track(SUITES[name], description=name):
@@ -248,7 +221,7 @@ def _run_comparisons(setting: Setting, name: str) -> list[Row]:
             try:
                 # New processes for each job: no memory remains from the previous job.
                 with running(able, setting.threads) as processes:
-                    measured = measure(job, processes, setting.ceiling, setting.repeats)
+                    measured = measure(job, processes, setting.ceiling, setting.options.repeats)
             except BackendError as error:
                 setting.failures.append(f"{name}: {job.name}")
                 setting.console.print(f"error: {error}")
@@ -256,7 +229,7 @@ def _run_comparisons(setting: Setting, name: str) -> list[Row]:
                 table.rows(measured)
                 rows += measured
     table.end()
-    if setting.profile and name == "step":
+    if setting.options.profile and name == "step":
         run_stages(setting.console, setting.threads)
     return rows
 
@@ -302,9 +275,9 @@ _ALONE: Mapping[str, Suite] = {
     "gpu": lambda setting, name: run_gpu(setting.console, name),
     "build": lambda setting, name: run_build(setting.console, name),
     "models": lambda setting, name: run_models(
-        setting.console, name, setting.models, with_torch="torch" in setting.contenders
+        setting.console, name, setting.options.models, with_torch="torch" in setting.contenders
     ),
     "train": lambda setting, name: run_training(
-        setting.console, with_peers(setting.training, setting.contenders), setting.folder
+        setting.console, with_peers(setting.options.training, setting.contenders), setting.folder
     ),
 }

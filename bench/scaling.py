@@ -1,46 +1,35 @@
 """Growth of time and memory: each axis varies alone, and exponents are fitted.
 
-    python -m kfac_engine.bench.scaling '{"batch": 1024}' 2 5
-
-times 5 steps of one shape (fields of ``Shape``) with 2 threads. Each shape has a process of its
-own, without memory from an earlier shape.
+Each shape has a process of its own, without memory from an earlier shape.
 """
 
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from kfac_engine.bench.environment import answer_of, keep_to_cores
-from kfac_engine.bench.report import Form, spread_cells
+from kfac_engine.bench.environment import answer_of
+from kfac_engine.bench.report import Form, Spread, spread, spread_cells
 from kfac_engine.bench.resource_usage import used
-from kfac_engine.bench.scaling_fit import fitted, growth
 from kfac_engine.bench.step_networks import Network, classifier, filters
-from kfac_engine.bench.timing import Spread, spread
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 from kfac_engine.registry import Registry
 
 _ROUNDS = 5
+# Tolerance of an exponent, which is fitted over a few sizes, and the mark of a larger one.
+MARGIN, _MARK = 0.15, " !"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A network and its batch.
 
-    Attributes:
-        batch: Number of examples.
-        width: Features or channels of every layer.
-        classes: Number of classes.
-        layers: Number of layers between input and prediction.
-        side: Height and width of images in pixels, for convolutions; 0 for dense layers.
-        refresh_every: Steps between refreshes of inverses.
-        mode: Estimation mode.
-        trained: Patterns of the trainable parameters; empty for all.
+    The layers lie between input and prediction. ``side`` is the height and width of images for
+    convolutions; 0 for dense layers. ``trained`` has patterns of parameters; empty for all.
     """
 
     batch: int = 512
@@ -61,13 +50,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A size that varies.
+    """A size that varies, and the largest expected exponents of time and memory.
 
-    Attributes:
-        sizes: Values of the size.
-        shape: Return the shape for a value, with the other sizes small enough not to matter.
-        time: Largest expected exponent of the time.
-        memory: Largest expected exponent of the memory.
+    ``shape`` returns the shape for a value, with the other sizes small enough not to matter.
     """
 
     sizes: Sequence[int]
@@ -78,12 +63,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Resources of the steps of one shape.
-
-    Attributes:
-        times: Wall times of all steps but the first.
-        peak_bytes: Largest increase of the memory by the model and the first step.
-    """
+    """Wall times of the steps of one shape after the first, and the memory up to it."""
 
     times: Sequence[float]
     peak_bytes: int
@@ -91,17 +71,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Resources of one size, with the exponents of its axis.
+    """Resources of one size, with the exponents of its axis and their largest expected values.
 
-    Attributes:
-        axis: Name of the axis.
-        size: Value on the axis.
-        seconds: Wall times; CPU times of builds.
-        peak_bytes: As in ``Steps``.
-        exponent: Exponent of the time along the axis, by least squares of logarithms.
-        memory_exponent: Exponent of the memory, likewise.
-        expected: Largest expected exponent of the time.
-        memory_expected: Largest expected exponent of the memory.
+    Times are wall times, or CPU times of builds. Exponents are least squares of logarithms.
     """
 
     axis: str
@@ -112,6 +84,16 @@ class Point:
     memory_exponent: float
     expected: float
     memory_expected: float
+
+
+def fitted(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Return the slope of the least-squares line through the logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
+
+
+def growth(exponent: float, expected: float) -> str:
+    """Return an exponent and the expected bound as text, marked if the bound is exceeded."""
+    return f"size^{exponent:.2f}, at most {expected:g}{_MARK * (exponent > expected + MARGIN)}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -159,18 +141,7 @@ def run_scaling(
     axes: Sequence[str] = tuple(AXES),
     rounds: int = _ROUNDS,
 ) -> list[Point]:
-    """Time steps along each axis, and print a table with the exponents.
-
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-        threads: Number of threads of the engine.
-        axes: Names of axes.
-        rounds: Number of timed steps.
-
-    Returns:
-        The points.
-    """
+    """Time steps along each axis, and print a table with the exponents."""
     points = [point for axis in axes for point in along(axis, threads, rounds)]
     FORM.show(console, f"Suite {name}", points)
     return points
@@ -188,15 +159,7 @@ def fitted_points(
 ) -> list[Point]:
     """Return measurements with the exponents of their growth.
 
-    Args:
-        axis: Name of the axis.
-        sizes: Values on the axis.
-        measured: Measurement of each value.
-        time: Largest expected exponent of the time.
-        memory: Largest expected exponent of the memory.
-
-    Returns:
-        A point for each size.
+    ``time`` and ``memory`` are the largest expected exponents.
     """
     times = [spread(steps.times) for steps in measured]
     peaks = [steps.peak_bytes for steps in measured]
@@ -211,21 +174,13 @@ def fitted_points(
 
 def _in_new_process(shape: Shape, threads: int, rounds: int) -> Steps:
     """Return the result of ``take_steps`` in a new process."""
-    text = json.dumps(asdict(shape))
-    return Steps(**answer_of("scaling", text, threads, rounds, threads=threads))
+    arguments = asdict(shape), threads, rounds
+    return Steps(**answer_of("scaling", "take_steps", *arguments, threads=threads))
 
 
-def take_steps(shape: Shape, threads: int, rounds: int) -> Steps:
-    """Time steps of one shape in this process, after a first step that builds everything.
-
-    Args:
-        shape: The shape.
-        threads: Number of threads of the engine.
-        rounds: Number of steps.
-
-    Returns:
-        Resources of the steps.
-    """
+def take_steps(fields: Mapping[str, Any], threads: int, rounds: int) -> Steps:
+    """Time steps of a ``Shape`` in this process, after a first step that builds everything."""
+    shape = Shape(**fields)
     net = shape.network()
     inputs, targets = net.inputs(shape.batch), net.targets(shape.batch)
     before = resident_bytes()
@@ -238,9 +193,3 @@ def take_steps(shape: Shape, threads: int, rounds: int) -> Steps:
     peak = max(0, peak_bytes() - before)
     usage = used(lambda: engine.step(inputs, targets), rounds)
     return Steps(usage.times, peak)
-
-
-if __name__ == "__main__":
-    keep_to_cores(int(sys.argv[2]))
-    _shape = Shape(**json.loads(sys.argv[1]))
-    print(json.dumps(asdict(take_steps(_shape, int(sys.argv[2]), int(sys.argv[3])))))

@@ -29,15 +29,7 @@ class StageRow:
 
 
 def run_stages(console: Console, threads: int) -> list[StageRow]:
-    """Profile the steps of the suite, and print a table.
-
-    Args:
-        console: Console to print on.
-        threads: Number of threads of the engine.
-
-    Returns:
-        The rows of the table.
-    """
+    """Profile the steps of the suite, and print a table."""
     batches = {job.sizes["network"]: job.sizes["batch"] for job in SUITES["step"]}
     rows = [
         row for network, batch in batches.items() for row in take_apart(network, batch, threads)
@@ -55,17 +47,7 @@ def run_stages(console: Console, threads: int) -> list[StageRow]:
 def take_apart(
     network: str, batch: int, threads: int | None = None, rounds: int = _ROUNDS
 ) -> list[StageRow]:
-    """Profile the steps of one network; every step updates factors and inverses.
-
-    Args:
-        network: Name of the network.
-        batch: Number of examples.
-        threads: Number of threads of the engine; None for its default.
-        rounds: Number of steps.
-
-    Returns:
-        A row for each stage.
-    """
+    """Profile the steps of one network; every step updates factors and inverses."""
     net = NETWORKS[network]()
     inputs, targets = net.inputs(batch), net.targets(batch)
     engine = Engine.from_onnx(

@@ -25,18 +25,11 @@ _F32, _I64 = np.dtype(np.float32), np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A classifier.
+    """A classifier: its nodes in order, constants, weights, and the bytes of its file.
 
-    Attributes:
-        data: Bytes of the file.
-        nodes: Nodes of the file, in order.
-        result: Name of the value with the predictions.
-        constants: Constants by name that are not parameters.
-        weights: Parameter name to value.
-        input_shape: Shape of one example.
-        tokens: Size of the vocabulary, for networks over texts; 0 for others.
-        positions: Number of predictions for each example; 0 if there is no axis of positions.
-        classes: Number of classes of each prediction.
+    ``result`` is the value with the predictions. ``tokens`` is the size of the vocabulary; 0
+    without texts. ``positions`` is the number of predictions for each example; 0 without such an
+    axis.
     """
 
     data: bytes = field(repr=False)
@@ -135,11 +128,7 @@ def mlp() -> Network:
 def classifier(widths: Sequence[int]) -> Network:
     """Return dense layers with ReLU in between.
 
-    Args:
-        widths: Features of the input, of each layer, and classes.
-
-    Returns:
-        The network.
+    ``widths`` are the features of the input and of each layer, and the number of classes.
     """
     net, x = _Net(), "x"
     for i, (d_in, d_out) in enumerate(pairwise(widths)):
@@ -155,14 +144,7 @@ def classifier(widths: Sequence[int]) -> Network:
 def filters(channels: int, layers: int, side: int, classes: int) -> Network:
     """Return 3 × 3 convolutions with ReLU in between, a mean and a dense layer.
 
-    Args:
-        channels: Number of channels of the images and of every layer.
-        layers: Number of convolutions.
-        side: Pixels an axis of the square images.
-        classes: Number of classes.
-
-    Returns:
-        The network.
+    The images are square; they and every layer have the same number of channels.
     """
     net, x = _Net(), "x"
     for i in range(layers):

@@ -11,7 +11,7 @@ from textwrap import wrap
 from rich.console import Console
 
 from kfac_engine.bench.measure import Row
-from kfac_engine.bench.timing import milliseconds
+from kfac_engine.bench.report import milliseconds
 
 _EDGE, _GAP = "  ", "  "
 _CONTENDER = "contender"
@@ -19,15 +19,10 @@ _CONTENDER = "contender"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers.
+    """A column of numbers; a cell that is longer than its width moves the rest of its line.
 
-    Attributes:
-        head: Its head.
-        width: Number of characters; a longer cell moves the rest of its line.
-        cell: Return the text of a row.
-        meaning: Explanation below the table.
-        rank: Place in the order in which columns are left out, the largest first.
-        wide: Whether only ``--wide`` shows it.
+    ``rank`` is the place in the order in which columns are left out, the largest first. Only
+    ``--wide`` shows a wide column.
     """
 
     head: str
@@ -88,11 +83,7 @@ _DISTURBED_MEANING = (
 class SuiteTable:
     """Prints the table of one suite row by row.
 
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-        contenders: Names of the contenders that may have rows.
-        wide: Whether to show all columns that fit, instead of the most important ones.
+    It shows the most important columns, or with ``wide`` all that fit.
     """
 
     def __init__(
@@ -162,14 +153,7 @@ class SuiteTable:
 
 
 def print_suite(console: Console, name: str, rows: Sequence[Row], *, wide: bool = False) -> None:
-    """Print the table of a suite that is measured already.
-
-    Args:
-        console: Console to print on.
-        name: Name of the suite.
-        rows: Rows of its jobs; the rows of one job are adjacent.
-        wide: Whether to show all columns that fit.
-    """
+    """Print the table of a suite that is measured already; the rows of one job are adjacent."""
     table = SuiteTable(console, name, {row.contender for row in rows}, wide=wide)
     table.start()
     for case in dict.fromkeys(row.case for row in rows):

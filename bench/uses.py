@@ -24,14 +24,7 @@ _NETWORKS: Mapping[str, Callable[[], Network]] = Registry(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Study:
-    """A network, the data of its curvature, and queries.
-
-    Attributes:
-        network: The network.
-        examples: Number of examples of the curvature.
-        inputs: Examples and then queries.
-        targets: Their classes.
-    """
+    """A network, the data of its curvature, and the queries, which follow these examples."""
 
     network: Network
     examples: int
@@ -50,15 +43,6 @@ class Study:
 
 
 def study(network: str, examples: int, queries: int) -> Study:
-    """Return the data of a job.
-
-    Args:
-        network: Name of the network.
-        examples: Number of examples of the curvature.
-        queries: Number of queries.
-
-    Returns:
-        The same random data in every process.
-    """
+    """Return the data of a job, which are the same random numbers in every process."""
     net, count = _NETWORKS[network](), examples + queries
     return Study(net, examples, net.inputs(count)["x"], net.targets(count))

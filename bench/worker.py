@@ -27,13 +27,7 @@ RESULT = "result"
 
 
 def serve(module: str, orders: TextIO, answers: TextIO) -> None:
-    """Execute orders until the input ends.
-
-    Args:
-        module: Name of the contender's module, which defines ``OPERATIONS``.
-        orders: Lines of orders.
-        answers: Receives the lines of answers.
-    """
+    """Execute orders until the input ends."""
     operations = import_module(module).OPERATIONS
     run: Callable[[], Any] | None = None
     for line in orders:

@@ -14,12 +14,8 @@ _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)")
 def absolute(text: str, repository: str) -> str:
     """Return Markdown with links to files of the repository as addresses on its host.
 
-    Args:
-        text: Markdown whose links are relative to the root of the repository.
-        repository: Address of the repository on GitHub.
-
-    Returns:
-        The text. Pictures have the address of their bytes, other files that of their page.
+    Links are relative to the root of the repository. Pictures have the address of their bytes,
+    other files the address of their page.
     """
     forms = {"!": "raw/main", "": "blob/main"}
     return _LINK.sub(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kfac_engine.bench.contenders import ALWAYS, DEFINITION, OURS, OURS_PLAIN
 from kfac_engine.bench.jobs import SELDOM
-from kfac_engine.bench.scaling_fit import MARGIN
+from kfac_engine.bench.scaling import MARGIN
 from scripts import markdown
 
 # The name of the fastest peer that is a library, instead of a contender.
@@ -27,12 +27,7 @@ Suites: TypeAlias = Mapping[str, Rows]
 class Goal:
     """A bound on a quantity of the package divided by that of another contender.
 
-    Attributes:
-        suite: Name of the suite.
-        case: Part of the names of the cases.
-        other: Name of the contender, or ``BEST``.
-        bound: Largest ratio that meets the goal.
-        quantity: Key of ``QUANTITIES``.
+    ``case`` is a part of the names of the cases, ``quantity`` a key of ``QUANTITIES``.
     """
 
     suite: str
@@ -97,16 +92,10 @@ class Finding(NamedTuple):
 
 
 def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) -> Iterator[str]:
-    """Yield a table of goals in Markdown.
+    """Yield a sentence and a table of goals in Markdown; the value of a missed goal is bold.
 
-    Args:
-        suites: Suites of a report of ``bench --json``.
-        older: Suites of a report with an older kernel of BLAS, for an additional column.
-        missed: Whether the table has only the goals that the newest report misses.
-
-    Yields:
-        Lines of the table after a sentence; the value of a missed goal is bold. The sentence alone
-        if no goal has a row.
+    ``older`` has the suites with an older kernel of BLAS, for an additional column. With
+    ``missed``, the table has only the goals that the newest report misses.
     """
     findings = list(measured(suites))
     others = {finding[:2]: finding for finding in measured(older or {})}
@@ -127,14 +116,7 @@ def table(suites: Suites, older: Suites | None = None, *, missed: bool = False) 
 
 
 def measured(suites: Suites) -> Iterator[Finding]:
-    """Yield every goal whose case was measured.
-
-    Args:
-        suites: Suites of a report.
-
-    Yields:
-        Goals of comparisons in the order of ``GOALS``, then goals of memory and scaling.
-    """
+    """Yield every goal whose case was measured: comparisons, then memory and scaling."""
     for goal in GOALS:
         for case, values in _values(suites.get(goal.suite, ()), goal).items():
             peers = [value for who, value in values.items() if who not in {*ALWAYS, _NO_LIBRARY}]

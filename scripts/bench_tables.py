@@ -18,9 +18,8 @@ from typing import Any
 from kfac_engine.bench import build, gpu, memory, models, scaling
 from kfac_engine.bench.contenders import OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
-from kfac_engine.bench.report import Form, spread_cells
+from kfac_engine.bench.report import Form, milliseconds, spread_cells
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
-from kfac_engine.bench.timing import milliseconds
 from kfac_engine.bench.training import tables as training
 from scripts import bench_goals, training_tables, uses_tables
 from scripts.markdown import table
@@ -127,14 +126,7 @@ def _training_summary() -> list[str]:
 
 
 def performance(text: str) -> str:
-    """Return ``docs/performance.md`` with the newest measurements between its marks.
-
-    Args:
-        text: The page.
-
-    Returns:
-        The page with the times of steps, the missed goals, and their source.
-    """
+    """Return ``docs/performance.md`` with the newest measurements between its marks."""
     newest = _newest(NEWEST)
     assert newest is not None, "no measurements"
     report = load(newest)

@@ -28,11 +28,7 @@ def shuffled() -> tuple[np.ndarray, np.ndarray]:
 
 
 def write(folder: Path) -> None:
-    """Write the files into a folder.
-
-    Args:
-        folder: The folder, which has the scripts of the page.
-    """
+    """Write the files into a folder that has the scripts of the page."""
     for optimizer, options in OPTIMIZERS.items():
         target = folder / optimizer
         ke.export_training(demo_model("cnn"), optimizer=optimizer, path=target, **options)

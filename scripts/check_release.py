@@ -12,16 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def disagreements(tag: str, repository: str, root: Path = ROOT) -> list[str]:
-    """Return a sentence for each fact of a release that disagrees with another fact.
-
-    Args:
-        tag: Tag of the release, such as ``v0.1.0``.
-        repository: Address of the repository that publishes the release.
-        root: Folder of the checkout.
-
-    Returns:
-        The sentences; none if the release can be published.
-    """
+    """Return a sentence for each fact of a release that disagrees with another fact."""
     package = (root / "kfac_engine/__init__.py").read_text(encoding="utf-8")
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     citation = (root / "CITATION.cff").read_text(encoding="utf-8")

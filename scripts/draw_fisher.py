@@ -25,13 +25,7 @@ class Network(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Fisher matrix of a network, and its approximation by Kronecker products.
-
-    Attributes:
-        fisher: Mean over examples of the exact Fisher matrix, ``(P, P)``.
-        blocks: Its blocks on the diagonal, zero elsewhere.
-        kronecker: ``A ⊗ G`` for each block, zero elsewhere.
-    """
+    """The Fisher matrix of a network, its diagonal blocks, and ``A ⊗ G`` for each."""
 
     fisher: Array
     blocks: Array

@@ -24,11 +24,7 @@ _KERNEL = "OPENBLAS_CORETYPE"
 
 
 def main() -> int:
-    """Measure, then write all tables.
-
-    Returns:
-        The exit status of ``bench``.
-    """
+    """Measure, then write all tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--kernel", default="", help="kernel of OpenBLAS")
     parser.add_argument("--resume", action="store_true", help="skip the measured suites")
@@ -46,13 +42,7 @@ def main() -> int:
 def command(kernel: str, suites: list[str], *, resume: bool) -> list[str]:
     """Return the command line of ``bench``.
 
-    Args:
-        kernel: Kernel of OpenBLAS; empty for the default of the processor.
-        suites: Names of suites; empty for all, or for suites with contenders if a kernel is named.
-        resume: Whether suites in the file are skipped.
-
-    Returns:
-        The program and its arguments.
+    Without suites, it has all, or the suites with contenders if a kernel is named.
     """
     name = "-".join([f"{date.today()}-cpu", *([kernel.lower()] if kernel else [])])
     peers = [name for name in PEERS if not CONTENDERS[name].missing]

@@ -23,14 +23,7 @@ _MANY = 1_000_000
 
 
 def page(text: str) -> str:
-    """Return the page with the tables that follow from the cost model.
-
-    Args:
-        text: The page, with a pair of comments around each table.
-
-    Returns:
-        The page; everything outside the tables is unchanged.
-    """
+    """Return the page with the tables that follow from the cost model, between their comments."""
     for name, lines in _tables():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         pattern = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.S)

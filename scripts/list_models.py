@@ -33,14 +33,7 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model and the result of one step.
-
-    Attributes:
-        name: Name of the model.
-        layers: Number of layers of each kind.
-        reasons: Reasons why parameters are generic.
-        result: ``"runs"``, or the error.
-    """
+    """A model and its result: ``"runs"``, or the error."""
 
     name: str
     layers: str

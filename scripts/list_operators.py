@@ -37,13 +37,9 @@ FLOATS = {f"tensor({name})" for name in ("float", "double", "float16", "bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An operator with the method of its differentiation.
+    """An operator, the operator sets that changed it, and how it is differentiated.
 
-    Attributes:
-        name: Name with the domain.
-        versions: Operator sets that changed the operator.
-        how: Phrase for the method.
-        tests: Number of passed node tests, and of applicable node tests.
+    ``tests`` has the numbers of passed and of applicable node tests.
     """
 
     name: str

@@ -16,11 +16,7 @@ CLASSES = 10
 
 
 class Network:
-    """A builder of a chain of layers.
-
-    Args:
-        seed: Seed of the weights.
-    """
+    """A builder of a chain of layers."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -31,13 +31,8 @@ def block(containing: str) -> str:
 def pretrain(folder: Path, steps: int = _STEPS) -> float:
     """Write a BERT that predicts the verb of the second half of a sentence from the first half.
 
-    Args:
-        folder: The folder of the pretrained model.
-        steps: Number of batches.
-
-    Returns:
-        The mean cross entropy in the last hundred batches. The second half has one of three verbs
-        with equal probabilities, so that no model is below log 3 = 1.099 on average.
+    Return the mean cross entropy in the last hundred batches. The second half has one of three
+    verbs with equal probabilities, so that no model is below log 3 = 1.099 on average.
     """
     import numpy as np
     import torch

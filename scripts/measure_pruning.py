@@ -34,15 +34,10 @@ _BATCH = 200
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model and its data.
+    """A model and its data: images to train on, then held-out images, with their classes.
 
-    Attributes:
-        model: The untrained model.
-        images: Images to train on, then held-out images.
-        labels: Their classes.
-        training: Number of images to train on.
-        measured: Number of the first images with which the curvature is measured.
-        epochs: Length of the training; None for ``STEPS``.
+    The curvature is measured with the first ``measured`` images. Without ``epochs``, the training
+    has ``STEPS``.
     """
 
     model: bytes
@@ -55,15 +50,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A pruned network.
+    """A network, pruned by a method of ``ke.prune`` or ``"none"``, and its held-out accuracy.
 
-    Attributes:
-        data: Name of the data.
-        seed: Seed of the training.
-        method: Method of ``ke.prune``, or ``"none"``.
-        zeros: Sparsity or pattern.
-        accuracy: Share of the held-out images whose class is predicted.
-        steps: Steps of training after the pruning, in which the zeros remain.
+    The zeros remain in the ``steps`` of training after the pruning.
     """
 
     data: str
@@ -131,11 +120,7 @@ def prune(curvature: ke.Curvature, method: str, zeros: float | str) -> dict[str,
 
 
 class Zeros:
-    """Sets pruned weights to zero after each step of training.
-
-    Args:
-        pruned: Parameters with zeros.
-    """
+    """Sets pruned weights to zero after each step of training."""
 
     def __init__(self, pruned: Mapping[str, Array]) -> None:
         self._masks = {name: array != 0 for name, array in pruned.items() if array.ndim > 1}

@@ -58,11 +58,7 @@ class Baton:
 
 
 class CountedRank(ThreadRank):
-    """A rank whose CPU time outside of collectives is counted.
-
-    Attributes:
-        seconds: CPU seconds outside of collectives.
-    """
+    """A rank whose CPU seconds outside of collectives are counted."""
 
     def __init__(self, shared: Ranks, rank: int, baton: Baton) -> None:
         super().__init__(shared, rank)
@@ -103,15 +99,8 @@ class CountedRank(ThreadRank):
 class Case:
     """Engines of all ranks of one row of the table, on the same number of rows each.
 
-    Args:
-        distribution: The distribution; empty for an engine without a communicator.
-        size: Number of ranks.
-        baton: The baton of all cases.
-        layer_owners: The option of the engines.
-
-    Attributes:
-        layer_owners: As above.
-        seconds: For each round, the CPU seconds of a step of each rank.
+    An empty distribution is an engine without a communicator. ``seconds`` has for each round the
+    CPU seconds of a step of each rank.
     """
 
     def __init__(self, distribution: str, size: int, baton: Baton, layer_owners: int = 1) -> None:

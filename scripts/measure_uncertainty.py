@@ -38,15 +38,10 @@ _BATCH = 200
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Predictions of upright and turned images.
+    """Predictions of upright and turned images by the model alone, or with a posterior.
 
-    Attributes:
-        data: Name of the data.
-        seed: Seed of the training.
-        method: ``"model alone"``, or the layers with a posterior.
-        auroc: Probability that a turned image has a larger entropy than an upright one.
-        log_loss: Mean negative log-likelihood of the upright images, in nats.
-        accuracy: Share of the upright images whose class has the largest probability.
+    ``auroc`` is the probability that a turned image has a larger entropy than an upright one. The
+    mean negative log-likelihood, in nats, and the accuracy are of the upright images.
     """
 
     data: str

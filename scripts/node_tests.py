@@ -68,14 +68,9 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a case.
+    """The outcome of a case, and the reason or the error.
 
-    Attributes:
-        name: Name of the case.
-        ops: Operators of the model.
-        verdict: ``"not applicable"`` if there is nothing to differentiate, or no runtime runs the
-            case.
-        why: The reason, or the error.
+    A case is ``"not applicable"`` if there is nothing to differentiate, or no runtime runs it.
     """
 
     name: str

@@ -23,12 +23,8 @@ _SIZE = re.compile(r' (?:width|height)="[^"]*"')
 def svg(figure: Any, width: str = "30em") -> str:
     """Return a figure as an SVG element that has the text colour of its page and fits any width.
 
-    Args:
-        figure: A ``Figure`` of matplotlib; its texts, axes and ticks change their colours.
-        width: Largest width, in units of CSS. A narrower screen shows a smaller picture.
-
-    Returns:
-        The element, without a prologue.
+    Texts, axes and ticks of the figure of matplotlib change their colours. A screen narrower than
+    ``width``, in units of CSS, shows a smaller picture.
     """
     text = _UNUSED.sub("", grey_svg(figure)).replace(GREY, "currentColor")
     size = f'style="width: 100%; max-width: {width}; height: auto" role="img"'

@@ -26,11 +26,7 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def quotients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a table of K-FAC's losses divided by those of the other methods.
 
-    Args:
-        rows: Rows of a collection of tasks: the losses of K-FAC, and comparisons at equal budgets.
-
-    Returns:
-        A line for each task, and one with the geometric means.
+    The rows are those of a collection of tasks. The last line has the geometric means.
     """
     ours = {(row["task"], row["budget_steps"]): row for row in rows if row.get("method") == "kfac"
             and "losses" in row}  # fmt: skip
@@ -63,13 +59,8 @@ def quotients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def summary(rows: Sequence[Mapping[str, Any]], shown: Sequence[tuple[str, str, str]]) -> list[str]:
     """Return the lines of a short table of comparisons.
 
-    Args:
-        rows: Rows of the suite.
-        shown: Label, task and rival of each line; the comparison with the rival's longest budget
-            counts.
-
-    Returns:
-        The lines.
+    ``shown`` has the label, task and rival of each line; the comparison with the rival's longest
+    budget counts.
     """
     lines = []
     for label, task, rival in shown:

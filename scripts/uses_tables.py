@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from kfac_engine.bench.contenders import OURS
-from kfac_engine.bench.timing import milliseconds
+from kfac_engine.bench.report import milliseconds
 from scripts import bench_goals, markdown
 
 HEADS = ["use", "CPU ms", "peer", "its CPU ms", "ours ÷ peer", "peak MB", "its peak MB"]
@@ -19,11 +19,7 @@ def section(suites: bench_goals.Suites) -> Iterator[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Return the lines of the table: a line for each use that was compared.
-
-    Args:
-        rows: Rows of the suite; the rows of one case are adjacent.
-    """
+    """Return the lines of the table: a line for each use that was compared."""
     lines = []
     for case, group in groupby(rows, key=lambda row: row["case"]):
         by_contender = {row["contender"]: row for row in group}

@@ -12,11 +12,7 @@ _Tensor = Any
 
 
 class TorchOnDevice:
-    """The work of the suite in float32 without TF32, torch's default.
-
-    Args:
-        device: Name of the device in torch.
-    """
+    """The work of the suite in float32 without TF32, torch's default."""
 
     def __init__(self, device: str = "cuda") -> None:
         self._torch = import_module("torch")

@@ -1,7 +1,5 @@
 """Steps of PyTorch's AdamW on an exported module, for the suite ``models``."""
 
-import json
-import sys
 from pathlib import Path
 from time import process_time
 
@@ -12,20 +10,13 @@ from kfac_engine.bench.models import RATE, STEPS, Answer, batch_of
 from kfac_engine.engine.profiling import forget_peak, peak_bytes, resident_bytes
 
 
-def measure(path: Path) -> Answer:
-    """Return CPU seconds, losses and memory of steps in this process.
-
-    Args:
-        path: File of the model; the module is next to it.
-
-    Returns:
-        The answer; PyTorch announces no memory.
-    """
-    arrays, targets = batch_of(path)
+def measure(path: str) -> Answer:
+    """Return CPU seconds, losses and memory of steps in this process."""
+    arrays, targets = batch_of(Path(path))
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     labels = torch.from_numpy(targets)
     before, start = resident_bytes(), process_time()
-    module = _loaded(path.with_suffix(".pt2"))
+    module = _loaded(Path(path).with_suffix(".pt2"))
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
     build = process_time() - start
     forget_peak()
@@ -52,7 +43,3 @@ def _loaded(path: Path) -> torch.nn.Module:
         one = known.setdefault(parameter.data_ptr(), parameter)
         setattr(module.get_submodule(owner), leaf, one)
     return module
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]))))

@@ -113,15 +113,7 @@ MODULES: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def with_weights(network: str, weights: Mapping[str, Array]) -> nn.Module:
-    """Return a network with weights in the layout of the ONNX file.
-
-    Args:
-        network: Name of the network.
-        weights: Parameter name to value; weights of dense layers are ``(d_in, d_out)``.
-
-    Returns:
-        The module.
-    """
+    """Return a network with the weights of the ONNX file, ``(d_in, d_out)`` for dense layers."""
     module = MODULES[network]()
     module.load_state_dict({name: transposed(name, torch.tensor(w)) for name, w in weights.items()})
     return module

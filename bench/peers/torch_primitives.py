@@ -85,14 +85,6 @@ def with_taps_first(run: Run, channels: int, taps: int) -> Run:
     """Return a run whose first result has taps before channels, in contrast to ``unfold``.
 
     Both orders cost the same; only the first result is compared, and later results are unchanged.
-
-    Args:
-        run: Run whose result is a square matrix of ``channels · taps`` rows.
-        channels: Number of channels of the images.
-        taps: Number of taps of the kernel.
-
-    Returns:
-        The run.
     """
     first = True
 

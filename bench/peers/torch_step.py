@@ -26,16 +26,7 @@ Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """Return the run of one step; its result is the gradient.
-
-    Args:
-        network: Name of the network.
-        batch: Number of examples.
-        kind: Kind of ``STEPS``.
-
-    Returns:
-        The run.
-    """
+    """Return the run of one step; its result is the gradient."""
     return _run(network, batch, kind, add_rows)
 
 
@@ -68,10 +59,8 @@ def _run(network: str, batch: int, kind: str, add: Add) -> Run:
 class Preconditioner:
     """Factors and inverses of the dense layers and convolutions of a module.
 
-    Args:
-        module: The network.
-        periods: Steps between updates of factors, and between inverses.
-        add: Function that adds the inputs of a layer to its factor.
+    ``periods`` are the steps between updates of factors, and between inverses. ``add`` adds the
+    inputs of a layer to its factor.
     """
 
     def __init__(self, module: nn.Module, periods: tuple[int, int], add: Add) -> None:
@@ -104,12 +93,7 @@ class Preconditioner:
 
 
 class Layer:
-    """One layer with its factors.
-
-    Args:
-        module: A dense layer or a convolution.
-        add: Function that adds the inputs to the factor.
-    """
+    """One dense layer or convolution with its factors."""
 
     def __init__(self, module: Any, add: Add) -> None:
         self.listening = True

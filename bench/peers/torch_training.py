@@ -93,13 +93,7 @@ FORWARD: Mapping[str, Forward] = {
 
 
 class TorchTrainer:
-    """A model in training by Adam.
-
-    Args:
-        forward: The model.
-        weights: Parameter name to initial value.
-        rate: Learning rate.
-    """
+    """A model in training by Adam."""
 
     def __init__(self, forward: Forward, weights: Mapping[str, Array], rate: float) -> None:
         torch.set_num_threads(1)
@@ -155,19 +149,7 @@ class TorchTrainer:
 
 
 def trainer(task: str, model: Model, rate: float) -> TorchTrainer:
-    """Return a model in training.
-
-    Args:
-        task: Name of a task, without its batch size.
-        model: The model with its initial weights.
-        rate: Learning rate.
-
-    Returns:
-        The trainer.
-
-    Raises:
-        BackendError: The task is not implemented in PyTorch.
-    """
+    """Return a model in training; ``BackendError`` if PyTorch has no implementation of the task."""
     if task not in FORWARD:
         raise BackendError(
             f"task '{task}' is not implemented in PyTorch; the tasks are {', '.join(FORWARD)}."

@@ -17,13 +17,6 @@ def draw_curves(folder: Path, results: Mapping[Group, Mapping[Run, Outcome]]) ->
     """Write ``train-<task>.png`` for each task.
 
     Each method has a colour, each of its budgets a line style, each seed a line.
-
-    Args:
-        folder: Folder that exists; needs matplotlib.
-        results: Group to the results of its runs.
-
-    Returns:
-        The files.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,10 @@
 """The data of the tasks: Fashion-MNIST or the bundled digits, a text, a smooth function."""
 
+import gzip
 import hashlib
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,16 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.bench.training.image_files import read_idx
 from kfac_engine.bench.training.layers import INPUT
 from kfac_engine.bench.training.models import POSITIONS, SYMBOLS
 from kfac_engine.data import digits
+from kfac_engine.errors import InputError
+from kfac_engine.system.reading import check_file
 
 # The folder of Debian's package dataset-fashion-mnist.
 DATA_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _IMAGES, _LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 _COUNT, _SIDE, _WHITE = 60_000, 28, np.float32(255)
 _TRAINING = 50_000
+_UINT8 = 8  # the code of the element type in a file
 _DIGITS_TRAINING = 1_400
 
 _LICENCES = Path("/usr/share/common-licenses")
@@ -30,14 +35,7 @@ _HELD_OUT_TEXTS = 300
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images in [0, 1] and their classes.
-
-    Attributes:
-        pixels: ``(n, side, side)``.
-        labels: ``(n,)``.
-        training: Number of the first images, which are trained on.
-        source: Name of the data.
-    """
+    """Images in [0, 1], ``(n, side, side)``, and their classes; the first ones are trained on."""
 
     pixels: Array = field(repr=False)
     labels: Array = field(repr=False)
@@ -52,14 +50,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Examples to train on, and examples to validate on.
-
-    Attributes:
-        x: Inputs.
-        y: Targets.
-        held_x: Inputs of the validation examples.
-        held_y: Targets of the validation examples.
-    """
+    """Examples to train on, and examples to validate on."""
 
     x: Array
     y: Array
@@ -67,15 +58,7 @@ class Data:
     held_y: Array
 
     def batches(self, size: int, seed: int) -> Iterator[tuple[dict[str, Array], Array]]:
-        """Yield batches without end; each epoch has a new order, and no incomplete batch.
-
-        Args:
-            size: Number of examples of a batch.
-            seed: Seed of the orders.
-
-        Yields:
-            Inputs by name, and targets.
-        """
+        """Yield batches without end; each epoch has a new order, and no incomplete batch."""
         # Weights are drawn from the same seeds: the offset makes the numbers independent.
         rng = np.random.default_rng(1000 + seed)
         size = min(size, len(self.x))
@@ -99,22 +82,39 @@ def has_images(folder: Path) -> bool:
 
 @cache
 def load_images(folder: Path | None) -> Images:
-    """Return the images of the tasks.
-
-    Args:
-        folder: Folder of Fashion-MNIST; None for the bundled digits.
-
-    Returns:
-        60,000 images of 28 × 28 pixels, or 1797 of 8 × 8.
-
-    Raises:
-        InputError: A file cannot be read or has another size.
-    """
+    """Return the images of Fashion-MNIST in a folder; without a folder the bundled digits."""
     if folder is None:
         return load_digits()
     pixels = read_idx(folder / _IMAGES, (_COUNT, _SIDE, _SIDE)).astype(np.float32) / _WHITE
     labels = read_idx(folder / _LABELS, (_COUNT,)).astype(np.int64)
     return Images(pixels, labels, _TRAINING, "Fashion-MNIST")
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> Array:
+    """Return the array of a compressed IDX file of bytes, which must have this shape.
+
+    MNIST has this format: four bytes (two zeros, the element type, the number of axes), the sizes
+    as big-endian 32-bit numbers, the elements.
+    No more bytes are decompressed. ``InputError`` is raised if the file cannot be read, or contains
+    another type or shape.
+    """
+    check_file(path)
+    header = struct.pack(f">BBBB{len(shape)}I", 0, 0, _UINT8, len(shape), *shape)
+    size = len(header) + int(np.prod(shape))
+    try:
+        with gzip.open(path) as file:
+            content = file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"cannot decompress '{path}': {error}.") from error
+    if content[: len(header)] != header:
+        raise InputError(
+            f"'{path}' begins with the bytes {content[: len(header)].hex(' ')}; a file of bytes of "
+            f"the shape {shape} begins with {header.hex(' ')}."
+        )
+    if len(content) != size:
+        relation = "more" if len(content) > size else "fewer"
+        raise InputError(f"'{path}' has {relation} than {size} bytes, which its header announces.")
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape)
 
 
 def load_digits() -> Images:
@@ -127,13 +127,7 @@ def load_digits() -> Images:
 def classified(images: Images, shape: tuple[int, ...], held_out: int | None = None) -> Data:
     """Return images with their classes.
 
-    Args:
-        images: The images.
-        shape: Shape of one example.
-        held_out: Number of validation examples; None for all images that are not trained on.
-
-    Returns:
-        The data.
+    ``held_out`` is the number of validation examples; None for all images that are not trained on.
     """
     x, n = images.pixels.reshape(-1, *shape), images.training
     last = None if held_out is None else n + held_out
@@ -173,11 +167,9 @@ def smooth_function(training: int = 20_000, held_out: int = 2_000) -> Data:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text.
+    """A text as numbers: newline is 0, the printable characters of ASCII are 1 to 95.
 
-    Attributes:
-        symbols: Numbers of the characters: newline is 0, the printable ones of ASCII are 1 to 95.
-        digest: First digits of the SHA-256 hash of the symbols.
+    ``digest`` has the first digits of the SHA-256 hash of the symbols.
     """
 
     symbols: Array = field(repr=False)

@@ -17,12 +17,7 @@ F32, I64 = np.dtype(np.float32), np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model with its initial weights.
-
-    Attributes:
-        data: Content of the ``.onnx`` file; input ``x``, output ``y``.
-        weights: Parameter name to initial value.
-    """
+    """The bytes of a model with input ``x`` and output ``y``, and its initial weights."""
 
     data: bytes = field(repr=False)
     weights: Mapping[str, Array] = field(repr=False)
@@ -65,11 +60,7 @@ def small_normal(
 
 
 class ModelBuilder:
-    """Collects nodes, weights and constants of a model.
-
-    Args:
-        seed: Seed of the initial weights.
-    """
+    """Collects nodes, weights and constants of a model."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[Node] = []
@@ -194,16 +185,7 @@ class ModelBuilder:
         result: tuple[int | str, ...],
         dtype: np.dtype = F32,
     ) -> Model:
-        """Return the model.
-
-        Args:
-            shape: Shape of an example of the input ``x``.
-            result: Shape of an example of the output ``y``.
-            dtype: Element type of the input.
-
-        Returns:
-            The model.
-        """
+        """Return the model; the shapes are of an example of the input and of the output."""
         source = Input(INPUT, dtype, ("N", *shape))
         output = Input(OUTPUT, F32, ("N", *result))
         constants = {**self.weights, **self.constants}

@@ -29,15 +29,11 @@ _SEPARATOR, _EQUALS = ":", "="
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer.
+    """An optimizer, with the schedules and the learning rates that are tried.
 
-    Attributes:
-        factory: Return its step; None for a method of a peer.
-        schedules: Schedules that are tried.
-        rates: Task to the learning rates that are tried, where they differ from ``usual_rates``.
-        usual_rates: Learning rates that are tried; ``(None,)`` for a method without a rate.
-        peer: Module of ``PEERS`` that trains with this method; empty for the engine.
-        library: Library that the peer needs.
+    ``factory`` returns its step; None for a method of the module ``peer`` of ``PEERS``, which needs
+    a library. ``rates`` has the tasks whose rates differ from the usual ones; a method without a
+    rate has ``(None,)``.
     """
 
     factory: Factory | None
@@ -52,14 +48,9 @@ class Method:
         return self.rates.get(task.partition("@")[0], self.usual_rates)
 
     def scale(self, schedule: str, spent: float) -> float:
-        """Return the factor of the learning rate.
+        """Return the factor of the learning rate when a part of the budget is spent.
 
-        Args:
-            schedule: Name of the schedule.
-            spent: Part of the budget that is spent, in [0, 1].
-
-        Returns:
-            The value of the schedule. Methods with a learning rate start with a linear rise.
+        Methods with a learning rate start with a linear rise.
         """
         rise = 1.0 if self.usual_rates == (None,) else min(1.0, (spent + _FIRST) / WARM_UP)
         return rise * SCHEDULES[schedule](spent)
@@ -129,15 +120,7 @@ METHODS: Mapping[str, Method] = Registry(
 def parse_method(text: str) -> tuple[Method, dict[str, Any]]:
     """Return a method and its options.
 
-    Args:
-        text: ``name``, or ``name:option=value:…`` with values in JSON.
-
-    Returns:
-        The method, and the options by name.
-
-    Raises:
-        UnknownNameError: There is no such method.
-        InputError: An option has no value.
+    The text is ``name``, or ``name:option=value:…`` with values in JSON.
     """
     name, *pairs = text.split(_SEPARATOR)
     method, options = METHODS[name], {}

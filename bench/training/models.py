@@ -30,17 +30,9 @@ RECURRENT_WIDTH = 64
 
 
 def dense(widths: Sequence[int], activations: Sequence[str], seed: int) -> Model:
-    """Return dense layers.
+    """Return dense layers with an operator behind each, or an empty text for none.
 
     Weights before a ReLU are He's, all others Glorot's normal numbers; biases are zero.
-
-    Args:
-        widths: Features of the input and of each layer.
-        activations: Operator behind each layer, or an empty text for none.
-        seed: Seed of the weights.
-
-    Returns:
-        The model.
     """
     net, x = ModelBuilder(seed), INPUT
     last = len(widths) - 2
@@ -177,17 +169,9 @@ def _attention(net: ModelBuilder, name: str, x: str) -> str:
 def attended(net: ModelBuilder, name: str, q: str, k: str, v: str, unread: str, joined: str) -> str:
     """Append attention of ``(examples, heads, positions, features)``, and join the heads.
 
-    Args:
-        net: The builder; its constant ``scale`` multiplies the scores.
-        name: Prefix of the names of values.
-        q: Queries.
-        k: Keys with the last two axes exchanged.
-        v: Values.
-        unread: Truth for the keys that a query does not read; empty if it reads all.
-        joined: Name of the shape of the result, ``(examples, positions, features)``.
-
-    Returns:
-        Name of the result.
+    The keys have their last two axes exchanged. The constant ``scale`` of the builder multiplies
+    the scores. ``unread`` is true for the keys that a query does not read; empty if it reads all.
+    ``joined`` names the shape of the result, ``(examples, positions, features)``.
     """
     scores = net.op("MatMul", q, k, to=f"{name}/products")
     scores = net.op("Mul", scores, "scale", to=f"{name}/scores")

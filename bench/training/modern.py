@@ -35,11 +35,8 @@ Normalization = Callable[[str, str], str]
 def llama(seed: int, *, classic: bool = False) -> Model:
     """Return a causal language model over characters with an embedding that is also its head.
 
-    Rotary positions; two heads of queries read each head of keys and values.
-
-    Args:
-        seed: Seed of the weights.
-        classic: Whether layers have biases, LayerNorm and GELU in place of RMSNorm and gates.
+    Rotary positions; two heads of queries read each head of keys and values. The ``classic`` layers
+    have biases, LayerNorm and GELU in place of RMSNorm and gates.
     """
     net = ModelBuilder(seed)
     scalars(net, scale=SIZE**-0.5, lowest=-1e9, epsilon=_EPSILON, two=2.0)

@@ -13,12 +13,8 @@ from kfac_engine.bench.training.tasks import MODERN, TABULAR, TASKS, find_task
 class Collection:
     """Tasks that run together; the loss after the last step counts, not the lowest one.
 
-    Attributes:
-        tasks: Names of the tasks.
-        seconds: CPU seconds of a run.
-        steps: Number of steps of further runs; 0 for no further runs.
-        settings: Method to the rates that are tried, by variant of the method; with the schedule
-            ``"tail"``.
+    A run takes CPU seconds; further runs take ``steps``, or 0 for no further runs. ``settings`` has
+    the rates that are tried for each variant of a method, with the schedule ``"tail"``.
     """
 
     tasks: tuple[str, ...]
@@ -80,14 +76,7 @@ BUDGETS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The runs of a method on a task within a budget.
-
-    Attributes:
-        task: Name of the task.
-        method: Name of the method, with its options.
-        seconds: CPU seconds of the budget.
-        budget_steps: Number of steps of the budget, in place of seconds; 0 for seconds.
-    """
+    """The runs of a method on a task within CPU seconds, or within ``budget_steps`` if not 0."""
 
     task: str
     method: str
@@ -121,13 +110,8 @@ class Group:
     def best(self, outcomes: Mapping[Run, Outcome], seed: int) -> Run | None:
         """Return the candidate with the lowest validation loss that counts.
 
-        Args:
-            outcomes: Results so far.
-            seed: The seed of the candidates.
-
-        Returns:
-            The candidate, one of those that did not die if there are any; None if a candidate has
-            no result.
+        Candidates that died count only if all have. The result is None if a candidate has no
+        result.
         """
         candidates = self.candidates(seed)
         if any(run not in outcomes for run in candidates):
@@ -144,16 +128,9 @@ class Group:
 def groups(
     tasks: Sequence[str], methods: Sequence[str], seconds: Sequence[float] = ()
 ) -> list[Group]:
-    """Return the groups of a suite.
+    """Return the groups of a suite, with ``seconds`` in place of the budgets of ``BUDGETS``.
 
-    Args:
-        tasks: Names of tasks and of collections.
-        methods: Names of methods, with options.
-        seconds: Budgets in place of those of ``BUDGETS``.
-
-    Returns:
-        The groups. A task with another batch size than those of ``BUDGETS`` has the budgets of its
-        usual size.
+    A task with another batch size than those of ``BUDGETS`` has the budgets of its usual size.
     """
     chosen = []
     expanded = (COLLECTIONS[name].tasks if name in COLLECTIONS else (name,) for name in tasks)

@@ -16,14 +16,7 @@ from kfac_engine.system.reading import check_file
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A finished run.
-
-    Attributes:
-        run: Its settings.
-        outcome: Its result.
-        data: Name of the images.
-        revision: ``revision()`` of the sources that ran.
-    """
+    """A finished run on some images, with the ``revision()`` of the sources that ran."""
 
     run: Run
     outcome: Outcome
@@ -63,14 +56,7 @@ def revision() -> str:
 
 
 class Records:
-    """Finished runs, in memory and in a file.
-
-    Args:
-        path: The file, which need not exist; None for no file.
-
-    Raises:
-        InputError: The file is not a file of records.
-    """
+    """Finished runs, in memory and in a file, which need not exist."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -90,12 +76,7 @@ class Records:
     def of(self, data: str, *, any_revision: bool = False) -> Mapping[Run, Outcome]:
         """Return the results by settings.
 
-        Args:
-            data: Name of the images of the runs.
-            any_revision: Whether runs of other sources count; the last one is returned.
-
-        Returns:
-            Settings to result.
+        With ``any_revision``, runs of other sources count; the last one is returned.
         """
         return {
             record.run: record.outcome

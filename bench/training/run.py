@@ -33,14 +33,8 @@ _EXPLOSION = 100.0
 class Run:
     """The settings of a run.
 
-    Attributes:
-        task: Name of a task, with its batch size if it is not the usual one.
-        method: Name of a method, with its options.
-        rate: Learning rate; None for a method without one.
-        schedule: Name of the schedule.
-        seed: Seed of the initial weights, the order of the examples and the engine.
-        seconds: CPU seconds of the budget.
-        budget_steps: Number of steps of the budget, in place of seconds; 0 for seconds.
+    One seed serves the initial weights, the order of the examples and the engine. The budget is in
+    CPU seconds, or in steps if ``budget_steps`` is not 0.
     """
 
     task: str
@@ -66,15 +60,7 @@ def budget_text(seconds: float, steps: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """An evaluation.
-
-    Attributes:
-        step: Number of steps so far.
-        cpu: CPU seconds so far.
-        wall: Wall seconds so far.
-        loss: Loss of the validation examples.
-        accuracy: Share of the validation examples whose class is predicted; None without classes.
-    """
+    """An evaluation on the validation examples; there is no accuracy without classes."""
 
     step: int
     cpu: float
@@ -85,14 +71,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a run.
+    """The result of a run, whose first evaluation comes before the first step.
 
-    Attributes:
-        steps: Number of steps.
-        cpu: CPU seconds of the steps.
-        wall: Wall seconds of the steps.
-        curve: Evaluations, the first one before the first step.
-        died: Why the run ended before its budget was spent; empty if it did not.
+    ``died`` says why the run ended before its budget was spent; empty if it did not.
     """
 
     steps: int
@@ -126,16 +107,7 @@ class Trainer(Protocol):
 
 
 class EngineTrainer:
-    """A model in training by an optimizer of the engine.
-
-    Args:
-        model: The model.
-        task: Its task.
-        method: The optimizer.
-        rate: Its learning rate.
-        options: Its options.
-        seed: Seed of the engine.
-    """
+    """A model in training by an optimizer of the engine."""
 
     def __init__(
         self,
@@ -186,15 +158,6 @@ def train(
 
     The clock counts cutting batches, gradients, the optimizer and ``set_parameters``. It stops for
     the sessions, which are built before, and for evaluations.
-
-    Args:
-        run: The settings.
-        folder: Folder of Fashion-MNIST; None for the digits.
-        cpu_clock: Return the CPU seconds of this process.
-        wall_clock: Return wall seconds.
-
-    Returns:
-        The result.
     """
     task, batch = find_task(run.task)
     method, options = parse_method(run.method)

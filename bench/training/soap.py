@@ -18,14 +18,7 @@ _PERIOD = 10  # steps between two updates of the eigenbases
 
 @dataclass(slots=True)
 class _Basis:
-    """Factors of a matrix and their approximate eigenvectors; each step changes them.
-
-    Attributes:
-        left: Average of ``G Gᵀ``.
-        right: Average of ``Gᵀ G``.
-        left_vectors: Approximate eigenvectors of ``left``, as columns.
-        right_vectors: The same of ``right``.
-    """
+    """Averages of ``G Gᵀ`` and ``Gᵀ G``, and their approximate eigenvectors as columns."""
 
     left: Array
     right: Array
@@ -49,7 +42,7 @@ class _Basis:
         return original
 
     def update(self, gradient: Array, *, rotate: bool) -> None:
-        """Average the factors; then make an iteration towards their eigenvectors, if due."""
+        """Return the parameters after a step, in new arrays."""
         self.left += (1 - _DECAY) * (gradient @ gradient.T - self.left)
         self.right += (1 - _DECAY) * (gradient.T @ gradient - self.right)
         if rotate:
@@ -62,9 +55,6 @@ class Soap:
 
     Arrays of more than two axes become matrices with the first axis as rows. The first gradient
     yields the eigenvectors and moves no parameter, as in the authors' implementation.
-
-    Args:
-        parameters: Parameter name to initial value.
     """
 
     def __init__(self, parameters: Mapping[str, Array]) -> None:
@@ -75,15 +65,7 @@ class Soap:
         self._steps = 0
 
     def update(self, gradients: Mapping[str, Array], rate: float) -> Mapping[str, Array]:
-        """Return the parameters after a step.
-
-        Args:
-            gradients: Gradients of the loss by parameter name.
-            rate: Learning rate of the step.
-
-        Returns:
-            Parameter name to new value; the arrays are new.
-        """
+        """Return the parameters after a step, in new arrays."""
         matrices = {name: _matrix(gradient) for name, gradient in gradients.items()}
         if self._bases is None:
             self._bases = {n: _Basis.of(G) for n, G in matrices.items() if gradients[n].ndim > 1}

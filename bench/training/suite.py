@@ -31,18 +31,11 @@ METHODS = ("kfac", "adam", "sgd", "muon", "soap")
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Options of the suite.
+    """Options of the suite; no names mean all tasks of no collection, and all methods.
 
-    Attributes:
-        data_folder: Folder of Fashion-MNIST; None for the folder of Debian's package, or the
-            bundled digits if it does not exist.
-        tasks: Names of tasks and of collections; empty for all tasks of no collection.
-        methods: Names of methods; empty for all.
-        seeds: Seeds; rates are tuned with the first one.
-        seconds: CPU seconds of each run; empty for the budgets of the suite.
-        runs: File of the finished runs; None for no file.
-        reuse: Whether runs of other sources in this file count.
-        workers: Number of runs at a time, each on a core of its own.
+    Without a data folder, images are those of Debian's package, or the bundled digits if there are
+    none. Rates are tuned with the first seed. No ``seconds`` mean the budgets of the suite. With
+    ``reuse``, runs of other sources in the file ``runs`` count.
     """
 
     data_folder: Path | None = None
@@ -82,17 +75,7 @@ def run_training(
 ) -> list[GroupRow | Comparison]:
     """Make all runs that the file of runs does not have, and print the tables.
 
-    Args:
-        console: Console to print on.
-        options: Options of the suite.
-        folder: Folder for pictures of the losses; None for no pictures.
-        executor: Executes runs; None for a process of its own for each run.
-
-    Returns:
-        The rows of the tables.
-
-    Raises:
-        KfacError: An option is wrong, a file cannot be read, or a run failed.
+    Without a folder there are no pictures. The ``executor`` replaces a new process for each run.
     """
     if not options.seeds:
         raise InputError("--seeds must name one seed at least.")

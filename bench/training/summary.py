@@ -15,12 +15,7 @@ _OURS = "kfac"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of a run.
-
-    Attributes:
-        seconds: CPU seconds.
-        steps: Steps; a fraction between two evaluations.
-    """
+    """A moment of a run in CPU seconds and steps, a fraction between two evaluations."""
 
     seconds: float
     steps: float
@@ -33,20 +28,10 @@ NEVER = Moment(inf, inf)
 class GroupRow:
     """The results of a method on a task within a budget, as medians over the seeds.
 
-    Attributes:
-        task: Name of the task.
-        method: Name of the method, with its options.
-        setting: Learning rate and schedule with the lowest loss for the first seed.
-        seconds: CPU seconds of the budget.
-        budget_steps: Steps of the budget, in place of seconds; 0 for seconds.
-        seeds: Number of runs.
-        steps: Number of steps.
-        milliseconds: CPU milliseconds of a step.
-        loss: Validation loss of a run that counts: the lowest one, or that after the last step.
-        losses: These losses of all runs, in order of the seeds.
-        accuracy: Accuracy at this moment; None without classes.
-        died: Number of runs that ended early.
-        rise: Largest quotient of the last and the lowest validation loss of a run.
+    ``setting`` is the learning rate and the schedule with the lowest loss for the first seed.
+    ``loss`` is the validation loss that counts: the lowest one, or the one after the last step.
+    ``losses`` has it for each seed; the accuracy is of the same moment. ``rise`` is the largest
+    quotient of the last and the lowest validation loss of a run.
     """
 
     task: str
@@ -69,21 +54,9 @@ class Comparison:
     """K-FAC beside another method on a task.
 
     The level is the median over the seeds of the validation loss of the other method that counts.
-
-    Attributes:
-        task: Name of the task.
-        rival: Name of the other method.
-        rival_seconds: CPU seconds of its budget.
-        rival_steps: Steps of its budget, in place of seconds; 0 for seconds.
-        level: The level.
-        method: Name of the method, with its options.
-        budget: CPU seconds of the budget with which the level is reached first.
-        seconds: CPU seconds until the level is reached, a median; None if it is not reached.
-        seconds_ratio: These seconds divided by those of the rival until its loss that counts.
-        steps: Steps until the level is reached, a median.
-        steps_ratio: These steps divided by those of the rival until its loss that counts.
-        loss_ratio: Quotient of the median losses at equal budgets; None without equal budgets.
-        accuracy_gain: Difference of the median accuracies at equal budgets, in percentage points.
+    ``budget`` has the CPU seconds of the budget that reaches it first, ``seconds`` and ``steps``
+    the medians until then; None if it is not reached. Their ratios are to the rival until its loss
+    that counts. ``loss_ratio`` and ``accuracy_gain``, in percentage points, are at equal budgets.
     """
 
     task: str
@@ -113,12 +86,7 @@ def best_so_far(curve: Iterable[Point]) -> list[Point]:
 def reached(curve: Sequence[Point], level: float) -> Moment:
     """Return the moment in which the lowest loss so far reaches a level.
 
-    Args:
-        curve: Evaluations in order.
-        level: A loss.
-
-    Returns:
-        The moment, linearly interpolated between two evaluations; infinite if there is none.
+    It is interpolated linearly between two evaluations; infinite if there is none.
     """
     points = best_so_far(curve)
     if points and points[0].loss <= level:
@@ -134,15 +102,7 @@ def reached(curve: Sequence[Point], level: float) -> Moment:
 
 
 def group_row(group: Group, runs: Mapping[Run, Outcome]) -> GroupRow:
-    """Return the results of a group.
-
-    Args:
-        group: The group.
-        runs: Settings to result of its runs: equal settings but for the seed.
-
-    Returns:
-        The row.
-    """
+    """Return the results of a group."""
     run, outcomes = next(iter(runs)), list(runs.values())
     rate = "" if run.rate is None else f"{run.rate:g} "
     options = run.method.partition(":")[2] if run.method != group.method else ""
@@ -165,14 +125,7 @@ def _median_of(values: Sequence[float | None]) -> float | None:
 
 
 def compare(results: Mapping[Group, Mapping[Run, Outcome]]) -> list[Comparison]:
-    """Return a comparison of K-FAC with each group of another method on the same task.
-
-    Args:
-        results: Group to the results of its runs.
-
-    Returns:
-        A comparison for each rival and each variant of K-FAC.
-    """
+    """Return a comparison of K-FAC with each group of another method on the same task."""
     contenders: dict[tuple[str, str, bool], list[Group]] = {}
     for group in results:
         if _is_ours(group):

@@ -16,13 +16,9 @@ _WHITE = 16  # digits from 0 to 16 become bytes
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of data.
+    """A table of data; ``outputs`` is the number of classes or of targets.
 
-    Attributes:
-        columns: Number of columns.
-        outputs: Number of classes, or of targets.
-        read: Return the columns and the targets, as they are.
-        classes: Whether the targets are classes.
+    ``read`` returns the columns and the targets, as they are.
     """
 
     columns: int
@@ -33,9 +29,7 @@ class Table:
     def data(self, *, raw: bool) -> Data:
         """Return four fifths of the rows to train on, and a fifth to validate on.
 
-        Args:
-            raw: Whether columns and targets have their own units, in place of the mean 0 and the
-                deviation 1.
+        Raw columns and targets have their own units, in place of the mean 0 and the deviation 1.
         """
         x, y = self.read()
         if not raw:

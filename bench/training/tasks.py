@@ -31,16 +31,10 @@ _EVALUATED = 1_000  # examples of a batch of the validation
 class Task:
     """A model that is trained on data.
 
-    Attributes:
-        title: Description for tables.
-        model: Return the model for images of a side, from a seed.
-        data: Return the data from the images.
-        loss: Name of the loss.
-        batch: Number of examples of a batch.
-        evaluated: Number of examples of a batch of the validation. Normalizations in training form
-            use the statistics of these batches, for every method.
-        images: Whether the data are images.
-        least: Loss of an output without an error; it is no part of validation losses.
+    ``model`` returns the model for images of a side, from a seed. Validation has batches of
+    ``evaluated`` examples: normalizations in training form use the statistics of these batches, for
+    every method. ``least`` is the loss of an output without an error; it is no part of validation
+    losses.
     """
 
     title: str
@@ -163,18 +157,7 @@ SEPARATOR = "@"
 
 
 def find_task(name: str) -> tuple[Task, int]:
-    """Return a task and its batch size.
-
-    Args:
-        name: Name of a task, or ``name@batch`` for another batch size.
-
-    Returns:
-        The task, and the number of examples of a batch.
-
-    Raises:
-        UnknownNameError: There is no such task.
-        InputError: The batch size is not a positive integer.
-    """
+    """Return a task and the size of its batches, from ``name`` or ``name@batch``."""
     key, separator, size = name.partition(SEPARATOR)
     task = TASKS[key]
     if not separator:

@@ -24,19 +24,7 @@ class Workers:
         self._running: set[subprocess.Popen[str]] = set()
 
     def execute(self, run: Run, folder: Path | None, core: int) -> Outcome:
-        """Train in a new process with one thread.
-
-        Args:
-            run: The settings.
-            folder: Folder of Fashion-MNIST; None for the digits.
-            core: Position of the core that the process uses.
-
-        Returns:
-            The result.
-
-        Raises:
-            BackendError: The process failed.
-        """
+        """Train in a new process with one thread."""
         command = [sys.executable, "-m", "kfac_engine.bench.training.worker", str(core)]
         process = subprocess.Popen(
             command if folder is None else [*command, str(folder)],

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kfac_engine.bench import nodes
-from kfac_engine.bench.build import measure_build
+from kfac_engine.bench import build
 from kfac_engine.bench.networks import NETWORKS
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import load_graph
@@ -28,7 +27,7 @@ def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> No
     clock = iter(np.cumsum([0, 1, 2, 4, 5, 3, 9, 3, 6, 8, 8, 9]).astype(float))
     monkeypatch.setattr("kfac_engine.bench.build.perf_counter", lambda: next(clock))
     data = models.mlp().SerializeToString()
-    rows = measure_build("mlp", lambda: data, rounds=2)
+    rows = build.measure_build("mlp", lambda: data, rounds=2)
     assert [row.network for row in rows] == ["mlp"] * 4
     # Rounds take 1, 2, 4, 5 − 3 and 3, 6, 8, 8 − 9 (never less than nothing).
     assert [row.seconds.median for row in rows] == [2, 4, 6, 1]
@@ -38,9 +37,10 @@ def test_stages_are_timed_for_every_round(monkeypatch: pytest.MonkeyPatch) -> No
 def test_exponents_of_builds_stand_beside_the_expected_ones(
     power: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    builds = {size: ([size**power / 1e3], 5_000 * size) for size in (100, 1_000)}
-    monkeypatch.setattr(nodes, "answer_of", lambda _, size, **__: builds[size])
-    points = nodes.run_nodes(Console(width=160), "build", sizes=(100, 1_000))
+    sizes = 100, 1_000
+    builds = {n: {"times": [n**power / 1e3], "peak_bytes": 5_000 * n} for n in sizes}
+    monkeypatch.setattr(build, "answer_of", lambda *words, **_: builds[words[-1]])
+    points = build.run_nodes(Console(width=160), "build", sizes)
     assert [point.size for point in points] == [100, 1_000]
     assert [point.exponent for point in points] == pytest.approx([power] * 2)
     assert [point.memory_exponent for point in points] == pytest.approx([1, 1])
@@ -56,7 +56,7 @@ def test_a_chain_has_its_nodes_but_for_the_last_activation(
 ) -> None:
     read: list[int] = []
     monkeypatch.setattr(
-        nodes.Engine, "from_onnx", lambda data, **_: read.append(len(load_graph(data).nodes))
+        build.Engine, "from_onnx", lambda data, **_: read.append(len(load_graph(data).nodes))
     )
-    nodes.build(count)
+    build.build_chain(count)
     assert read == [3, count - 1]

@@ -32,7 +32,7 @@ def test_steps_are_those_of_the_optimizers(folder, monkeypatch) -> None:
     for name, make in models._OPTIMIZERS.items():
         engine = ke.Engine.from_onnx(path, loss="categorical", threads=1)
         optimizer = make(engine)
-        answer = models.measure(path, name)
+        answer = models.measure(str(path), name)
         expected = [optimizer.step(inputs, targets).loss for _ in range(3)]
         assert answer.losses == pytest.approx(expected)
         assert answer.parameters == sum(array.size for array in engine.parameters.values())
@@ -52,7 +52,8 @@ def test_each_optimizer_has_a_row_from_its_own_process(folder, monkeypatch) -> N
     console = Console(width=200, record=True)
     rows = models.run_models(console, "models", folder, with_torch=True)
     path = folder / "tiny.onnx"
-    assert asked == [("models", path, "AdamW"), ("models", path, "K-FAC")]  # there is no tiny.pt2
+    # There is no tiny.pt2.
+    assert asked == [("models", "measure", str(path), name) for name in ("AdamW", "K-FAC")]
     (folder / "tiny.pt2").touch()
     assert models.run_models(console, "models", folder) == rows
     with_torch = models.run_models(console, "models", folder, with_torch=True)

@@ -4,9 +4,8 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.bench.measure import Row
-from kfac_engine.bench.report import restored
+from kfac_engine.bench.report import milliseconds, restored
 from kfac_engine.bench.suite_table import COLUMNS, print_suite
-from kfac_engine.bench.timing import milliseconds
 from scripts import bench_tables
 
 REPORT = bench_tables.load(max(bench_tables.RESULTS.glob(bench_tables.NEWEST)))

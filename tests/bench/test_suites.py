@@ -5,7 +5,7 @@ from rich.console import Console
 
 import kfac_engine as ke
 from kfac_engine.bench import scaling
-from kfac_engine.bench.scaling_fit import fitted
+from kfac_engine.bench.scaling import fitted
 from kfac_engine.bench.stages import take_apart
 from kfac_engine.bench.step_networks import NETWORKS, classifier
 
@@ -64,7 +64,7 @@ def test_points_of_an_axis_share_their_exponents(monkeypatch, capsys):
 
 @pytest.mark.parametrize("side", [0, 4], ids=["dense", "convolutions"])
 def test_steps_of_a_shape_are_timed(side):
-    shape = scaling.Shape(batch=3, width=4, classes=2, layers=2, side=side)
+    shape = {"batch": 3, "width": 4, "classes": 2, "layers": 2, "side": side}
     found = scaling.take_steps(shape, threads=1, rounds=2)
     assert len(found.times) == 2
     assert min(found.times) > 0
