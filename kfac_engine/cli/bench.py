@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.options import debug_option
+from kfac_engine.cli.options import debug_option, gathered
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Entry = TypeVar("Entry")
 
 
@@ -85,13 +84,6 @@ _OPTIONS = (
 )
 
 
-def training_options(command: Function) -> Function:
-    """Add the options of the suite ``train`` to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
 @click.command(
     cls=Command, example="kfac-engine bench --suite inverse --repeats 2 --json results.json"
 )
@@ -156,7 +148,7 @@ def training_options(command: Function) -> Function:
     is_flag=True,
     help="Show all columns of the comparisons that fit: quartiles, rates, memory and errors, too.",
 )
-@training_options
+@gathered("training", *_OPTIONS)
 @debug_option
 def bench(
     suite: tuple[str, ...], json_path: Path | None, compare: str, listed: bool, **options: Any
@@ -168,6 +160,6 @@ def bench(
     if listed:
         print_suites(new_console())
         return
-    training = {name: options.pop(name) for name in TrainingOptions.__dataclass_fields__}
-    chosen = Options(compare=separated(compare), training=TrainingOptions(**training), **options)
+    training = TrainingOptions(**vars(options.pop("training")))
+    chosen = Options(compare=separated(compare), training=training, **options)
     run_suites(suite, json_path, options=chosen)

@@ -1,7 +1,7 @@
 """``curvature``: measure the Fisher matrix of a model on a data set, and store it."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,25 +14,6 @@ from kfac_engine.cli.options import debug_option, gathered, json_option, keyword
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes."""
-
-    inputs: Path
-    targets: Path | None
-    plot: Path | None
-    out: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The form of the report."""
-
-    damping: float
-    wide: bool
-    as_json: bool
 
 
 _FILES = (
@@ -75,13 +56,17 @@ _FORM = (
     "  --structure ekfac -o mlp.curvature.safetensors",
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILES)
+@gathered("files", *_FILES)
 @batch_option
-@gathered("form", Form, _FORM)
+@gathered("form", *_FORM)
 @keywords()
 @debug_option
 def curvature(
-    model: Path, files: Files, batch: int | None, form: Form, options: dict[str, Any]
+    model: Path,
+    files: SimpleNamespace,
+    batch: int | None,
+    form: SimpleNamespace,
+    options: dict[str, Any],
 ) -> None:
     """Measure the Fisher matrix of a model on a data set, and store it."""
     from kfac_engine.cli.curvature_report import print_curvature, write_spectra
@@ -98,11 +83,11 @@ def curvature(
         if files.plot is not None:
             write_spectra(files.plot, model.name, result, form.damping)
     with report_beside(files.out):
-        print_curvature(result, form.damping, files.out, wide=form.wide, as_json=form.as_json)
+        print_curvature(result, path=files.out, **vars(form))
 
 
 def _measured(
-    model: Path, files: Files, size: int | None, options: dict[str, Any]
+    model: Path, files: SimpleNamespace, size: int | None, options: dict[str, Any]
 ) -> "ke.Curvature":
     """Return the curvature of a model on the data of files."""
     from kfac_engine.analysis.fisher_matrix.assembly import assembled

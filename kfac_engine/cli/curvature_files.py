@@ -32,5 +32,5 @@ def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.C
     from kfac_engine.cli.files import read_inputs
 
     with working("reading the curvature"), shown_warnings():
-        inputs = None if sample is None else read_inputs(sample, model)
+        inputs = read_inputs(sample, model)
         return ke.Curvature.load(path, model, sample_inputs=inputs)

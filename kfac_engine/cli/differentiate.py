@@ -70,7 +70,7 @@ def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, tar
     check_files(with_weights("-o", target), {"--inputs": inputs}, model)
 
     with working("differentiating the model"):
-        sample = None if inputs is None else read_inputs(inputs, model)
+        sample = read_inputs(inputs, model)
         gradient = ke.differentiate(model, **options, sample_inputs=sample, path=target)
     with report_beside(target):
         _report(gradient, target)

@@ -79,7 +79,7 @@ def export_training(
 
     chosen = {name: value for name, value in options.items() if value is not None}
     with working("writing the training step"), shown_warnings():
-        sample = None if inputs is None else read_inputs(inputs, model)
+        sample = read_inputs(inputs, model)
         files = ke.export_training(model, **chosen, sample_inputs=sample, path=target)
     with report_beside(target):
         _report(files)

@@ -50,14 +50,14 @@ def with_weights(name: str, path: Path) -> dict[str, Path | None]:
     return {name: path, f"the weights of {name}": weights}
 
 
-def read_inputs(path: Path, model: Path) -> dict[str, Array]:
+def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
     """Return the batch in a file without targets, or the first shard of a folder of shards.
 
     The file is an ``.npz`` with inputs by name, or an ``.npy`` for a model with one input. The
     engine checks the names. ``InputError`` is raised if the file is missing or broken, or if it has
     a lone array for several inputs.
     """
-    return read_data(path, None, model)[0]
+    return None if path is None else read_data(path, None, model)[0]
 
 
 def read_data(

@@ -1,7 +1,7 @@
 """``find-rate``: suggest a learning rate for a model and a data set."""
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,10 +10,12 @@ from kfac_engine.cli.command import Choice, Group, file_path
 from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
+    Options,
     debug_option,
     gathered,
     json_option,
     keywords,
+    labeled_data,
     sample_option,
 )
 from kfac_engine.cli.train import OPTIMIZERS, SET_HERE
@@ -22,34 +24,8 @@ if TYPE_CHECKING:
     import kfac_engine as ke
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes."""
-
-    data: Path
-    targets: Path | None
-    inputs: Path | None
-    plot: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The arguments of ``find_rate``."""
-
-    optimizer: str
-    batch_size: int
-    lowest: float
-    highest: float
-    steps: int
-
-
-_FILES = (
-    Group.DATA.file(
-        "--data", required=True,
-        help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
-        "--targets: the inputs, .npz or .npy."),
-    Group.DATA.file(
-        "--targets", help="Targets in a file of their own, .npz or .npy."),
+_FILES: Options = (
+    *labeled_data("--data"),
     sample_option,
     Group.OUTPUT.file("--plot", help="Picture of the losses (.png, .svg, .pdf)."),
 )  # fmt: skip
@@ -75,13 +51,17 @@ _SEARCH = (
     without=SET_HERE,
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILES)
-@gathered("search", Search, _SEARCH)
+@gathered("files", *_FILES)
+@gathered("search", *_SEARCH)
 @keywords()
 @json_option
 @debug_option
 def find_rate(
-    model: Path, files: Files, search: Search, options: dict[str, Any], as_json: bool
+    model: Path,
+    files: SimpleNamespace,
+    search: SimpleNamespace,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> None:
     """Suggest a learning rate, from a short run whose rate grows."""
     import kfac_engine as ke
@@ -93,13 +73,13 @@ def find_rate(
     if files.plot is not None:
         check_plot(files.plot)
     with working("preparing the model"), shown_warnings():
-        sample = None if files.inputs is None else read_inputs(files.inputs, model)
+        sample = read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
     data = files.data if files.targets is None else (files.data, files.targets)
     with shown_warnings():
-        result = ke.find_rate(engine, data, **asdict(search), seed=options["seed"], progress=True)
+        result = ke.find_rate(engine, data, **vars(search), seed=options["seed"], progress=True)
         if files.plot is not None:
             result.plot(files.plot)
     _report(result, search.optimizer, as_json)

@@ -1,7 +1,7 @@
 """``influence``: scores of the examples of the training data for queries."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import click
@@ -9,7 +9,7 @@ import click
 from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.curvature_files import batch_option, curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
-from kfac_engine.cli.options import debug_option, gathered, json_option
+from kfac_engine.cli.options import Options, debug_option, gathered, json_option, labeled_data
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
@@ -21,27 +21,9 @@ if TYPE_CHECKING:
 _MOST_QUERIES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes."""
-
-    curvature: Path
-    inputs: Path
-    targets: Path | None
-    queries: Path | None
-    query_targets: Path | None
-    out: Path
-
-
-_FILES = (
+_FILES: Options = (
     curvature_option,
-    Group.DATA.file(
-        "--inputs",
-        required=True,
-        help="Training data: .npz with the inputs by name and 'targets', or a folder of such "
-        "files. With --targets: the inputs, .npz or .npy.",
-    ),
-    Group.DATA.file("--targets", help="Their targets in a file of their own, .npz or .npy."),
+    *labeled_data("--inputs", "Training data"),
     Group.DATA.file(
         "--queries",
         help="Queries, in a form of --inputs; without them, each example has the score for itself.",
@@ -65,7 +47,7 @@ _FILES = (
     "  --queries queries.npy --query-targets answers.npy -o scores.npz",
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILES)
+@gathered("files", *_FILES)
 @batch_option
 @Group.CURVATURE.option(
     "--damping",
@@ -77,7 +59,12 @@ _FILES = (
 @json_option
 @debug_option
 def influence(
-    model: Path, files: Files, batch: int | None, damping: float | None, top: int, as_json: bool
+    model: Path,
+    files: SimpleNamespace,
+    batch: int | None,
+    damping: float | None,
+    top: int,
+    as_json: bool,
 ) -> None:
     """Score the examples of the training data for queries, or for themselves."""
     import kfac_engine as ke

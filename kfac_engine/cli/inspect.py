@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -63,14 +64,6 @@ _SCHEDULE = ("covariance_every", "refresh_every")
 _REFRESH = " refresh"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Numbers of examples and of processes."""
-
-    batch: int | None
-    ranks: int | None
-
-
 _SIZES = (
     Group.MODEL.count(
         "--batch",
@@ -89,7 +82,7 @@ _SIZES = (
     params=[layer_owners_option(), *options_of(Schedule, _SCHEDULE)],
 )
 @click.argument("model", type=file_path)
-@gathered("size", Size, _SIZES)
+@gathered("size", *_SIZES)
 @sample_option
 @Group.OUTPUT.file(
     "--plot",
@@ -104,7 +97,7 @@ _SIZES = (
 @debug_option
 def inspect(
     model: Path,
-    size: Size,
+    size: SimpleNamespace,
     inputs: Path | None,
     plot: Path | None,
     wide: bool,
@@ -120,7 +113,7 @@ def inspect(
         _check_plot(plot, inputs, model)
     with working("preparing the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
-        sample = None if inputs is None else read_inputs(inputs, model)
+        sample = read_inputs(inputs, model)
         schedule = Schedule(**{name: options.pop(name) for name in _SCHEDULE})
         engine = ke.Engine.from_onnx(model, sample_inputs=sample, schedule=schedule, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)

@@ -1,7 +1,7 @@
 """``laplace``: predictions with their uncertainty, and a model that computes it."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import click
@@ -19,36 +19,6 @@ if TYPE_CHECKING:
     from kfac_engine.analysis.laplace.predictive import Predictive
 
 _BY_EVIDENCE = "evidence"
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes, and the bound of the exported one."""
-
-    curvature: Path
-    inputs: Path | None
-    out: Path | None
-    export: Path | None
-    node_limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Posterior:
-    """Options of the posterior distribution."""
-
-    prior: float | str
-    noise: float | str
-    temperature: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Options of the predictions."""
-
-    link: str
-    samples: int
-    seed: int
-    joint: bool
 
 
 def _number_or_evidence(_: click.Context, parameter: click.Parameter, value: str) -> float | str:
@@ -126,13 +96,17 @@ _PREDICTION = (
     "  --inputs queries.npy -o predictive.npz",
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILES)
-@gathered("prior", Posterior, _POSTERIOR)
-@gathered("prediction", Prediction, _PREDICTION)
+@gathered("files", *_FILES)
+@gathered("prior", *_POSTERIOR)
+@gathered("prediction", *_PREDICTION)
 @json_option
 @debug_option
 def laplace(
-    model: Path, files: Files, prior: Posterior, prediction: Prediction, as_json: bool
+    model: Path,
+    files: SimpleNamespace,
+    prior: SimpleNamespace,
+    prediction: SimpleNamespace,
+    as_json: bool,
 ) -> None:
     """Predict with the uncertainty of the parameters, by a Laplace approximation."""
     from kfac_engine.cli.files import check_files, read_data, with_weights, write_npz
@@ -153,13 +127,7 @@ def laplace(
     if files.out is not None and files.inputs is not None:
         with working("predicting"):
             _, queries = read_data(files.inputs, None, model, map_arrays)
-            predictive = posterior.predict(
-                queries,
-                prediction.link,
-                joint=prediction.joint,
-                samples=prediction.samples,
-                seed=prediction.seed,
-            )
+            predictive = posterior.predict(queries, **vars(prediction))
             write_npz(files.out, _arrays(predictive))
     if files.export is not None:
         with working("writing the model"):
@@ -169,7 +137,7 @@ def laplace(
         _report(posterior, predictive, written, as_json)
 
 
-def _posterior(curvature: "ke.Curvature", options: Posterior) -> "ke.Laplace":
+def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Laplace":
     import kfac_engine as ke
 
     prior, noise = (

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -36,27 +36,7 @@ if TYPE_CHECKING:
     from kfac_engine.losses.observed import Targets
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes."""
-
-    inputs: Path
-    targets: Path | None
-    gradients: Path | None
-    state: Path | None
-    out: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of one batch; ``loss`` is None if the user provided the gradients."""
-
-    loss: float | None
-    gradients: "dict[str, Array]"
-    natural_gradients: "dict[str, Array]"
-
-
-_FILE_OPTIONS = (
+_FILES = (
     Group.DATA.file(
         "--inputs",
         required=True,
@@ -76,6 +56,8 @@ _FILE_OPTIONS = (
 )
 
 
+# Name, shape, gradient norm and natural gradient norm of a parameter.
+Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
 # Fields of the schedule; --state counts the calls.
 _SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "periods")
 
@@ -87,14 +69,14 @@ _SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "
     params=options_of(Schedule, _SCHEDULE),
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILE_OPTIONS)
+@gathered("files", *_FILES)
 @Group.CURVATURE.option("--exp", default=-1.0, help="Power of the Fisher matrix.")
 @keywords()
 @json_option
 @debug_option
 def precondition(
     model: Path,
-    files: Files,
+    files: SimpleNamespace,
     exp: float,
     options: dict[str, Any],
     as_json: bool,
@@ -129,12 +111,12 @@ def precondition(
         )
     with working("preconditioning"):
         batch = whole_batch(data, engine.example_axes, labeled=False)
-        outcome = _precondition(engine, *batch, gradients, exp)
-        reading.write_result(files.out, outcome.gradients, outcome.natural_gradients)
+        loss, *pair = _precondition(engine, *batch, gradients, exp)
+        reading.write_result(files.out, *pair)
     if files.state is not None:
         engine.save(files.state)
     with report_beside(files.out):
-        _report(outcome, files.out, as_json)
+        _report(loss, norm_rows(*pair), files.out, as_json)
 
 
 def _precondition(
@@ -143,35 +125,33 @@ def _precondition(
     targets: "Targets",
     gradients: "dict[str, Array] | None",
     exp: float,
-) -> Outcome:
+) -> "tuple[float | None, dict[str, Array], dict[str, Array]]":
+    """Return the loss, which gradients of the user do not have, and both kinds of gradients."""
     if gradients is not None:
         engine.observe(inputs, targets)
-        return Outcome(None, gradients, engine.precondition(gradients, exp=exp))
+        return None, gradients, engine.precondition(gradients, exp=exp)
     if targets is None:
         raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
     result = engine.step(inputs, targets)
-    return Outcome(result.loss, result.gradients, result.natural_gradients)
+    return result.loss, result.gradients, result.natural_gradients
 
 
-def _report(outcome: Outcome, path: Path, as_json: bool) -> None:
-    rows = norm_rows(outcome.gradients, outcome.natural_gradients)
+def _report(loss: float | None, rows: list[Norms], path: Path, as_json: bool) -> None:
     if as_json:
         parameters = {
             name: {"shape": list(shape), "gradient_norm": g, "natural_gradient_norm": v}
             for name, shape, g, v in rows
         }
-        print_json({"loss": outcome.loss, "parameters": parameters, "out": str(path)})
+        print_json({"loss": loss, "parameters": parameters, "out": str(path)})
         return
-    if outcome.loss is not None:
-        say(f"loss {outcome.loss:.6g}")
+    if loss is not None:
+        say(f"loss {loss:.6g}")
     print_norms(rows)
     say(f"written to {path}")
 
 
-def norm_rows(
-    gradients: "dict[str, Array]", natural_gradients: "dict[str, Array]"
-) -> list[tuple[str, tuple[int, ...], float, float]]:
-    """Return name, shape, gradient norm and natural gradient norm of each parameter."""
+def norm_rows(gradients: "dict[str, Array]", natural_gradients: "dict[str, Array]") -> list[Norms]:
+    """Return the norms of each parameter."""
     import numpy as np
 
     # In half precision the squares would overflow.
@@ -184,7 +164,7 @@ def norm_rows(
     ]
 
 
-def print_norms(rows: list[tuple[str, tuple[int, ...], float, float]]) -> None:
+def print_norms(rows: list[Norms]) -> None:
     """Print the rows of ``norm_rows`` as a table."""
     print_table(
         "gradients",

@@ -1,10 +1,10 @@
 """``train``: train a model on a data set, and write it as an ONNX file."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,10 +16,12 @@ from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     Invocation,
+    Options,
     debug_option,
     gathered,
     json_option,
     keywords,
+    labeled_data,
     one_or_more,
     sample_option,
     spelled,
@@ -47,38 +49,33 @@ SET_HERE = ("damping", "gradient_dtype")
 _REFRESH_OPTIONS = ("refresh_every", "policy", "drift", "budget", "periods")
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The callbacks of a run; None for none."""
+def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
+    """Yield the callbacks of a run."""
+    import kfac_engine as ke
 
-    early_stop: int | None
-    best: bool
-    best_metric: str
-    average: float | str | None
-    tensorboard: Path | None
-
-    def callbacks(self) -> "Iterator[Callback]":
-        """Yield the callbacks."""
-        import kfac_engine as ke
-
-        if self.early_stop is not None:
-            yield ke.EarlyStop(self.best_metric, self.early_stop)
-        if self.average is not None:
-            yield ke.WeightAverage(self.average)
-        if self.best:
-            yield ke.BestWeights(self.best_metric)
-        if self.tensorboard is not None:
-            yield ke.TensorBoard(self.tensorboard)
+    if choices.early_stop is not None:
+        yield ke.EarlyStop(choices.best_metric, choices.early_stop)
+    if choices.average is not None:
+        yield ke.WeightAverage(choices.average)
+    if choices.best:
+        yield ke.BestWeights(choices.best_metric)
+    if choices.tensorboard is not None:
+        yield ke.TensorBoard(choices.tensorboard)
 
 
-def _number_or_text(_: click.Context, __: click.Parameter, value: str | None) -> float | str | None:
-    try:
-        return None if value is None else float(value)
-    except ValueError:
-        return value
+def _number_or(other: type[Any]) -> Callable[..., Any]:
+    """Return a callback that reads a number, or passes another text to a type."""
+
+    def read(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else float(value)
+        except ValueError:
+            return other(value)
+
+    return read
 
 
-_CALLBACK_OPTIONS = (
+_CHOICES = (
     Group.LENGTH.count(
         "--early-stop", metavar="N",
         help="End the run after N validations in a row without an improvement."),
@@ -89,7 +86,7 @@ _CALLBACK_OPTIONS = (
         "--best-metric", metavar="NAME", default="validation_loss",
         help="Metric that --early-stop and --best compare."),
     Group.VALIDATION.option(
-        "--average", metavar="DECAY|tail", callback=_number_or_text,
+        "--average", metavar="DECAY|tail", callback=_number_or(str),
         help="Evaluate and write an average of the weights: an exponential one with a decay such "
         "as 0.99, or the mean over the last 40 % of the run."),
     Group.OUTPUT.file(
@@ -123,67 +120,12 @@ def chosen_refreshes(options: dict[str, Any], optimizer: str) -> dict[str, Any]:
     return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Files that the command reads and writes."""
-
-    data: Path
-    targets: Path | None
-    validation: Path | float | None
-    checkpoint: Path | None
-    log: Path | None
-    report: Path | None
-    inputs: Path | None
-    out: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The optimizer and its options; None for a default of its class."""
-
-    optimizer: str
-    learning_rate: float | None
-    optimizer_damping: float | None
-    weight_decay: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """The course of the run, as ``fit`` takes it."""
-
-    epochs: int | None
-    steps: int | None
-    seconds: float | None
-    batch_size: int
-    accumulate: int
-    schedule: str
-    metrics: Sequence[str] | None
-    checkpoint_every: int | None
-    rollbacks: int
-    resume: bool
-
-
-def _path_or_fraction(
-    _: click.Context, __: click.Parameter, value: str | None
-) -> Path | float | None:
-    try:
-        return None if value is None else float(value)
-    except ValueError:
-        return Path(str(value))
-
-
-_FILES = (
-    Group.DATA.file(
-        "--data",
-        required=True,
-        help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
-        "--targets: the inputs, .npz or .npy.",
-    ),
-    Group.DATA.file("--targets", help="Targets in a file of their own, .npz or .npy."),
+_FILES: Options = (
+    *labeled_data("--data"),
     Group.VALIDATION.option(
         "--validation",
         metavar="FILE|FRACTION",
-        callback=_path_or_fraction,
+        callback=_number_or(Path),
         help="Data to evaluate after each epoch, in a form of --data; or the fraction of --data "
         "that is split off, such as 0.1.",
     ),
@@ -246,19 +188,19 @@ _COURSE = (
     params=[distribution_option(), layer_owners_option(), *refresh_options()],
 )
 @click.argument("model", type=file_path)
-@gathered("files", Files, _FILES)
-@gathered("update", Update, _UPDATE)
-@gathered("course", Course, _COURSE)
-@gathered("choices", Choices, _CALLBACK_OPTIONS)
+@gathered("files", *_FILES)
+@gathered("update", *_UPDATE)
+@gathered("course", *_COURSE)
+@gathered("choices", *_CHOICES)
 @keywords()
 @json_option
 @debug_option
 def train(
     model: Path,
-    files: Files,
-    update: Update,
-    course: Course,
-    choices: Choices,
+    files: SimpleNamespace,
+    update: SimpleNamespace,
+    course: SimpleNamespace,
+    choices: SimpleNamespace,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -272,10 +214,10 @@ def train(
 
 def _train(
     model: Path,
-    files: Files,
-    update: Update,
-    course: Course,
-    choices: Choices,
+    files: SimpleNamespace,
+    update: SimpleNamespace,
+    course: SimpleNamespace,
+    choices: SimpleNamespace,
     options: dict[str, Any],
     as_json: bool,
 ) -> None:
@@ -285,7 +227,7 @@ def _train(
     _check(files, model, resume=course.resume)
     refreshes = chosen_refreshes(options, update.optimizer)
     with working("preparing the model"), shown_warnings():
-        sample = None if files.inputs is None else read_inputs(files.inputs, model)
+        sample = read_inputs(files.inputs, model)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
@@ -293,7 +235,7 @@ def _train(
     for note in engine.inference_notes:
         tell("note", f"{printable(spelled(note))}.")
     interruption = click.get_current_context().ensure_object(Invocation).interruption
-    callbacks = list(choices.callbacks())
+    callbacks = list(_callbacks(choices))
     if files.checkpoint is not None:
         callbacks.append(_patience(interruption))
     try:
@@ -309,7 +251,7 @@ def _train(
         _report(history, files.out, as_json)
 
 
-def _check(files: Files, model: Path, *, resume: bool) -> None:
+def _check(files: SimpleNamespace, model: Path, *, resume: bool) -> None:
     """Refuse to overwrite a file that is read, or the checkpoint of another run."""
     from kfac_engine.cli.files import check_files, with_weights
     from kfac_engine.training.run_checkpoint import RunCheckpoint
@@ -335,7 +277,9 @@ def _check(files: Files, model: Path, *, resume: bool) -> None:
         )
 
 
-def _optimizer(engine: "ke.Engine", update: Update, refreshes: Mapping[str, Any]) -> "Optimizer":
+def _optimizer(
+    engine: "ke.Engine", update: SimpleNamespace, refreshes: Mapping[str, Any]
+) -> "Optimizer":
     from kfac_engine.training.fit import OPTIMIZERS
 
     choices = {
@@ -351,8 +295,8 @@ def _optimizer(engine: "ke.Engine", update: Update, refreshes: Mapping[str, Any]
 
 def _fit(
     optimizer: "Optimizer",
-    files: Files,
-    course: Course,
+    files: SimpleNamespace,
+    course: SimpleNamespace,
     seed: int,
     callbacks: "Sequence[Callback]",
 ) -> "ke.History":
@@ -364,22 +308,13 @@ def _fit(
             optimizer.engine,
             files.data if files.targets is None else (files.data, files.targets),
             optimizer=optimizer,
-            epochs=course.epochs,
-            steps=course.steps,
-            seconds=course.seconds,
-            batch_size=course.batch_size,
-            accumulate=course.accumulate,
             validation=files.validation,
-            metrics=course.metrics,
-            schedule=course.schedule,
             callbacks=callbacks,
             seed=seed,
             checkpoint=files.checkpoint,
-            resume=course.resume,
             log=files.log,
-            checkpoint_every=course.checkpoint_every,
-            rollbacks=course.rollbacks,
             progress=True,
+            **vars(course),
         )
 
 
@@ -397,7 +332,7 @@ def _patience(interruption: Interruption) -> "Callback":
     return Patience()
 
 
-def _advice(files: Files) -> str:
+def _advice(files: SimpleNamespace) -> str:
     """Return how a run continues after a signal, or why it does not."""
     from kfac_engine.training.run_checkpoint import RunCheckpoint
 

@@ -2,6 +2,7 @@
 
 from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +10,7 @@ import click
 from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import print_json, say, working
 from kfac_engine.cli.engine_options import EngineCommand
-from kfac_engine.cli.options import debug_option, json_option, keywords
+from kfac_engine.cli.options import debug_option, gathered, json_option, keywords, labeled_data
 from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -24,13 +25,7 @@ FAILED = 3
     example="kfac-engine verify mlp.onnx --inputs images.npy --targets labels.npy",
 )
 @click.argument("model", type=file_path)
-@Group.DATA.file(
-    "--inputs",
-    required=True,
-    help="Data: .npz with the inputs by name and 'targets', or a folder of such files. With "
-    "--targets: the inputs, .npz or .npy.",
-)
-@Group.DATA.file("--targets", help="Targets in a file of their own, .npz or .npy.")
+@gathered("files", *labeled_data("--inputs"))
 @Group.CHECKS.count(
     "--examples", default=8, help="Largest number of examples that the checks read."
 )
@@ -44,8 +39,7 @@ FAILED = 3
 @debug_option
 def verify(
     model: Path,
-    inputs: Path,
-    targets: Path | None,
+    files: SimpleNamespace,
     examples: int,
     parameters: int,
     options: dict[str, Any],
@@ -56,7 +50,7 @@ def verify(
     from kfac_engine.cli.files import read_data
 
     with working("reading"):
-        sample, data = read_data(inputs, targets, model)
+        sample, data = read_data(files.inputs, files.targets, model)
     result = ke.verify(
         model,
         data,
