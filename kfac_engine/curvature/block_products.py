@@ -52,9 +52,11 @@ class BlockProducts:
 
         def product(block: FisherBlock, vector: Vector) -> Vector:
             chosen = needed.get(block.params or ())
-            if chosen is None or not isinstance(block, KroneckerProductFB):
+            if chosen is not None and isinstance(block, KroneckerProductFB):
+                return block.multiply_columns(vector, exp, chosen)
+            if isinstance(vector, Rows | tuple) or isinstance(block.params, str):
                 return block.multiply_matpower(vector, exp)
-            return block.multiply_columns(vector, exp, chosen)
+            return block.multiply_weight(vector, exp)
 
         return product
 
@@ -78,12 +80,12 @@ class BlockProducts:
         """Multiply vectors of some or all blocks, given by parameter, in parallel.
 
         A vector is an array in the shape of the parameter, or rows of an embedding. The product has
-        the shape of its vector. ``InputError`` is raised if a block has vectors for some of its
-        parameters only.
+        the shape of its vector. A power of a block may be multiplied by a vector of its first
+        parameter alone: the others have zeros, and no product.
         """
         products: dict[str, Any] = {}
 
-        def multiply(names: tuple[str, ...], block: FisherBlock, vector: Vector) -> None:
+        def multiply(names: list[str], block: FisherBlock, vector: Vector) -> None:
             result = product(block, vector)
             arrays = (result,) if isinstance(result, Rows) else parts(result)
             products.update(zip(names, arrays, strict=True))
@@ -94,12 +96,13 @@ class BlockProducts:
             present = [name for name in names if name in vectors]
             if not present:
                 continue
-            if len(present) < len(names):
+            if present not in ([names[0]], [*names]):
                 raise InputError(
                     f"{', '.join(names)} form one block; give the gradients of all of them."
                 )
-            vector = vectors[key] if isinstance(key, str) else tuple(vectors[n] for n in key)
-            tasks.append(Task(block.work, partial(multiply, names, block, vector)))
+            arrays = tuple(vectors[name] for name in present)
+            vector = arrays if isinstance(key, tuple) and len(arrays) == len(key) else arrays[0]
+            tasks.append(Task(block.work, partial(multiply, present, block, vector)))
         self._collection.backend.run_parallel(tasks)
         return {name: products[name] for name in vectors if name in products}
 

@@ -51,6 +51,7 @@ from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
+    check_blocks,
     check_load,
     checked_extras,
     checked_vectors,
@@ -585,7 +586,10 @@ class Engine(Summarized, TrainableModel):
         """Return vectors by parameter name, checked; a factor without statistics is an error."""
         if any(factor.average.value is None for factor in self.estimator.factors):
             raise NotReadyError("there are no statistics yet; call observe() or step() first.")
-        return checked_vectors(self._model, self.collection.backend, vectors)
+        checked = checked_vectors(self._model, self.collection.backend, vectors)
+        parts = self._assembly.discovery.parts
+        check_blocks(self.collection, {part.name for name in checked for part in parts[name]})
+        return checked
 
     def _state(self, extras: Extras | None) -> State:
         schedule = self.planner.saved(), self.estimator.refreshes.saved()

@@ -1,6 +1,6 @@
 """Checks of an engine on estimation modes, batch sizes and gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -9,6 +9,8 @@ from kfac_engine.arguments import flag
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.engine.checkpoint import Extras
 from kfac_engine.engine.loss_bindings import LossBinding
@@ -95,6 +97,15 @@ def checked_vectors(
         if not finite:
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
     return checked
+
+
+def check_blocks(collection: LayerCollection, names: Set[str]) -> None:
+    """Refuse vectors, by their names, of some parameters of a block without the others."""
+    for params in map(uses, collection.fisher_blocks):
+        if not names.isdisjoint(params) and not names >= {*params}:
+            raise InputError(
+                f"{', '.join(params)} form one block; give the gradients of all of them."
+            )
 
 
 def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:

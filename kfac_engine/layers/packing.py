@@ -29,7 +29,41 @@ _TRANSPOSED_AXES: dict[str, tuple[int, ...]] = {
     "DHWOI": (4, 0, 1, 2, 3),
     "IODHW": (0, 2, 3, 4, 1),
 }
-_ALL_AXES = _AXES | _TRANSPOSED_AXES
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the axes of a weight format become rows and columns.
+
+    Attributes:
+        axes: The permutation of the axes to ``(*rows, *columns)``.
+        row_axes: Number of axes that are rows.
+        outputs_first: Whether the outputs are the first axis.
+        read: The permutation in which ``Packing.parts`` reads a weight, without a copy if possible:
+            ``axes``, or ``(*columns, *rows)`` if outputs are first.
+        back: The inverse of ``read``.
+    """
+
+    axes: tuple[int, ...]
+    row_axes: int
+    outputs_first: bool
+    read: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+def _layout(axes: tuple[int, ...], row_axes: int) -> _Layout:
+    first = axes[row_axes] == 0
+    read = (*axes[row_axes:], *axes[:row_axes]) if first else axes
+    return _Layout(axes, row_axes, first, read, _inverse(read))
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
+
+
+_LAYOUTS = {name: _layout(axes, len(axes) - 1) for name, axes in _AXES.items()} | {
+    name: _layout(axes, 1) for name, axes in _TRANSPOSED_AXES.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +84,21 @@ class Packing:
 
     def __post_init__(self) -> None:
         """Check that the format is known."""
-        if self.weight_format not in _ALL_AXES:
+        if self.weight_format not in _LAYOUTS:
             raise InputError(
                 f"unknown weight_format '{self.weight_format}'; choose one of: "
-                f"{', '.join(_ALL_AXES)}."
+                f"{', '.join(_LAYOUTS)}."
             )
 
     @property
     def axes(self) -> tuple[int, ...]:
         """The permutation of the weight's axes to ``(*rows, *columns)``."""
-        return _ALL_AXES[self.weight_format]
+        return _LAYOUTS[self.weight_format].axes
 
     @property
     def row_axes(self) -> int:
         """Number of axes of the weight that are rows: all but one, or one if transposed."""
-        return 1 if self.weight_format in _TRANSPOSED_AXES else len(self.axes) - 1
+        return _LAYOUTS[self.weight_format].row_axes
 
     @property
     def column_axis(self) -> int | None:
@@ -107,17 +141,15 @@ class Packing:
         weight.
         """
         parts = self.arrays(vector, where)
-        weight = parts[0]
-        if weight.ndim != len(self.axes):
+        weight, layout = parts[0], _LAYOUTS[self.weight_format]
+        if weight.ndim != len(layout.axes):
             raise ShapeError(
-                f"the weight of {where} has format {self.weight_format} with {len(self.axes)} "
+                f"the weight of {where} has format {self.weight_format} with {len(layout.axes)} "
                 f"axes, got shape {weight.shape}."
             )
-        d_out = self.matrix_shape(weight.shape)[1]
-        if self._outputs_first:
-            matrix = weight.transpose(self._transposed_axes).reshape(d_out, -1).T
-        else:
-            matrix = weight.transpose(self.axes).reshape(-1, d_out)
+        d_out = prod([weight.shape[axis] for axis in layout.axes[layout.row_axes :]])
+        matrix = weight.transpose(layout.read)
+        matrix = matrix.reshape(d_out, -1).T if layout.outputs_first else matrix.reshape(-1, d_out)
         if not self.has_bias:
             return (matrix,)
         if parts[1].size != d_out:
@@ -129,7 +161,7 @@ class Packing:
     ) -> tuple[Array, ...]:
         """Allocate arrays with the shapes of ``parts`` and the strides that ``joined`` needs."""
         matrix, *bias = parts
-        if self._outputs_first:
+        if _LAYOUTS[self.weight_format].outputs_first:
             rows = xp.empty(matrix.shape[::-1], dtype).T
         else:
             rows = xp.empty(matrix.shape, dtype)
@@ -143,25 +175,13 @@ class Packing:
         """
         assert not isinstance(like, Rows)  # ``parts`` refuses them
         arrays = like if isinstance(like, tuple | list) else (like,)
-        axes = self._transposed_axes if self._outputs_first else self.axes
-        matrix = parts[0].T if self._outputs_first else parts[0]
-        permuted = tuple(arrays[0].shape[axis] for axis in axes)
-        back = sorted(range(len(axes)), key=axes.__getitem__)
-        weight = matrix.reshape(permuted).transpose(back)
+        layout, shape = _LAYOUTS[self.weight_format], arrays[0].shape
+        matrix = parts[0].T if layout.outputs_first else parts[0]
+        weight = matrix.reshape([shape[axis] for axis in layout.read]).transpose(layout.back)
         weight = weight.astype(arrays[0].dtype, order="C", copy=False)
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
         return weight, parts[1].reshape(arrays[1].shape).astype(arrays[1].dtype, copy=False)
-
-    @property
-    def _transposed_axes(self) -> tuple[int, ...]:
-        """The permutation of the weight's axes to ``(*columns, *rows)``."""
-        return (*self.axes[self.row_axes :], *self.axes[: self.row_axes])
-
-    @property
-    def _outputs_first(self) -> bool:
-        """Whether the outputs are the first axis of the weight."""
-        return self.axes[self.row_axes] == 0
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """Return the packed matrix of a weight or a ``(weight, bias)`` pair.
@@ -206,9 +226,9 @@ class Packing:
         assert not isinstance(like, Rows)  # ``pack`` refuses them
         parts = like if isinstance(like, tuple | list) else (like,)
         permuted = tuple(parts[0].shape[axis] for axis in self.axes)
-        back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
         rows = matrix[:-1] if self.has_bias else matrix
-        weight = rows.reshape(permuted).transpose(back).astype(parts[0].dtype, order="C")
+        weight = rows.reshape(permuted).transpose(_inverse(self.axes))
+        weight = weight.astype(parts[0].dtype, order="C")
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
         return weight, matrix[-1].reshape(parts[1].shape).astype(parts[1].dtype)

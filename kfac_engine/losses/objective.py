@@ -124,11 +124,10 @@ class Residuals:
         old = self.sums.get(loss.inputs[0], (0.0,) * len(new))
         self.sums[loss.inputs[0]] = tuple(a + b for a, b in zip(old, new, strict=True))
 
-    def scale(self, least: float) -> Any:
-        """Return the factor of updates: 1, and less where residuals fall below a part ``least``."""
+    def size(self) -> Any:
+        """Return the root of the sum of squares, as a part of the expected one."""
         observed, expected = (sum(row[i] for row in self.sums.values()) for i in (0, 1))
-        ratio = observed / np.where(np.greater(expected, 0), expected, 1.0)
-        return np.minimum(np.sqrt(ratio) / least, 1.0)
+        return np.sqrt(observed / np.where(np.greater(expected, 0), expected, 1.0))
 
     def spreads(self) -> dict[str, Any]:
         """Return the spread of the targets of each loss whose predictions have their unit.

@@ -5,8 +5,9 @@ follows from the agreement of the next gradient with the last update: an update 
 was short.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, log, sqrt
 from typing import Any
 
@@ -26,7 +27,6 @@ from kfac_engine.training.vectors import (
     Zeros,
     block_of,
     combine,
-    grouped,
     groups,
     joined,
     separated,
@@ -58,6 +58,30 @@ def input_moment(block: FisherBlock) -> float:
     if packing is None or block.symbols[:1] != ("A",):  # there is no average of the inputs
         return 1.0
     return (factor.trace() - packing.has_bias) / (factor.side - packing.has_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What an update computes in one call; see ``groups``.
+
+    Attributes:
+        means: Parameters whose averages are.
+        by_adam: Units that are no weights.
+        lengths: Weights whose lengths are.
+    """
+
+    means: Sequence[tuple[str, ...]]
+    by_adam: Sequence[tuple[str, ...]]
+    lengths: Sequence[tuple[str, ...]]
+
+    def alone(self) -> "Together":
+        """Return a call for each parameter, unit and weight."""
+        return Together(
+            *(
+                [(n,) for names in every for n in names]
+                for every in (self.means, self.by_adam, self.lengths)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +125,20 @@ class AdaptiveLengthUpdate:
     has a matrix of its own.
 
     Attributes:
-        engine: The engine that preconditions.
+        engine: The engine.
+        precondition: Returns natural gradients of vectors by parameter.
         units: The division of the parameters; its weights are the matrices.
+        together: The parameters and units that are updated in one call.
         roots: √outputs of the matrices of each weight: see ``root_outputs``.
         sides: Smaller side of the matrices of each weight.
         widths: Sum of the sides of the factors of each weight.
         blocks: The block of the layer of each weight.
-        groups: Number of each weight and of each parameter of these blocks. Parameters have equal
+        groups: Number of each weight and of each parameter that has one. Parameters have equal
             numbers if a block or several blocks join them.
+        moved: The units of the parameters that have weights.
         matmul: The product of two matrices.
         momentum: Decay of the average of gradients, in [0, 1).
+        adam: The rule of the units that are no weights.
         adam_rate: Learning rate of Adam.
         weight_decay: Parameters shrink by this number times the rate of their update and the factor
             ``decay`` of the step.
@@ -120,14 +148,18 @@ class AdaptiveLengthUpdate:
     """
 
     engine: Engine
+    precondition: Callable[[Vector], dict[str, Array]]
     units: Units
+    together: "Together"
     roots: Mapping[str, float]
     sides: Mapping[str, int]
     widths: Mapping[str, float]
     blocks: Mapping[str, FisherBlock]
     groups: Mapping[str, int]
+    moved: Sequence[str]
     matmul: MatMul
     momentum: float
+    adam: AdaptiveMoments
     adam_rate: Rate
     weight_decay: float
     repeats: Mapping[str, float] = field(default_factory=dict)
@@ -142,12 +174,12 @@ class AdaptiveLengthUpdate:
             weight the last direction p, and of each of its matrices ``⟨g', p⟩`` and ``log k``.
         """
         units, weights = self.units.split(parameters), self.units.weights
-        by_adam = {name: value for name, value in units.items() if name not in weights}
+        means, by_adam = self.together.means, self.together.by_adam
         counts = {name: len(weight.matrices(units[name])) for name, weight in weights.items()}
         numbers = {name: np.empty(n if n > 1 else ()) for name, n in counts.items()}
         return {
-            "momentum": Zeros(grouped(parameters)),
-            "second_moment": Zeros(grouped(by_adam)),
+            "momentum": Zeros({name: parameters[name] for names in means for name in names}),
+            "second_moment": Zeros({name: units[name] for names in by_adam for name in names}),
             "natural_gradient": Zeros({name: units[name] for name in weights}),
             **{slot: Zeros(numbers) for slot in ("slope", "log_length")},
         }
@@ -156,7 +188,7 @@ class AdaptiveLengthUpdate:
         """Compute the new parameters of a step, and write the new state."""
         means = step.new_slots["momentum"]
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
-        for names in groups(step.gradients, dict.fromkeys(step.gradients, "mean")):
+        for names in self.together.means:
             mean, old = (
                 block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
             )
@@ -170,18 +202,17 @@ class AdaptiveLengthUpdate:
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
         factors = self._factors(step, last, slopes, squares, due)
         step.new_slots["natural_gradient"].update(natural)
-        units: dict[str, Array] = {}
-        for names in groups(gradients, {n: None if n in self.roots else "Adam" for n in gradients}):
-            # The memory of a gradient that is not needed any more receives the new value.
-            value, old = joined(gradients, names), joined(parameters, names)
-            value = value.copy() if step.predicts else value
-            (name, *others) = names
-            if name in self.roots:
-                self._by_matrix(name, value, natural[name], old, step, factors[name])
-            else:
-                self._by_adam(names, value, joined(means, names), old, step)
-            units |= separated(value, {n: gradients[n] for n in names}) if others else {name: value}
-        values = self.units.join(units, step.parameters)
+        if step.predicts:  # the change is compared with the gradient
+            gradients = {name: gradient.copy() for name, gradient in gradients.items()}
+        # The memory of a gradient that is not needed any more receives the new value.
+        for name, factor in factors.items():
+            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, factor)
+        for names in self.together.by_adam:
+            value, mean = joined(gradients, names), joined(means, names)
+            self._by_adam(names, value, mean, joined(parameters, names), step)
+            if len(names) > 1:
+                gradients |= separated(value, {name: gradients[name] for name in names})
+        values = self.units.join(gradients, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
 
@@ -195,11 +226,11 @@ class AdaptiveLengthUpdate:
         Returns:
             For each pair, name to inner products. A device is read once.
         """
-        results = [
+        results: list[dict[str, Any]] = [
             {
-                name: _inner_products(
-                    self.units.weights[name], left[name], p, self._is_single(step, name)
-                )
+                name: np.vdot(left[name], p)
+                if self._is_single(step, name)
+                else _inner_products(self.units.weights[name], left[name], p)
                 for name, p in right.items()
             }
             for left, right in pairs
@@ -243,14 +274,14 @@ class AdaptiveLengthUpdate:
         self, means: Vector, step: StepInputs, due: Mapping[str, Any]
     ) -> dict[str, Array]:
         """Return the orthogonalized natural gradients of the weights, or their last directions."""
-        wanted = {self.groups[n] for n, is_due in due.items() if is_recorded(is_due) or is_due}
-        # With the gradients of biases, the part of the weights could point uphill: they move alone.
-        alone = {n: m if n in self.roots else np.zeros_like(m) for n, m in means.items()}
-        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in wanted}
-        vectors = self.units.join(alone, blocks)
-        natural = self.units.split(natural_gradients(self.engine, vectors))
         last = step.slots["natural_gradient"]
-        now = {n: natural[n] for n, is_due in due.items() if is_recorded(is_due) or is_due}
+        wanted = [name for name, is_due in due.items() if is_recorded(is_due) or is_due]
+        groups = {self.groups[name] for name in wanted}
+        # With the gradients of biases, the part of the weights could point uphill: they move alone.
+        alone = {n: means[n] if n in self.roots else np.zeros_like(means[n]) for n in self.moved}
+        blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
+        natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
+        now = {name: natural[name] for name in wanted}
         new = {
             n: np.where(due[n], direction, last[n]) if is_recorded(due[n]) else direction
             for n, direction in self._directions(now, means, step.examples).items()
@@ -266,13 +297,10 @@ class AdaptiveLengthUpdate:
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
-        matrices = {name: weights[name].matrices(array) for name, array in natural.items()}
-        iterations = {name: self._iterations(name, examples) for name in natural}
-        kinds = {
-            name: (matrices[name].shape[1:], count)
-            for name, count in iterations.items()
-            if is_recorded(count) or count
-        }
+        numbers = {name: self._iterations(name, examples) for name in natural}
+        iterations = {name: n for name, n in numbers.items() if is_recorded(n) or n}
+        matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
+        kinds = {name: (matrices[name].shape[1:], n) for name, n in iterations.items()}
         for names in groups(matrices, kinds):
             shape, count = matrices[names[0]].shape[1:], iterations[names[0]]
             stack = joined(matrices, names).reshape(-1, *shape)
@@ -299,11 +327,10 @@ class AdaptiveLengthUpdate:
         self, names: tuple[str, ...], value: Array, mean: Array, parameter: Array, step: StepInputs
     ) -> None:
         """Write the new values of units in place of their gradients."""
-        adam = AdaptiveMoments(self.momentum, _BETA2, _EPSILON)
         rate = step.scale * evaluated_rate(self.adam_rate, step.step)
         both = step.slots, step.new_slots
         old, new = (block_of(slots["second_moment"], names) for slots in both)
-        direction = adam.direction(value, mean, old, new, step.step + 1)
+        direction = self.adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
         units = [self._unit(name, step) for name in names]
         if len(names) == 1:
@@ -315,7 +342,8 @@ class AdaptiveLengthUpdate:
 
     def _unit(self, name: str, step: StepInputs) -> Any:
         """Return the unit of the outputs of a layer, of its weight or bias."""
-        return np.maximum(step.spreads.get(self.predictions.get(name, ""), 1.0), 1.0)
+        spread = step.spreads.get(self.predictions.get(name, ""))
+        return 1.0 if spread is None else np.maximum(spread, 1.0)
 
     def _factors(
         self,
@@ -339,25 +367,31 @@ class AdaptiveLengthUpdate:
         """
         old, new = step.slots, step.new_slots
         factors: dict[str, Array] = {}
-        for names in groups(old["slope"], dict.fromkeys(squares, "matrix")):
+        for names in self.together.lengths:
             slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
             logs = _next_logs(log_length, slope, joined(last, names), step.scale)
             block_of(new["log_length"], names)[...] = logs
             norms = joined(squares, names) ** 0.5
-            both = np.exp(logs), norms + (norms == 0)
-            like = {name: squares[name] for name in names}
-            parts = [separated(array, like) if names[1:] else {names[0]: array} for array in both]
+            rates: Any = [self._rate(name, step) for name in names]
+            rates = np.repeat(rates, [slopes[n].size for n in names]) if names[1:] else rates[0]
+            scaled = rates * np.exp(logs) / (norms + (norms == 0))
+            like = {name: slopes[name] for name in names}
+            factors |= separated(scaled, like) if names[1:] else {names[0]: scaled}
             for name in names:
-                length, norm = (array[name] for array in parts)
-                rate = step.rate * self.roots[name]
-                if self.predictions.get(name) in step.spreads:
-                    moment = np.maximum(self.moment(self.blocks[name]), 1.0)
-                    rate = rate * self._unit(name, step) / np.sqrt(moment)
-                factors[name] = rate * length / norm
                 # A direction of several steps has the slope of the first one.
-                of_first = np.where(due[name], slopes[name], old["slope"][name])
+                of_first = slopes[name]
+                if due[name] is not True:
+                    of_first = np.where(due[name], of_first, old["slope"][name])
                 new["slope"][name][...] = of_first
         return factors
+
+    def _rate(self, name: str, step: StepInputs) -> Any:
+        """Return the length of the update of a matrix of a weight with k = 1."""
+        rate = step.rate * self.roots[name]
+        if self.predictions.get(name) not in step.spreads:
+            return rate
+        moment = np.maximum(self.moment(self.blocks[name]), 1.0)
+        return rate * self._unit(name, step) / np.sqrt(moment)
 
     def _by_matrix(
         self,
@@ -379,10 +413,8 @@ class AdaptiveLengthUpdate:
             combine(value, -1.0, scaled, shrunk, parameter)
 
 
-def _inner_products(weight: Piece, left: Array, right: Array, single: bool) -> Any:
+def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
     """Return the inner product of each matrix of one array with that of another."""
-    if single:
-        return np.vdot(left, right)
     return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
 
 
@@ -417,16 +449,27 @@ def adaptive_lengths(
         name: float(sum(shape[-1] for shape in _averages(engine, block) if len(shape) > 1))
         for name, block in blocks.items()
     }
+    by_adam = {name: value for name, value in values.items() if name not in units.weights}
+    together = Together(
+        [*groups(parameters, dict.fromkeys(parameters, "mean"))],
+        [*groups(by_adam, dict.fromkeys(by_adam, "Adam"))],
+        [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
+    )
+    numbers = _groups(engine, units)
     return AdaptiveLengthUpdate(
         engine,
+        partial(natural_gradients, engine),
         units,
+        together,
         roots,
         sides,
         widths,
         blocks,
-        _groups(engine, units),
+        numbers,
+        [*units.split({name: parameters[name] for name in numbers if name in parameters})],
         engine.collection.backend.matmul,
         momentum,
+        AdaptiveMoments(momentum, _BETA2, _EPSILON),
         adam_rate,
         weight_decay,
         predictions=_predictions(engine, units),
@@ -453,7 +496,10 @@ def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]
 
 
 def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Return the number of each unit and of each parameter, equal where blocks join parameters."""
+    """Return the number of each weight, and of each parameter that has one.
+
+    The numbers are equal where blocks join parameters.
+    """
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
     first = {name: name for name in pieces}
@@ -468,9 +514,8 @@ def _groups(engine: Engine, units: Units) -> dict[str, int]:
         first |= dict.fromkeys(others, name)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(map(find, pieces)))}
     of_weights = {name: owners[weight.weight] for name, weight in units.weights.items()}
-    return {n: numbers[find(n)] for n in pieces} | {
-        n: numbers[find(owner)] for n, owner in of_weights.items()
-    }
+    owners_of = {name: name for name in of_weights.values()} | of_weights
+    return {name: numbers[find(owner)] for name, owner in owners_of.items()}
 
 
 def root_outputs(units: Units, values: Vector) -> dict[str, float]:

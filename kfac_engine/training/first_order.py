@@ -106,7 +106,9 @@ class _FirstOrder(Optimizer):
         in_place = self._cannot_fail(gradients, parameters, rates)
         slots = self._slots if in_place else self._new_slots()
         values = self.moved(gradients, parameters, (self._slots, slots), self.steps, scale)
-        return Proposal(values, slots, StepReport(loss, scale * rate, self._setting.momentum))
+        momentum = self._setting.momentum
+        report = StepReport(loss, scale * rate, momentum, seconds=clock.seconds)
+        return Proposal(values, slots, report)
 
     @property
     def _states(self) -> int:

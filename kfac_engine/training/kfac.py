@@ -220,7 +220,7 @@ class KfacOptimizer(Optimizer):
 
     @damping.setter
     def damping(self, value: float) -> None:
-        self.engine.damping = self._engine_damping(value)
+        self._of_engine = self.engine.damping = self._engine_damping(value)
         self._damping = RelativeDamping(value) if self._relative else float(value)
 
     def _engine_damping(self, value: float) -> float:
@@ -248,7 +248,8 @@ class KfacOptimizer(Optimizer):
             self._curvature.observe(self._burned_in, batch, decay=1.0)
         self._burned_in += 1
         penalty = self._penalty()
-        return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True)
+        seconds = clock.seconds
+        return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True, seconds=seconds)
 
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
@@ -256,13 +257,15 @@ class KfacOptimizer(Optimizer):
         values = self._parameters()
         loss, gradients, residuals = self._differentiated(batch, clock)
         seen = self._seen_with(batch)
-        decay = _decay(seen.scarcity)
-        scale *= _signal(residuals, decay)
+        decay, size = _decay(seen.scarcity), residuals and residuals.size()
+        scale *= _signal(size, decay)
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty()
-        self.damping = damping = self._damping  # engine.damping may have another value
+        damping = self._damping
+        if self.engine.damping is not self._of_engine:  # another optimizer has set it
+            self.damping = damping
         step = StepInputs(
             gradients=gradients,
             parameters=values,
@@ -278,7 +281,7 @@ class KfacOptimizer(Optimizer):
             examples=self._examples(batch),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
-            decay=_left(decay, residuals),
+            decay=_left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
         )
         due = self._curvature.due(self.steps, step.examples)
@@ -294,6 +297,7 @@ class KfacOptimizer(Optimizer):
             float(damping),
             predicted_change=move.predicted,
             penalty=penalty,
+            seconds=clock.seconds,
         )
         return Proposal(move.values, step.new_slots, report)
 
@@ -333,8 +337,8 @@ class KfacOptimizer(Optimizer):
         """
         update = self._update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
-        decay = _decay(recorded.scarcity)
-        scale = scale * _signal(residuals, decay)
+        decay, size = _decay(recorded.scarcity), residuals.size()
+        scale = scale * _signal(size, decay)
         step = StepInputs(
             gradients=gradients,
             parameters=parameters,
@@ -350,12 +354,17 @@ class KfacOptimizer(Optimizer):
             examples=recorded.examples,
             predicts=False,
             clock=StageClock(),
-            decay=_left(decay, residuals),
+            decay=_left(decay, size),
             spreads=residuals.spreads(),
         )
-        repeats = {name: recorded.repeats(block) for name, block in update.blocks.items()}
-        changes = {"matmul": np.matmul, "repeats": repeats, "moment": recorded.moment}
-        update = replace(update, engine=recorded, **changes)
+        update = replace(
+            update,
+            precondition=recorded.precondition,
+            together=update.together.alone(),
+            matmul=np.matmul,
+            repeats={name: recorded.repeats(block) for name, block in update.blocks.items()},
+            moment=recorded.moment,
+        )
         return update(step).values
 
     @property
@@ -389,8 +398,8 @@ class KfacOptimizer(Optimizer):
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._seen = self._seen_next
         report = self._with_ratio(proposal.report, batch, clock)
-        seconds = sum(clock.seconds.values())
-        return replace(report, refreshed=self._curvature.advance(seconds))
+        refreshed = self._curvature.advance(sum(clock.seconds.values()))
+        return replace(report, refreshed=refreshed) if refreshed else report
 
     def _with_ratio(
         self, report: StepReport, batch: Sequence[Batch], clock: StageClock
@@ -470,17 +479,15 @@ def _decay(scarcity: Any) -> Any:
     return _least(1 + _FEW * scarcity, _MOST_DECAY)
 
 
-def _left(decay: Any, residuals: Residuals | None) -> Any:
+def _left(decay: Any, size: Any) -> Any:
     """Return the factor of the weight decay: near 1 where hardly any residuals are left."""
-    part = 1.0 if residuals is None else residuals.scale(_SMALL_RESIDUALS)
-    return 1 + (decay - 1) * part
+    return 1 + (decay - 1) * (1.0 if size is None else np.minimum(size / _SMALL_RESIDUALS, 1.0))
 
 
-def _signal(residuals: Residuals | None, decay: Any) -> Any:
-    """Return the factor of the lengths by the residuals."""
-    if residuals is None:
-        return 1.0
-    return residuals.scale(_SMALL_RESIDUALS * _least(decay, _MOST_EARLIER))
+def _signal(size: Any, decay: Any) -> Any:
+    """Return the factor of the lengths by the size of the residuals, if they depend on it."""
+    least = _SMALL_RESIDUALS * _least(decay, _MOST_EARLIER)
+    return 1.0 if size is None else np.minimum(size / least, 1.0)
 
 
 def _least(value: Any, bound: float) -> Any:
@@ -528,8 +535,8 @@ def _check_rule(
 
 def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
     """Return the momentum of a step; an InputError unless it is None or lies in [0, 1)."""
-    if momentum is None:
-        return None
-    value = momentum(step) if callable(momentum) else momentum
+    if not callable(momentum):  # it was checked when it was set
+        return None if momentum is None else float(momentum)
+    value = momentum(step)
     fraction(f"the momentum of step {step}", value)
     return float(value)

@@ -139,8 +139,12 @@ class RatedUpdate:
 
 
 def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:
-    """Return ``(F + λ)⁻¹`` times vectors, without the copies of tied weights that a file has."""
-    products = engine.precondition(vectors)
+    """Return ``(F + λ)⁻¹`` times vectors, without the copies of tied weights that a file has.
+
+    A layer of which the weight alone has a vector has zeros for its bias.
+    """
+    products = engine.fisher.multiply_matpower(vectors, -1)
+    engine.fisher.distribution.conclude()
     return {name: array for name, array in products.items() if name in vectors}
 
 

@@ -213,7 +213,7 @@ class Optimizer(Summarized, Sealed, ABC):
                 self.engine.require_memory(batch, statistics=measures, more=more)
                 prepared = self._prepare(batch, clock)
                 if prepared is not None:
-                    return replace(prepared, seconds=clock.seconds)
+                    return prepared
                 proposal = self._propose(batch, scale, clock, undo)
                 if proposal.slots is not self._slots:
                     self._check_slots(proposal.slots)
@@ -228,8 +228,7 @@ class Optimizer(Summarized, Sealed, ABC):
         in_place = proposal.slots is self._slots
         self._slots, self._spare_slots = proposal.slots, {} if in_place else self._slots
         self.steps += 1
-        report = self._adapt(proposal, batch, clock)
-        return replace(report, seconds=clock.seconds)
+        return self._adapt(proposal, batch, clock)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse ``copy`` and ``pickle``, as the engine does."""
@@ -463,7 +462,9 @@ def evaluated_rate(rate: Rate, step: int) -> float:
     Raises:
         InputError: The function returns another value.
     """
-    value = rate(step) if callable(rate) else rate
+    if not callable(rate):  # it was checked when it was set
+        return float(rate)
+    value = rate(step)
     at_least_zero(f"the learning rate of step {step}", value)
     return float(value)
 

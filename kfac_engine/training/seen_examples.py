@@ -152,7 +152,7 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
         words = bits[:, start : start + _WORDS].astype(np.uint64, copy=False)
         words = words ^ (words >> _HALF)
         odd = xp.asarray(_odd(seed + start, words.shape[1]))
-        result += (words * odd).sum(axis=1, dtype=np.uint64)
+        result += words @ odd
     return result
 
 

@@ -98,11 +98,6 @@ def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]
     return map(tuple, together.values())
 
 
-def grouped(arrays: Vector) -> dict[str, Array]:
-    """Return arrays in the order of their groups, if one rule updates all."""
-    return {n: arrays[n] for names in groups(arrays, dict.fromkeys(arrays, "")) for n in names}
-
-
 def joined(vector: Vector, names: Sequence[str]) -> Array:
     """Return the entries of arrays on one axis, as a copy; the array itself for one name."""
     if len(names) == 1:

@@ -499,9 +499,15 @@ class CurvatureSteps:
         parts, products = split(slices, vectors), dict[str, Symbol]()
         for key, block in self._blocks.items():
             names = _names(key)
-            vector: Any = tuple(parts[name] for name in names)
+            if names[0] not in parts:
+                continue
+            weight, xp = parts[names[0]], array_module(parts[names[0]])
+            # A weight alone has zeros for its bias.
+            shapes = {name: self._assembly.collection.require_shape(name) for name in names}
+            zeros = {n: xp.zeros(s, weight.dtype) for n, s in shapes.items() if n not in parts}
+            vector: Any = tuple((parts | zeros)[name] for name in names)
             A, G = (inverses[number[factor]] for factor in block.factors)
-            V: Any = block.packing.pack(vector, key, array_module(vector[0]))
+            V: Any = block.packing.pack(vector, key, xp)
             statistic = block.output_factor.statistic
             repeats = statistic.repeats(self._samples(block.output_factor))
             left, right = block.factors

@@ -6,6 +6,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.distributed.owners import Part, layer_owners
 from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize
+from kfac_engine.training.kfac_updates import natural_gradients
 from tests.distributed.test_distributions import (
     CUTS,
     TOLERANCES,
@@ -138,7 +139,9 @@ def test_products_files_and_later_steps_equal_those_of_one_process(case, tmp_pat
         engine.step(*shard(data[0], rows))
         last = engine.step(*shard(data[1], rows), gradients="all")
         vectors = {name: np.cos(array) for name, array in engine.parameters.items()}
+        weights = {name: array for name, array in vectors.items() if array.ndim > 1}
         products = [
+            natural_gradients(engine, weights),
             engine.precondition(vectors),
             engine.precondition(vectors, exp=1),
             engine.multiply_cholesky(vectors),

@@ -262,6 +262,19 @@ class FisherBlock(ABC):
             New arrays in the form of ``vector``.
         """
 
+    def multiply_weight(self, weight: Array, exp: float) -> Array:
+        """Return the first array of a product with a vector whose other arrays are zero.
+
+        Args:
+            weight: The first array of the vector, of the backend.
+            exp: 1, or a registered power.
+
+        Returns:
+            A new array.
+        """
+        product = self.multiply_matpower(self._with_zeros(weight), exp)
+        return product[0] if isinstance(product, tuple) else product  # type: ignore[return-value] # no rows
+
     def multiply(self, vector: Vector) -> Vector:
         """Return the product of the damped block, from the current averages, and a vector."""
         return self.multiply_matpower(vector, 1)
@@ -302,6 +315,13 @@ class FisherBlock(ABC):
         # A product of integers would be truncated.
         arrays = tuple(a.astype("float64") if a.dtype.kind in "biu" else a for a in arrays)
         return arrays if isinstance(vector, tuple | list) else arrays[0]
+
+    def _with_zeros(self, weight: Array) -> Vector:
+        """Return a vector of the block whose arrays after the first are zero."""
+        collection, others = self._collection, uses(self.params or ())[1:]
+        shapes = map(collection.require_shape, others)
+        zeros = [collection.backend.xp.zeros(shape, weight.dtype) for shape in shapes]
+        return (weight, *zeros) if zeros else weight
 
     def _level(self) -> float:
         """Return the damping as the owner of the block sets it, checked."""

@@ -138,6 +138,7 @@ class KroneckerProductFB(FisherBlock):
         self._towers = Towers()
         self._factors: tuple[FisherFactor, ...] = ()
         self._dampings = _SideDamping(self, 0), _SideDamping(self, 1)
+        self._of_weight = replace(form.packing, has_bias=False)
 
     @property
     def packing(self) -> Packing:
@@ -316,20 +317,28 @@ class KroneckerProductFB(FisherBlock):
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
-        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         scale = float(self.repeats) ** exp
-        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+        left, right = self._stored(exp)
         if left is not None and right is not None:
-            return self._between(left, right, vector, scale)
+            return self._between(left, right, vector, scale, self.packing)
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
         V = self._pack(vector)
         V = G.right_multiply_matpower(A.left_multiply_matpower(V, exp, damping_a), exp, damping_g)
         return self.packing.unpack(scale * V, vector)
+
+    def multiply_weight(self, weight: Array, exp: float) -> Array:
+        left, right = self._stored(exp)
+        if left is None or right is None:
+            return super().multiply_weight(weight, exp)
+        left = left[:-1, :-1] if self.packing.has_bias else left
+        scale = float(self.repeats) ** exp
+        return self._between(left, right, weight, scale, self._of_weight)  # type: ignore[return-value] # one array
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
         """Compute the columns of a product for some outputs, for a ``divisible`` block.
 
         Args:
-            vector: As for ``multiply_matpower``.
+            vector: As for ``multiply_matpower``, or the weight alone, as for ``multiply_weight``.
             exp: A registered power.
             columns: The columns.
 
@@ -337,11 +346,12 @@ class KroneckerProductFB(FisherBlock):
             New arrays in the form of ``vector``; their other columns are zero.
         """
         vector = self._operand(vector)
-        (A, G), (damping_a, damping_g) = self.factors, self._dampings
-        left, right = A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+        left, right = self._stored(exp)
         assert left is not None, "matrices store registered powers"
         assert right is not None, "matrices store registered powers"
-        xp, packing = self._collection.backend.xp, self.form.packing
+        xp, packing = self._collection.backend.xp, self.packing
+        if packing.has_bias and not isinstance(vector, tuple | list):
+            left, packing = left[:-1, :-1], self._of_weight
         parts = packing.parts(vector, self.params)
         dtype = xp.result_type(left, right, *parts)
         parts = tuple(part.astype(dtype, copy=False) for part in parts)
@@ -367,9 +377,16 @@ class KroneckerProductFB(FisherBlock):
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _between(self, left: Array, right: Array, vector: Vector, scale: float) -> Vector:
+    def _stored(self, exp: float) -> tuple[Array | None, Array | None]:
+        """Return the powers of both factors; None for one that is not stored as a matrix."""
+        (A, G), (damping_a, damping_g) = self.factors, self._dampings
+        return A.stored_power(exp, damping_a), G.stored_power(exp, damping_g)
+
+    def _between(
+        self, left: Array, right: Array, vector: Vector, scale: float, packing: Packing
+    ) -> Vector:
         """Return ``scale · left V right`` for symmetric matrices, without packing the vector."""
-        backend, packing = self._collection.backend, self.form.packing
+        backend = self._collection.backend
         parts = packing.parts(vector, self.params)
         dtype = backend.xp.result_type(left, right, *parts)
         parts = tuple(part.astype(dtype, copy=False) for part in parts)

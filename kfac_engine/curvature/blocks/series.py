@@ -121,6 +121,10 @@ class SeriesFB(MultiUseKroneckerFB):
         """Mean number of positions of a use for each example, each an independent sequence."""
         return self.repeats / self.form.num_uses
 
+    def _stored(self, exp: float) -> tuple[None, None]:
+        del exp  # a sum over lags is no product of two powers
+        return None, None
+
     def _multiplied(self, V: Array, damping_a: float, damping_g: float) -> Array:
         A, G = self._lagged()
         multiply, _ = _OPTIONS[self._option]
