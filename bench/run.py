@@ -36,7 +36,6 @@ from kfac_engine.bench.training.suite import (
     TRAINING_DEFAULTS,
     TrainingOptions,
     run_training,
-    with_peers,
 )
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.registry import Registry
@@ -278,6 +277,6 @@ _ALONE: Mapping[str, Suite] = {
         setting.console, name, setting.options.models, with_torch="torch" in setting.contenders
     ),
     "train": lambda setting, name: run_training(
-        setting.console, with_peers(setting.options.training, setting.contenders), setting.folder
+        setting.console, setting.options.training, setting.folder
     ),
 }

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import kfac_engine as ke
 from kfac_engine._types import Array
-from kfac_engine.bench.training.soap import Soap
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 from kfac_engine.training.budget import SCHEDULES
@@ -18,8 +17,6 @@ Step: TypeAlias = Callable[[Mapping[str, Array], Array, float], float]
 # Returns the step of an engine for a learning rate (None where a method has none) and options.
 Factory: TypeAlias = Callable[[ke.Engine, float | None, Mapping[str, Any]], Step]
 
-# A package of the repository that wheels leave out.
-PEERS = "kfac_engine.bench.peers"
 TAIL, COSINE = "tail", "cosine"
 # Part of the budget in which the learning rate of a method with a rate rises.
 WARM_UP = 0.02
@@ -31,17 +28,14 @@ _SEPARATOR, _EQUALS = ":", "="
 class Method:
     """An optimizer, with the schedules and the learning rates that are tried.
 
-    ``factory`` returns its step; None for a method of the module ``peer`` of ``PEERS``, which needs
-    a library. ``rates`` has the tasks whose rates differ from the usual ones; a method without a
-    rate has ``(None,)``.
+    ``factory`` returns its step. ``rates`` has the tasks whose rates differ from the usual ones; a
+    method without a rate has ``(None,)``.
     """
 
-    factory: Factory | None
+    factory: Factory
     schedules: tuple[str, ...]
     usual_rates: tuple[float | None, ...]
     rates: Mapping[str, tuple[float, ...]]
-    peer: str = ""
-    library: str = ""
 
     def rates_of(self, task: str) -> tuple[float | None, ...]:
         """Return the learning rates that are tried on a task, whatever its batch size."""
@@ -67,20 +61,6 @@ def _first_order(kind: type) -> Factory:
 
 def _step_of(optimizer: Any) -> Step:
     return lambda inputs, targets, scale: float(optimizer.step(inputs, targets, scale).loss)
-
-
-def _soap(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
-    if options:
-        raise InputError(f"method 'soap' has no options, got {', '.join(options)}.")
-    assert rate is not None
-    soap, top = Soap(engine.parameters), rate
-
-    def step(inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
-        result = engine.gradients(inputs, targets, update_buffers=True)
-        engine.set_parameters(soap.update(result.gradients, top * scale))
-        return result.loss
-
-    return step
 
 
 _ADAM = (0.001, 0.002, 0.004, 0.008, 0.016)
@@ -109,10 +89,6 @@ METHODS: Mapping[str, Method] = Registry(
         "adam": Method(_first_order(ke.Adam), (TAIL, COSINE), _ADAM, _ADAM_RATES),
         "sgd": Method(_first_order(ke.SGD), (TAIL,), (0.01, 0.03, 0.1, 0.3, 1.0), _SGD_RATES),
         "muon": Method(_first_order(ke.Muon), (TAIL,), (0.01, 0.03, 0.1), {}),
-        "soap": Method(_soap, (TAIL,), (0.003, 0.01, 0.03), {}),
-        "torch-adam": Method(
-            None, (TAIL,), _ADAM, _ADAM_RATES, peer="torch_training", library="torch"
-        ),
     },
 )
 

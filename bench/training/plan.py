@@ -43,26 +43,21 @@ _COLLECTION_OF = {task: c for c in COLLECTIONS.values() for task in c.tasks}
 # Task to method to the CPU seconds of its budgets.
 BUDGETS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "autoencoder": {
-        "kfac": (4, 8, 15), "adam": (30, 120), "sgd": (30,), "muon": (15,), "soap": (15,),
-        "torch-adam": (30,),
+        "kfac": (4, 8, 15), "adam": (30, 120), "sgd": (30,), "muon": (15,)
     },
     "autoencoder@128": {"kfac": (7.5,), "adam": (30,)},
     "autoencoder@1024": {"kfac": (7.5,), "adam": (30,)},
     "resnet": {
-        "kfac": (15, 30), "adam": (15, 30), "sgd": (30,), "muon": (15,), "soap": (15,),
-        "torch-adam": (30,),
+        "kfac": (15, 30), "adam": (15, 30), "sgd": (30,), "muon": (15,)
     },
     "transformer": {
-        "kfac": (15, 30), "adam": (15, 30), "sgd": (30,), "muon": (15,), "soap": (15,),
-        "torch-adam": (30,),
+        "kfac": (15, 30), "adam": (15, 30), "sgd": (30,), "muon": (15,)
     },
     "mlp": {
-        "kfac": (4, 5, 8, 16), "adam": (16,), "sgd": (16,), "muon": (5,), "soap": (5,),
-        "torch-adam": (16,),
+        "kfac": (4, 5, 8, 16), "adam": (16,), "sgd": (16,), "muon": (5,)
     },
     "lenet": {
-        "kfac": (5, 6, 12), "adam": (12,), "sgd": (12,), "muon": (6,), "soap": (6,),
-        "torch-adam": (12,),
+        "kfac": (5, 6, 12), "adam": (12,), "sgd": (12,), "muon": (6,)
     },
     "autoencoder-relu": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     "digits": {"kfac": (1, 2), "adam": (2,), "sgd": (2,), "muon": (2,)},

@@ -5,10 +5,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,7 +15,7 @@ import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.bench.training.data import load_images
 from kfac_engine.bench.training.layers import Model
-from kfac_engine.bench.training.methods import PEERS, Method, parse_method
+from kfac_engine.bench.training.methods import Method, parse_method
 from kfac_engine.bench.training.tasks import Task, find_task
 from kfac_engine.errors import DivergenceWarning, KfacError
 
@@ -93,20 +92,7 @@ class Outcome:
         return cls(**{**entries, "curve": tuple(Point(**point) for point in entries["curve"])})
 
 
-class Trainer(Protocol):
-    """A model in training."""
-
-    def step(self, inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
-        """Change the parameters by one batch; return the loss before the change."""
-
-    def warm_up(self, inputs: Mapping[str, Array], targets: Array) -> None:
-        """Compute the gradients of a batch without a change, which builds sessions."""
-
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float | None]:
-        """Return the loss and the accuracy of batches."""
-
-
-class EngineTrainer:
+class Trainer:
     """A model in training by an optimizer of the engine."""
 
     def __init__(
@@ -118,7 +104,6 @@ class EngineTrainer:
         options: Mapping[str, Any],
         seed: int,
     ) -> None:
-        assert method.factory is not None
         self._engine = ke.Engine.from_onnx(model.data, loss=task.loss, threads=1, seed=seed)
         self._step = method.factory(self._engine, rate, options)
 
@@ -164,12 +149,7 @@ def train(
     # The files of images take seconds to read.
     images = load_images(folder if task.images else None)
     data, model = task.data(images), task.model(images.side, run.seed)
-    trainer: Trainer
-    if method.peer:
-        peer = import_module(f"{PEERS}.{method.peer}")
-        trainer = peer.trainer(run.task.partition("@")[0], model, run.rate)
-    else:
-        trainer = EngineTrainer(model, task, method, run.rate, options, run.seed)
+    trainer = Trainer(model, task, method, run.rate, options, run.seed)
     trainer.warm_up(*next(data.batches(batch, run.seed)))
     held_out = partial(data.held_batches, task.evaluated)
     course = _Course(run, method, trainer, held_out, task.least * prod(data.y.shape[1:]))

@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Protocol
 
 from rich.console import Console
 
 from kfac_engine.bench.training.curves import draw_curves
 from kfac_engine.bench.training.data import DATA_FOLDER, has_images, load_images, load_text
-from kfac_engine.bench.training.methods import METHODS as ALL_METHODS
-from kfac_engine.bench.training.methods import PEERS, parse_method
+from kfac_engine.bench.training.methods import METHODS
 from kfac_engine.bench.training.plan import Group, all_tasks, final_runs, groups, tuning_runs
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
@@ -22,11 +19,9 @@ from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, gr
 from kfac_engine.bench.training.tables import COMPARISONS, RESULTS
 from kfac_engine.bench.training.tasks import OF_TEXT
 from kfac_engine.bench.training.worker import Workers
-from kfac_engine.errors import BackendError, InputError
+from kfac_engine.errors import InputError
 
 _STEP = 0.002  # CPU seconds of a step of a table of data
-# The methods that run without another library.
-METHODS = ("kfac", "adam", "sgd", "muon", "soap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +46,11 @@ class TrainingOptions:
 TRAINING_DEFAULTS = TrainingOptions()
 
 
-def with_peers(options: TrainingOptions, contenders: Sequence[str]) -> TrainingOptions:
-    """Return options with the methods of the contenders, if they name no methods."""
-    peers = [name for name, method in ALL_METHODS.items() if method.library in contenders]
-    return options if options.methods else replace(options, methods=(*METHODS, *peers))
-
-
-class Executor(Protocol):
-    """Executes runs; ``Workers`` is one."""
-
-    def execute(self, run: Run, folder: Path | None, core: int) -> Outcome:
-        """Train on the core of a number; return the result."""
-
-    def end(self) -> None:
-        """End the runs that other threads execute."""
-
-
 def run_training(
     console: Console,
     options: TrainingOptions,
     folder: Path | None = None,
-    executor: Executor | None = None,
+    executor: Workers | None = None,
 ) -> list[GroupRow | Comparison]:
     """Make all runs that the file of runs does not have, and print the tables.
 
@@ -79,8 +58,8 @@ def run_training(
     """
     if not options.seeds:
         raise InputError("--seeds must name one seed at least.")
-    chosen = groups(options.tasks or all_tasks(), options.methods or METHODS, options.seconds)
-    _require_peers(chosen)
+    methods = options.methods or list(METHODS)
+    chosen = groups(options.tasks or all_tasks(), methods, options.seconds)
     data_folder = _image_folder(console, options.data_folder)
     images = load_images(data_folder)
     if any(group.task.partition("@")[0] in OF_TEXT for group in chosen):
@@ -97,17 +76,6 @@ def run_training(
     if folder is not None:
         draw_curves(folder, results)
     return [*rows, *comparisons]
-
-
-def _require_peers(chosen: Sequence[Group]) -> None:
-    """Raise a BackendError if a method needs a library or a module that is not installed."""
-    for name in dict.fromkeys(group.method for group in chosen):
-        method, _ = parse_method(name)
-        if method.peer and (find_spec(PEERS) is None or find_spec(method.library) is None):
-            raise BackendError(
-                f"method '{name}' needs {method.library} and a checkout of the repository: install "
-                f"{method.library}, or leave the method out of --methods and --compare."
-            )
 
 
 def _image_folder(console: Console, choice: Path | None) -> Path | None:
@@ -134,7 +102,7 @@ class _Suite:
         options: TrainingOptions,
         folder: Path | None,
         source: str,
-        executor: Executor,
+        executor: Workers,
     ) -> None:
         self._console, self._options, self._folder = console, options, folder
         self._source, self._executor = source, executor

@@ -150,8 +150,6 @@ TASKS: Mapping[str, Task] = Registry(
 )  # fmt: skip
 
 OF_TEXT = ("transformer", "llama", "gpt", "gru")
-# The tasks that no choice in the optimizers was made on.
-UNSEEN = ("autoencoder-relu", "digits", "cnn", "restorer", "function", "recurrent")
 # A task and another size of its batches.
 SEPARATOR = "@"
 

@@ -47,8 +47,8 @@ _OPTIONS = (
         default="",
         metavar="NAMES",
         callback=partial(_list, str),
-        help="Methods of the suite train, separated by commas: kfac, adam, sgd, muon, soap, "
-        "torch-adam. NAME:OPTION=VALUE sets an option of the optimizer.",
+        help="Methods of the suite train, separated by commas: kfac, adam, sgd, muon. "
+        "NAME:OPTION=VALUE sets an option of the optimizer.",
     ),
     Group.TRAINING_SUITE.option(
         "--seeds",

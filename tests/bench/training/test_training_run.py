@@ -25,7 +25,7 @@ def trained(method, rate=None, *, task="digits", seconds=4.0, seed=0):
     return train(settings, None, cpu_clock=ticking(1.0), wall_clock=ticking(1.5))
 
 
-OURS = [name for name, method in METHODS.items() if not method.peer]
+OURS = list(METHODS)
 
 
 @pytest.mark.parametrize("method", OURS)
@@ -111,8 +111,8 @@ def test_the_clock_stops_for_evaluations(monkeypatch):
         now[0] += 100
         return 1.0, None
 
-    monkeypatch.setattr(module.EngineTrainer, "step", step)
-    monkeypatch.setattr(module.EngineTrainer, "evaluate", evaluate)
+    monkeypatch.setattr(module.Trainer, "step", step)
+    monkeypatch.setattr(module.Trainer, "evaluate", evaluate)
     settings = Run("digits", "sgd", 0.1, "tail", 0, 1.0)
     outcome = train(settings, None, cpu_clock=lambda: now[0], wall_clock=lambda: 2 * now[0])
     assert (outcome.steps, outcome.cpu, outcome.wall) == (4, 1.0, 2.0)
@@ -122,7 +122,7 @@ def test_the_clock_stops_for_evaluations(monkeypatch):
 @pytest.mark.parametrize("loss", [nan, inf, 500.0])
 def test_a_loss_that_explodes_ends_the_run(monkeypatch, loss):
     losses = iter([2.0, 3.0, loss])
-    monkeypatch.setattr(module.EngineTrainer, "step", lambda *arguments: next(losses))
+    monkeypatch.setattr(module.Trainer, "step", lambda *arguments: next(losses))
     outcome = trained("sgd", 0.1, seconds=9.0)
     assert outcome.died.startswith("the loss of a batch grew from 2 to ")
     assert outcome.steps == 3
