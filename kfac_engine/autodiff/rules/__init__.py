@@ -18,7 +18,7 @@ Conventions:
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TypeAlias
 
@@ -30,6 +30,8 @@ Cotangents: TypeAlias = Mapping[int, str]
 Wanted: TypeAlias = frozenset[int]
 Gradients: TypeAlias = Mapping[int, str]
 Rule: TypeAlias = Callable[[VjpBuilder, Node, Cotangents, Wanted], Gradients]
+# Writes a derivative from the names of the operand and of the result.
+Slope: TypeAlias = Callable[[VjpBuilder, str, str], str]
 
 _FAMILIES = (
     "activation", "convolution", "elementwise", "fourier", "indexing", "linear_algebra",
@@ -71,6 +73,23 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
         return rule
 
     return enter
+
+
+def add_slopes(slopes: Mapping[str, tuple[str, Slope]]) -> None:
+    """Register operators of one operand whose cotangents are a product or a quotient.
+
+    An entry has ``"Mul"`` or ``"Div"``, with a minus if the result is negated, and the second
+    operand of it; the first one is the cotangent of the result.
+    """
+    for op, (form, slope) in slopes.items():
+        RULES.add(op, partial(_sloped, form, slope))
+
+
+def _sloped(
+    form: str, slope: Slope, b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted
+) -> Gradients:
+    result = b.op(form.removeprefix("-"), g[0], slope(b, node.inputs[0], node.outputs[0]))
+    return {0: b.op("Neg", result) if form.startswith("-") else result}
 
 
 @cache

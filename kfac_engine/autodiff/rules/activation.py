@@ -8,7 +8,7 @@ it.
 from collections.abc import Mapping
 from math import pi, sqrt
 
-from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, add_slopes, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.rules.elementwise import polynomial
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
@@ -21,13 +21,6 @@ _RELAYS = frozenset({"Cast", "CastLike", "Identity"})
 
 
 # -- piecewise linear ------------------------------------------------------------------------------
-
-
-@vjp_rule("Relu")
-def relu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent where y > 0, else zero."""
-    y = node.outputs[0]
-    return {0: b.op("Mul", g[0], b.cast_like(b.op("Greater", y, b.scalar(0, y)), y))}
 
 
 @vjp_rule("LeakyRelu")
@@ -85,43 +78,7 @@ def hard_sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
     return {0: b.op("Mul", g[0], b.op("Mul", b.cast_like(inside, y), slope))}
 
 
-@vjp_rule("HardSwish")
-def hard_swish(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is x/3 + 1/2 between −3 and 3, else a step."""
-    x = node.inputs[0]
-    bent = b.op("Less", b.op("Abs", x), b.scalar(3, x))
-    outside = b.cast_like(_positive(b, x), x)
-    return {0: b.op("Mul", g[0], b.op("Where", bent, polynomial(b, x, (0.5, 1 / 3)), outside))}
-
-
 # -- smooth ----------------------------------------------------------------------------------------
-
-
-@vjp_rule("Tanh")
-def tanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is 1 − y²."""
-    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, -1)))}
-
-
-@vjp_rule("Sigmoid")
-def sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is y (1 − y)."""
-    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (0, 1, -1)))}
-
-
-@vjp_rule("Softplus")
-def softplus(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is exp(x − y), which is sigmoid(x)."""
-    # Sigmoid of ONNX Runtime is off by 17 % at −15 in float32.
-    return {0: b.op("Mul", g[0], b.op("Exp", b.op("Sub", node.inputs[0], node.outputs[0])))}
-
-
-@vjp_rule("Softsign")
-def softsign(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is 1/(1 + |x|)²."""
-    x = node.inputs[0]
-    root = b.op("Add", b.op("Abs", x), b.scalar(1, x))
-    return {0: b.op("Div", g[0], b.op("Mul", root, root))}
 
 
 @vjp_rule("Elu")
@@ -179,6 +136,30 @@ def _gelu_tanh_slope(b: VjpBuilder, node: Node) -> str:
     # x u′/2 with the operand u of tanh
     ramp = polynomial(b, x, (0, c / 2, 0, 3 * 0.044715 * c / 2))
     return b.op("Add", half, b.op("Mul", sech2, ramp))
+
+
+def _softsign(b: VjpBuilder, x: str, y: str) -> str:
+    """Write (1 + |x|)²."""
+    root = b.op("Add", b.op("Abs", x), b.scalar(1, x))
+    return b.op("Mul", root, root)
+
+
+def _hard_swish(b: VjpBuilder, x: str, y: str) -> str:
+    """Write x/3 + 1/2 between −3 and 3, else a step."""
+    bent = b.op("Less", b.op("Abs", x), b.scalar(3, x))
+    outside = b.cast_like(_positive(b, x), x)
+    return b.op("Where", bent, polynomial(b, x, (0.5, 1 / 3)), outside)
+
+
+add_slopes({
+    "Relu": ("Mul", lambda b, x, y: b.cast_like(_positive(b, y), y)),
+    "HardSwish": ("Mul", _hard_swish),
+    "Tanh": ("Mul", lambda b, x, y: polynomial(b, y, (1, 0, -1))),
+    "Sigmoid": ("Mul", lambda b, x, y: polynomial(b, y, (0, 1, -1))),
+    # This is sigmoid(x). Sigmoid of ONNX Runtime is off by 17 % at −15 in float32.
+    "Softplus": ("Mul", lambda b, x, y: b.op("Exp", b.op("Sub", x, y))),
+    "Softsign": ("Div", _softsign),
+})  # fmt: skip
 
 
 # -- softmax ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
+from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, add_slopes, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.analysis.rearrangements import RELAYS
@@ -118,24 +118,6 @@ def neg(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     return {0: b.op("Neg", g[0])}
 
 
-@vjp_rule("Abs")
-def absolute(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times sign(x), which is zero at the kink."""
-    return {0: b.op("Mul", g[0], b.op("Sign", node.inputs[0]))}
-
-
-@vjp_rule("Exp")
-def exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times y."""
-    return {0: b.op("Mul", g[0], node.outputs[0])}
-
-
-@vjp_rule("Log")
-def log(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by x."""
-    return {0: b.op("Div", g[0], node.inputs[0])}
-
-
 @vjp_rule("Sqrt")
 def sqrt(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Return the cotangent divided by 2 y."""
@@ -193,21 +175,6 @@ def _is_constant(b: VjpBuilder, name: str, number: float) -> bool:
     return array is not None and array.size == 1 and array.item() == number
 
 
-@vjp_rule("Reciprocal")
-def reciprocal(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times −y²."""
-    y = node.outputs[0]
-    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Mul", y, y)))}
-
-
-@vjp_rule("Erf")
-def erf(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times 2/√π exp(−x²)."""
-    x = node.inputs[0]
-    bell = b.op("Exp", b.op("Neg", b.op("Mul", x, x)))
-    return {0: b.op("Mul", g[0], b.op("Mul", bell, b.scalar(_TWO_OVER_ROOT_PI, x)))}
-
-
 def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
     """Write a polynomial of ``x`` by Horner's rule, with coefficients of ascending powers."""
     *lower, last = coefficients
@@ -219,84 +186,47 @@ def polynomial(b: VjpBuilder, x: str, coefficients: Sequence[float]) -> str:
     return result
 
 
-# -- circle ----------------------------------------------------------------------------------------
+def _bell(b: VjpBuilder, x: str, y: str) -> str:
+    """Write 2/√π exp(−x²)."""
+    bell = b.op("Exp", b.op("Neg", b.op("Mul", x, x)))
+    return b.op("Mul", bell, b.scalar(_TWO_OVER_ROOT_PI, x))
 
 
-@vjp_rule("Sin")
-def sin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times cos x."""
-    return {0: b.op("Mul", g[0], b.op("Cos", node.inputs[0]))}
-
-
-@vjp_rule("Cos")
-def cos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times −sin x."""
-    return {0: b.op("Neg", b.op("Mul", g[0], b.op("Sin", node.inputs[0])))}
-
-
-@vjp_rule("Tan")
-def tan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times 1 + y²."""
-    return {0: b.op("Mul", g[0], polynomial(b, node.outputs[0], (1, 0, 1)))}
-
-
-@vjp_rule("Asin")
-def asin(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by √(1 − x²)."""
-    return {0: b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0])))}
-
-
-@vjp_rule("Acos")
-def acos(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by −√(1 − x²)."""
-    return {0: b.op("Neg", b.op("Div", g[0], b.op("Sqrt", _one_minus_square(b, node.inputs[0]))))}
-
-
-@vjp_rule("Atan")
-def atan(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by 1 + x²."""
-    return {0: b.op("Div", g[0], polynomial(b, node.inputs[0], (1, 0, 1)))}
-
-
-# -- hyperbola -------------------------------------------------------------------------------------
-
-
-@vjp_rule("Sinh")
-def sinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times cosh x."""
-    return {0: b.op("Mul", g[0], b.op("Cosh", node.inputs[0]))}
-
-
-@vjp_rule("Cosh")
-def cosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times sinh x."""
-    return {0: b.op("Mul", g[0], b.op("Sinh", node.inputs[0]))}
-
-
-@vjp_rule("Asinh")
-def asinh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by √(x² + 1)."""
-    return {0: b.op("Div", g[0], b.op("Sqrt", polynomial(b, node.inputs[0], (1, 0, 1))))}
-
-
-@vjp_rule("Acosh")
-def acosh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by √(x² − 1)."""
-    x = node.inputs[0]
+def _root_of_square_minus_one(b: VjpBuilder, x: str, y: str) -> str:
     less, more = (b.op(op, x, b.scalar(1, x)) for op in ("Sub", "Add"))
-    return {0: b.op("Div", g[0], b.op("Sqrt", b.op("Mul", less, more)))}
+    return b.op("Sqrt", b.op("Mul", less, more))
 
 
-@vjp_rule("Atanh")
-def atanh(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent divided by 1 − x²."""
-    return {0: b.op("Div", g[0], _one_minus_square(b, node.inputs[0]))}
-
-
-def _one_minus_square(b: VjpBuilder, x: str) -> str:
+def _one_minus_square(b: VjpBuilder, x: str, y: str) -> str:
     """Write (1 − x)(1 + x), which is accurate near one, unlike 1 − x²."""
     one = b.scalar(1, x)
     return b.op("Mul", b.op("Sub", one, x), b.op("Add", one, x))
+
+
+def _one_plus_square(b: VjpBuilder, x: str) -> str:
+    return polynomial(b, x, (1, 0, 1))
+
+
+# Operator to its derivative: an operand of the product with the cotangent, or of the quotient. It
+# is written from the operand x and the result y.
+add_slopes({
+    "Abs": ("Mul", lambda b, x, y: b.op("Sign", x)),  # zero at the kink
+    "Exp": ("Mul", lambda b, x, y: y),
+    "Log": ("Div", lambda b, x, y: x),
+    "Reciprocal": ("-Mul", lambda b, x, y: b.op("Mul", y, y)),
+    "Erf": ("Mul", _bell),
+    "Sin": ("Mul", lambda b, x, y: b.op("Cos", x)),
+    "Cos": ("-Mul", lambda b, x, y: b.op("Sin", x)),
+    "Tan": ("Mul", lambda b, x, y: _one_plus_square(b, y)),
+    "Asin": ("Div", lambda b, x, y: b.op("Sqrt", _one_minus_square(b, x, y))),
+    "Acos": ("-Div", lambda b, x, y: b.op("Sqrt", _one_minus_square(b, x, y))),
+    "Atan": ("Div", lambda b, x, y: _one_plus_square(b, x)),
+    "Sinh": ("Mul", lambda b, x, y: b.op("Cosh", x)),
+    "Cosh": ("Mul", lambda b, x, y: b.op("Sinh", x)),
+    "Asinh": ("Div", lambda b, x, y: b.op("Sqrt", _one_plus_square(b, x))),
+    "Acosh": ("Div", _root_of_square_minus_one),
+    "Atanh": ("Div", _one_minus_square),
+})  # fmt: skip
 
 
 # -- stored integers times a real scale ------------------------------------------------------------

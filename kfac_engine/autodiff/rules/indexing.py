@@ -83,12 +83,6 @@ def gather_elements(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) ->
     return {0: b.op("ScatterElements", b.zeros(x), indices, g[0], axis=axis, reduction="add")}
 
 
-@vjp_rule("GatherND")
-def gather_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return a cotangent of the data: each slice adds its cotangent where it was read."""
-    return {0: rearranged(b, node, g[0])}
-
-
 @vjp_rule("TopK")
 def top_k(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Add the cotangent of each entry where the entry was read."""
@@ -102,9 +96,9 @@ def top_k(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 # -- selection by condition, length or value -------------------------------------------------------
 
 
-@vjp_rule("Compress")
-def compress(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangents at the selected entries, and zero elsewhere."""
+@vjp_rule("Compress", "GatherND")
+def selection(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Add the cotangent of each entry or slice where it was read."""
     return {0: rearranged(b, node, g[0])}
 
 

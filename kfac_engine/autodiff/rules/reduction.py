@@ -1,5 +1,6 @@
 """Derivatives of reductions over axes, and of running sums and products."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
@@ -50,13 +51,6 @@ def _reduction(b: VjpBuilder, node: Node, g: Cotangents) -> _Reduction:
 _IDENTITIES_OVER_NO_AXES = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd")
 
 
-@vjp_rule("ReduceSum")
-def reduce_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent of the sum for every entry."""
-    r = _reduction(b, node, g)
-    return {0: b.op("Expand", r.g, b.shape(r.x))}
-
-
 @vjp_rule("ReduceMean")
 def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Return the cotangent divided by the number of entries."""
@@ -67,19 +61,15 @@ def reduce_mean(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
     return {0: b.op("Expand", share, b.shape(r.x))}
 
 
-@vjp_rule("ReduceMax", "ReduceMin")
-def reduce_extremum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def _extremum(b: VjpBuilder, r: _Reduction) -> str:
     """Return the cotangent, divided among equal extrema."""
-    r = _reduction(b, node, g)
     chosen = b.cast_like(b.op("Equal", r.x, r.y), r.x)
     ties = b.op("ReduceSum", chosen, r.axes, keepdims=1, noop_with_empty_axes=1)
-    return {0: b.op("Mul", chosen, b.op("Div", r.g, ties))}
+    return b.op("Mul", chosen, b.op("Div", r.g, ties))
 
 
-@vjp_rule("ReduceProd")
-def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def _product(b: VjpBuilder, r: _Reduction) -> str:
     """Return the cotangent times the product of the *other* entries, which may contain zeros."""
-    r = _reduction(b, node, g)
     zero, one = b.scalar(0, r.x), b.scalar(1, r.x)
     is_zero = b.op("Equal", r.x, zero)
     filled = b.op("Where", is_zero, one, r.x)
@@ -88,45 +78,41 @@ def reduce_prod(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
     zeros = b.op("ReduceSum", as_number, r.axes, keepdims=1, noop_with_empty_axes=1)
     # If one entry is zero, only its derivative is nonzero. If two entries are zero, all are zero.
     none_else = b.cast_like(b.op("Equal", zeros, as_number), r.x)
-    return {0: b.op("Mul", r.g, b.op("Mul", none_else, b.op("Div", rest, filled)))}
+    return b.op("Mul", r.g, b.op("Mul", none_else, b.op("Div", rest, filled)))
 
 
-@vjp_rule("ReduceL1")
-def reduce_l1(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times sign(x)."""
-    r = _reduction(b, node, g)
-    return {0: b.op("Mul", r.g, b.op("Sign", r.x))}
-
-
-@vjp_rule("ReduceL2")
-def reduce_l2(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def _norm(b: VjpBuilder, r: _Reduction) -> str:
     """Return the cotangent times x/|x|, or the subgradient zero where the norm is zero."""
-    r = _reduction(b, node, g)
     at_kink = b.op("Equal", r.y, b.scalar(0, r.x))
     norm = b.op("Where", at_kink, b.scalar(1, r.x), r.y)
-    return {0: b.op("Mul", b.op("Div", r.g, norm), r.x)}
+    return b.op("Mul", b.op("Div", r.g, norm), r.x)
 
 
-@vjp_rule("ReduceSumSquare")
-def reduce_sum_square(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times 2 x."""
-    r = _reduction(b, node, g)
-    return {0: b.op("Mul", b.op("Mul", r.g, b.scalar(2, r.x)), r.x)}
-
-
-@vjp_rule("ReduceLogSum")
-def reduce_log_sum(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+def _log_sum(b: VjpBuilder, r: _Reduction) -> str:
     """Return the cotangent divided by the sum, which is exp(y)."""
-    r = _reduction(b, node, g)
     share = b.op("Mul", r.g, b.op("Exp", b.op("Neg", r.y)))
-    return {0: b.op("Expand", share, b.shape(r.x))}
+    return b.op("Expand", share, b.shape(r.x))
 
 
-@vjp_rule("ReduceLogSumExp")
-def reduce_log_sum_exp(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent times exp(x − y), which is the softmax of x."""
-    r = _reduction(b, node, g)
-    return {0: b.op("Mul", r.g, b.op("Exp", b.op("Sub", r.x, r.y)))}
+# Operator to the function that writes the cotangent of the operand.
+_COTANGENTS: Mapping[str, Callable[[VjpBuilder, _Reduction], str]] = {
+    "ReduceSum": lambda b, r: b.op("Expand", r.g, b.shape(r.x)),
+    "ReduceMax": _extremum,
+    "ReduceMin": _extremum,
+    "ReduceProd": _product,
+    "ReduceL1": lambda b, r: b.op("Mul", r.g, b.op("Sign", r.x)),
+    "ReduceL2": _norm,
+    "ReduceSumSquare": lambda b, r: b.op("Mul", b.op("Mul", r.g, b.scalar(2, r.x)), r.x),
+    "ReduceLogSum": _log_sum,
+    # exp(x − y) is the softmax of x.
+    "ReduceLogSumExp": lambda b, r: b.op("Mul", r.g, b.op("Exp", b.op("Sub", r.x, r.y))),
+}
+
+
+@vjp_rule(*_COTANGENTS)
+def reduce(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the entry of the table."""
+    return {0: _COTANGENTS[node.op](b, _reduction(b, node, g))}
 
 
 # -- running sums and products ---------------------------------------------------------------------
