@@ -21,6 +21,7 @@ from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
     Named,
+    check_matching_targets,
     ignored,
     read_input,
     read_targets,
@@ -687,6 +688,9 @@ class ElementwiseLoss(LossFunction):
     """
 
     entrywise: ClassVar[bool] = True
+
+    def check_target_array(self, values: Values, targets: Array) -> None:
+        check_matching_targets(self.inputs[0], values[self.inputs[0]], targets)
 
     @abstractmethod
     def information(self, values: Values) -> dict[str, Array]:

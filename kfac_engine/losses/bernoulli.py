@@ -18,7 +18,6 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, ShapeError
 from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import (
-    check_matching_targets,
     class_numbers,
     first_index,
     smoothing,
@@ -131,7 +130,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         return equal
 
     def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.logits, values[self.logits], targets)
+        super().check_target_array(values, targets)
         outside = (targets < 0) | (targets > 1)
         if outside.any():
             where = first_index(outside)

@@ -11,10 +11,40 @@ from kfac_engine.arguments import positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.losses.base import ElementwiseLoss
-from kfac_engine.losses.checks import check_matching_targets, first_index
+from kfac_engine.losses.checks import first_index
 
 
-class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
+class LocationLoss(ElementwiseLoss):
+    """A distribution of the errors of a mean, which is the first input."""
+
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        targets: str | None,
+        seed: int | None,
+        class_axis: int,
+        ignore_index: int | None,
+    ) -> None:
+        super().__init__(inputs, targets, seed, class_axis, ignore_index)
+        self.mean = inputs[0]
+
+    def errors(self, values: Values, targets: Array) -> Array:
+        mean = values[self.mean]
+        result: Array = mean - targets.astype(mean.dtype, copy=False)
+        return result
+
+    def _constant(self, values: Values, information: float) -> dict[str, Array]:
+        mean = values[self.mean]
+        return {self.mean: array_module(mean).full_like(mean, information)}
+
+    def _drawn(self, values: Values, errors: Array) -> Array:
+        """Return the means plus errors, in the element type of the means."""
+        mean = values[self.mean]
+        result: Array = (mean + array_module(mean).asarray(errors)).astype(mean.dtype)
+        return result
+
+
+class NormalMeanNegativeLogProbLoss(LocationLoss):
     """Gaussian with mean m and fixed variance v: ``½ log 2πv + (t − m)²/2v`` for a target t.
 
     For v = ½, the loss is the squared error plus a constant.
@@ -43,7 +73,6 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
     ) -> None:
         super().__init__((mean,), targets, seed, class_axis, ignore_index)
         positive(f"the variance of the loss on '{mean}'", var)
-        self.mean = mean
         self.var = float(var)
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
@@ -58,12 +87,10 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
         return terms, {self.mean: error / self.var}
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
-        mean = values[self.mean]
-        return _draw(mean, self.var**0.5, rng)
+        return self._drawn(values, self.var**0.5 * rng.standard_normal(values[self.mean].shape))
 
     def information(self, values: Values) -> dict[str, Array]:
-        mean = values[self.mean]
-        return {self.mean: array_module(mean).full_like(mean, 1 / self.var)}
+        return self._constant(values, 1 / self.var)
 
     def expected_squares(self, values: Values, targets: Array | None = None) -> float:
         if targets is None:
@@ -79,14 +106,8 @@ class NormalMeanNegativeLogProbLoss(ElementwiseLoss):
     def unit_squares(self, values: Values) -> float:
         return prod(values[self.mean].shape) / self.var**2
 
-    def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.mean, values[self.mean], targets)
 
-    def errors(self, values: Values, targets: Array) -> Array:
-        return _difference(values[self.mean], targets)
-
-
-class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
+class NormalMeanVarianceNegativeLogProbLoss(LocationLoss):
     """Gaussian with predicted mean m and variance s: ``½ log 2πs + (t − m)²/2s`` for a target t.
 
     A vector of the input space has an array for the means and an array for the variances. A vector
@@ -121,7 +142,6 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
         super().__init__((mean, variance), targets, seed, class_axis, ignore_index)
         if mean == variance:
             raise RegistrationError(f"'{mean}' cannot be both mean and variance of a loss.")
-        self.mean = mean
         self.variance = variance
 
     def negative_log_probs(self, values: Values, targets: Array) -> Array:
@@ -138,7 +158,8 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
 
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         s = values[self.variance]
-        return _draw(values[self.mean], array_module(s).sqrt(s), rng)
+        xp = array_module(s)
+        return self._drawn(values, xp.sqrt(s) * xp.asarray(rng.standard_normal(s.shape)))
 
     def information(self, values: Values) -> dict[str, Array]:
         s = values[self.variance]
@@ -173,22 +194,3 @@ class NormalMeanVarianceNegativeLogProbLoss(ElementwiseLoss):
                 f"'{self.variance}' is a variance but contains {s[where]} at {where}; end the "
                 f"model in an operator with positive results, such as Softplus or Exp."
             )
-
-    def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.mean, values[self.mean], targets)
-
-    def errors(self, values: Values, targets: Array) -> Array:
-        return _difference(values[self.mean], targets)
-
-
-def _difference(mean: Array, targets: Array) -> Array:
-    """Return ``mean − targets`` in the element type of the mean."""
-    result: Array = mean - targets.astype(mean.dtype, copy=False)
-    return result
-
-
-def _draw(mean: Array, deviation: Array | float, rng: np.random.Generator) -> Array:
-    """Draw Gaussian targets in the shape and element type of the mean."""
-    noise = array_module(mean).asarray(rng.standard_normal(mean.shape))
-    result: Array = (mean + deviation * noise).astype(mean.dtype)
-    return result

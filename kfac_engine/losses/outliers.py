@@ -17,47 +17,14 @@ from kfac_engine.arguments import positive
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError
 from kfac_engine.losses.base import ElementwiseLoss
-from kfac_engine.losses.checks import check_matching_targets, first_index
+from kfac_engine.losses.checks import first_index
+from kfac_engine.losses.normal import LocationLoss
 
 # Stirling's series of log Γ(y), times y, in powers of 1/y², the highest first.
 STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
 
 
-class _LocationLoss(ElementwiseLoss):
-    """A distribution of the error of a mean, whose Fisher information is a constant."""
-
-    ggn_equals_fisher: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        mean: str,
-        targets: str | None,
-        seed: int | None,
-        class_axis: int,
-        ignore_index: int | None,
-    ) -> None:
-        super().__init__((mean,), targets, seed, class_axis, ignore_index)
-        self.mean = mean
-
-    def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.mean, values[self.mean], targets)
-
-    def errors(self, values: Values, targets: Array) -> Array:
-        mean = values[self.mean]
-        result: Array = mean - targets.astype(mean.dtype, copy=False)
-        return result
-
-    def _constant(self, values: Values, information: float) -> dict[str, Array]:
-        mean = values[self.mean]
-        return {self.mean: array_module(mean).full_like(mean, information)}
-
-    def _drawn(self, values: Values, errors: Array) -> Array:
-        mean = values[self.mean]
-        result: Array = (mean + array_module(mean).asarray(errors)).astype(mean.dtype)
-        return result
-
-
-class LaplaceNegativeLogProbLoss(_LocationLoss):
+class LaplaceNegativeLogProbLoss(LocationLoss):
     """Laplace distribution with mean m and scale b: ``|t − m|/b + log 2b`` for a target t.
 
     For b = 1, the loss is the absolute error plus a constant. The Fisher information is ``1/b²``.
@@ -74,6 +41,8 @@ class LaplaceNegativeLogProbLoss(_LocationLoss):
         InputError: The scale is not a positive number.
     """
 
+    ggn_equals_fisher: ClassVar[bool] = False
+
     def __init__(
         self,
         mean: str,
@@ -84,7 +53,7 @@ class LaplaceNegativeLogProbLoss(_LocationLoss):
         class_axis: int = -1,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(mean, targets, seed, class_axis, ignore_index)
+        super().__init__((mean,), targets, seed, class_axis, ignore_index)
         positive(f"the scale of the loss on '{mean}'", scale)
         self.scale = float(scale)
 
@@ -107,7 +76,7 @@ class LaplaceNegativeLogProbLoss(_LocationLoss):
         return {self.mean: 0 * v[self.mean]}
 
 
-class HuberNegativeLogProbLoss(_LocationLoss):
+class HuberNegativeLogProbLoss(LocationLoss):
     """Huber distribution: ``e²/2`` for errors ``|e| ≤ δ``, ``δ(|e| − δ/2)`` for others, plus log Z.
 
     The Fisher information is the probability of an error within δ.
@@ -126,6 +95,8 @@ class HuberNegativeLogProbLoss(_LocationLoss):
     Source: Huber 1964, Robust estimation of a location parameter, section 4.
     """
 
+    ggn_equals_fisher: ClassVar[bool] = False
+
     def __init__(
         self,
         mean: str,
@@ -136,7 +107,7 @@ class HuberNegativeLogProbLoss(_LocationLoss):
         class_axis: int = -1,
         ignore_index: int | None = None,
     ) -> None:
-        super().__init__(mean, targets, seed, class_axis, ignore_index)
+        super().__init__((mean,), targets, seed, class_axis, ignore_index)
         positive(f"delta of the loss on '{mean}'", delta)
         self.delta = float(delta)
         centre = sqrt(2 * pi) * erf(self.delta / sqrt(2))  # ∫ exp(−e²/2) within δ
@@ -224,7 +195,7 @@ class PoissonNegativeLogProbLoss(ElementwiseLoss):
         return target >= 0
 
     def check_target_array(self, values: Values, targets: Array) -> None:
-        check_matching_targets(self.log_rate, values[self.log_rate], targets)
+        super().check_target_array(values, targets)
         if (targets < 0).any():
             where = first_index(targets < 0)
             raise InputError(

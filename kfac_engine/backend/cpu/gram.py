@@ -13,8 +13,9 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.syrk import accumulate, count_parts, run_tasks, scale, threads_for
+from kfac_engine.backend.cpu.syrk import accumulate, count_parts, run_tasks, threads_for
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import ShapeError
 

@@ -36,8 +36,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.syrk import run_tasks, scale, threads_for
+from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.kernel_offsets import (
     LineProduct,
     OffsetGroup,

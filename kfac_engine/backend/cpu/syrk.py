@@ -14,6 +14,7 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.channel_groups import scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
@@ -100,14 +101,6 @@ def accumulate(
     step = _ADDED_ROWS * len(parts)
     starts = [range(i, len(out), step) for i in range(0, step, _ADDED_ROWS)]
     workers.run([partial(_add_matrices, matrices, out, rows) for rows in starts])
-
-
-def scale(out: Array, beta: float) -> None:
-    """Compute ``out ← beta·out``, in place; zero overwrites, NaN included."""
-    if beta == 0.0:
-        out[...] = 0.0
-    elif beta != 1.0:
-        out *= beta
 
 
 def _add_pieces(
