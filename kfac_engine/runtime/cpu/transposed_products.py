@@ -1,10 +1,11 @@
 """Fuses transposes with the products that read them, in the order of the graph.
 
-ONNX Runtime also fuses a Transpose with the MatMul that reads it. It then runs the fused node after
-all other nodes that are ready, so that hundreds of results remain in memory. If no Transpose
-remains to be fused, it runs nodes in the order of the graph.
+ONNX Runtime also fuses a Transpose with the MatMul or the Gemm that reads or computes it. It then
+runs the fused node after all other nodes that are ready, so that hundreds of results remain in
+memory. If no Transpose remains to be fused, it runs nodes in the order of the graph.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -53,7 +54,11 @@ def _fused_products(
     nodes = tuple(_without_round_trips(nodes, results))
     if FUSED_TRANSPOSES in context.graph_passes:
         operands = {node.outputs[0]: node.inputs[0] for node in nodes if _swaps_last(node)}
-        nodes = tuple(_fused(n, operands) if n.op == "MatMul" and fuses(n) else n for n in nodes)
+        nodes = tuple(
+            _fused(n, operands) if n.op == "Gemm" or (n.op == "MatMul" and fuses(n)) else n
+            for n in nodes
+        )
+        nodes = tuple(_with_transposed_results(nodes, results))
     read = {name for node in nodes for name in (*node.inputs, *node.captures)}.union(results)
     return tuple(node for node in nodes if node.op != "Transpose" or node.outputs[0] in read)
 
@@ -77,6 +82,36 @@ def _without_round_trips(nodes: Sequence[Node], results: Collection[str]) -> Ite
             yield replace(node, inputs=tuple(sources.get(name, name) for name in node.inputs))
 
 
+def _with_transposed_results(nodes: Sequence[Node], results: Collection[str]) -> Iterator[Node]:
+    """Yield the nodes; a Gemm computes the transpose of its result where nothing else is read."""
+    reads = Counter(name for node in nodes for name in (*node.inputs, *node.captures))
+    products = {
+        node.outputs[0]: node
+        for node in nodes
+        if node.op == "Gemm" and len(node.inputs) == 2 and reads[node.outputs[0]] == 1
+    }
+    fused = {
+        node.outputs[0]: products[node.inputs[0]]
+        for node in nodes
+        if _swaps_last(node) and node.inputs[0] in products.keys() - {*results}
+    }
+    dropped = {product.outputs[0] for product in fused.values()}
+    for node in nodes:
+        product = fused.get(node.outputs[0])
+        if product:
+            flags = product.attributes
+            swapped = {
+                "transA": 1 - int(bool(flags.get("transB"))),
+                "transB": 1 - int(bool(flags.get("transA"))),
+            }
+            inputs = (product.inputs[1], product.inputs[0])
+            yield replace(
+                product, inputs=inputs, outputs=node.outputs, attributes={**flags, **swapped}
+            )
+        elif node.outputs[0] not in dropped:
+            yield node
+
+
 def _undoes(perm: object, first: object) -> bool:
     if not (isinstance(perm, tuple | list) and isinstance(first, tuple | list)):
         return perm is None and first is None  # both reverse all axes
@@ -91,11 +126,13 @@ def _swaps_last(node: Node) -> bool:
 
 
 def _fused(node: Node, transposed: Mapping[str, str]) -> Node:
-    names = [transposed.get(name, name) for name in node.inputs]
-    if names == [*node.inputs]:
+    operands, others = node.inputs[:2], node.inputs[2:]
+    names = [transposed.get(name, name) for name in operands]
+    if names == [*operands]:
         return node
     flags = {
-        flag: int(name != old)
-        for flag, name, old in zip(("transA", "transB"), names, node.inputs, strict=True)
+        flag: int(bool(node.attributes.get(flag)) != (name != old))
+        for flag, name, old in zip(("transA", "transB"), names, operands, strict=True)
     }
-    return Node("FusedMatMul", tuple(names), node.outputs, flags, node.name, _DOMAIN)
+    fused = replace(node, inputs=(*names, *others), attributes={**node.attributes, **flags})
+    return fused if node.op == "Gemm" else replace(fused, op="FusedMatMul", domain=_DOMAIN)

@@ -1,15 +1,24 @@
 """Backward graphs as they are run: transposes within products, and the order of nodes."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.graph.structure import Node
+from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.structure import Input, Node
+from kfac_engine.runtime.cpu.graph_passes import FUSED_TRANSPOSES
 from kfac_engine.runtime.cpu.transposed_products import (
+    _fused_products,
     _without_round_trips,
     fused_backward,
     fused_forward,
 )
+from kfac_engine.sessions import session
+from kfac_engine.sessions.session import Session
 from tests import models
 
 # Products of float32 numbers against the same in float64, relative to the largest entry.
@@ -103,3 +112,72 @@ def test_transposed_weights_are_not_stored_for_the_backward_pass():
     np.testing.assert_allclose(found["input"], slope @ matrix, rtol=SINGLE, atol=SINGLE)
     expected = np.einsum("bto,bti->oi", slope, x).ravel()
     np.testing.assert_allclose(found["flat"], expected, rtol=1e-5, atol=1e-5)
+
+
+def fused(nodes, results):
+    context = SimpleNamespace(graph_passes={FUSED_TRANSPOSES})
+    return _fused_products(context, nodes, results, lambda _: True)
+
+
+def opened(nodes, shapes, results, constants=()):
+    inputs = [Input(name, np.dtype("f"), shape) for name, shape in shapes.items()]
+    return Session(compact_model(nodes, inputs, results, dict(constants), 18), threads=1, what="x")
+
+
+@pytest.mark.parametrize("turned", ["operand", "result", "both", "read twice", "returned"])
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_gemm_computes_the_transposes_around_it(left, right, turned):
+    before, after = turned in ("operand", "both"), turned != "operand"
+    a = [Node("Transpose", ("a",), ("aT",), {"perm": [1, 0]}, "before")] if before else []
+    flags = {"transA": left, "transB": right, "alpha": 2.0}
+    y = Node("Gemm", ("aT" if before else "a", "b"), ("y",), flags, "product")
+    out = [Node("Transpose", ("y",), ("out",), {"perm": [1, 0]}, "after")] if after else []
+    other = [Node("Relu", ("y",), ("also",), {}, "other")] if turned == "read twice" else []
+    results = ["out" if after else "y", *(["also"] if other else [])]
+    results += ["y"] if turned == "returned" else []
+    nodes = fused((*a, y, *out, *other), results)
+    kept = turned in ("read twice", "returned")
+    assert [node.op for node in nodes].count("Transpose") == kept
+    random, is_turned = np.random.default_rng(0), bool(left) != before
+    x = random.standard_normal((4, 3) if is_turned else (3, 4)).astype("f")
+    w = random.standard_normal((5, 4) if right else (4, 5)).astype("f")
+    found = opened(nodes, {"a": x.shape, "b": w.shape}, results).run(results, {"a": x, "b": w})
+    truth = 2 * (x.T if is_turned else x) @ (w.T if right else w)
+    expected = {"out": truth.T, "y": truth, "also": np.maximum(truth, 0)}
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=SINGLE, atol=SINGLE)
+
+
+SIDES = {"sides": np.array([2, 8]), "more": np.array([4, 4])}
+# Nodes that ONNX Runtime would replace by one node.
+REPLACED = {
+    "transposed operand": [("Transpose", "x", "u"), ("Gemm", "u x", "y")],
+    "transposed result": [("Gemm", "x x", "u"), ("Transpose", "u", "y")],
+    "transposed factor": [("Transpose", "x", "u"), ("MatMul", "u x", "y")],
+    "two reshapes": [("Abs", "x", "t"), ("Reshape", "t sides", "u"), ("Reshape", "u more", "y")],
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_nodes_run_in_the_order_of_the_graph(name, monkeypatch, tmp_path):
+    perm = {"Transpose": {"perm": [1, 0]}}
+    masks = ["Tanh", "Sin", "Cos"]
+    rows = [*REPLACED[name], ("Exp", "y", "z")]
+    for op in masks:
+        rows += [(op, "x", op), ("Mul", f"z {op}", f"z{op}")]
+    nodes = [Node(op, (*r.split(),), (y,), perm.get(op, {}), y) for op, r, y in rows]
+    results = [f"z{op}" for op in masks]
+    plain = session.options_for
+
+    def options_for(*args, **kwargs):
+        options = plain(*args, **kwargs)
+        options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
+        return options
+
+    monkeypatch.setattr(session, "options_for", options_for)
+    nodes = fused(nodes, results)
+    run = opened(nodes, {"x": (4, 4)}, results, SIDES)
+    run.run(results, {"x": np.ones((4, 4), "f")})
+    events = json.loads(Path(run._session.end_profiling()).read_text(encoding="utf-8"))
+    times = [event["name"] for event in events if event["name"].endswith("_kernel_time")]
+    assert [time.removesuffix("_kernel_time") for time in times] == [node.name for node in nodes]
