@@ -4,6 +4,7 @@ The CuPy backend uses it for double precision, which its kernels do not compute.
 computes Gram matrices in another way (``grouped_gram``) and uses the other operations.
 """
 
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,19 +22,30 @@ from kfac_engine.errors import ShapeError
 _FEW_CHANNELS, _FEW_OUTPUTS = 8, 4
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """How a sum over rows changes a result: ``out ← beta·out + alpha·Σ``, in place.
+
+    A ``beta`` of zero overwrites, NaN included. A one is appended to ``homogeneous`` rows.
+    """
+
+    homogeneous: bool
+    alpha: float
+    beta: float
+
+    @property
+    def of_others(self) -> "Accumulation":
+        """The accumulation of further rows."""
+        return replace(self, beta=1.0)
+
+
 def grouped_second_moment(
-    backend: Backend,
-    x: Array,
-    window: Window,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
-    beta: float,
+    backend: Backend, x: Array, window: Window, out: Array, how: Accumulation
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over the patches ``z`` of each group, in place."""
+    homogeneous, alpha = how.homogeneous, how.alpha
     check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
-    scale(out, beta)
+    scale(out, how.beta)
     d, step = out.shape[1] - homogeneous, _examples(backend, x, window, out.itemsize)
     for start in range(0, len(x), step):
         rows = _rows(backend, x[start : start + step], window).astype(out.dtype, copy=False)
@@ -47,22 +59,14 @@ def grouped_second_moment(
             out[:, d, d] += alpha * flat.shape[1]
 
 
-def squared_gradients(  # noqa: PLR0913 (the operation's arguments and the backend)
-    backend: Backend,
-    x: Array,
-    window: Window,
-    ds: Array,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
-    beta: float,
+def squared_gradients(
+    backend: Backend, x: Array, window: Window, ds: Array, out: Array, how: Accumulation
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place."""
-    check_group_shape(x, window, out, ds.shape[1] // len(out), homogeneous=homogeneous)
-    scale(out, beta)
+    check_group_shape(x, window, out, ds.shape[1] // len(out), homogeneous=how.homogeneous)
+    scale(out, how.beta)
     if _is_thin(x, ds, len(out)):
-        _add_thin_squares(backend, x, window, ds, out, homogeneous=homogeneous, alpha=alpha)
+        _add_thin_squares(backend, x, window, ds, out, how)
         return
     # Gradients of all examples take the memory of the layer times the batch size.
     step = min(
@@ -75,9 +79,9 @@ def squared_gradients(  # noqa: PLR0913 (the operation's arguments and the backe
         gradients = ds[start : start + step].astype(out.dtype, copy=False)
         z = split_features(rows, len(out), window.taps)
         g = split_features(_pixels(gradients), len(out), 1)
-        out[:, : z.shape[3]] += alpha * _summed_squares(backend, z, g)
-        if homogeneous:
-            out[:, -1] += alpha * (g.sum(axis=2) ** 2).sum(axis=0)
+        out[:, : z.shape[3]] += how.alpha * _summed_squares(backend, z, g)
+        if how.homogeneous:
+            out[:, -1] += how.alpha * (g.sum(axis=2) ** 2).sum(axis=0)
 
 
 def example_sums(backend: Backend, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
@@ -148,14 +152,7 @@ def _is_thin(x: Array, ds: Array, groups: int) -> bool:
 
 
 def _add_thin_squares(
-    backend: Backend,
-    x: Array,
-    window: Window,
-    ds: Array,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
+    backend: Backend, x: Array, window: Window, ds: Array, out: Array, how: Accumulation
 ) -> None:
     """Add the squared gradients to ``out``, by one pass for each tap, channel and output."""
     groups, spatial_shape = len(out), x.shape[2:]
@@ -175,10 +172,10 @@ def _add_thin_squares(
                 sums = backend.xp.einsum(
                     z[:, :, c][at_pixels], axes, g[:, :, j][at_outputs], axes, [0, 1]
                 )
-                out[:, u * z.shape[2] + c, j] += alpha * (sums * sums).sum(axis=0)
-        if homogeneous:
+                out[:, u * z.shape[2] + c, j] += how.alpha * (sums * sums).sum(axis=0)
+        if how.homogeneous:
             total = g.sum(axis=tuple(axis + 1 for axis in axes[2:]))
-            out[:, -1] += alpha * (total * total).sum(axis=0)
+            out[:, -1] += how.alpha * (total * total).sum(axis=0)
 
 
 def _rows(backend: Backend, x: Array, window: Window) -> Array:

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts
 from kfac_engine.backend.window import Window
 from tests.cuda_on_cpu.module import ORDERS, compiler
@@ -35,17 +36,17 @@ MISTAKES = {
 
 def worst(device: Broken, *, squared: bool) -> float:
     z = rows(IMAGES, WINDOW, 2, ones=True)
-    scales = {"homogeneous": True, "alpha": 1.0, "beta": 0.0}
+    how = Accumulation(True, 1.0, 0.0)
     products = GroupProducts(device, SCRATCH)
     if squared:
         g = GRADIENTS.astype(np.float64).reshape(2, 2, 2, 90)
         wanted = (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1)
         out = np.zeros(wanted.shape, np.float32)
-        products.add_squares(IMAGES, WINDOW, GRADIENTS, out, **scales)
+        products.add_squares(IMAGES, WINDOW, GRADIENTS, out, how)
     else:
         wanted = np.einsum("gnti,gntj->gij", z, z)
         out = np.zeros(wanted.shape, np.float32)
-        products.add_moments(IMAGES, WINDOW, out, **scales)
+        products.add_moments(IMAGES, WINDOW, out, how)
     error = np.abs(out - wanted).max() / np.abs(wanted).max()
     return np.inf if np.isnan(error) else float(error)
 

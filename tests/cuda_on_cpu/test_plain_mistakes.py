@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.finite import find_infinite
@@ -73,8 +74,8 @@ def grouped(device: Device) -> tuple[np.ndarray, np.ndarray]:
     """A channel for each group."""
     out = np.full((3, 4, 4), np.nan, np.float32)
     window = Window((3,), (1,), (1,), (1,), (1,))
-    scales = {"homogeneous": True, "alpha": 1.0, "beta": 0.0}
-    GroupProducts(device, 1 << 20).add_moments(IMAGES, window, out, **scales)
+    how = Accumulation(True, 1.0, 0.0)
+    GroupProducts(device, 1 << 20).add_moments(IMAGES, window, out, how)
     z = np.stack([patches(x, (3,), (1,), (1,), (1,), (1,)) for x in np.split(IMAGES, 3, axis=1)])
     z = np.concatenate([z, np.ones((*z.shape[:3], 1))], axis=3)
     return out, np.einsum("gnti,gntj->gij", z, z)
@@ -84,8 +85,8 @@ def group_squares(device: Device) -> tuple[np.ndarray, np.ndarray]:
     """A channel and an output for each group."""
     out = np.full((3, 3, 1), np.nan, np.float32)
     window = Window((3,), (1,), (1,), (1,), (1,))
-    scales = {"homogeneous": False, "alpha": 1.0, "beta": 0.0}
-    GroupProducts(device, 1 << 20).add_squares(IMAGES, window, IMAGES, out, **scales)
+    how = Accumulation(False, 1.0, 0.0)
+    GroupProducts(device, 1 << 20).add_squares(IMAGES, window, IMAGES, out, how)
     z = np.stack([patches(x, (3,), (1,), (1,), (1,), (1,)) for x in np.split(IMAGES, 3, axis=1)])
     y = IMAGES.astype(np.float64).swapaxes(0, 1)
     return out, (np.einsum("gnti,gnt->gni", z, y) ** 2).sum(axis=1)[..., None]

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.kernels.launch import Launch, source
 from tests.cuda_on_cpu.device import ShimDevice
@@ -91,7 +92,7 @@ def test_mutated_kernel_gives_wrong_result(mistake: str) -> None:
     for order in ORDERS:
         out = np.zeros(wanted.shape, np.float32)
         moments = PatchMoments(Broken(name, change, order), SCRATCH, split)
-        moments.add(x, case.window, out, homogeneous=False, alpha=ALPHA, beta=0)
+        moments.add(x, case.window, out, Accumulation(False, ALPHA, 0))
         worst = np.abs(out - wanted).max() / np.abs(wanted).max()
         errors.append(np.inf if np.isnan(worst) else worst)
     assert max(errors) > 1e-3

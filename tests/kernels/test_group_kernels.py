@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
@@ -75,9 +76,7 @@ def check_moment(
     if beta:
         wanted += beta * out
     device = ShimDevice(order, processors)
-    GroupProducts(device, scratch).add_moments(
-        x, case.window, out, homogeneous=ones, alpha=ALPHA, beta=beta
-    )
+    GroupProducts(device, scratch).add_moments(x, case.window, out, Accumulation(ones, ALPHA, beta))
     np.testing.assert_array_equal(out, out.swapaxes(1, 2))
     np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
     return device
@@ -107,7 +106,7 @@ def check_squares(
         wanted += beta * out
     device = ShimDevice(order, processors)
     GroupProducts(device, scratch).add_squares(
-        x, case.window, y, out, homogeneous=ones, alpha=ALPHA, beta=beta
+        x, case.window, y, out, Accumulation(ones, ALPHA, beta)
     )
     np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
     return device

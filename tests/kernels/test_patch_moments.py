@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import PatchMoments
 from kfac_engine.backend.cuda.patch_gram_plan import plan
 from kfac_engine.backend.window import Window
@@ -73,7 +74,7 @@ def check(
         out[...] = np.nan
     device = ShimDevice(order, processors)
     PatchMoments(device, scratch, split).add(
-        x, case.window, out, homogeneous=homogeneous, alpha=ALPHA, beta=beta
+        x, case.window, out, Accumulation(homogeneous, ALPHA, beta)
     )
     np.testing.assert_array_equal(out, out.T)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=TOLERANCES[split] * np.abs(wanted).max())
@@ -160,7 +161,5 @@ def test_matrix_of_wrong_shape_raises_error() -> None:
             case.images().astype(np.float32),
             case.window,
             np.zeros((80, 80), np.float32),
-            homogeneous=True,
-            alpha=1,
-            beta=0,
+            Accumulation(True, 1, 0),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
@@ -62,7 +63,7 @@ def launch_patches(device: Recorder) -> None:
         for last in (False, True):
             x = images(channels, dtype, last=last)
             out = np.empty((channels + 1,) * 2, np.float32)
-            moments.add(x, ONE, out, homogeneous=True, **scales)
+            moments.add(x, ONE, out, Accumulation(True, **scales))
             moments.add_squares(x, ONE, np.empty(channels, np.float32), **scales)
     mirror(device, np.empty((5, 5), np.float32))
     for dtype in (*COMPUTED, np.float64):
@@ -74,15 +75,11 @@ def launch_patches(device: Recorder) -> None:
 def launch_groups(device: Recorder) -> None:
     groups = GroupProducts(device, SCRATCH)
     for rows, dtype in product((5, 10, 20, 40), COMPUTED):
-        x, scales = images(rows, dtype, last=False), {"alpha": 1, "beta": 0}
-        groups.add_moments(
-            x, ONE, np.empty((1, rows, rows), np.float32), homogeneous=False, **scales
-        )
+        x, how = images(rows, dtype, last=False), Accumulation(False, 1, 0)
+        groups.add_moments(x, ONE, np.empty((1, rows, rows), np.float32), how)
         for columns in (1, 40):
             out = np.empty((1, rows, columns), np.float32)
-            groups.add_squares(
-                x, ONE, images(columns, dtype, last=False), out, homogeneous=False, **scales
-            )
+            groups.add_squares(x, ONE, images(columns, dtype, last=False), out, how)
 
 
 def launch_plain(device: Recorder) -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu import (
     gram,
     grouped_gram,
@@ -100,11 +101,9 @@ class NumpyBackend:
         gram.second_moment(
             x if feature_axis == -1 else np.moveaxis(x, feature_axis, -1),
             out,
-            homogeneous=homogeneous,
-            alpha=alpha,
-            beta=beta,
-            scratch_bytes=self._scratch(),
-            workers=self.workers,
+            Accumulation(homogeneous, alpha, beta),
+            self._scratch(),
+            self.workers,
         )
 
     def mirror(self, moment: Array) -> None:
@@ -123,16 +122,8 @@ class NumpyBackend:
         gram_of = patch_gram.patch_second_moment
         if out.ndim == 3:
             gram_of = grouped_gram.grouped_second_moment
-        gram_of(
-            x,
-            window,
-            out,
-            homogeneous=homogeneous,
-            alpha=alpha,
-            beta=beta,
-            scratch_bytes=self._scratch(),
-            workers=self.workers,
-        )
+        how = Accumulation(homogeneous, alpha, beta)
+        gram_of(x, window, out, how, self._scratch(), self.workers)
 
     def patches(self, x: Array, window: Window) -> Array:
         return patch_gram.patches(x, window)
@@ -159,10 +150,8 @@ class NumpyBackend:
         alone = NumpyBackend(scratch_bytes=scratch // (2 * parts), threads=1)
 
         def add(part: slice, result: Array, beta: float) -> None:
-            arguments = alone, x[part], window, ds[part], result
-            channel_groups.squared_gradients(
-                *arguments, homogeneous=homogeneous, alpha=alpha, beta=beta
-            )
+            how = Accumulation(homogeneous, alpha, beta)
+            channel_groups.squared_gradients(alone, x[part], window, ds[part], result, how)
 
         grouped_gram.squared_gradients(add, len(ds), out, beta, parts, self.workers)
 

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import scale
+from kfac_engine.backend.channel_groups import Accumulation, scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.cpu.syrk import accumulate, count_parts, run_tasks, threads_for
 from kfac_engine.backend.threads import Workers, single_threaded_blas
@@ -39,29 +39,20 @@ class Border:
 
 
 def second_moment(
-    x: Array,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
-    beta: float,
-    scratch_bytes: int,
-    workers: Workers,
+    x: Array, out: Array, how: Accumulation, scratch_bytes: int, workers: Workers
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ_rows x xᵀ``, in place.
 
     ``x`` is ``(…, d)`` with any strides; it is accumulated in the type of ``out``, which is
-    C-contiguous and has the homogeneous coordinate last. A ``beta`` of zero overwrites.
-    ``scratch_bytes`` bounds the scratch memory of all threads together.
+    C-contiguous and has the homogeneous coordinate last. ``scratch_bytes`` bounds the scratch
+    memory of all threads together.
     """
-    d, rows = x.shape[-1], prod(x.shape[:-1])
+    d, rows, homogeneous = x.shape[-1], prod(x.shape[:-1]), how.homogeneous
     check_out(out, d + homogeneous)
     stack = None if homogeneous else as_gram_stack(x, out.dtype)
     if stack is not None:
         with single_threaded_blas():
-            add_batched_gram(
-                stack, out, alpha=alpha, beta=beta, scratch_bytes=scratch_bytes, workers=workers
-            )
+            add_batched_gram(stack, out, how, scratch_bytes, workers)
         return
     spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
     parts = split_rows(x, count_parts(rows, d, workers, spare))
@@ -69,9 +60,9 @@ def second_moment(
     sums = [np.zeros(d) for _ in parts]
     pieces = [matrices(part, out.dtype, chunk_bytes) for part in parts]
     with single_threaded_blas():
-        accumulate(pieces, out[:d, :d], alpha, beta, workers, sums if homogeneous else ())
+        accumulate(pieces, out[:d, :d], how, workers, sums if homogeneous else ())
     if homogeneous:
-        write_border(out, Border(sum(sums[1:], sums[0]), rows), alpha, beta)
+        write_border(out, Border(sum(sums[1:], sums[0]), rows), how)
 
 
 def check_out(out: Array, size: int) -> None:
@@ -98,14 +89,11 @@ def split_rows(x: Array, count: int) -> list[Array]:
     return np.array_split(x, min(count, lengths[axis]), axis=axis)
 
 
-def write_border(out: Array, border: Border, alpha: float, beta: float) -> None:
-    """Compute ``row ← beta·row + alpha·(sums, count)`` for the last row of ``out``.
-
-    ``out`` is ``(d + 1, d + 1)``. A ``beta`` of zero overwrites.
-    """
-    scale(out[-1], beta)
-    out[-1, :-1] += (alpha * border.sums).astype(out.dtype)
-    out[-1, -1] += alpha * border.count
+def write_border(out: Array, border: Border, how: Accumulation) -> None:
+    """Compute ``row ← beta·row + alpha·(sums, count)`` for the last row of ``(d + 1, d + 1)``."""
+    scale(out[-1], how.beta)
+    out[-1, :-1] += (how.alpha * border.sums).astype(out.dtype)
+    out[-1, -1] += how.alpha * border.count
 
 
 def mirror(matrix: Array, workers: Workers | None = None) -> None:
@@ -224,12 +212,12 @@ def as_gram_stack(x: Array, dtype: DType) -> Array | None:
 
 
 def add_batched_gram(
-    stack: Array, out: Array, *, alpha: float, beta: float, scratch_bytes: int, workers: Workers
+    stack: Array, out: Array, how: Accumulation, scratch_bytes: int, workers: Workers
 ) -> None:
     """Compute both triangles of ``out ← beta·out + alpha·Σ x xᵀ``, in place.
 
-    The stack is a view from ``as_gram_stack``. A ``beta`` of zero overwrites. All threads together
-    use ``scratch_bytes`` of scratch memory, or more if the products of one image are larger.
+    The stack is a view from ``as_gram_stack``. All threads together use ``scratch_bytes`` of
+    scratch memory, or more if the products of one image are larger.
     """
     threads = threads_for(stack.size * (len(out) + _TO_READ), workers)
     parts = np.array_split(stack, min(threads, len(stack)))
@@ -237,8 +225,8 @@ def add_batched_gram(
     sums = [np.zeros_like(out) for _ in parts]
     tasks = [partial(_add, *part, spare) for part in zip(parts, sums, strict=True)]
     run_tasks(tasks, threads, workers)
-    scale(out, beta)
-    out += alpha * sum(sums[1:], sums[0])
+    scale(out, how.beta)
+    out += how.alpha * sum(sums[1:], sums[0])
 
 
 def _add(stack: Array, total: Array, spare: int) -> None:

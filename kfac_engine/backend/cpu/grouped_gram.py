@@ -22,7 +22,12 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import check_group_shape, scale, split_features
+from kfac_engine.backend.channel_groups import (
+    Accumulation,
+    check_group_shape,
+    scale,
+    split_features,
+)
 from kfac_engine.backend.cpu.patch_gram import patch_second_moment
 from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.kernel_offsets import kernel_offsets
@@ -77,30 +82,15 @@ class _Plan:
     columns: Array
 
 
-def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its resources)
-    x: Array,
-    window: Window,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
-    beta: float,
-    scratch_bytes: int,
-    workers: Workers,
+def grouped_second_moment(
+    x: Array, window: Window, out: Array, how: Accumulation, scratch_bytes: int, workers: Workers
 ) -> None:
     """Compute the lower triangles of ``out ← beta·out + alpha·Σ z zᵀ`` for groups, in place.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides; accumulated in the element type
-            of ``out``.
-        window: Geometry.
-        out: ``(groups, d, d)`` with ``d = taps·channels/groups (+ 1)``, C-contiguous.
-        homogeneous: Whether a 1 is appended to each patch.
-        alpha: Scale of the new Gram matrices.
-        beta: Scale of the old matrices; zero overwrites.
-        scratch_bytes: Bound of the scratch memory of all threads together.
-        workers: Threads.
+    The arguments are as for ``patch_second_moment``, but ``out`` is ``(groups, d, d)`` with
+    ``d = taps·channels/groups (+ 1)``.
     """
+    homogeneous, alpha = how.homogeneous, how.alpha
     check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
     groups, size = len(out), x.shape[1] // len(out)
     positions = len(x) * prod(window.output_shape(x.shape[2:]))
@@ -111,14 +101,13 @@ def grouped_second_moment(  # noqa: PLR0913 (the operation's arguments and its r
     # An image of a group, its products, and their sums along an axis must fit.
     fits = 4 * prod(by_group.shape[2:]) * out.itemsize <= spare
     if not (fits and _sums_are_faster(by_group, plan, window)):
-        moment = partial(patch_second_moment, homogeneous=homogeneous, alpha=alpha, beta=beta)
         tasks = [
-            partial(moment, images, window, group_out, scratch_bytes=spare, workers=workers)
+            partial(patch_second_moment, images, window, group_out, how, spare, workers)
             for images, group_out in zip(by_group.swapaxes(0, 1), out, strict=True)
         ]
         run_tasks(tasks, threads if groups >= threads else 1, workers)
         return
-    scale(out, beta)
+    scale(out, how.beta)
     d = out.shape[1] - homogeneous
     chunk = min(_CHUNK_BYTES, spare // 4) // out.itemsize
     _add_pixels(by_group, out[:, :d, :d], plan, alpha, _Resources(threads, chunk, workers))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array, DType
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.gram import CHUNK_BYTES, Border, check_out, matrices, write_border
 from kfac_engine.backend.cpu.shifted_gram import (
     FEW_CHANNELS,
@@ -32,33 +33,18 @@ from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.backend.window import Window
 
 
-def patch_second_moment(  # noqa: PLR0913 (the operation's arguments and its resources)
-    x: Array,
-    window: Window,
-    out: Array,
-    *,
-    homogeneous: bool,
-    alpha: float,
-    beta: float,
-    scratch_bytes: int,
-    workers: Workers,
+def patch_second_moment(
+    x: Array, window: Window, out: Array, how: Accumulation, scratch_bytes: int, workers: Workers
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches, in place.
 
-    Args:
-        x: Images, ``(n, channels, *spatial_shape)``, any strides; accumulated in the element type
-            of ``out``.
-        window: Geometry.
-        out: ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous; features are tap-major.
-        homogeneous: Whether a 1 is appended to each patch.
-        alpha: Scale of the new Gram matrix.
-        beta: Scale of the old matrix; zero overwrites.
-        scratch_bytes: Bound of the scratch memory of all threads together.
-        workers: Threads.
+    Images ``(n, channels, *spatial_shape)`` with any strides are accumulated in the element type of
+    ``out``, ``(d, d)`` with ``d = taps·channels (+ 1)``. It is C-contiguous, and features are
+    tap-major. ``scratch_bytes`` bounds the scratch memory of all threads together.
     """
     channels, spatial_shape = x.shape[1], x.shape[2:]
     d = window.taps * channels
-    check_out(out, d + homogeneous)
+    check_out(out, d + how.homogeneous)
     positions = len(x) * prod(window.output_shape(spatial_shape))
     core = out[:d, :d]
     chunk_bytes = min(CHUNK_BYTES, scratch_bytes)
@@ -66,13 +52,13 @@ def patch_second_moment(  # noqa: PLR0913 (the operation's arguments and its res
     with single_threaded_blas():
         images = Images(len(x), channels, spatial_shape)
         add = _ALGORITHMS[select_algorithm(window, images, numbers, workers.count)]
-        add(x, window, core, alpha, beta, Resources(workers, chunk_bytes, numbers))
-    if homogeneous:
-        write_border(out, Border(patch_sums(x, window, out.dtype, np), positions), alpha, beta)
+        add(x, window, core, how, Resources(workers, chunk_bytes, numbers))
+    if how.homogeneous:
+        write_border(out, Border(patch_sums(x, window, out.dtype, np), positions), how)
 
 
 def _add_im2col_gram(
-    x: Array, window: Window, out: Array, alpha: float, beta: float, resources: Resources
+    x: Array, window: Window, out: Array, how: Accumulation, resources: Resources
 ) -> None:
     """Compute ``out ← beta·out + alpha·Σ z zᵀ`` from copies of the patches ``z``."""
     positions = len(x) * prod(window.output_shape(x.shape[2:]))
@@ -80,7 +66,7 @@ def _add_im2col_gram(
     parts = np.array_split(x, max(1, min(len(x), count)))
     chunk_bytes = resources.chunk_bytes // len(parts)
     pieces = [patch_matrices(part, window, out.dtype, chunk_bytes) for part in parts]
-    accumulate(pieces, out, alpha, beta, resources.workers)
+    accumulate(pieces, out, how, resources.workers)
 
 
 # Algorithms by the names of ``COSTS``.

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.channel_groups import scale
+from kfac_engine.backend.channel_groups import Accumulation, scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.cpu.syrk import run_tasks, threads_for
 from kfac_engine.backend.kernel_offsets import (
@@ -143,7 +143,7 @@ class Resources:
 
 
 def add_shifted_gram(
-    x: Array, window: Window, out: Array, alpha: float, beta: float, resources: Resources
+    x: Array, window: Window, out: Array, how: Accumulation, resources: Resources
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ z zᵀ`` over all patches ``z``.
 
@@ -161,7 +161,7 @@ def add_shifted_gram(
     if images_per_round(n, channels, x.shape[2:]) == n:
         lines = ChannelsLastLines(n, channels, x.shape[2:], window.reaches[-1], out.dtype)
         lines.fill(x)
-        tasks = [partial(_add_group, group, lines, out, alpha, beta) for group in groups]
+        tasks = [partial(_add_group, group, lines, out, how.alpha, how.beta) for group in groups]
         run_tasks(tasks, threads, workers)
         return
     # Threads divide either the images or the offsets. If they divide the images, each thread
@@ -179,7 +179,9 @@ def add_shifted_gram(
         for i in range(min(lots, len(groups)))
     ]
     run_tasks(tasks, len(tasks), workers)
-    tasks = [partial(_write, of_group, out, alpha, beta) for of_group in zip(*sums, strict=True)]
+    tasks = [
+        partial(_write, of_group, out, how.alpha, how.beta) for of_group in zip(*sums, strict=True)
+    ]
     run_tasks(tasks, threads, workers)
 
 

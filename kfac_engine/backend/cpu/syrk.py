@@ -14,7 +14,7 @@ from math import sqrt
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import scale
+from kfac_engine.backend.channel_groups import Accumulation, scale
 from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
@@ -69,8 +69,7 @@ def count_parts(rows: int, size: int, workers: Workers, spare: int) -> int:
 def accumulate(
     parts: Sequence[Iterable[Array]],
     out: Array,
-    alpha: float,
-    beta: float,
+    how: Accumulation,
     workers: Workers,
     sums: Sequence[Array | None] = (),
 ) -> None:
@@ -81,20 +80,19 @@ def accumulate(
             used before the next matrix of its part is requested, and both may share memory. Each
             part except the first needs a matrix of scratch memory.
         out: ``(d, d)``; rows may have gaps.
-        alpha: Scale of the new Gram matrix.
-        beta: Scale of the old matrix; zero overwrites.
+        how: Scales of both matrices.
         workers: Available threads.
         sums: For each part an array ``(d,)``, float64, to which its columns are added; or empty.
     """
     first, *others = parts
     beside = sums or [None] * len(parts)
     if not others:
-        _add_pieces(first, out, alpha, beta, workers, beside[0])
+        _add_pieces(first, out, how.alpha, how.beta, workers, beside[0])
         return
     matrices = [_new_matrix(out) for _ in others]
-    tasks = [partial(_add_pieces, first, out, alpha, beta, workers, beside[0])]
+    tasks = [partial(_add_pieces, first, out, how.alpha, how.beta, workers, beside[0])]
     tasks += [
-        partial(_add_pieces, pieces, matrix, alpha, 0.0, workers, total)
+        partial(_add_pieces, pieces, matrix, how.alpha, 0.0, workers, total)
         for pieces, matrix, total in zip(others, matrices, beside[1:], strict=True)
     ]
     workers.run(tasks)

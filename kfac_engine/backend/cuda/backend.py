@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.reductions import summed_in
 from kfac_engine.backend.cuda.device import CupyDevice
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments, as_entry_images, merge_axes
@@ -154,7 +155,7 @@ class CupyBackend:
             return
         rows = self.xp.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
         self._check_out(out, rows.shape[1] + homogeneous)
-        self._add_rows(rows, out, homogeneous, alpha, beta)
+        self._add_rows(rows, out, Accumulation(homogeneous, alpha, beta))
 
     def mirror(self, moment: Array) -> None:
         del moment  # kernels write both triangles
@@ -170,11 +171,16 @@ class CupyBackend:
         beta: float = 0.0,
     ) -> None:
         self._fit_scratch()
-        if out.ndim == 3:
-            self._add_group_moments(x, window, out, homogeneous, alpha, beta)
+        how, is_single = Accumulation(homogeneous, alpha, beta), out.dtype == np.float32
+        is_single &= x.dtype != np.float64
+        if out.ndim == 3 and is_single:
+            self._groups.add_moments(x, window, out, how)
             return
-        if out.dtype == np.float32 and x.dtype != np.float64:
-            self._moments.add(x, window, out, homogeneous=homogeneous, alpha=alpha, beta=beta)
+        if out.ndim == 3:
+            channel_groups.grouped_second_moment(self, x, window, out, how)
+            return
+        if is_single:
+            self._moments.add(x, window, out, how)
             return
         # In double precision, the patches of a few images at a time are copied.
         features = window.taps * x.shape[1]
@@ -183,8 +189,8 @@ class CupyBackend:
         step = max(1, self.scratch_bytes // (8 * features * positions))
         for start in range(0, len(x), step):
             rows = self.patches(x[start : start + step], window).reshape(-1, features)
-            self._add_rows(rows, out, homogeneous, alpha, beta)
-            beta = 1.0
+            self._add_rows(rows, out, how)
+            how = how.of_others
 
     def patches(self, x: Array, window: Window) -> Array:
         geometry = self._moments.geometry(x, window)
@@ -215,15 +221,15 @@ class CupyBackend:
         beta: float = 0.0,
     ) -> None:
         self._fit_scratch()
-        options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
+        how = Accumulation(homogeneous, alpha, beta)
         # For examples with a single row, cuBLAS computes products of matrices.
         if out.dtype != np.float32 or prod(ds.shape[2:]) == 1 or _is_double(x, ds):
-            channel_groups.squared_gradients(self, x, window, ds, out, **options)  # type: ignore[arg-type] # by name
+            channel_groups.squared_gradients(self, x, window, ds, out, how)
             return
         kind = x.dtype if x.dtype == ds.dtype else np.dtype(np.float32)
         x, window = merge_axes(x, window)
         x, ds = (array.astype(kind, copy=False) for array in (x, ds))
-        self._groups.add_squares(x, window, ds, out, **options)  # type: ignore[arg-type] # by name
+        self._groups.add_squares(x, window, ds, out, how)
 
     def example_sums(self, x: Array, ds: Array, axes: tuple[int, ...]) -> Array:
         x = self.xp.broadcast_to(x, ds.shape)
@@ -295,33 +301,22 @@ class CupyBackend:
         affordable = self.device.affordable(self.scratch_bytes)
         self.scratch_bytes = self._moments.scratch_bytes = self._groups.scratch_bytes = affordable
 
-    def _add_group_moments(
-        self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
-    ) -> None:
-        options = {"homogeneous": homogeneous, "alpha": alpha, "beta": beta}
-        if out.dtype == np.float32 and x.dtype != np.float64:
-            self._groups.add_moments(x, window, out, **options)  # type: ignore[arg-type] # by name
-        else:
-            channel_groups.grouped_second_moment(self, x, window, out, **options)  # type: ignore[arg-type] # by name
-
     def _squared_norm(self, x: Array) -> Array:
         flat = x.astype(summed_in(x.dtype), copy=False).reshape(-1)
         total: Array = flat @ flat
         return total
 
-    def _add_rows(
-        self, rows: Array, out: Array, homogeneous: bool, alpha: float, beta: float
-    ) -> None:
+    def _add_rows(self, rows: Array, out: Array, how: Accumulation) -> None:
         """Compute both triangles of ``out ← beta·out + alpha·rowsᵀ rows`` in place, in parts."""
         xp = self.xp
         self._fit_scratch()
         step = max(1, self.scratch_bytes // (out.itemsize * len(out)))
         for start in range(0, len(rows), step):
             part = rows[start : start + step].astype(out.dtype, copy=False)
-            if homogeneous:
+            if how.homogeneous:
                 part = xp.concatenate([part, xp.ones((len(part), 1), out.dtype)], axis=1)
-            self.device.add_gram(xp.ascontiguousarray(part), out, alpha, beta)
-            beta = 1.0
+            self.device.add_gram(xp.ascontiguousarray(part), out, how.alpha, how.beta)
+            how = how.of_others
         if out.dtype == np.float32:
             mirror(self.device, out)
         else:

@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import prod
 
 from kfac_engine._types import Array
-from kfac_engine.backend.channel_groups import check_group_shape
+from kfac_engine.backend.channel_groups import Accumulation, check_group_shape
 from kfac_engine.backend.cuda.patch_gram_plan import HostPass, plan
 from kfac_engine.backend.window import Window, pointwise
 from kfac_engine.errors import ShapeError
@@ -38,42 +38,31 @@ class PatchMoments:
         self._plans: dict[tuple[object, ...], tuple[Pass, ...]] = {}
         self._geometries: dict[tuple[object, ...], Geometry] = {}
 
-    def add(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def add(self, x: Array, window: Window, out: Array, how: Accumulation) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` over all patches of all images, in place.
 
         ``x`` is ``(n, channels, *spatial_shape)`` with any strides, float32, float16 or bfloat16.
         ``out`` is ``(d, d)`` with ``d = taps·channels (+ 1)``, C-contiguous float32; features are
-        tap-major. A ``beta`` of zero overwrites.
+        tap-major.
         """
         features = window.taps * x.shape[1]
-        if out.shape != (features + homogeneous,) * 2:
+        if out.shape != (features + how.homogeneous,) * 2:
             raise ShapeError(
-                f"a Gram matrix of {features} features{' and a bias' if homogeneous else ''} does "
-                f"not fit a matrix of shape {out.shape}."
+                f"a Gram matrix of {features} features{' and a bias' if how.homogeneous else ''} "
+                f"does not fit a matrix of shape {out.shape}."
             )
         outputs = window.output_shape(x.shape[2:])
         most = max(1, MOST_POSITIONS // prod(outputs))
         for start in range(0, len(x), most):
-            self._add(x[start : start + most], window, out, homogeneous, alpha, beta)
-            beta = 1.0
+            self._add(x[start : start + most], window, out, how)
+            how = how.of_others
 
-    def _add(
-        self, x: Array, window: Window, out: Array, homogeneous: bool, alpha: float, beta: float
-    ) -> None:
+    def _add(self, x: Array, window: Window, out: Array, how: Accumulation) -> None:
         passes = self._passes(window, len(x), x.shape[1], x.shape[2:])
         geometry = self.geometry(x, window)
-        scales = Scales(window.taps * x.shape[1], alpha, beta)
+        scales = Scales(window.taps * x.shape[1], how.alpha, how.beta)
         add_products(self._device, x, out, geometry, passes, scales, self._split)
-        if homogeneous:
+        if how.homogeneous:
             add_border(self._device, x, out, geometry, scales)
 
     def add_squares(
@@ -128,40 +117,23 @@ class GroupProducts:
         self._device = device
         self.scratch_bytes = scratch_bytes
 
-    def add_moments(
-        self,
-        x: Array,
-        window: Window,
-        out: Array,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
-    ) -> None:
+    def add_moments(self, x: Array, window: Window, out: Array, how: Accumulation) -> None:
         """Compute ``out ← beta·out + alpha·Σ z zᵀ`` for each group, in place.
 
         ``x`` is ``(n, channels, *spatial_shape)`` with any strides, float32, float16 or bfloat16.
-        ``out`` is ``(groups, d, d)``, C-contiguous float32. A ``beta`` of zero overwrites.
+        ``out`` is ``(groups, d, d)``, C-contiguous float32.
         """
-        rows = check_group_shape(x, window, out, out.shape[2], homogeneous=homogeneous)
+        rows = check_group_shape(x, window, out, out.shape[2], homogeneous=how.homogeneous)
         positions = prod(window.output_shape(x.shape[2:]))
         most = max(1, MOST_POSITIONS // positions)
         for start in range(0, len(x), most):
             part = x[start : start + most]
-            groups = Groups(len(out), rows, rows, homogeneous, alpha, beta, self.scratch_bytes)
+            groups = self._groups(out, rows, rows, how)
             add_group_moments(self._device, part, out, image_geometry(part, window), groups)
-            beta = 1.0
+            how = how.of_others
 
     def add_squares(
-        self,
-        x: Array,
-        window: Window,
-        ds: Array,
-        out: Array,
-        *,
-        homogeneous: bool,
-        alpha: float,
-        beta: float,
+        self, x: Array, window: Window, ds: Array, out: Array, how: Accumulation
     ) -> None:
         """Compute ``out ← beta·out + alpha·Σ_n (Σ_t z_nt ds_ntᵀ)²`` for each group, in place.
 
@@ -175,9 +147,13 @@ class GroupProducts:
             )
         ds = ds.reshape(*ds.shape[:2], *outputs)
         columns = ds.shape[1] // len(out)
-        rows = check_group_shape(x, window, out, columns, homogeneous=homogeneous)
-        groups = Groups(len(out), rows, columns, homogeneous, alpha, beta, self.scratch_bytes)
+        rows = check_group_shape(x, window, out, columns, homogeneous=how.homogeneous)
+        groups = self._groups(out, rows, columns, how)
         add_squares(self._device, x, ds, out, image_geometry(x, window), groups)
+
+    def _groups(self, out: Array, rows: int, columns: int, how: Accumulation) -> Groups:
+        scales = how.homogeneous, how.alpha, how.beta
+        return Groups(len(out), rows, columns, *scales, self.scratch_bytes)
 
 
 def as_entry_images(x: Array, axes: tuple[int, ...]) -> Array | None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu.gram import add_batched_gram, as_gram_stack
 from kfac_engine.backend.threads import Workers
 from tests.backend import truths
@@ -30,15 +31,15 @@ def images(shape, dtype=np.float64):
 def test_gram_matrix_is_added_to_scaled_old_matrix(shape, threads, scratch_bytes):
     x = np.moveaxis(images(shape), 1, -1)
     d, old = shape[1], images((shape[1], shape[1]))
-    out, means = old.copy(), {"scratch_bytes": scratch_bytes, "workers": Workers(threads)}
+    out, means = old.copy(), (scratch_bytes, Workers(threads))
     stack = as_gram_stack(x, out.dtype)
     assert stack is not None
     assert np.shares_memory(stack, x)
-    add_batched_gram(stack, out, alpha=0.3, beta=0.7, **means)
+    add_batched_gram(stack, out, Accumulation(False, 0.3, 0.7), *means)
     expected = 0.7 * old + 0.3 * truths.moment(x.reshape(-1, d), homogeneous=False)
     np.testing.assert_allclose(out, expected, atol=ROUNDING * np.abs(expected).max())
     out[:] = np.nan
-    add_batched_gram(stack, out, alpha=1.0, beta=0.0, **means)
+    add_batched_gram(stack, out, Accumulation(False, 1.0, 0.0), *means)
     assert np.isfinite(out).all()
 
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cpu import shifted_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cpu.patch_gram import _ALGORITHMS, Images, select_algorithm
@@ -25,6 +26,7 @@ SINGLE_ROUNDING = 5e-6
 ALL = [*CORNERS, *EVERY]
 UNIT_STRIDES = [case for case in [*CORNERS, *STRIDE_ONE] if set(case.window.strides) == {1}]
 
+HOW, OVERWRITING = Accumulation(False, 0.3, 0.7), Accumulation(False, 1.0, 0.0)
 RESOURCES = Resources(Workers(), 4 << 20, 1 << 22)
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
 
@@ -108,7 +110,7 @@ def test_shifted_gram_equals_definition_for_all_geometries(few, threads, case, m
     expected = 0.7 * out + 0.3 * new
     border = whole[-1].copy()
 
-    add_shifted_gram(x, case.window, out, 0.3, 0.7, Resources(Workers(threads), 0, 1 << 22))
+    add_shifted_gram(x, case.window, out, HOW, Resources(Workers(threads), 0, 1 << 22))
 
     assert_close(np.tril(out), np.tril(expected))
     np.testing.assert_array_equal(whole[-1], border)
@@ -118,7 +120,7 @@ def test_shifted_gram_equals_definition_for_all_geometries(few, threads, case, m
 def test_shifted_gram_with_zero_beta_overwrites_nan(case):
     new = moment(case.images(), case.window)
     out = np.full_like(new, np.nan)
-    add_shifted_gram(case.images(), case.window, out, 1.0, 0.0, RESOURCES)
+    add_shifted_gram(case.images(), case.window, out, OVERWRITING, RESOURCES)
     assert_close(np.tril(out), np.tril(new))
 
 
@@ -254,7 +256,7 @@ def test_shifted_gram_allocates_scratch_numbers(form, case, threads):
     numbers = scratch_numbers(case.window, *seen(case), threads)
     resources = Resources(Workers(threads), chunk_bytes, numbers)
     tracemalloc.start()
-    _ALGORITHMS[form](x, case.window, out, 1.0, 0.0, resources)
+    _ALGORITHMS[form](x, case.window, out, OVERWRITING, resources)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
@@ -273,7 +275,7 @@ def test_threads_are_limited_by_scratch_memory(shared, channels):
     out = np.zeros((9 * channels, 9 * channels))
     resources = Resources(Workers(2), 0, int(ROOMS[shared] * numbers))
     tracemalloc.start()
-    add_shifted_gram(x, SAME, out, 1.0, 0.0, resources)
+    add_shifted_gram(x, SAME, out, OVERWRITING, resources)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Small objects come on top: arguments of a product for each distance, rows being summed.
