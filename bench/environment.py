@@ -17,8 +17,8 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
-from kfac_engine.backend.threads import usable_cores
 from kfac_engine.errors import BackendError, InputError
+from kfac_engine.system.memory_limits import usable_cores
 
 # OpenMP (PyTorch), OpenBLAS (NumPy, SciPy and this package), MKL, and the pools of XLA (JAX).
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from threadpoolctl import threadpool_info
 
-from kfac_engine.backend.threads import usable_cores
+from kfac_engine.system.memory_limits import usable_cores
 
 _PACKAGES = (
     "numpy", "scipy", "onnxruntime", "torch", "jax", "kfac-jax", "curvlinops-for-pytorch",

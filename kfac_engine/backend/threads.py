@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 import scipy.linalg  # noqa: F401  # loaded so that its BLAS is found beside NumPy's
 from threadpoolctl import ThreadpoolController
 
+from kfac_engine.system.memory_limits import usable_cores
+
 _INSIDE: ContextVar[bool] = ContextVar("inside a task", default=False)
 
 # Functions that have not started.
@@ -86,13 +88,6 @@ def threads_of_a_rank(cores: int, ranks_on_node: int, machine: int | None = None
     use, ``machine`` the number of cores of the node. None, or a smaller number, means ``cores``.
     """
     return max(1, min(cores, max(cores, machine or 0) // ranks_on_node))
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _BlasLimit:

@@ -17,6 +17,7 @@ from kfac_engine.cli.command import Command
 from kfac_engine.cli.display import print_json, warn
 from kfac_engine.cli.options import debug_option, json_option
 from kfac_engine.cli.tables import print_table
+from kfac_engine.system.memory_limits import usable_cores
 
 _PACKAGES = (
     "numpy", "scipy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors",
@@ -55,7 +56,7 @@ def examine() -> dict[str, Any]:
         "kfac_engine": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": {"machine": os.cpu_count(), "usable": _usable_cores()},
+        "cores": {"machine": os.cpu_count(), "usable": usable_cores()},
         "threads": _threads(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "blas": _blas_libraries(),
@@ -69,12 +70,6 @@ def examine() -> dict[str, Any]:
     }
     report["warnings"] = _warnings(report)
     return report
-
-
-def _usable_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _threads() -> int:

@@ -1,4 +1,4 @@
-"""The memory that this process can allocate, below the limits of machine, container and process."""
+"""The memory and the cores that this process may use, by machine, container and process."""
 
 import ctypes
 import os
@@ -62,6 +62,13 @@ def return_freed_memory() -> None:
             trim(0)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @cache
 def require_room_for_threads() -> None:
     """Raise ``MemoryLimitError`` if ``ulimit -v`` leaves too little address space for threads.
@@ -69,8 +76,7 @@ def require_room_for_threads() -> None:
     Without that memory OpenBLAS and ONNX Runtime end the process or wait forever. Success is
     remembered, because threads are created once.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    need = _ROOM_OF_ONE_CORE if cores == 1 else _ROOM
+    need = _ROOM_OF_ONE_CORE if usable_cores() == 1 else _ROOM
     left = next(_of_the_process(), need)
     if left < need:
         raise MemoryLimitError(

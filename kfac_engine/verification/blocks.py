@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from kfac_engine.backend.namespace import on_host
-from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE, Check, Measurement
@@ -18,7 +16,7 @@ from kfac_engine.verification.dense_fisher import (
     dense_fisher,
 )
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.specimen import Floats, Rebuild, Specimen, spread_evenly
+from kfac_engine.verification.specimen import Rebuild, Specimen, multiplied, spread_evenly
 
 NAME = "blocks"
 REMEDY = (
@@ -49,17 +47,17 @@ def check_blocks(
     """
     alone = specimen.alone()
     if alone is None:
-        return Check(NAME, (), "", {"": "the model does not run with one example alone"})
+        return Check.without(NAME, "the model does not run with one example alone")
     exact = spread_evenly([layer for layer in layers if _is_exact(alone, layer)], most)
     if not exact:
-        return Check(NAME, (), "", {"": "no layer has a block that is exact for one example"})
+        return Check.without(NAME, "no layer has a block that is exact for one example")
     count = sum(alone.trace[name].size for name in specimen.engine.objective.inputs)
     mode = "exact" if count <= MOST_ROWS else "empirical"
     names = tuple(dict.fromkeys(name for layer in exact for name in layer.parameters))
     try:
         probe = rebuild.engine(trainable=names, freeze=None, estimation_mode=mode, damping=_DAMPING)
     except UnsupportedError as failure:
-        return Check(NAME, (), "", {"": str(failure)})
+        return Check.without(NAME, str(failure))
     one = replace(alone, engine=probe)
     trace = one.trace
     probe.estimator.update_covariances(
@@ -93,7 +91,7 @@ def _measure(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> Mea
     """Return the error of a product with the block of a layer, or why it cannot be measured."""
     scales, rng = sizes(one.parameters), np.random.default_rng(0)
     vector = {n: scales[n] * rng.standard_normal(one.parameters[n].shape) for n in layer.parameters}
-    product = rows.of(_product(one.engine, vector))
+    product = rows.of(multiplied(one.engine, vector, 1))
     errors = np.zeros(len(rows))
     if mode == "empirical":
         gradients = {name: one.gradients[name] for name in layer.parameters}
@@ -117,10 +115,3 @@ def _measure(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> Mea
         return FAINT
     error = float(abs(product - expected).max()) / size
     return Measurement(", ".join(layer.parameters), error, tolerance)
-
-
-def _product(engine: Engine, vector: dict[str, Floats]) -> dict[str, Floats]:
-    types = {name: engine.parameters[name].dtype for name in vector}
-    single = {name: array.astype(types[name]) for name, array in vector.items()}
-    host = on_host(engine.precondition(single, exp=1), engine.collection.backend)
-    return {name: host[name].astype(np.float64) for name in vector}

@@ -51,6 +51,11 @@ class Check:
     skipped: Mapping[str, str] = field(default_factory=dict)
     remedy: str = ""
 
+    @classmethod
+    def without(cls, name: str, reason: str) -> "Check":
+        """Return a check that was skipped as a whole."""
+        return cls(name, (), "", {"": reason})
+
     @property
     def failures(self) -> tuple[Measurement, ...]:
         """The measurements whose error exceeds the tolerance."""

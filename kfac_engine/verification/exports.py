@@ -29,13 +29,13 @@ def check_export(
     """
     model = specimen.model
     if model.draws and not specimen.engine.options.train_form:
-        return Check(NAME, (), "", {"": "the model draws random numbers"})
+        return Check.without(NAME, "the model draws random numbers")
     feeds = _feeds(specimen)
     try:
         outputs = run_file(file, feeds)
         original = None if source is None else run_file(source, feeds)
     except BackendError as error:
-        return Check(NAME, (), "", {"": f"ONNX Runtime alone does not run the file: {error}"})
+        return Check.without(NAME, f"ONNX Runtime alone does not run the file: {error}")
     tolerance = _HALF_TOLERANCE if model.loaded.stored else _TOLERANCE
     measurements = []
     if original is not None:
@@ -47,7 +47,7 @@ def check_export(
         host = on_host(arrays, specimen.engine.collection.backend)
         measurements = [_compared(n, outputs[n], a, tolerance) for n, a in host.items()]
     if not measurements:
-        return Check(NAME, (), "", {"": "the file is in training form, and its source is unknown"})
+        return Check.without(NAME, "the file is in training form, and its source is unknown")
     other = "the input file" if original is not None else "the predictions of the engine"
     detail = f"outputs of the exported file and of {other} in ONNX Runtime"
     return Check(NAME, tuple(measurements), detail, {}, REMEDY)

@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kfac_engine._types import Array
-from kfac_engine.backend.namespace import on_host
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.errors import MemoryLimitError
 from kfac_engine.verification.checks import Check, Measurement
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.specimen import Floats, Rebuild, Specimen
+from kfac_engine.verification.specimen import Floats, Rebuild, Specimen, multiplied
 
 NAME = "inverses"
 REMEDY = (
@@ -36,9 +34,9 @@ def check_inverses(
     """
     exps = specimen.engine.options.exps
     if -1 not in exps:
-        return Check(NAME, (), "", {"": "the engine stores no inverses: -1 is not in exps"})
+        return Check.without(NAME, "the engine stores no inverses: -1 is not in exps")
     if not layers:
-        return Check(NAME, (), "", {"": "every inverse of this model takes too long for a check"})
+        return Check.without(NAME, "every inverse of this model takes too long for a check")
     names = tuple(dict.fromkeys(name for layer in layers for name in layer.parameters))
     probe = rebuild.engine(
         trainable=names, freeze=None, schedule=Schedule(), gradient_dtype="float32"
@@ -46,13 +44,13 @@ def check_inverses(
     try:
         probe.observe(specimen.inputs, specimen.targets)
     except MemoryLimitError as failure:
-        return Check(NAME, (), "", {"": str(failure)})
+        return Check.without(NAME, str(failure))
     scales = sizes(specimen.parameters)
     vectors = {
         name: scales.get(name, 1.0) * rng.standard_normal(np.shape(array))
         for name, array in probe.parameters.items()
     }
-    back = _multiply(probe, _multiply(probe, vectors, -1), 1)
+    back = multiplied(probe, multiplied(probe, vectors, -1), 1)
     largest = _largest(probe, vectors, layers)
     measurements = []
     for layer in layers:
@@ -73,7 +71,7 @@ def _largest(
     current = dict(vectors)
     growth: dict[str, float] = {}
     for _ in range(_POWER_STEPS):
-        product = _multiply(probe, current, 1)
+        product = multiplied(probe, current, 1)
         for layer in layers:
             before, after = _norm(layer, current), _norm(layer, product)
             growth[", ".join(layer.parameters)] = after / (before or 1.0)
@@ -81,13 +79,6 @@ def _largest(
         top = max(norms.values())
         current = {n: a / top for n, a in product.items()}
     return growth
-
-
-def _multiply(probe: Engine, vectors: Mapping[str, Floats], exp: float) -> dict[str, Floats]:
-    types = {name: array.dtype for name, array in probe.parameters.items()}
-    cast: dict[str, Array] = {n: a.astype(types[n]) for n, a in vectors.items()}
-    host = on_host(probe.precondition(cast, exp=exp), probe.collection.backend)
-    return {name: array.astype(np.float64) for name, array in host.items()}
 
 
 def _norm(layer: LayerReport, vectors: Mapping[str, Floats]) -> float:

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from kfac_engine.backend.namespace import on_host
 from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE, Check, Measurement
 from kfac_engine.verification.dense_fisher import CURVED_ERROR, DenseFisher, Entries, dense_fisher
 from kfac_engine.verification.differences import sizes
-from kfac_engine.verification.specimen import Floats, Specimen
+from kfac_engine.verification.specimen import Floats, Specimen, wide
 
 NAME = "curvature products"
 REMEDY = (
@@ -43,7 +42,7 @@ def check_products(
     rows = Entries.draw(specimen.parameters, names, entries, int(rng.integers(2**31)))
     dense = dense_fisher(specimen, rows, list(vectors.values()))
     if not isinstance(dense, DenseFisher):
-        return Check(NAME, (), "", {"": dense})
+        return Check.without(NAME, dense)
     products = specimen.engine.curvature_products(specimen.trace)
     unit = _ROUNDINGS * max(specimen.rounding, CURVED_ERROR)
     measurements, skipped = [], {}
@@ -53,23 +52,18 @@ def check_products(
         try:
             result = products.multiply_fisher(vector)
         except UnsupportedOpError as error:
-            return Check(NAME, (), "", {"": str(error)})
-        wide = _wide(specimen, result)
-        size = _size(rows, wide, expected)
+            return Check.without(NAME, str(error))
+        assert isinstance(result, dict), "products are by parameter"
+        product = wide(specimen.engine, {name: result[name] for name in specimen.parameters})
+        size = _size(rows, product, expected)
         tolerance = max(_TOLERANCE, float(np.linalg.norm(errors)) / size)
         if tolerance > MOST_TOLERANCE:
             skipped[subject] = FAINT
         else:
-            distance = float(np.linalg.norm(rows.of(wide) - expected))
+            distance = float(np.linalg.norm(rows.of(product) - expected))
             measurements.append(Measurement(subject, distance / size, tolerance))
     detail = f"{len(rows)} rows of the Fisher matrix, from {dense.method}"
     return Check(NAME, tuple(measurements), detail, skipped, REMEDY)
-
-
-def _wide(specimen: Specimen, arrays: object) -> dict[str, Floats]:
-    assert isinstance(arrays, dict), "products are by parameter"
-    host = on_host(arrays, specimen.engine.collection.backend)
-    return {name: host[name].astype(np.float64) for name in specimen.parameters}
 
 
 def _size(rows: Entries, product: dict[str, Floats], expected: Floats) -> float:

@@ -142,6 +142,18 @@ class Specimen:
         return FloatCopy(self)
 
 
+def wide(engine: Engine, arrays: Mapping[str, Array]) -> dict[str, Floats]:
+    """Return arrays of an engine in float64 on the host."""
+    host = on_host(arrays, engine.collection.backend)
+    return {name: array.astype(np.float64) for name, array in host.items()}
+
+
+def multiplied(engine: Engine, vectors: Mapping[str, Floats], exp: float) -> dict[str, Floats]:
+    """Return the products of a power of the blocks with vectors, in float64."""
+    cast = {name: a.astype(engine.parameters[name].dtype) for name, a in vectors.items()}
+    return wide(engine, engine.precondition(cast, exp=exp))
+
+
 def spread_evenly(items: Sequence[Item], most: int) -> tuple[Item, ...]:
     """Return at most ``most`` items at equal distances, the first and the last among them."""
     if len(items) <= most:

@@ -114,7 +114,7 @@ def _checks(specimen: Specimen, rebuild: Rebuild, most: int, source: Any) -> Ite
     if specimen.model.draws:
         reason = "each pass of the model draws random numbers"
         for name in (gradients.NAME, products.NAME, blocks.NAME):
-            yield Check(name, (), "", {"": reason})
+            yield Check.without(name, reason)
     else:
         moved = specimen.with_engine(_moved(specimen, rebuild.engine(), moves))
         yield gradients.GradientCheck(moved, rng).run(names)

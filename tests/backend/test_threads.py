@@ -16,8 +16,8 @@ from kfac_engine.backend.threads import (
     default_count,
     single_threaded_blas,
     threads_of_a_rank,
-    usable_cores,
 )
+from kfac_engine.system.memory_limits import usable_cores
 
 SECONDS = 20  # that a thread waits for another before it gives up
 
