@@ -10,6 +10,7 @@ from kfac_engine.cli.bench import bench
 from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.differentiate import differentiate
+from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.export_training import export_training
 from kfac_engine.cli.find_rate import find_rate
@@ -18,7 +19,6 @@ from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import merge
-from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.prune import prune

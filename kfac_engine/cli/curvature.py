@@ -1,5 +1,7 @@
 """``curvature``: measure the Fisher matrix of a model on a data set, and store it."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -8,13 +10,25 @@ import click
 
 from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.curvature_files import batch_option
-from kfac_engine.cli.display import report_beside, shown_warnings, working
+from kfac_engine.cli.display import (
+    print_json,
+    print_lines,
+    report_beside,
+    say,
+    show_shape,
+    shown_warnings,
+    working,
+)
 from kfac_engine.cli.engine_options import EngineCommand, curvature_record
-from kfac_engine.cli.options import debug_option, gathered, json_option, keywords
+from kfac_engine.cli.layer_summary import print_legend
+from kfac_engine.cli.options import debug_option, gathered, json_option, keywords, spelled
+from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     import kfac_engine as ke
-
+    from kfac_engine._types import Params
+    from kfac_engine.analysis.fisher_matrix.blocks import Block
+    from kfac_engine.engine.spectra import FactorSpectrum
 
 _FILES = (
     Group.DATA.file(
@@ -69,7 +83,6 @@ def curvature(
     options: dict[str, Any],
 ) -> None:
     """Measure the Fisher matrix of a model on a data set, and store it."""
-    from kfac_engine.cli.curvature_report import print_curvature, write_spectra
     from kfac_engine.cli.files import check_files
     from kfac_engine.cli.spectra import check_picture
 
@@ -106,3 +119,208 @@ def _measured(
         batches = file_batches(assembly, data, size, record.passes)
     with shown_warnings():
         return measured(assembly, estimator, record, batches)
+
+
+# -- the report ----------------------------------------------------------------------------------
+
+# Head of the column that a narrow terminal does not show.
+_OPTIONAL = " effective dimension"
+
+
+def print_curvature(
+    curvature: "ke.Curvature", damping: float, path: Path, *, wide: bool, as_json: bool
+) -> None:
+    """Print a report on a curvature that is stored in ``path``.
+
+    Log-determinants and effective dimensions have the given damping. With ``wide``, a narrow
+    terminal has all columns, too.
+    """
+    rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
+    if as_json:
+        names = ("structure", "fisher", "biases", "layers")
+        measured = {name: getattr(curvature.options, name) for name in names}
+        blocks = [asdict(row) for row in rows]
+        print_json({**measured, **totals, "blocks": blocks, "notes": notes, "out": str(path)})
+        return
+    if not _print_blocks(rows, wide=wide):
+        print_lines([f"not shown: the column{_OPTIONAL}; --wide shows it.", ""])
+    print_legend(block.formula for block in curvature.blocks)
+    _print_totals(curvature, totals)
+    for note in notes:
+        say(f"note: {note}.")
+    say(f"written to {path}")
+
+
+def write_spectra(path: Path, name: str, curvature: "ke.Curvature", damping: float) -> None:
+    """Draw the eigenvalues of the blocks into a file, in the format of its name."""
+    from kfac_engine.cli.spectra import write_picture
+
+    title = f"Eigenvalues of the curvature of {name}"
+    write_picture(path, title, spectra_of(curvature, damping))
+
+
+def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpectrum]":
+    """Return the spectrum of each block, next to a damping."""
+    import numpy as np
+
+    from kfac_engine.engine.spectra import FactorSpectrum
+
+    return tuple(
+        FactorSpectrum(
+            block.parameters,
+            "F",
+            (block.places.size,) * 2,
+            max(block.places.shape[1:]) * _precision(curvature, block),
+            np.sort(block.spectrum.eigenvalues, axis=None),
+            np.asarray(damping),
+        )
+        for block in curvature.blocks
+    )
+
+
+def _precision(curvature: "ke.Curvature", block: "Block") -> float:
+    """Return the rounding error of the averages of a block, single precision at least."""
+    import numpy as np
+
+    dtypes = [curvature.parameters[name].dtype for name in block.parameters]
+    return float(np.finfo(np.result_type(np.float32, *dtypes)).eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The numbers of a block.
+
+    Attributes:
+        parameters: Its parameters.
+        parts: The entries of each that it has, such as ``[0:4, :]``; empty for all entries.
+        shapes: Shapes of the parameters.
+        formula: The block in a few symbols.
+        eigenvalues: Number of eigenvalues.
+        trace: Sum of the eigenvalues.
+        largest: Largest eigenvalue.
+        smallest: Smallest eigenvalue.
+        log_determinant: Sum of ``log(s + λ)`` over the eigenvalues.
+        effective_dimension: Sum of ``s / (s + λ)``.
+    """
+
+    parameters: tuple[str, ...]
+    parts: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    formula: str
+    eigenvalues: int
+    trace: float
+    largest: float
+    smallest: float
+    log_determinant: float
+    effective_dimension: float
+
+
+def _rows(curvature: "ke.Curvature", damping: float) -> list[_Row]:
+    rows, extents = [], _extents(curvature)
+    for block in curvature.blocks:
+        owners = [name for part in block.parts for name in part.parameters]
+        keys = [key for part in block.parts for key in _several(part.key)]
+        values = block.spectrum.eigenvalues
+        rows.append(
+            _Row(
+                tuple(owners),
+                tuple(extents.get(key, "") for key in keys),
+                tuple(curvature.vector.shapes[name] for name in owners),
+                block.formula,
+                values.size,
+                float(values.sum()),
+                float(values.max()),
+                float(values.min()),
+                float(block.log_eigenvalues(damping).sum()),
+                float((values * block.powers(damping, -1.0)).sum()),
+            )
+        )
+    return rows
+
+
+def _several(key: "Params") -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _extents(curvature: "ke.Curvature") -> dict[str, str]:
+    """Return the entries of a parameter that each slice in a block has, by name of the slice."""
+    from kfac_engine.engine.parameter_entries import ParameterEntries
+
+    assembly = curvature.layout.assembly
+    entries = ParameterEntries(assembly.discovery, assembly.model.parameters)
+    extents: dict[str, str] = {}
+    for layer in entries.layers:
+        extents |= zip(layer.parameters, entries.extents(layer), strict=True)
+    unused = (b.parts[0].key for b in curvature.blocks if b.formula == "0")
+    return extents | {key: "unused entries" for key in unused if isinstance(key, str)}
+
+
+def _notes(curvature: "ke.Curvature") -> list[str]:
+    """Return clauses on interpretations of the model that may be wrong."""
+    model = curvature.model
+    coupled = (
+        f"examples depend on each other, first by {loss.coupling}: the curvature takes them for "
+        f"independent"
+        for loss in model.losses
+        if loss.coupling
+    )
+    notes = (*curvature.layout.assembly.notes, *model.inference_notes, *coupled)
+    return [spelled(note) for note in dict.fromkeys(notes)]
+
+
+def _totals(curvature: "ke.Curvature", damping: float) -> dict[str, float | int | None]:
+    """Return the numbers of the whole matrix."""
+    above = (int((b.spectrum.eigenvalues > damping).sum()) for b in curvature.blocks)
+    return {
+        "examples": curvature.examples,
+        "log_likelihood": curvature.log_likelihood,
+        "parameters": curvature.vector.size,
+        "damping": damping,
+        "trace": curvature.trace(),
+        "log_determinant": curvature.log_determinant(damping),
+        "effective_dimension": curvature.effective_dimension(damping),
+        "above_damping": sum(above),
+    }
+
+
+def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
+    """Print a row for each block; return whether all columns are shown."""
+    return print_table(
+        "blocks",
+        ("parameters", "shapes", "block", " trace", " largest", " smallest", " log det", _OPTIONAL),
+        [
+            (
+                [
+                    f"{name} {part}".rstrip()
+                    for name, part in zip(row.parameters, row.parts, strict=True)
+                ],
+                [show_shape(shape) for shape in row.shapes],
+                row.formula,
+                f"{row.trace:.4g}",
+                f"{row.largest:.3g}",
+                f"{row.smallest:.3g}",
+                f"{row.log_determinant:.4g}",
+                f"{row.effective_dimension:.4g}",
+            )
+            for row in rows
+        ],
+        optional="" if wide else _OPTIONAL,
+    )
+
+
+def _print_totals(curvature: "ke.Curvature", totals: Mapping[str, float | int | None]) -> None:
+    options, likelihood = curvature.options, curvature.log_likelihood
+    rows = [
+        ("matrix", f"{options.structure}, Fisher matrix {options.fisher}"),
+        ("examples", f"{curvature.examples:,}"),
+        ("parameters", f"{curvature.vector.size:,}"),
+        ("damping λ", f"{totals['damping']:g}"),
+        ("trace of F", f"{totals['trace']:.6g}"),
+        ("log det of F + λI", f"{totals['log_determinant']:.6g}"),
+        ("effective dimension, tr F (F + λI)⁻¹", f"{totals['effective_dimension']:.6g}"),
+        ("eigenvalues above λ", f"{totals['above_damping']:,}"),
+    ]
+    if likelihood is not None:
+        mean = likelihood / curvature.examples
+        rows.insert(2, ("log-likelihood for an example", f"{mean:.6g} nats"))
+    print_table("totals", ("quantity", "value"), rows)

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
-from kfac_engine.cli.messages import tell
 from kfac_engine.printable import printable
 
 if TYPE_CHECKING:
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 _FILE_WIDTH = 1000
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
+# Kinds of messages on stderr.
+Label: TypeAlias = Literal["error", "warning", "note"]
+_COLOURS: dict[Label, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 _FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
@@ -52,6 +54,21 @@ def progress() -> "Progress":
     from kfac_engine.training.bars import bar
 
     return bar(console(stderr=True))
+
+
+def tell(label: Label, text: str) -> None:
+    """Print a message on stderr.
+
+    The label has a colour if stderr is a terminal that shows colours, and the user does not refuse
+    them by ``NO_COLOR`` (https://no-color.org).
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    plain = console.no_color or console.color_system is None
+    shown = f"{label}:" if plain else click.style(f"{label}:", fg=_COLOURS[label])
+    # A bar that is shown replaces sys.stderr, and writes lines above itself; click.echo passes by.
+    print(f"{shown} {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

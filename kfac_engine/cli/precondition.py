@@ -15,10 +15,10 @@ from kfac_engine.cli.display import (
     say,
     show_shape,
     shown_warnings,
+    tell,
     working,
 )
 from kfac_engine.cli.engine_options import EngineCommand, options_of
-from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     debug_option,
     gathered,

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Choice, Group, Option, file_path
-from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, working
+from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.interruption import Interruption, SignalReceived
-from kfac_engine.cli.messages import tell
 from kfac_engine.cli.options import (
     Invocation,
     Options,

@@ -10,8 +10,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
+from kfac_engine.cli.curvature import spectra_of
 from kfac_engine.cli.curvature_data import first_examples
-from kfac_engine.cli.curvature_report import spectra_of
 from tests.models import Net, linear, two_outputs
 
 EXAMPLES, DAMPING = 20, 0.1
