@@ -27,6 +27,7 @@ from kfac_engine.curvature.factors.stacked import GroupedMoment
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.engine.engine import Engine
+from kfac_engine.layers.layer_forms import dense_form
 from kfac_engine.layers.views import patch_view
 
 
@@ -106,7 +107,8 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
             gradients[name], shapes[name], shared[name] = V, V.shape, size
     collection = LayerCollection(graph=shapes, backend="numpy")
     for name, size in shared.items():
-        collection.register_fully_connected(name, inputs=f"a {size}", outputs=f"s {name}")
+        form = dense_form("IO", has_bias=False)
+        collection.register("fully_connected", name, form, f"a {size}", f"s {name}")
         block = collection.fisher_blocks[name]
         block.instantiate_factors([[f"ds {size}"]], DAMPING)
         block.register_inverse()

@@ -44,6 +44,13 @@ if TYPE_CHECKING:
     from kfac_engine.compat.blocks import ScaleAndShiftDiagonalFB as ScaleAndShiftDiagonalFB
     from kfac_engine.compat.blocks import ScaleAndShiftFullFactor as ScaleAndShiftFullFactor
     from kfac_engine.compat.blocks import ScaleAndShiftFullFB as ScaleAndShiftFullFB
+    from kfac_engine.compat.collection import LayerCollection as LayerCollection
+    from kfac_engine.compat.collection import (
+        get_default_layer_collection as get_default_layer_collection,
+    )
+    from kfac_engine.compat.collection import (
+        set_default_layer_collection as set_default_layer_collection,
+    )
     from kfac_engine.compat.convolution_factors import ConvDiagonalFactor as ConvDiagonalFactor
     from kfac_engine.compat.convolution_factors import (
         ConvInputKroneckerFactor as ConvInputKroneckerFactor,
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
         ConvOutputKroneckerFactor as ConvOutputKroneckerFactor,
     )
     from kfac_engine.compat.convolution_factors import ConvOutputMultiKF as ConvOutputMultiKF
+    from kfac_engine.compat.estimator import FisherEstimator as FisherEstimator
     from kfac_engine.compat.factors import DiagonalKroneckerFactor as DiagonalKroneckerFactor
     from kfac_engine.compat.factors import DiagonalMultiKF as DiagonalMultiKF
     from kfac_engine.compat.factors import (
@@ -71,16 +79,8 @@ if TYPE_CHECKING:
     from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB as KroneckerProductFB
     from kfac_engine.curvature.blocks.single import NaiveDiagonalFB as NaiveDiagonalFB
     from kfac_engine.curvature.blocks.single import NaiveFullFB as NaiveFullFB
-    from kfac_engine.curvature.collection import LayerCollection as LayerCollection
-    from kfac_engine.curvature.collection import (
-        get_default_layer_collection as get_default_layer_collection,
-    )
-    from kfac_engine.curvature.collection import (
-        set_default_layer_collection as set_default_layer_collection,
-    )
     from kfac_engine.curvature.config import CollectionConfig as CollectionConfig
     from kfac_engine.curvature.config import RelativeDamping as RelativeDamping
-    from kfac_engine.curvature.estimator import FisherEstimator as FisherEstimator
     from kfac_engine.curvature.factors.base import FisherFactor as FisherFactor
     from kfac_engine.curvature.factors.dense import (
         DenseSquareMatrixFactor as DenseSquareMatrixFactor,
@@ -240,10 +240,10 @@ _HOMES = {
     "Trace": "runtime.trace",
     "load_model": "runtime.model",
     "Rows": "_types",
-    "LayerCollection": "curvature.collection",
-    "get_default_layer_collection": "curvature.collection",
-    "set_default_layer_collection": "curvature.collection",
-    "FisherEstimator": "curvature.estimator",
+    "LayerCollection": "compat.collection",
+    "get_default_layer_collection": "compat.collection",
+    "set_default_layer_collection": "compat.collection",
+    "FisherEstimator": "compat.estimator",
     "CurvatureMatrixVectorProductComputer": "curvature.products",
     "FisherBlock": "curvature.blocks.base",
     "KroneckerProductFB": "curvature.blocks.kronecker",

@@ -17,13 +17,10 @@ from safetensors.numpy import load_file
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.curvature.approximations import KINDS
-from kfac_engine.curvature.collection import REGISTRATIONS
-from kfac_engine.curvature.collection.registry import canonical_key
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.schedule import POLICIES
 from kfac_engine.export.loss_graphs import LOSS_GRAPHS
 from kfac_engine.layers import matchers
-from kfac_engine.layers.layer_forms import dense_form
 from kfac_engine.losses import LOSSES
 from tests import models
 
@@ -269,19 +266,12 @@ def test_written_loss_includes_variance(var):
 # -- kinds of layers -------------------------------------------------------------------------------
 
 
-def register_mine(collection, params, inputs, outputs, approx=None, weight_format="IO"):
-    key = canonical_key(params)
-    form = dense_form(weight_format, not isinstance(key, str))
-    collection._register("mine", key, form, (inputs, outputs), approx, "VARIABLE_SCOPE")
-
-
 def test_added_layer_kind_equals_copied_row(add, folder, capsys, monkeypatch):
     model = network()
     imitated, plain = driven(model), commanded(model)
     report = inspected(capsys)
     matcher = matchers._MATCHERS["Gemm", 1]
     add(KINDS, KINDS["fully_connected"])
-    add(REGISTRATIONS, register_mine)
     monkeypatch.setitem(
         matchers._MATCHERS, ("Gemm", 1), lambda *asked: replace(matcher(*asked), kind="mine")
     )
@@ -298,7 +288,3 @@ def test_added_layer_kind_equals_copied_row(add, folder, capsys, monkeypatch):
     found["approximations"]["fully_connected"] = found["approximations"].pop("mine")
     assert found == report
     driven(model, approximations={"mine": "diagonal"})
-
-
-def test_discovered_layer_kinds_are_registrable():
-    assert set(REGISTRATIONS) == set(KINDS) - {"generic"}

@@ -1,6 +1,7 @@
 """Blocks and factors of layers under the names of TensorFlow's library."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -8,18 +9,18 @@ import numpy.typing as npt
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.compat.convolution_factors import check_extraction
-from kfac_engine.curvature.blocks.base import FactorOwner
+from kfac_engine.curvature.blocks.base import GradsList, Names
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.blocks.grouped import (
-    GroupedDiagonalFB,
     GroupedKroneckerFB,
     single_filter,
+    square_of,
 )
 from kfac_engine.curvature.blocks.kronecker import (
     DENSE,
     DIAGONAL,
     KroneckerProductFB,
-    MultiUseKroneckerFB,
+    count_uses,
     patches_side,
     uncorrelated_side,
 )
@@ -28,13 +29,38 @@ from kfac_engine.curvature.blocks.single import LayerDiagonalFB, ScaleShiftFB
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import ScaleShiftMoment, ScaleShiftSquare, one_use
 from kfac_engine.curvature.factors.tables import IdCounts, VocabularyFactor
-from kfac_engine.errors import InputError
-from kfac_engine.layers.broadcast import ScaleShiftForm, SummedAxes
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import convolution_form, dense_form, embedding_form
 from kfac_engine.layers.views import Padding, TokenIdView
+
+
+@dataclass(frozen=True, slots=True)
+class SummedAxes(BroadcastShape):
+    """The broadcast axes as the caller lists them.
+
+    Attributes:
+        axes: Positive numbers of axes; the batch is axis 0.
+    """
+
+    shape: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the axes are positive and different."""
+        if len(set(self.axes)) < len(self.axes) or any(axis < 1 for axis in self.axes):
+            raise InputError(
+                f"broadcast axes {self.axes} must be different and positive: axis 0 is the batch."
+            )
+
+    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.axes and max(self.axes) >= len(shape):
+            raise ShapeError(f"broadcast axes {self.axes} do not exist in data of shape {shape}.")
+        return self.axes
 
 
 class ScaleAndShiftFullFactor(DenseSquareMatrixFactor):
@@ -144,10 +170,36 @@ def summed_axes(
     scale: Sequence[int], shift: Sequence[int] | None, has_shift: bool
 ) -> tuple[SummedAxes, SummedAxes | None]:
     """Return the broadcast axes of scale and shift as reductions."""
-    of_scale = SummedAxes(tuple(scale))
+    of_scale = SummedAxes(axes=tuple(scale))
     if not has_shift:
         return of_scale, None
-    return of_scale, of_scale if shift is None else SummedAxes(tuple(shift))
+    return of_scale, of_scale if shift is None else SummedAxes(axes=tuple(shift))
+
+
+class _OptionalUses(KroneckerProductFB):
+    """A Kronecker block whose number of uses may follow from its towers."""
+
+    _num_uses: int | None = None
+
+    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+        if not isinstance(inputs, str) or not isinstance(outputs, str):
+            self._num_uses = count_uses(self._num_uses, inputs, outputs)
+        super().register_additional_tower(inputs, outputs)
+
+    @property
+    def num_uses(self) -> int:
+        """Number of uses of the layer.
+
+        Raises:
+            InputError: The number was not given.
+        """
+        return count_uses(self._num_uses)
+
+    def _make_factors(self, grads_list: GradsList) -> None:
+        for source in grads_list:
+            count_uses(self.num_uses, *source)
+        self.form = self.form.with_uses(self.num_uses)
+        super()._make_factors(grads_list)
 
 
 class EmbeddingInputKroneckerFactor(VocabularyFactor):
@@ -207,7 +259,7 @@ class EmbeddingKFACFB(EmbeddingKroneckerFB):
         super().__init__(layer_collection, form)
 
 
-class EmbeddingKFACMultiIndepFB(EmbeddingKroneckerFB):
+class EmbeddingKFACMultiIndepFB(_OptionalUses, EmbeddingKroneckerFB):
     """``F ≈ u · diag(A) ⊗ G`` for an embedding used several times.
 
     Args:
@@ -227,7 +279,8 @@ class EmbeddingKFACMultiIndepFB(EmbeddingKroneckerFB):
         positions: bool = False,
     ) -> None:
         form = embedding_form(vocab_size, count_repeats=count_repeats, positions=positions)
-        super().__init__(layer_collection, form, num_uses)
+        super().__init__(layer_collection, form)
+        self._num_uses = num_uses
 
 
 class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
@@ -261,7 +314,7 @@ class DepthwiseConvKFCBasicFB(GroupedKroneckerFB):
         super().__init__(layer_collection, form)
 
 
-class DepthwiseConvDiagonalFB(GroupedDiagonalFB):
+class DepthwiseConvDiagonalFB(LayerDiagonalFB):
     """The diagonal of a depthwise convolution's block.
 
     Args:
@@ -289,7 +342,7 @@ class DepthwiseConvDiagonalFB(GroupedDiagonalFB):
             rate=rate,
             data_format=data_format,
         )
-        super().__init__(layer_collection, form)
+        super().__init__(layer_collection, form, statistic=square_of(form))
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):
@@ -394,7 +447,7 @@ class ConvKFCBasicFB(KroneckerProductFB):
         super().__init__(layer_collection, form, input_side=side)
 
 
-class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
+class FullyConnectedMultiIndepFB(_OptionalUses):
     """``F ≈ u · A ⊗ G`` for a dense layer used several times (Martens, Ba & Johnson 2018).
 
     Args:
@@ -418,13 +471,13 @@ class FullyConnectedMultiIndepFB(MultiUseKroneckerFB):
         super().__init__(
             layer_collection,
             dense_form(weight_format, has_bias),
-            num_uses,
             input_side=DIAGONAL if diagonal_approx_for_input else USES,
             output_side=DIAGONAL if diagonal_approx_for_output else USES,
         )
+        self._num_uses = num_uses
 
 
-class FullyConnectedSeriesFB(SeriesFB):
+class FullyConnectedSeriesFB(_OptionalUses, SeriesFB):
     """The sum over lags between the uses of a dense layer (Martens, Ba & Johnson 2018).
 
     Args:
@@ -443,10 +496,11 @@ class FullyConnectedSeriesFB(SeriesFB):
         option: int = 2,
         weight_format: str = "IO",
     ) -> None:
-        super().__init__(layer_collection, dense_form(weight_format, has_bias), num_uses, option)
+        super().__init__(layer_collection, dense_form(weight_format, has_bias), option)
+        self._num_uses = num_uses
 
 
-class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):
+class ConvKFCBasicMultiIndepFB(_OptionalUses):
     """``F ≈ u · #locations · A ⊗ G`` for a convolution used several times.
 
     Args:
@@ -488,7 +542,8 @@ class ConvKFCBasicMultiIndepFB(MultiUseKroneckerFB):
             sampling=layer_collection.config.sampling(sub_sample_inputs, sub_sample_patches),
         )
         check_extraction(extract_patches_fn, form, strides, dilation_rate)
-        super().__init__(layer_collection, form, num_uses, input_side=patches_side(form))
+        super().__init__(layer_collection, form, input_side=patches_side(form))
+        self._num_uses = num_uses
 
 
 class ConvDiagonalFB(LayerDiagonalFB):

@@ -4,19 +4,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import TypeAlias
 
-from kfac_engine.curvature.blocks.base import FactorOwner, FisherBlock
+from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB, TiedTableFB
-from kfac_engine.curvature.blocks.grouped import GroupedDiagonalFB, GroupedKroneckerFB
+from kfac_engine.curvature.blocks.grouped import GroupedKroneckerFB, grouped_diagonal
 from kfac_engine.curvature.blocks.kronecker import (
     BY_SIZE,
     DENSE,
     DIAGONAL,
     LARGEST_DIVIDED,
     KroneckerProductFB,
-    MultiUseKroneckerFB,
     ReducedKroneckerFB,
     Side,
     patches_side,
@@ -32,7 +30,9 @@ from kfac_engine.curvature.blocks.single import (
 )
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import ScaleShiftSquare
+from kfac_engine.layers.broadcast import ScaleShiftForm
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.views import TokenIdView
 from kfac_engine.registry import Registry
@@ -72,25 +72,25 @@ class LayerKind:
         approximations: Name to row; the first row is the default.
         large: Default of layers with a larger matrix than ``largest``; empty for the same default.
         largest: Largest number of rows of the matrices of a layer with the first default.
+        several: The kind of the same layers if they are used several times; empty for this kind.
     """
 
     approximations: Mapping[str, Approximation]
     large: str = ""
     largest: int = LARGEST_BLOCK
+    several: str = ""
 
     @property
     def default(self) -> str:
         """The default approximation of a layer without larger matrices than ``largest``."""
         return next(iter(self.approximations))
 
-    def default_for(self, form: object, shapes: Sequence[tuple[int, ...]]) -> str:
-        """Return the default approximation of a layer."""
-        if isinstance(form, LayerForm):
-            ids = isinstance(form.input_view, TokenIdView)  # the vocabulary has a diagonal
-            rows = shapes[0][-1] if ids else max(form.packing.matrix_shape(shapes[0]))
-        else:
-            rows = sum(map(prod, shapes))
-        return self.large or self.default if rows > self.largest else self.default
+    def default_for(
+        self, form: LayerForm | ScaleShiftForm, shapes: Sequence[tuple[int, ...]]
+    ) -> str:
+        """Return the default approximation of a layer with parameters of these shapes."""
+        large = form.largest_side(shapes) > self.largest
+        return self.large or self.default if large else self.default
 
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
@@ -113,28 +113,11 @@ def _uncorrelated(collection: FactorOwner, form: LayerForm) -> FisherBlock:
     return KroneckerProductFB(collection, form, input_side=side)
 
 
-def _multi(input_side: Side, output_side: Side) -> LayerRecipe:
-    def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-        if isinstance(form.input_view, TokenIdView):
-            return EmbeddingKroneckerFB(collection, form, form.num_uses, output_side=output_side)
-        return MultiUseKroneckerFB(
-            collection, form, form.num_uses, input_side=input_side, output_side=output_side
-        )
-
-    return build
-
-
 def _series(option: int) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-        return SeriesFB(collection, form, form.num_uses, option)
+        return SeriesFB(collection, form, option)
 
     return build
-
-
-def _multi_patches(collection: FactorOwner, form: LayerForm, side: Side = DENSE) -> FisherBlock:
-    return MultiUseKroneckerFB(
-        collection, form, form.num_uses, input_side=patches_side(form, side), output_side=side
-    )
 
 
 _KFAC = "Martens & Grosse 2015, arXiv:1503.05671, section 3"
@@ -155,7 +138,7 @@ _AFFINE = {
 }
 _GROUPS = {
     "kron": Approximation(GroupedKroneckerFB, "⊕ t · A_g ⊗ G_g", _KFC),
-    "diagonal": _of_examples(GroupedDiagonalFB, "diag(F)", _DIAGONAL),
+    "diagonal": _of_examples(grouped_diagonal, "diag(F)", _DIAGONAL),
 }
 _REDUCE = _of_examples(
     ReducedKroneckerFB, "A(mean a) ⊗ G(Σ ds)", "Eschenhagen et al. 2023, arXiv:2311.00636"
@@ -170,11 +153,14 @@ _PATCH_BLOCKS = {
         partial(_patches_kronecker, side=BY_SIZE), "t · blocks(A) ⊗ blocks(G)", _DIVIDED
     )
 }
+_CONVOLUTION = LayerKind(
+    {"kron": _PATCHES, **_PATCH_BLOCKS}, large="kron_blocks", several="convolution_multi"
+)
 _CONVOLUTION_USES = LayerKind(
     {
-        "kron_indep": Approximation(_multi_patches, "u·t · A ⊗ G", _USES),
+        "kron_indep": Approximation(_patches_kronecker, "u·t · A ⊗ G", _USES),
         "kron_indep_blocks": Approximation(
-            partial(_multi_patches, side=BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
+            partial(_patches_kronecker, side=BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
         ),
     },
     large="kron_indep_blocks",
@@ -206,6 +192,7 @@ KINDS: Registry[LayerKind] = Registry(
                 ),
             },
             large="kron_blocks",
+            several="fully_connected_multi",
         ),
         "conv2d": LayerKind(
             {
@@ -217,9 +204,10 @@ KINDS: Registry[LayerKind] = Registry(
                 **_PATCH_BLOCKS,
             },
             large="kron_blocks",
+            several="conv2d_multi",
         ),
-        "conv1d": LayerKind({"kron": _PATCHES, **_PATCH_BLOCKS}, large="kron_blocks"),
-        "convolution": LayerKind({"kron": _PATCHES, **_PATCH_BLOCKS}, large="kron_blocks"),
+        "conv1d": _CONVOLUTION,
+        "convolution": _CONVOLUTION,
         "conv_transpose": LayerKind(
             {
                 "kron": Approximation(_kronecker(DENSE, DENSE), "t · A ⊗ G", _KFC),
@@ -228,18 +216,19 @@ KINDS: Registry[LayerKind] = Registry(
                 ),
             },
             large="kron_blocks",
+            several="conv_transpose_multi",
         ),
         "fully_connected_multi": LayerKind(
             {
-                "kron_indep": Approximation(_multi(USES, USES), "u · A ⊗ G", _USES),
+                "kron_indep": Approximation(_kronecker(USES, USES), "u · A ⊗ G", _USES),
                 "kron_indep_in_diag": Approximation(
-                    _multi(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
+                    _kronecker(DIAGONAL, USES), "u · diag(A) ⊗ G", _USES
                 ),
                 "kron_indep_out_diag": Approximation(
-                    _multi(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
+                    _kronecker(USES, DIAGONAL), "u · A ⊗ diag(G)", _USES
                 ),
                 "kron_indep_both_diag": Approximation(
-                    _multi(DIAGONAL, DIAGONAL),
+                    _kronecker(DIAGONAL, DIAGONAL),
                     "u · diag(A) ⊗ diag(G)",
                     _USES,
                 ),
@@ -250,7 +239,7 @@ KINDS: Registry[LayerKind] = Registry(
                     _series(2), "Σ_d u · A_d ⊗ G_d", _SERIES, eigenvectors=True
                 ),
                 "kron_indep_blocks": Approximation(
-                    _multi(BY_SIZE, BY_SIZE), "u · blocks(A) ⊗ blocks(G)", _DIVIDED
+                    _kronecker(BY_SIZE, BY_SIZE), "u · blocks(A) ⊗ blocks(G)", _DIVIDED
                 ),
             },
             large="kron_indep_blocks",
@@ -259,14 +248,14 @@ KINDS: Registry[LayerKind] = Registry(
         "convolution_multi": _CONVOLUTION_USES,
         "conv_transpose_multi": LayerKind(
             {
-                "kron_indep": Approximation(_multi(DENSE, DENSE), "u·t · A ⊗ G", _USES),
+                "kron_indep": Approximation(_kronecker(DENSE, DENSE), "u·t · A ⊗ G", _USES),
                 "kron_indep_blocks": Approximation(
-                    _multi(BY_SIZE, BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
+                    _kronecker(BY_SIZE, BY_SIZE), "u·t · blocks(A) ⊗ blocks(G)", _DIVIDED
                 ),
             },
             large="kron_indep_blocks",
         ),
-        "grouped_convolution": LayerKind(_GROUPS),
+        "grouped_convolution": LayerKind(_GROUPS, several="grouped_convolution_multi"),
         "grouped_convolution_multi": LayerKind(
             {"kron_indep": Approximation(GroupedKroneckerFB, "⊕ u·t · A_g ⊗ G_g", _USES)},
         ),
@@ -282,12 +271,13 @@ KINDS: Registry[LayerKind] = Registry(
                 ),
             },
             large="kron_blocks",
+            several="embedding_multi",
         ),
         "embedding_multi": LayerKind(
             {
-                "kron_indep": Approximation(_multi(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES),
+                "kron_indep": Approximation(_kronecker(DIAGONAL, DENSE), "u · diag(A) ⊗ G", _USES),
                 "kron_indep_blocks": Approximation(
-                    _multi(DIAGONAL, BY_SIZE),
+                    _kronecker(DIAGONAL, BY_SIZE),
                     "u · diag(A) ⊗ blocks(G)",
                     _DIVIDED,
                 ),

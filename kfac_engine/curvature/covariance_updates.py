@@ -2,36 +2,15 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.estimation_modes import Draws
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.base import Combine, FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
-from kfac_engine.curvature.factors.measurement import Combine
 from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.sources import MeasuredBatch, Scales, Sources, Trace
 from kfac_engine.errors import UnsupportedError
-
-
-@dataclass(slots=True)
-class _ThunkRound:
-    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
-
-    Attributes:
-        trace: The batch.
-        generator: State of the random generator from which each thunk draws.
-        done: ``id`` of each factor that was updated; changed by the thunks.
-    """
-
-    trace: Trace
-    generator: Mapping[str, object]
-    done: set[int] = field(default_factory=set)
-
-    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
-        """Return whether an update belongs to this pass; a second update begins a new pass."""
-        return trace is self.trace and id(factor) not in self.done
 
 
 class CovarianceUpdates:
@@ -60,7 +39,6 @@ class CovarianceUpdates:
         self.params_stats: list[Array] = []
         self.divided = False
         self._batch_size, self._name = batch_size, name
-        self._round: _ThunkRound | None = None
         self.updater = self._updater_of(f for f in factors if f not in sources.alone)
 
     def divide(self, combine: Combine, linear: Collection[FisherFactor]) -> None:
@@ -171,25 +149,6 @@ class CovarianceUpdates:
                 updater, alone, self.sources.measured_batch(trace, draws, scales)
             )
             updater.combined(pending).commit(decay, weight)
-
-    def add_one(self, factor: FisherFactor, trace: Trace, decay: float) -> None:
-        """Update one average; all factors of a pass over a batch see the same draws.
-
-        ``decay`` is the weight of the old average, in [0, 1]. After an error of ``measure``, the
-        average has not changed.
-        """
-        bits = self.sources.rng.bit_generator
-        now = bits.state
-        if self._round is None or not self._round.includes(trace, factor):
-            self._round = _ThunkRound(trace, now)
-        first = not self._round.done
-        bits.state = self._round.generator
-        try:
-            self.add((factor,), trace, decay)
-        finally:
-            if not first:  # the first factor of the pass has advanced the generator
-                bits.state = now
-        self._round.done.add(id(factor))
 
     def _measured(
         self,

@@ -37,7 +37,7 @@ from kfac_engine.registry import Registry
 
 MatType: TypeAlias = Literal["Fisher", "Empirical_Fisher", "GGN"]
 Cotangents: TypeAlias = dict[str, Array]
-# What fixes the randomness: loss name to targets or signs; several towers have a tuple of them.
+# What fixes the randomness: loss name to targets or signs; several parts have a tuple of them.
 Draws: TypeAlias = Mapping[str, Array | tuple[Array, ...]]
 Sources: TypeAlias = Callable[
     [Sequence[RegisteredLoss], Values, AnyGenerator, Draws], Iterator[Cotangents]
@@ -74,7 +74,7 @@ class EstimationMode:
         """Return the sources of a batch, computed one at a time; the batch is checked first.
 
         Args:
-            losses: The losses, with their towers.
+            losses: The losses, with their parts.
             values: The loss inputs of the batch by name, and targets where the mode needs them.
             rng: Generator of sampled targets and signs, of the batch or of some of its rows.
             draws: Fixes them for some losses: sampled targets in mode ``gradients``, ±1 signs of
@@ -96,10 +96,10 @@ class EstimationMode:
             if name not in known:
                 raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
         arrays: dict[str, Array] = {}
-        for tower in (tower for loss in losses for tower in loss.towers):
+        for part in (part for loss in losses for part in loss.towers):
             if self.mat_type == "GGN":
-                tower.require_ggn()
-            arrays |= tower.read(values, targets=self.needs_targets)
+                part.require_ggn()
+            arrays |= part.read(values, targets=self.needs_targets)
         return self.sources(losses, arrays, rng, draws or {})
 
 
@@ -108,13 +108,13 @@ def _sampled_gradients(
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
-        for tower, draw in _towers_with_draws(loss, draws):
+        for part, draw in _parts_with_draws(loss, draws):
             if draw is None:
-                targets = tower.sample(values, generator_of(rng, loss.name))
+                targets = part.sample(values, generator_of(rng, loss.name))
             else:
-                targets = array_module(values[tower.inputs[0]]).asarray(draw)
-                tower.check_target_array(values, targets)
-            _add(source, tower.gradient_of(values, targets), sqrt(loss.coefficient))
+                targets = array_module(values[part.inputs[0]]).asarray(draw)
+                part.check_target_array(values, targets)
+            _add(source, part.gradient_of(values, targets), sqrt(loss.coefficient))
     yield source
 
 
@@ -123,11 +123,11 @@ def _data_gradients(
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
-        for tower in loss.towers:
+        for part in loss.towers:
             # k, not √k: the specification lets the coefficient enter this mode squared.
-            targets = tower.observe(values).targets
+            targets = part.observe(values).targets
             assert targets is not None, "observe requires targets"
-            _add(source, tower.gradient_of(values, targets), loss.coefficient)
+            _add(source, part.gradient_of(values, targets), loss.coefficient)
     yield source
 
 
@@ -136,14 +136,14 @@ def _random_signs(
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
-        for tower, draw in _towers_with_draws(loss, draws):
-            shape = tower.inner_shape(values)
+        for part, draw in _parts_with_draws(loss, draws):
+            shape = part.inner_shape(values)
             if draw is None:
                 draw = generator_of(rng, loss.name).integers(0, 2, shape) * 2 - 1
-            like = values[tower.inputs[0]]
+            like = values[part.inputs[0]]
             signs = array_module(like).asarray(draw, dtype=like.dtype)
             _check_signs(loss.name, signs, shape)
-            _add(source, tower.fisher_factor(values, signs), sqrt(loss.coefficient))
+            _add(source, part.fisher_factor(values, signs), sqrt(loss.coefficient))
     yield source
 
 
@@ -153,8 +153,8 @@ def _every_coordinate(
     for loss in losses:
         for index in product(*map(range, _coordinates(loss, values))):
             source: Cotangents = {}
-            for tower in loss.towers:
-                _add(source, tower.one_hot(values, index), sqrt(loss.coefficient))
+            for part in loss.towers:
+                _add(source, part.one_hot(values, index), sqrt(loss.coefficient))
             yield source
 
 
@@ -181,30 +181,30 @@ def _add(source: Cotangents, gradient: Mapping[str, Array], weight: float) -> No
         source[name] = source[name] + scaled if name in source else scaled
 
 
-def _towers_with_draws(
+def _parts_with_draws(
     loss: RegisteredLoss, draws: Draws
 ) -> Iterator[tuple[LossFunction, Array | None]]:
-    """Return the towers of a loss, each with its fixed draw or None."""
+    """Return the parts of a loss, each with its fixed draw or None."""
     draw = draws.get(loss.name)
     if draw is None:
-        per_tower: Sequence[Array | None] = (None,) * len(loss.towers)
+        per_part: Sequence[Array | None] = (None,) * len(loss.towers)
     elif len(loss.towers) == 1 and not isinstance(draw, tuple):
-        per_tower = (draw,)
+        per_part = (draw,)
     else:
-        per_tower = tuple(draw)
-    if len(per_tower) != len(loss.towers):
+        per_part = tuple(draw)
+    if len(per_part) != len(loss.towers):
         raise InputError(
-            f"loss '{loss.name}' has {len(loss.towers)} towers, but draws hold {len(per_tower)}."
+            f"loss '{loss.name}' has {len(loss.towers)} parts, but draws hold {len(per_part)}."
         )
-    return zip(loss.towers, per_tower, strict=True)
+    return zip(loss.towers, per_part, strict=True)
 
 
 def _coordinates(loss: RegisteredLoss, values: Values) -> tuple[int, ...]:
-    """Return the inner shape without the batch axis, the same for all towers."""
-    shapes = {tower.inner_shape(values)[1:] for tower in loss.towers}
+    """Return the inner shape without the batch axis, the same for all parts."""
+    shapes = {part.inner_shape(values)[1:] for part in loss.towers}
     if len(shapes) != 1:
         raise ShapeError(
-            f"the towers of loss '{loss.name}' have examples of different shapes: {sorted(shapes)}."
+            f"the parts of loss '{loss.name}' have examples of different shapes: {sorted(shapes)}."
         )
     return shapes.pop()
 

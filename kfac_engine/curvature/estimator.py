@@ -1,7 +1,6 @@
 """The Fisher estimator: updates factors from a trace and multiplies by the estimated matrix."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -11,12 +10,11 @@ from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
 from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.blocks.single import NaiveFullFB
-from kfac_engine.curvature.collection import LayerCollection, get_default_layer_collection
+from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import Combine
+from kfac_engine.curvature.factors.base import Combine, FisherFactor
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
@@ -60,17 +58,15 @@ class FisherEstimator(Sealed):
         cov_ema_decay: Decay of the moving averages, in [0, 1].
         damping: λ; a multiple of the identity added to the matrix. Can be changed later.
         layer_collection: Layers and losses. The estimator closes the collection for further
-            registrations; no other estimator can use it. None for the default collection.
+            registrations; no other estimator can use it.
         exps: Powers of the matrix to multiply by, besides 1.
         estimation_mode: A row of ``MODES``.
-        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
-            otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
         name: For messages.
         compute_cholesky: Whether to store Cholesky factors, for ``multiply_cholesky``.
         compute_cholesky_inverse: Whether to store their inverses, for
             ``multiply_cholesky_inverse``.
         compute_params_stats: Whether ``params_stats`` is computed.
-        batch_size: Size of a mini-batch over all towers, which every update must have; needed for
+        batch_size: Size of a mini-batch over all parts, which every update must have; needed for
             ``params_stats``.
         seed: Seed of sampled targets and random signs.
         examples: Computes gradients of single examples: called with a trace, cotangents and names
@@ -98,15 +94,14 @@ class FisherEstimator(Sealed):
             another estimator.
     """
 
-    def __init__(  # noqa: PLR0913 (the specification's signature)
+    def __init__(  # noqa: PLR0913 (the options of an estimate)
         self,
         variables: Sequence[str],
         cov_ema_decay: float,
         damping: float,
-        layer_collection: LayerCollection | None,
+        layer_collection: LayerCollection,
         exps: Sequence[float] = (-1,),
         estimation_mode: str = "gradients",
-        colocate_gradients_with_ops: bool = True,
         name: str = "FisherEstimator",
         compute_cholesky: bool = False,
         compute_cholesky_inverse: bool = False,
@@ -117,15 +112,12 @@ class FisherEstimator(Sealed):
     ) -> None:
         check_options(variables, cov_ema_decay, exps, estimation_mode)
         check_counts(seed, batch_size, compute_params_stats)
-        if layer_collection is None:
-            layer_collection = get_default_layer_collection()
         if not isinstance(layer_collection, LayerCollection):
             raise InputError(f"a LayerCollection is needed, got {layer_collection!r}.")
         self.variables = tuple(variables)
         self.damping = damping
         self.name = name
         self.cov_ema_decay = cov_ema_decay
-        self.colocate_gradients_with_ops = colocate_gradients_with_ops
         self._collection = layer_collection
         self._mode = MODES[estimation_mode]
         self._sources = Sources(
@@ -212,7 +204,7 @@ class FisherEstimator(Sealed):
 
         Each of several processes sets its rows before an update by its part of a batch. All draw
         from equal generators, and each receives the sampled targets, random signs and sampled
-        statistics that one process draws for these rows. Losses have one tower.
+        statistics that one process draws for these rows. Losses have one part.
         """
         return self._sources.rows
 
@@ -221,7 +213,7 @@ class FisherEstimator(Sealed):
         if not isinstance(value, Rows | None):
             raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
         if value is not None and any(len(loss.towers) > 1 for loss in self._sources.losses):
-            raise UnsupportedError("a batch in towers cannot be divided over ranks as well.")
+            raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
         self._sources.rows = value
         for factor in self.factors:
             factor.set_rows(value)
@@ -337,38 +329,6 @@ class FisherEstimator(Sealed):
         for factor in self.factors:
             factor.wait()
 
-    @property
-    def cov_update_thunks(self) -> list[Callable[..., None]]:
-        """Callables that update one factor each, in the order of creation.
-
-        Each receives ``(trace, should_decay=True)``, as ``update_covariances`` does. All callables
-        see the same draws for the same trace.
-        """
-        return [partial(self._update_one, factor) for factor in self.factors]
-
-    @property
-    def inv_update_thunks(self) -> list[Callable[[], None]]:
-        """Callables that refresh one factor each, in the order of creation.
-
-        Raises:
-            UnsupportedError: The averages are divided among the processes of a communicator.
-        """
-        if self.statistics.divided:
-            raise UnsupportedError(
-                "the processes of a communicator refresh factors together; call update_inverses() "
-                "on all of them."
-            )
-        return [factor.refresh for factor in self.factors]
-
-    def get_cov_vars(self) -> tuple[list[Array], ...]:
-        """For each factor, its current average; a NotReadyError before the first update."""
-        return tuple([factor.get_cov_var()] for factor in self.factors)
-
-    def get_inv_vars(self) -> tuple[list[Array], ...]:
-        """Return copies of the stored inverses and powers of each factor."""
-        stored = (factor.arrays().items() for factor in self.factors)
-        return tuple([array.copy() for name, array in s if name != "average"] for s in stored)
-
     # -- products -------------------------------------------------------------------------------
 
     def multiply_matpower(self, exp: float, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
@@ -413,8 +373,8 @@ class FisherEstimator(Sealed):
     def _instantiate_factors(self, exps: Sequence[float], cholesky: bool, inverse: bool) -> None:
         for block in self.blocks:
             named: list[str | tuple[str, ...]] = []
-            for tower in block.tensors_to_compute_grads():
-                gradients = tuple(self._sources.gradient_name(value) for value in uses(tower))
+            for part in block.tensors_to_compute_grads():
+                gradients = tuple(self._sources.gradient_name(value) for value in uses(part))
                 named.append(gradients if len(gradients) > 1 else gradients[0])
             generic = isinstance(block, NaiveFullFB)
             # All sources use the same names, one after the other, so that a factor has one source.
@@ -428,6 +388,3 @@ class FisherEstimator(Sealed):
                 block.register_cholesky()
             if inverse:
                 block.register_cholesky_inverse()
-
-    def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
-        self.statistics.add_one(factor, trace, self.cov_ema_decay if should_decay else 1.0)

@@ -2,7 +2,7 @@
 
 With J the Jacobian of the loss inputs, F the Fisher matrix of a loss with respect to its inputs, B
 its factor (``B Bᵀ = F``) and k the coefficient of the loss times the weights of the predictions,
-summed over the losses and their towers::
+summed over the losses and their parts::
 
     multiply_fisher                   Jᵀ k F J v
     multiply_fisher_factor            Jᵀ √k B u
@@ -54,11 +54,11 @@ class DifferentiableTrace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TowerWeight:
-    """The weight of a tower of a loss in a curvature matrix.
+class TermWeight:
+    """The weight of a part of a loss in a curvature matrix.
 
     Attributes:
-        number: Factor of the Fisher matrix of the tower, at least 0.
+        number: Factor of the Fisher matrix of the part, at least 0.
         rows: Weights of its predictions, which broadcast to an input of the loss; None for ones.
     """
 
@@ -69,9 +69,9 @@ class TowerWeight:
         """Return arrays by loss input times the weight."""
         return {name: self.number * times(array, self.rows) for name, array in arrays.items()}
 
-    def root(self) -> "TowerWeight":
+    def root(self) -> "TermWeight":
         """Return the square root of the weight."""
-        return TowerWeight(sqrt(self.number), None if self.rows is None else root(self.rows))
+        return TermWeight(sqrt(self.number), None if self.rows is None else root(self.rows))
 
 
 class CurvatureMatrixVectorProductComputer:
@@ -82,7 +82,7 @@ class CurvatureMatrixVectorProductComputer:
         wrt_tensors: Names of the values that vectors belong to, usually parameters. They are
             independent variables, even if one is computed from another.
         trace: The evaluation of the batch.
-        weights: Weight of each tower of each loss; None for the coefficients of the losses, times
+        weights: Weight of each part of each loss; None for the coefficients of the losses, times
             the weights of the predictions.
 
     Raises:
@@ -95,21 +95,21 @@ class CurvatureMatrixVectorProductComputer:
         layer_collection: LayerCollection,
         wrt_tensors: Sequence[str],
         trace: DifferentiableTrace,
-        weights: Sequence[TowerWeight] | None = None,
+        weights: Sequence[TermWeight] | None = None,
     ) -> None:
         losses = layer_collection.registered_losses
-        towers = [(loss.coefficient, tower) for loss in losses for tower in loss.towers]
+        parts = [(loss.coefficient, part) for loss in losses for part in loss.towers]
         self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
         self._trace = trace
-        self._inputs = tuple(dict.fromkeys(n for _, loss in towers for n in loss.inputs))
+        self._inputs = tuple(dict.fromkeys(n for _, loss in parts for n in loss.inputs))
         if not self._wrt:
             raise InputError("wrt_tensors is empty; name the values that the vectors belong to.")
         for name in (*self._wrt, *self._inputs):
             if name not in trace:
                 raise UnknownNameError(f"'{name}' is not a value of the trace.")
         self._require("vjp", "jvp")
-        weights = weights or [TowerWeight(k, loss.row_weights(trace)) for k, loss in towers]
-        self._losses = tuple(zip(weights, (loss for _, loss in towers), strict=True))
+        weights = weights or [TermWeight(k, loss.row_weights(trace)) for k, loss in parts]
+        self._losses = tuple(zip(weights, (loss for _, loss in parts), strict=True))
 
     # -- Fisher -----------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class CurvatureMatrixVectorProductComputer:
         self._require("second_derivative")
         cases = [(k, loss, loss.read(self._trace, targets=True)) for k, loss in self._losses]
         gradients = _added(
-            (TowerWeight(k.number), loss.gradient(values)) for k, loss, values in cases
+            (TermWeight(k.number), loss.gradient(values)) for k, loss, values in cases
         )
         changes, bent = self._trace.second_derivative(gradients, self._named(vecs))
         straight = self._transposed_jacobian(
@@ -210,7 +210,7 @@ class CurvatureMatrixVectorProductComputer:
         return self._trace.jvp(self._named(vecs), self._inputs, independent=True)
 
     def _transposed_jacobian(
-        self, parts: Iterable[tuple[TowerWeight, Mapping[str, Array]]]
+        self, parts: Iterable[tuple[TermWeight, Mapping[str, Array]]]
     ) -> tuple[Array, ...]:
         """Return ``Jᵀ`` times the weighted sum of arrays by loss input."""
         products = self._trace.vjp(_added(parts), self._wrt, independent=True)
@@ -244,7 +244,7 @@ class CurvatureMatrixVectorProductComputer:
             loss.require_ggn()
 
 
-def _added(parts: Iterable[tuple[TowerWeight, Mapping[str, Array]]]) -> dict[str, Array]:
+def _added(parts: Iterable[tuple[TermWeight, Mapping[str, Array]]]) -> dict[str, Array]:
     """Return weighted sums by name, because losses may share an input."""
     total: dict[str, Array] = {}
     for weight, arrays in parts:

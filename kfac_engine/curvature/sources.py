@@ -9,8 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import computed, take
+from kfac_engine.curvature.factors.base import FisherFactor, computed, take
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.updater import Measured
 from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, Rows
@@ -71,7 +70,7 @@ class Sources:
 
     Attributes:
         mode: Computes the cotangents of the sources.
-        losses: The losses, with their towers.
+        losses: The losses, with their parts.
         backend: Array library of the factors.
         rng: Generator of sampled targets and random signs; advanced by each pass.
         examples: Computes gradients of single examples; None if traces cannot.
@@ -176,15 +175,15 @@ class Sources:
 
     def _weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""
-        towers = [tower for loss in self.losses for tower in loss.towers]
-        rows = [(tower, tower.row_weights(trace)) for tower in towers]
-        examples = len(trace[self.batch or towers[0].inputs[0]])
+        parts = [part for loss in self.losses for part in loss.towers]
+        rows = [(part, part.row_weights(trace)) for part in parts]
+        examples = len(trace[self.batch or parts[0].inputs[0]])
         return ExampleWeights.of(rows, trace, examples, self.axes)
 
     def scales_of(self, trace: Trace) -> dict[str, Array]:
         """Return the roots of the weights of the predictions that the losses read."""
-        towers = (tower for loss in self.losses for tower in loss.towers)
-        weights = {name: t.row_weights(trace) for t in towers for name in t.inputs}
+        parts = (part for loss in self.losses for part in loss.towers)
+        weights = {name: t.row_weights(trace) for t in parts for name in t.inputs}
         return {name: root(rows) for name, rows in weights.items() if rows is not None}
 
     def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:

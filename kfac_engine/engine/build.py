@@ -18,7 +18,7 @@ from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
 from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.collection import REGISTRATIONS, LayerCollection
+from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.distributed.agreement import Agreement
@@ -315,24 +315,19 @@ def register_layers(
     alone = {name: p.axis for name, p in task.batch.places.items() if p.repeats == 1}
     discovery = discover(graph, tuple(reached), shapes, task.batch.size, dtypes, alone)
     apart = {layer.parameters[0]: (ParameterSlice(layer.parameters[0]),) for layer in unreached}
-    matches = [m for layer in discovery.layers for m in _placed(layer, task.batch, chosen)]
+    layers = [_with_row(layer) for layer in discovery.layers]
+    matches = [m for layer in layers for m in _placed(layer, task.batch, chosen)]
     discovery = Discovery((*matches, *unreached), {**discovery.parts, **apart})
     collection.sized = frozenset(kind for kind in KINDS if kind not in chosen)
     for layer in discovery.layers:
         key: Params = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
-        if layer.kind == "generic":
+        if layer.form is None:
             collection.register_generic(key, objective.batch or objective.inputs[0])
         else:
             for value in layer.computed:
                 model.define(value.node, value.constants, value.like)
-            read = {"inputs": layer.inputs} if layer.inputs else {}
-            REGISTRATIONS[layer.kind](
-                collection,
-                key,
-                **read,
-                outputs=layer.outputs,
-                **layer.options,
-            )
+            read = layer.inputs or ()
+            collection.register(layer.kind, key, layer.form, read, layer.outputs)
             _check_places(layer, collection.approximation_of(key), task.batch)
     return discovery
 
@@ -340,6 +335,12 @@ def register_layers(
 def _why_unreached(jump: Node | None) -> str:
     """Return the reason why a parameter has no gradient; ``jump`` is a node that blocks it."""
     return "the loss does not depend on it" if jump is None else no_slope(jump)
+
+
+def _with_row(layer: LayerMatch) -> LayerMatch:
+    """Return a layer with the row of its kind that has its number of uses."""
+    several = layer.form is not None and layer.form.num_uses > 1
+    return replace(layer, kind=(several and KINDS[layer.kind].several) or layer.kind)
 
 
 def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[LayerMatch]:

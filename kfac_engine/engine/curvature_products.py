@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kfac_engine._types import Array
 from kfac_engine.curvature.products import CurvatureMatrixVectorProductComputer as _Computer
-from kfac_engine.curvature.products import TowerWeight, Vectors
+from kfac_engine.curvature.products import TermWeight, Vectors
 from kfac_engine.engine.batch_parts import TracedParts
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
@@ -161,7 +161,7 @@ class CurvatureProducts:
         # The products are those of the measured examples: means, or estimates of the whole sum.
         ratio = size.examples / self._traced.measured
         weights = [
-            TowerWeight(ratio * weight, seen.weights)
+            TermWeight(ratio * weight, seen.weights)
             for weight, seen in zip(objective.weights(size), observed, strict=True)
         ]
         return _Computer(self._assembly.collection, names, trace, weights)

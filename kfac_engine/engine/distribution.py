@@ -8,7 +8,7 @@ start from zero.
 Other averages are whole on all ranks: those that products read, and squares of sums.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from kfac_engine._types import Array, Params, Rows, whole_arrays
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import Measurement
+from kfac_engine.curvature.factors.base import FisherFactor, Measurement
 from kfac_engine.curvature.factors.refresh import (
     Compute,
+    Division,
     RefreshTask,
     Request,
     Result,
@@ -44,7 +44,7 @@ from kfac_engine.engine.report import LayerReport
 _WIDE = np.dtype(np.float64)
 
 
-class Distribution(ABC):
+class Distribution(Division):
     """Averages and inverses of an engine over several ranks; see ``Replicate`` and ``Shard``.
 
     Args:
@@ -150,7 +150,6 @@ class Distribution(ABC):
         self._whole, self._copied = True, []
 
     def snapshot(self) -> Callable[[], None]:
-        """See ``curvature.factors.refresh.Division``."""
         whole, copied = self._whole, list(self._copied)
 
         def restore() -> None:
@@ -160,7 +159,6 @@ class Distribution(ABC):
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """See ``curvature.factors.refresh.Division``."""
         agreement = self._shards.agreement
         with agreement.together("end of a refresh"):
             agreement.vote(place="refresh")
@@ -302,21 +300,6 @@ class Distribution(ABC):
     def ranks(self) -> int:
         """Number of ranks."""
         return self._communicator.size
-
-    def owners(self, factors: Mapping[str, FisherFactor]) -> Mapping[str, int]:
-        """See ``curvature.factors.refresh.Division``."""
-        del factors
-        return {}
-
-    @abstractmethod
-    def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
-        """See ``curvature.factors.refresh.Division``."""
-
-    @abstractmethod
-    def compute(
-        self, due: Sequence[FisherFactor], tasks: Sequence[RefreshTask], compute: Compute
-    ) -> Callable[[], Mapping[Request, Result]]:
-        """See ``curvature.factors.refresh.Division``."""
 
     def _give_to_owners(
         self, factors: Sequence[FisherFactor], ranks: Mapping[int, Sequence[int]]

@@ -1,63 +1,13 @@
 """Gradients of parameters that are broadcast to the data: sums over axes of the data."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Self
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.errors import InputError, ShapeError
-
-
-class Reduction(Protocol):
-    """The axes of the data along which a parameter is broadcast."""
-
-    @property
-    def batch_axis(self) -> int:
-        """Axis of the data that holds the examples."""
-
-    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the axes that are summed for each example, for data of this shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleShiftForm:
-    """The broadcast of a scale, a shift or both against the data.
-
-    Attributes:
-        scale: Sums for the scale; None without a scale.
-        shift: Sums for the shift; None without a shift.
-    """
-
-    scale: Reduction | None
-    shift: Reduction | None
-
-
-@dataclass(frozen=True, slots=True)
-class SummedAxes:
-    """The broadcast axes as the caller lists them.
-
-    Attributes:
-        axes: Positive numbers of axes; the batch is axis 0.
-    """
-
-    axes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Check that the axes are positive and different."""
-        if len(set(self.axes)) < len(self.axes) or any(axis < 1 for axis in self.axes):
-            raise InputError(
-                f"broadcast axes {self.axes} must be different and positive: axis 0 is the batch."
-            )
-
-    @property
-    def batch_axis(self) -> int:
-        return 0
-
-    def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.axes and max(self.axes) >= len(shape):
-            raise ShapeError(f"broadcast axes {self.axes} do not exist in data of shape {shape}.")
-        return self.axes
+from kfac_engine.errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +49,40 @@ class BroadcastShape:
         return tuple(axis for axis in others if aligned[axis] == 1)
 
 
-def per_example(gradient: Array, reduction: Reduction) -> Array:
+@dataclass(frozen=True, slots=True)
+class ScaleShiftForm:
+    """The broadcast of a scale, a shift or both against the data.
+
+    Attributes:
+        scale: Axes that are summed for the scale; None without a scale.
+        shift: Axes that are summed for the shift; None without a shift.
+    """
+
+    num_uses: ClassVar[int] = 1  # a block sums gradients over uses, however many
+
+    scale: BroadcastShape | None
+    shift: BroadcastShape | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters: a scale, a shift or both."""
+        return (self.scale is not None) + (self.shift is not None)
+
+    def with_bias(self, has_bias: bool) -> Self:
+        """Return the form with or without the shift behind a scale."""
+        return self if has_bias or self.scale is None else replace(self, shift=None)
+
+    def with_uses(self, num_uses: int) -> Self:
+        """Return the form, which is the same for any number of uses."""
+        del num_uses
+        return self
+
+    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Return the rows of the matrix over all parameters, which have ``shapes``."""
+        return sum(map(prod, shapes))
+
+
+def per_example(gradient: Array, reduction: BroadcastShape) -> Array:
     """Return the gradient of a parameter for each example, ``(n, entries)``: sums over the data."""
     summed, batch = reduction.summed(gradient.shape), reduction.batch_axis
     rows = gradient.sum(axis=summed)
@@ -107,7 +90,7 @@ def per_example(gradient: Array, reduction: Reduction) -> Array:
     return moved.reshape(gradient.shape[batch], -1)
 
 
-def entries(shape: tuple[int, ...], reduction: Reduction) -> int:
+def entries(shape: tuple[int, ...], reduction: BroadcastShape) -> int:
     """Return the number of entries of the parameter, from the shape of the data."""
     left_out = (*reduction.summed(shape), reduction.batch_axis)
     return prod(size for axis, size in enumerate(shape) if axis not in left_out)

@@ -7,7 +7,6 @@ Its weight is then several matrices side by side; ``output_parts`` finds what th
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from kfac_engine._types import Array, DType
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import handed_on, of_data
 from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.layers.layer_forms import LayerForm, dense_form, tied_form
 from kfac_engine.layers.match import LayerMatch, MatchContext, Tensors
 from kfac_engine.layers.matchers import Matcher, match
 from kfac_engine.layers.parameter_slices import (
@@ -26,21 +26,13 @@ from kfac_engine.layers.parameter_slices import (
 )
 from kfac_engine.layers.scales import SHIFTS, match_shift
 
-# Layer kind with one use to the kind for several uses.
-_SEVERAL_USES = {
-    "conv1d": "convolution_multi",
-    "conv2d": "conv2d_multi",
-    "conv_transpose": "conv_transpose_multi",
-    "convolution": "convolution_multi",
-    "embedding": "embedding_multi",
-    "fully_connected": "fully_connected_multi",
-    "grouped_convolution": "grouped_convolution_multi",
-    "scale_and_shift": "scale_and_shift",
-    "shift": "shift",
-}
+# Kinds of layers without an approximation for several uses.
+_USED_ONCE = {"stacked_dense"}
 
 
-def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
+def merge_uses(
+    uses: Sequence[LayerMatch], several: str, shapes: Mapping[str, tuple[int, ...]]
+) -> LayerMatch | str:
     """Merge the uses of a weight into one layer, or return the reason why there is none.
 
     ``several`` describes the uses; the reason begins with it.
@@ -50,20 +42,16 @@ def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
         return first
     kinds = sorted({use.kind for use in uses})
     if kinds == _TIED:
-        return _tied(uses, several)
-    if len(kinds) > 1 or first.kind not in _SEVERAL_USES:
+        return _tied(uses, several, shapes)
+    if len(kinds) > 1 or first.kind in _USED_ONCE or first.form is None:
         return f"{several}: no approximation covers several uses as {' and '.join(kinds)}"
-    if any(use.options != first.options for use in uses):
+    if len({use.form and use.form.with_bias(False) for use in uses}) > 1:
         return f"{several}, with different properties"
-    kind, options = _SEVERAL_USES[first.kind], dict(first.options)
-    if "dilation_rate" in options and kind == "convolution_multi":
-        options["dilations"] = options.pop("dilation_rate")
     # A bias that differs between the uses does not belong to the layer.
     same = all(use.parameters == first.parameters for use in uses)
     return replace(
         first,
-        kind=kind,
-        options=options,
+        form=first.form.with_uses(len(uses)),
         parameters=first.parameters if same else first.parameters[:1],
         inputs=_over([use.inputs for use in uses]),
         outputs=_over([use.outputs for use in uses]),
@@ -71,20 +59,22 @@ def merge_uses(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
     )
 
 
-def _tied(uses: Sequence[LayerMatch], several: str) -> LayerMatch | str:
+def _tied(
+    uses: Sequence[LayerMatch], several: str, shapes: Mapping[str, tuple[int, ...]]
+) -> LayerMatch | str:
     """Return the layer of a table that embeddings and products read."""
     ordered = sorted(uses, key=lambda use: _TIED.index(use.kind))
-    lookups = [use for use in ordered if use.kind == "embedding"]
-    products = ordered[len(lookups) :]
-    layouts = {(p.options["weight_format"], p.options.get("feature_axis", -1)) for p in products}
-    if layouts != {("OI", -1)}:
+    products = [use for use in ordered if use.kind != "embedding"]
+    table = dense_form("OI", False)  # features are on the last axis
+    if any(use.form and use.form.with_bias(False) != table for use in products):
         return f"{several}: no approximation covers a product whose outputs are not those rows"
+    (vocabulary, _), lookups = shapes[products[0].parameters[0]], ordered[: -len(products)]
     return LayerMatch(
         "tied_embedding",
         products[0].parameters[:1],
         _over([use.inputs for use in ordered]),
         _over([use.outputs for use in ordered]),
-        {"lookups": len(lookups)},
+        tied_form(vocabulary, len(lookups)),
         computed=tuple(value for use in ordered for value in use.computed),
     )
 
@@ -95,8 +85,6 @@ def _over(uses: Sequence[Tensors]) -> tuple[str, ...]:
 
 # The kinds of the uses of a table that is the embedding and the last layer of a model.
 _TIED = ["embedding", "fully_connected"]
-# The layout of a dense weight, and that of its transpose.
-_TRANSPOSED_FORMAT = {"IO": "OI", "OI": "IO"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +251,7 @@ def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatc
     for name in (group.parameter, *group.values) if plain else group.values:
         renamed = [_with_weight(context, layer, name) for layer in layers]
         if all(renamed):
-            return merge_uses([layer for layer in renamed if layer], several)
+            return merge_uses([layer for layer in renamed if layer], several, context.shapes)
     return f"{several}, in several layouts"
 
 
@@ -277,11 +265,13 @@ def _with_weight(context: MatchContext, layer: LayerMatch, name: str) -> LayerMa
     weight, renamed = context.views[old], context.views[name]
     if weight.same_as(renamed):
         return replace(layer, parameters=(name, *bias))
-    layout = str(layer.options.get("weight_format"))
-    if layout in _TRANSPOSED_FORMAT and weight.transpose_of(renamed):
-        options = {**layer.options, "weight_format": _TRANSPOSED_FORMAT[layout]}
-        return replace(layer, parameters=(name, *bias), options=options)
-    return None
+    form = layer.form
+    if layer.kind != "fully_connected" or not isinstance(form, LayerForm):
+        return None
+    if not weight.transpose_of(renamed):
+        return None
+    packing = replace(form.packing, weight_format=form.packing.weight_format[::-1])
+    return replace(layer, parameters=(name, *bias), form=replace(form, packing=packing))
 
 
 def _with_named_bias(context: MatchContext, layer: LayerMatch) -> LayerMatch:
@@ -340,17 +330,20 @@ def _complete(
             ParameterSlice(name, None if name == parameter else views[name].index)
             for name in (*names, *free)
         )
-    return Discovery((*layers, *generic), parts)
+    return Discovery((*map(_with_form, layers), *generic), parts)
+
+
+def _with_form(layer: LayerMatch) -> LayerMatch:
+    """Return a layer whose form has a bias if its parameters have one."""
+    form = layer.form and layer.form.with_bias(len(layer.parameters) > 1)
+    return replace(layer, form=form)
 
 
 # -- parts of outputs that a graph reads apart -----------------------------------------------------
 
 
 # The weights of these layers are vectors, a matrix for each group, or read in two ways.
-_WITHOUT_PARTS = {
-    "grouped_convolution", "grouped_convolution_multi", "scale_and_shift", "shift",
-    "tied_embedding",
-}  # fmt: skip
+_WITHOUT_PARTS = {"grouped_convolution", "scale_and_shift", "shift", "tied_embedding"}
 # A feature of the result depends on the same feature of an operand. A division after the operator
 # is one before it.
 _BY_FEATURE = {"Add", "Clip", "Relu", "Sigmoid", "Sub", "Tanh"}
@@ -364,11 +357,10 @@ def output_parts(
     A part is the indices of its outputs; every output is in one part. There are no parts if an
     operator reads all outputs, or reads outputs of several parts.
     """
-    if layer.kind in _WITHOUT_PARTS:
+    if layer.kind in _WITHOUT_PARTS or not isinstance(layer.form, LayerForm):
         return ()
     names = (layer.outputs,) if isinstance(layer.outputs, str) else layer.outputs
-    channels_first = str(layer.options.get("data_format", "")).startswith("NC")
-    axis = 1 if channels_first else cast("int", layer.options.get("feature_axis", -1))
+    axis = layer.form.output_view.feature_axis
     width, read = shapes[names[0]][axis], []
     for name in names:
         shape = shapes[name]

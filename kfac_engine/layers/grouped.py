@@ -58,23 +58,33 @@ class GroupedPacking(Packing):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedForm:
-    """The layout of a grouped convolution.
+class GroupedForm(LayerForm):
+    """The layout of a grouped convolution: views of all groups, and a packing by group.
 
     Attributes:
-        layer: Views of inputs and outputs of all groups, and the packing by group.
+        groups: Number of groups.
+        d_in: Number of features of a row of a group, without the homogeneous coordinate.
+        d_out: Number of outputs of a group.
         taps: Number of taps of the kernel.
-        shape: ``(groups, d_in (+ 1), d_out)``, the shape of a packed vector.
     """
 
-    layer: LayerForm
-    taps: int
-    shape: tuple[int, int, int]
+    groups: int = 1
+    d_in: int = 1
+    d_out: int = 1
+    taps: int = 1
 
     @property
-    def groups(self) -> int:
-        """Number of groups."""
-        return self.shape[0]
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of a packed vector, ``(groups, d_in (+ 1), d_out)``."""
+        return self.groups, self.d_in + self.packing.has_bias, self.d_out
+
+    def packed_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+        del weight_shape  # the form has the sizes of the filter
+        return self.shape
+
+    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        del shapes  # likewise
+        return max(self.shape[1:])
 
 
 def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
@@ -105,9 +115,16 @@ def grouped_form(  # noqa: PLR0913 (all parameters of a convolution)
     rows, outputs = plain.packing.matrix_shape(filter_shape)
     if groups < 1 or outputs % groups:
         raise InputError(f"{outputs} outputs cannot be divided into {groups} groups of equal size.")
-    taps = (rows - has_bias) // filter_shape[plain.packing.axes[-2]]
-    packing = GroupedPacking(plain.packing.weight_format, has_bias, groups)
-    return GroupedForm(replace(plain, packing=packing), taps, (groups, rows, outputs // groups))
+    d_in = rows - has_bias
+    return GroupedForm(
+        plain.input_view,
+        plain.output_view,
+        GroupedPacking(plain.packing.weight_format, has_bias, groups),
+        groups=groups,
+        d_in=d_in,
+        d_out=outputs // groups,
+        taps=d_in // filter_shape[plain.packing.axes[-2]],
+    )
 
 
 def depthwise_form(
@@ -157,8 +174,8 @@ def depthwise_form(
         data_format=data_format,
         weight_format=weight_format,
     )
-    packing = GroupedPacking(form.layer.packing.weight_format, False, channels, last)
-    return replace(form, layer=replace(form.layer, packing=packing))
+    packing = GroupedPacking(form.packing.weight_format, False, channels, last)
+    return replace(form, packing=packing)
 
 
 # -- stacks of dense layers ------------------------------------------------------------------------
@@ -171,6 +188,7 @@ class StackedDenseView:
     """A tensor ``(n, …positions, stack, d)``, read as rows of ``stack · d`` features."""
 
     has_rows: ClassVar[bool] = True
+    feature_axis: ClassVar[int] = -1
 
     @property
     def rank(self) -> None:
@@ -252,5 +270,5 @@ def stacked_dense_form(weight_shape: tuple[int, ...], *, has_bias: bool) -> Grou
             f"needed."
         )
     stack, d_in, d_out = weight_shape
-    layer = LayerForm(StackedDenseView(), StackedDenseView(), StackedDensePacking("IO", has_bias))
-    return GroupedForm(layer, 1, (stack, d_in + has_bias, d_out))
+    view, packing = StackedDenseView(), StackedDensePacking("IO", has_bias)
+    return GroupedForm(view, view, packing, groups=stack, d_in=d_in, d_out=d_out)

@@ -1,8 +1,9 @@
 """Layouts of the tensors and parameters of a layer, by layer kind."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +102,29 @@ class LayerForm:
     num_uses: int = 1
     sampling: Sampling = EVERYTHING
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters: a weight, and a bias if there is one."""
+        return 1 + self.packing.has_bias
+
+    def with_bias(self, has_bias: bool) -> Self:
+        """Return the form of the layer with or without a bias."""
+        return replace(self, packing=replace(self.packing, has_bias=has_bias))
+
+    def with_uses(self, num_uses: int) -> Self:
+        """Return the form of a layer that is used ``num_uses`` times."""
+        return replace(self, num_uses=num_uses)
+
+    def packed_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a packed vector, from the shape of the weight."""
+        return self.packing.matrix_shape(weight_shape)
+
+    def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Return the rows of the largest matrix of the layer, whose parameters have ``shapes``."""
+        if isinstance(self.input_view, TokenIdView):  # the vocabulary has a diagonal
+            return shapes[0][-1]
+        return max(self.packing.matrix_shape(shapes[0]))
+
 
 def dense_form(
     weight_format: str, has_bias: bool, *, num_uses: int = 1, feature_axis: int = -1
@@ -124,6 +148,16 @@ def embedding_form(
     """
     view = TokenIdView(vocabulary, rank, positions, count_repeats, zeros_outside)
     return LayerForm(view, RowView(-1, None if positions else 2), Packing("IO", has_bias=False))
+
+
+def tied_form(vocabulary: int, lookups: int) -> LayerForm:
+    """Return the form of a table ``(vocabulary, d)`` that embeddings and products read.
+
+    The input view reads the token ids of the first ``lookups`` uses; the output view reads the
+    features of the others, and all gradients.
+    """
+    ids = TokenIdView(vocabulary, positions=True, zeros_outside=True)
+    return LayerForm(ids, RowView(), Packing("OI", has_bias=False), num_uses=lookups)
 
 
 def convolution_form(  # noqa: PLR0913 (all parameters of a convolution)

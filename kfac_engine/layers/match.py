@@ -9,6 +9,8 @@ from kfac_engine._types import Array, DType
 from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.layers.broadcast import ScaleShiftForm
+from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.parameter_slices import ParameterView
 
 # Name of a tensor, or one name for each use of a layer.
@@ -40,7 +42,8 @@ class LayerMatch:
         parameters: Names of the weight and of the bias, if any; one name if generic.
         inputs: Name of the layer's input, or one for each use; empty if generic.
         outputs: Name of the pre-activation, or one for each use; empty if generic.
-        options: Keyword arguments of the registration: formats, strides, padding.
+        form: Layout of the tensors and parameters; None if generic. Whether it has a bias follows
+            from ``parameters``.
         reason: The reason why a parameter has no layer; empty for layers.
         computed: Inputs that the graph does not compute, at most one for each use.
         output_parts: Parts of the outputs that the graph reads apart: see ``output_parts``.
@@ -50,7 +53,7 @@ class LayerMatch:
     parameters: tuple[str, ...]
     inputs: Tensors = ""
     outputs: Tensors = ""
-    options: Mapping[str, object] = field(default_factory=dict)
+    form: LayerForm | ScaleShiftForm | None = None
     reason: str = ""
     computed: tuple[NewValue, ...] = ()
     output_parts: tuple[Array, ...] = field(default=(), compare=False)

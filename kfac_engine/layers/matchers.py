@@ -2,13 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.structure import Fact, Node
+from kfac_engine.layers.grouped import grouped_form, stacked_dense_form
+from kfac_engine.layers.layer_forms import (
+    convolution_form,
+    dense_form,
+    embedding_form,
+    transposed_form,
+)
 from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
 from kfac_engine.layers.parameter_slices import rearrange_entries
 from kfac_engine.layers.scales import scale_of_normalization, scale_of_product, slope
@@ -76,10 +83,10 @@ def match_gather(context: MatchContext, node: Node, index: int) -> LayerMatch | 
 
 def embedding_match(context: MatchContext, table: str, ids: str, rows: str) -> LayerMatch:
     """Return the layer of a table from which ``ids`` select ``rows`` for each example."""
+    positions = len(context.shapes[ids]) > 1
     # Gather refuses ids outside the table. OneHot has a row of zeros for them.
-    options = {"zeros_outside": True}
-    options |= {"positions": True} if len(context.shapes[ids]) > 1 else {}
-    return LayerMatch("embedding", (table,), ids, rows, options)
+    form = embedding_form(context.shapes[table][0], positions=positions, zeros_outside=True)
+    return LayerMatch("embedding", (table,), ids, rows, form)
 
 
 def find_token_ids(context: MatchContext, value: str) -> str:
@@ -129,14 +136,8 @@ def _positions(context: MatchContext, table: str, ids: str, rows: str) -> LayerM
             Fact(context.dtypes[ids], shape),
         ),
     )
-    return LayerMatch(
-        "embedding",
-        (table,),
-        broadcast_ids,
-        y,
-        {"zeros_outside": True, "positions": True},
-        computed=computed,
-    )
+    form = embedding_form(context.shapes[table][0], positions=True, zeros_outside=True)
+    return LayerMatch("embedding", (table,), broadcast_ids, y, form, computed=computed)
 
 
 def _trailing(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,8 +180,8 @@ def _gemm(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     outputs = node.outputs[0]
     if not addend:
         outputs, bias = _with_bias(context, outputs, weight, d_out, channel_axes=0)
-    options = {"weight_format": "OI" if transposed else "IO"}
-    return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
+    form = dense_form("OI" if transposed else "IO", bool(bias))
+    return LayerMatch("fully_connected", (weight, *bias), x, outputs, form)
 
 
 def _matmul(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
@@ -197,10 +198,8 @@ def _matmul(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     left = index == 0  # s = W·x: features are on the second last axis
     d_out = context.shapes[weight][0 if left else 1]
     outputs, bias = _with_bias(context, node.outputs[0], weight, d_out, channel_axes=int(left))
-    options: dict[str, object] = {"weight_format": "OI" if left else "IO"}
-    if left:
-        options["feature_axis"] = -2
-    return LayerMatch("fully_connected", (weight, *bias), x, outputs, options)
+    form = dense_form("OI" if left else "IO", bool(bias), feature_axis=-2 if left else -1)
+    return LayerMatch("fully_connected", (weight, *bias), x, outputs, form)
 
 
 def _stacked_dense(context: MatchContext, node: Node) -> LayerMatch | str:
@@ -220,7 +219,8 @@ def _stacked_dense(context: MatchContext, node: Node) -> LayerMatch | str:
         return f"MatMul with a stack of matrices of shape {shape}"
     features = np.arange(shape[0] * shape[2]).reshape(shape[0], shape[2])
     bias = find_bias_behind_views(context, y, weight, features)
-    return LayerMatch("stacked_dense", (weight, *bias), x, y)
+    form = stacked_dense_form(shape, has_bias=bool(bias))
+    return LayerMatch("stacked_dense", (weight, *bias), x, y, form)
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -234,25 +234,19 @@ def _conv(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     axes, groups = len(shape) - 2, node.attributes.get("group", 1)
     if axes not in _CONVOLUTIONS:
         return f"convolution over {axes} axes"
-    kind, dilations, data_format, weight_format = _CONVOLUTIONS[axes]
-    grouped: dict[str, object] = {}
-    if groups != 1:
-        kind, dilations, grouped = "grouped_convolution", "dilation_rate", {"groups": groups}
+    kind, spatial = _CONVOLUTIONS[axes]
     bias: tuple[str, ...] = ()
     outputs = node.outputs[0]
     if len(node.inputs) > 2 and context.is_bias(node.inputs[2], weight, shape[0]):
         bias = (node.inputs[2],)
     elif len(node.inputs) < 3 or not node.inputs[2]:
         outputs, bias = _with_bias(context, outputs, weight, shape[0], channel_axes=axes)
-    options = {
-        "strides": node.attributes.get("strides", (1,) * axes),
-        dilations: node.attributes.get("dilations", (1,) * axes),
-        "padding": _padding(node, axes),
-        "data_format": data_format,
-        "weight_format": weight_format,
-        **grouped,
-    }
-    return LayerMatch(kind, (weight, *bias), x, outputs, options)
+    options = _window(node, axes) | {"weight_format": f"OI{spatial}", "has_bias": bool(bias)}
+    parameters = weight, *bias
+    if groups == 1:
+        return LayerMatch(kind, parameters, x, outputs, convolution_form(shape, **options))
+    form = grouped_form(shape, cast("int", groups), **options)
+    return LayerMatch("grouped_convolution", parameters, x, outputs, form)
 
 
 def _conv_transpose(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
@@ -266,23 +260,23 @@ def _conv_transpose(context: MatchContext, node: Node, index: int) -> LayerMatch
     if "output_shape" in node.attributes or (automatic and "output_padding" in node.attributes):
         # The padding depends on the size of the images; that of a layer must not.
         return "transposed convolution whose padding depends on the size of its result"
-    spatial = _CONVOLUTIONS[axes][2][2:]
-    options = {
+    layout = f"IO{_CONVOLUTIONS[axes][1]}"
+    form = transposed_form(context.shapes[weight], weight_format=layout, **_window(node, axes))
+    return LayerMatch("conv_transpose", (weight,), x, node.outputs[0], form)
+
+
+# Number of spatial axes to layer kind, and letters of the axes in formats.
+_CONVOLUTIONS = {1: ("conv1d", "W"), 2: ("conv2d", "HW"), 3: ("convolution", "DHW")}
+
+
+def _window(node: Node, axes: int) -> dict[str, Any]:
+    """Return the arguments of a form for the images and the window of a convolution."""
+    return {
         "strides": node.attributes.get("strides", (1,) * axes),
         "dilations": node.attributes.get("dilations", (1,) * axes),
         "padding": _padding(node, axes),
-        "data_format": f"NC{spatial}",
-        "weight_format": f"IO{spatial}",
+        "data_format": f"NC{_CONVOLUTIONS[axes][1]}",
     }
-    return LayerMatch("conv_transpose", (weight,), x, node.outputs[0], options)
-
-
-# Number of spatial axes to layer kind, name of the argument for dilations, and formats.
-_CONVOLUTIONS = {
-    1: ("conv1d", "dilations", "NCW", "OIW"),
-    2: ("conv2d", "dilations", "NCHW", "OIHW"),
-    3: ("convolution", "dilation_rate", "NCDHW", "OIDHW"),
-}
 
 
 def _padding(node: Node, axes: int) -> Padding:

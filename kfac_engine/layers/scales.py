@@ -14,6 +14,7 @@ import numpy as np
 from kfac_engine.graph.analysis.normalized import before_scale
 from kfac_engine.graph.analysis.subgraph import handed_on
 from kfac_engine.graph.structure import Node
+from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
 
 _SCALE_PER_CHANNEL = 21  # operator set since which GroupNormalization has a scale for each channel
@@ -48,10 +49,11 @@ def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatc
     reason = broadcast_mismatch(context, scale.value, y)
     if reason or len(context.shapes[x]) != len(context.shapes[y]):
         return reason or _describe_shapes(context, scale.value, x)
-    options = axis_options(context, y, scale.axis)
     shift, shifted = _shift(context, scale, y)
     if shift:
-        return LayerMatch("scale_and_shift", (scale.parameter, shift), x, shifted, options)
+        names = scale.parameter, shift
+        form = _form(context, y, scale.axis, *names)
+        return LayerMatch("scale_and_shift", names, x, shifted, form)
     outer, position = context.only_user(y)
     if outer is not None and outer.op == "Mul":
         z, product = outer.inputs[1 - position], outer.outputs[0]
@@ -62,10 +64,12 @@ def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatc
             node = Node("Mul", (x, z), (unscaled,), {}, f"make {unscaled}")
             computed = NewValue(node, {}, product)
             names = scale.parameter, shift
+            form = _form(context, y, scale.axis, *names)
             return LayerMatch(
-                "scale_and_shift", names, unscaled, shifted, options, computed=(computed,)
+                "scale_and_shift", names, unscaled, shifted, form, computed=(computed,)
             )
-    return LayerMatch("scale_and_shift", (scale.parameter,), x, y, options)
+    form = _form(context, y, scale.axis, scale.parameter)
+    return LayerMatch("scale_and_shift", (scale.parameter,), x, y, form)
 
 
 def scale_of_normalization(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
@@ -80,16 +84,10 @@ def scale_of_normalization(context: MatchContext, node: Node, index: int) -> Lay
     if reason:
         return f"scale of {node.op}, {reason}"
     shift = node.inputs[2] if len(node.inputs) > 2 else ""
-    has_shift = context.goes_with(shift, scale)
+    parameters = (scale, shift) if context.goes_with(shift, scale) else (scale,)
     computed = _normalised(context, node)
-    return LayerMatch(
-        "scale_and_shift",
-        (scale, shift) if has_shift else (scale,),
-        computed.node.outputs[0],
-        y,
-        axis_options(context, y, axis),
-        computed=(computed,),
-    )
+    x, form = computed.node.outputs[0], _form(context, y, axis, *parameters)
+    return LayerMatch("scale_and_shift", parameters, x, y, form, computed=(computed,))
 
 
 def slope(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
@@ -105,8 +103,9 @@ def slope(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
         {zero: np.zeros((), context.dtypes[x])},
         x,
     )
-    parameters, options = (node.inputs[index],), axis_options(context, y)
-    return LayerMatch("scale_and_shift", parameters, name, y, options, computed=(computed,))
+    parameter = node.inputs[index]
+    form = _form(context, y, -1, parameter)
+    return LayerMatch("scale_and_shift", (parameter,), name, y, form, computed=(computed,))
 
 
 def feature_axis(context: MatchContext, node: Node) -> int | None:
@@ -137,10 +136,15 @@ def broadcast_mismatch(context: MatchContext, value: str, y: str, axis: int = -1
     return f"different for each example, on axis {batch} of '{y}'" if aligned[batch] != 1 else ""
 
 
-def axis_options(context: MatchContext, y: str, axis: int = -1) -> dict[str, object]:
-    """Return the options of a registration for the axes of features and examples in ``y``."""
-    options: dict[str, object] = {} if axis == -1 else {"feature_axis": axis}
-    return options | ({"batch_axis": context.axes[y]} if context.axes[y] else {})
+def _broadcast(context: MatchContext, parameter: str, y: str, axis: int) -> BroadcastShape:
+    """Return the broadcast of a parameter to ``y``, aligned with an axis of its features."""
+    return BroadcastShape(context.shapes[parameter], axis, context.axes[y])
+
+
+def _form(context: MatchContext, y: str, axis: int, scale: str, shift: str = "") -> ScaleShiftForm:
+    """Return the form of a scale and, if there is one, of a shift."""
+    shifted = _broadcast(context, shift, y, axis) if shift else None
+    return ScaleShiftForm(_broadcast(context, scale, y, axis), shifted)
 
 
 def _shift(context: MatchContext, scale: _BroadcastParameter, y: str) -> tuple[str, str]:
@@ -210,11 +214,10 @@ def match_shift(context: MatchContext, node: Node, index: int) -> LayerMatch | s
     if axis is None:
         return f"{role}, which does not have one number for each channel"
     reason = broadcast_mismatch(context, value, y, axis)
-    return (
-        f"{role}, {reason}"
-        if reason
-        else LayerMatch("shift", (value,), "", y, axis_options(context, y, axis))
-    )
+    if reason:
+        return f"{role}, {reason}"
+    form = ScaleShiftForm(None, _broadcast(context, value, y, axis))
+    return LayerMatch("shift", (value,), "", y, form)
 
 
 def _last(context: MatchContext, node: Node) -> int:

@@ -35,7 +35,7 @@ def examples(
     *,
     exact: bool = False,
 ) -> int:
-    """Return the number of examples in the tensors of one tower.
+    """Return the number of examples in the tensors of one part of a batch.
 
     Args:
         shapes: Shape of the tensor of each use, or the shape of one tensor with all uses.

@@ -36,6 +36,10 @@ class View(Protocol):
     def rank(self) -> int | None:
         """Number of axes of the tensor; None for any number of at least two."""
 
+    @property
+    def feature_axis(self) -> int:
+        """Axis of the features or channels; token ids have none, and the last axis of the rows."""
+
     def width(self, shape: tuple[int, ...]) -> int:
         """Return the number of features ``d`` of a tensor of this shape."""
 
@@ -149,8 +153,12 @@ class PatchView:
     def rank(self) -> int:
         return len(self.window.kernel) + 2
 
+    @property
+    def feature_axis(self) -> int:
+        return 1 if self.channels_first else -1
+
     def width(self, shape: tuple[int, ...]) -> int:
-        return self.window.taps * shape[1 if self.channels_first else -1]
+        return self.window.taps * shape[self.feature_axis]
 
     def count(self, shape: tuple[int, ...]) -> int:
         spatial_shape = self._spatial_shape(shape)
@@ -266,6 +274,10 @@ class MaskedPatchView:
         return self.patches.rank
 
     @property
+    def feature_axis(self) -> int:
+        return self.patches.feature_axis
+
+    @property
     def channels_first(self) -> bool:
         """Whether images are ``(n, channels, *spatial_shape)``."""
         return self.patches.channels_first
@@ -349,6 +361,7 @@ class TokenIdView:
     """
 
     has_rows: ClassVar[bool] = False  # one-hot rows are as long as the table
+    feature_axis: ClassVar[int] = -1
 
     vocabulary: int
     rank: int = 2

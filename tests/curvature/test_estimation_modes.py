@@ -210,8 +210,8 @@ Z = {"z": np.zeros((2, 3))}
         ("gradients", LOSS, Z, {"lost": 1}, UnknownNameError, "'lost'"),
         ("gradients", LOSS, Z, {"loss": np.array([0, 3])}, InputError, "target 3 of example 1"),
         ("gradients", LOSS, Z, {"loss": np.zeros(3, int)}, ShapeError, r"\(3,\)"),
-        ("gradients", LOSS, Z, {"loss": (np.zeros(2, int),) * 2}, InputError, "1 towers.*hold 2"),
-        ("gradients", TWO_TOWERS, TWO_TOWER_VALUES, {"loss": Z["z"][0]}, InputError, "2 towers"),
+        ("gradients", LOSS, Z, {"loss": (np.zeros(2, int),) * 2}, InputError, "1 parts.*hold 2"),
+        ("gradients", TWO_TOWERS, TWO_TOWER_VALUES, {"loss": Z["z"][0]}, InputError, "2 parts"),
         ("curvature_prop", LOSS, Z, {"loss": np.ones(3)}, ShapeError, r"\(3,\), expected \(2, 3\)"),
         ("curvature_prop", LOSS, Z, {"loss": Z["z"]}, InputError, "signs"),
         (

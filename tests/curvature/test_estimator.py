@@ -140,7 +140,7 @@ def test_a_batch_in_towers_is_not_divided_over_ranks():
     for tower in "01":
         collection.register_categorical_predictive_distribution(f"z{tower}", name="loss")
     estimator = estimator_of(collection)
-    with pytest.raises(ke.UnsupportedError, match="towers"):
+    with pytest.raises(ke.UnsupportedError, match="in parts"):
         estimator.rows = Rows(0, 2, 4)
     assert estimator.rows is None
 

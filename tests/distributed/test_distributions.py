@@ -7,7 +7,8 @@ import pytest
 from onnx import ModelProto
 
 import kfac_engine as ke
-from kfac_engine.curvature.factors.refresh import Undivided
+from kfac_engine.curvature import refreshes as refreshes_module
+from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.sessions.session import Session
 from tests import models
 from tests.distributed.threads import run
@@ -149,8 +150,12 @@ def test_steps_equal_those_of_one_process_that_refreshes_in_the_same_calls(
     assert sorted(key for call in calls for key in call) == sorted(owned)  # once in a period
     assert calls != plan(None)[1]
     fixed = {key: owner for key, owner in owned.items() if owner is not None}
-    monkeypatch.setattr(Undivided, "ranks", 3)
-    monkeypatch.setattr(Undivided, "owners", lambda *_: fixed)
+
+    class Fixed(Division):
+        ranks = 3
+        owners = staticmethod(lambda factors: fixed)
+
+    monkeypatch.setattr(refreshes_module, "UNDIVIDED", Fixed())
     assert_equal_to_one_process("mlp", 3, **options)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
-from kfac_engine.curvature.factors.measurement import Measurement
+from kfac_engine.curvature.factors.base import Measurement
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.shards import RowGenerator
 from kfac_engine.engine import build

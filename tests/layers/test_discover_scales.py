@@ -230,7 +230,8 @@ def test_group_normalization_scale_per_channel_is_layer(opset, kind):
     if kind == "generic":
         assert found.reason == "scale of GroupNormalization without one number for each channel"
     else:
-        assert (found.parameters, found.options) == (("scale", "shift"), {"feature_axis": 1})
+        assert found.parameters == ("scale", "shift")
+        assert (found.form.scale.feature_axis, found.form.shift.feature_axis) == (1, 1)
         assert not rest
 
 

@@ -16,7 +16,7 @@ from kfac_engine.analysis.fisher_matrix.gradient_forms import (
     WholeGradients,
 )
 from kfac_engine.backend.channel_groups import split_features
-from kfac_engine.layers.broadcast import Reduction, ScaleShiftForm, per_example
+from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm, per_example
 from kfac_engine.layers.grouped import GroupedPacking
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.views import PatchView, RowView, TokenIdView, View
@@ -155,29 +155,20 @@ def _by_source(x: Symbol, sources: int) -> Symbol:
     return x.reshape(sources, x.shape[0] // sources, *x.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _AfterSources:
-    """A reduction of data behind an axis of sources, which stays.
+class _AfterSources(BroadcastShape):
+    """The broadcast of a parameter to data behind an axis of sources, which stays."""
 
-    Attributes:
-        reduction: The reduction of the data.
-        rank: Number of axes of the data.
-    """
-
-    reduction: Reduction
-    rank: int
-
-    @property
-    def batch_axis(self) -> int:
-        return 1 + self.reduction.batch_axis % self.rank
+    __slots__ = ()
 
     def summed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(axis + 1 for axis in self.reduction.summed(shape[1:]))
+        return tuple(axis for axis in BroadcastShape.summed(self, shape) if axis)
 
 
-def _per_example(gradients: Symbol, reduction: Reduction) -> Symbol:
+def _per_example(gradients: Symbol, of: BroadcastShape) -> Symbol:
     """Return the gradients of a parameter that is broadcast, ``(n, k, entries)``."""
-    rows: Symbol = per_example(gradients, _AfterSources(reduction, gradients.ndim - 1))
+    rank = gradients.ndim - 1
+    feature_axis, batch_axis = of.feature_axis % rank - rank, 1 + of.batch_axis % rank
+    rows: Symbol = per_example(gradients, _AfterSources(of.shape, feature_axis, batch_axis))
     return rows.reshape(rows.shape[0], gradients.shape[0], -1)
 
 
@@ -222,7 +213,7 @@ _VIEWS: Mapping[type[View], _RecordedView] = {
         rows=lambda view, x, backend: view.rows(x, backend),
     ),
     PatchView: _RecordedView(
-        feature_axes=lambda view, rank: {1 if view.channels_first else rank - 1},
+        feature_axes=lambda view, rank: {view.feature_axis % rank},
         rows=_patches,
         taps=lambda view: view.window.taps,
         crops=lambda view: min(view.window.begins + view.window.ends) < 0,

@@ -6,15 +6,14 @@ from math import isfinite, prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from kfac_engine._types import Array, Params, Rows, Vector
-from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import (
     LEAST_EIGENVALUE,
-    CollectionConfig,
     RelativeDamping,
     as_damping,
 )
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
@@ -26,40 +25,14 @@ from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
 from kfac_engine.summary import dimensions
 
-Factor = TypeVar("Factor", bound=FisherFactor)
 Found = TypeVar("Found", covariant=True)
 
-# The tensors of a tower: a name, or names over uses.
-TowerNames: TypeAlias = str | Sequence[str]
-# grads_list[source][tower] for layers, grads_list[source] for generic blocks.
-GradsList: TypeAlias = Sequence[Sequence[TowerNames]] | Sequence[TowerNames]
+# The tensors of a layer for a part of the batch: a name, or names over uses.
+Names: TypeAlias = str | Sequence[str]
+# grads_list[source][part] for layers, grads_list[source] for generic blocks.
+GradsList: TypeAlias = Sequence[Sequence[Names]] | Sequence[Names]
 
 _MOST_NAMES, _MOST_CHARACTERS = 4, 80
-
-
-class FactorOwner(Protocol):
-    """The part of a collection that its blocks use."""
-
-    backend: Backend
-    config: CollectionConfig
-    data: frozenset[str]
-
-    @property
-    def batch_value(self) -> str | None:
-        """Name of a value whose first axis is the batch; None if unknown."""
-
-    @property
-    def batch_is_exact(self) -> bool:
-        """Whether the first axis of the value of ``batch_value`` has examples and no positions."""
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the declared shape of a tensor; None if it is unknown before the first batch."""
-
-    def require_shape(self, name: str) -> tuple[int, ...]:
-        """Return the declared shape of a tensor; an InputError if it is unknown."""
-
-    def make_or_get_factor(self, cls: type[Factor], args: tuple[object, ...]) -> Factor:
-        """Return the factor ``cls(*args)``, which equal arguments share."""
 
 
 class Decomposition(Protocol[Found]):
@@ -103,6 +76,7 @@ class FisherBlock(ABC):
 
     def __init__(self, collection: FactorOwner) -> None:
         self._collection = collection
+        self._tensors = LayerTensors()
         self.params: Params | None = None
         self._damping: Callable[[], float] | None = None
 
@@ -116,16 +90,28 @@ class FisherBlock(ABC):
     # -- registration ---------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def num_registered_towers(self) -> int:
-        """Number of registered towers (shards of a batch)."""
+        """Number of registered parts of the batch."""
+        return len(self._tensors)
 
-    @abstractmethod
-    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
-        """Return the names of tensors whose gradients the block reads, for each tower."""
+    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+        """Add a part of the batch.
+
+        Args:
+            inputs: Name of the layer's input, or names over uses.
+            outputs: Name of the layer's output before any nonlinearity, or names over uses.
+
+        Raises:
+            RegistrationError: Inputs and outputs have different numbers of uses.
+        """
+        self._tensors.add(inputs, outputs)
+
+    def tensors_to_compute_grads(self) -> tuple[Names, ...]:
+        """Return the names of tensors whose gradients the block reads, for each part."""
+        return tuple(names if len(names) > 1 else names[0] for names in self._tensors.outputs)
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        """Return the inputs and outputs of each tower, whose rows belong to each other."""
+        """Return the inputs and outputs of each part, whose rows belong to each other."""
         return ()
 
     def instantiate_factors(
@@ -135,16 +121,16 @@ class FisherBlock(ABC):
 
         Args:
             grads_list: Names of the gradients with respect to ``tensors_to_compute_grads``:
-                ``[source][tower]`` for layers, ``[source]`` for generic blocks.
+                ``[source][part]`` for layers, ``[source]`` for generic blocks.
             damping: λ; ``λ·I`` is approximately added to the block. A callable is evaluated at each
                 refresh.
 
         Raises:
             InputError: The damping is negative or not finite.
-            NotReadyError: No tower was registered.
+            NotReadyError: No part of the batch was registered.
         """
         if not self.num_registered_towers:
-            raise NotReadyError(f"register a tower of the block of {self.params} first.")
+            raise NotReadyError(f"register tensors of the block of {self.params} first.")
         if not callable(damping):
             fixed = self._checked_damping(damping)
             damping = lambda: fixed  # noqa: E731 (a closure over a number, nothing to name)
@@ -155,7 +141,7 @@ class FisherBlock(ABC):
 
     @abstractmethod
     def _make_factors(self, grads_list: GradsList) -> None:
-        """Create the factors for gradients ``[source][tower]`` or ``[source]``."""
+        """Create the factors for gradients ``[source][part]`` or ``[source]``."""
 
     # -- factors --------------------------------------------------------------------------------
 
@@ -339,40 +325,40 @@ class FisherBlock(ABC):
         return value
 
 
-class Towers:
-    """Names of the inputs and outputs of a layer for each tower."""
+class LayerTensors:
+    """Names of the inputs and outputs of a layer, for each part of the batch."""
 
     def __init__(self) -> None:
         self.inputs: list[Uses] = []
         self.outputs: list[Uses] = []
 
-    def add(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Append a tower; raise ``RegistrationError`` if inputs and outputs differ in uses."""
+    def add(self, inputs: Names, outputs: Names) -> None:
+        """Append a part of the batch; a RegistrationError if its tensors differ in uses."""
         x, s = uses(inputs), uses(outputs)
         if len(x) > 1 and len(s) > 1 and len(x) != len(s):
             raise RegistrationError(
-                f"a tower with {len(x)} inputs has {len(s)} outputs: one of each for every use."
+                f"a layer with {len(x)} inputs has {len(s)} outputs: one of each for every use."
             )
         self.inputs.append(x)
         self.outputs.append(s)
 
     def rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
-        """Return the tensors of each tower of a layer with this form."""
-        towers = zip(self.inputs, self.outputs, strict=True)
-        return tuple(LayerRows(x, s, form.output_view, form.num_uses) for x, s in towers)
+        """Return the tensors of each part of a layer with this form."""
+        parts = zip(self.inputs, self.outputs, strict=True)
+        return tuple(LayerRows(x, s, form.output_view, form.num_uses) for x, s in parts)
 
     def gradients(self, grads_list: GradsList) -> Tensors:
-        """Return names of output gradients, ``[source][tower]``, each a tuple over uses.
+        """Return names of output gradients, ``[source][part]``, each a tuple over uses.
 
         ``InputError`` is raised if there is no source, or if the entries of a source do not fit the
-        towers.
+        parts.
         """
         if not grads_list or any(isinstance(s, str) or len(s) != len(self) for s in grads_list):
             raise InputError(
-                f"grads_list needs, for each source, a list of {len(self)} entries, one a tower; "
+                f"grads_list needs, for each source, a list of {len(self)} entries, one a part; "
                 f"got {grads_list!r}."
             )
-        return tuple(tuple(uses(tower) for tower in source) for source in grads_list)
+        return tuple(tuple(uses(part) for part in source) for source in grads_list)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -390,6 +376,6 @@ def shape_of(factor: FisherFactor) -> tuple[int, ...]:
     return () if factor.average.value is None else factor.average.value.shape
 
 
-def uses(names: TowerNames) -> Uses:
+def uses(names: Names) -> Uses:
     """Return names over uses as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

@@ -6,14 +6,14 @@ product with ``Rows`` reads these rows only.
 """
 
 from kfac_engine._types import Array, Rows, Vector
-from kfac_engine.curvature.blocks.base import ExampleReader, FactorOwner, Found, GradsList
+from kfac_engine.curvature.blocks.base import ExampleReader, Found, GradsList
 from kfac_engine.curvature.blocks.kronecker import (
     DENSE,
     DIAGONAL,
     KroneckerProductFB,
-    MultiUseKroneckerFB,
     Side,
 )
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.tables import (
     IdCounts,
@@ -30,25 +30,19 @@ from kfac_engine.layers.views import RowView, TokenIdView
 TOKEN_IDS = Side(IdCounts, VocabularyFactor, DIAGONAL.shape)
 
 
-class EmbeddingKroneckerFB(MultiUseKroneckerFB):
+class EmbeddingKroneckerFB(KroneckerProductFB):
     """A Kronecker block of a table whose rows are selected by token ids.
 
     Args:
         collection: Owner of the factors.
         form: Layout of the tensors of one use; its input view is ``TokenIdView``.
-        num_uses: Number of uses; optional if a tower lists them.
         output_side: Form of ``G``.
     """
 
     def __init__(
-        self,
-        collection: FactorOwner,
-        form: LayerForm,
-        num_uses: int | None = 1,
-        *,
-        output_side: Side = DENSE,
+        self, collection: FactorOwner, form: LayerForm, *, output_side: Side = DENSE
     ) -> None:
-        super().__init__(collection, form, num_uses, input_side=TOKEN_IDS, output_side=output_side)
+        super().__init__(collection, form, input_side=TOKEN_IDS, output_side=output_side)
 
     @property
     def divisible(self) -> Divisible | None:
@@ -120,7 +114,7 @@ class TiedTableFB(KroneckerProductFB):
         ids, view, lookups = self.form.input_view, self.form.output_view, self.form.num_uses
         assert isinstance(ids, TokenIdView)  # by the registration
         assert isinstance(view, RowView)
-        inputs, gradients = tuple(self._towers.inputs), self._towers.gradients(grads_list)
+        inputs, gradients = tuple(self._tensors.inputs), self._tensors.gradients(grads_list)
         side, make = self._sides[0], self._collection.make_or_get_factor
         features = TableFeatures if side is DENSE else TableFeatureSquares
         H = features(inputs, gradients, ids, view, lookups)

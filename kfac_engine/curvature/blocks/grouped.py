@@ -5,16 +5,15 @@ assumed to be uncorrelated. Each group splits its damping by the traces of its o
 packed order is group by group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from kfac_engine._types import Array, Params
-from kfac_engine.curvature.blocks.base import FactorOwner, GradsList
 from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
 from kfac_engine.curvature.blocks.single import LayerDiagonalFB
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.stacked import GroupedMoment, GroupedSquare, StackedSquareFactor
 from kfac_engine.curvature.linalg.kronecker import pi_correction
@@ -36,7 +35,7 @@ class GroupedKroneckerFB(KroneckerProductFB):
             Side(partial(GroupedMoment, groups=groups, taps=taps), StackedSquareFactor)
             for taps in (form.taps, 1)
         )
-        super().__init__(collection, form.layer, input_side=a, output_side=ds)
+        super().__init__(collection, form, input_side=a, output_side=ds)
         self._stack = form.shape
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -70,33 +69,14 @@ class GroupedKroneckerFB(KroneckerProductFB):
         return block
 
 
-class GroupedDiagonalFB(LayerDiagonalFB):
-    """The diagonal of the block of a convolution in groups.
+def grouped_diagonal(collection: FactorOwner, form: GroupedForm) -> LayerDiagonalFB:
+    """Return the diagonal of the block of a convolution in groups."""
+    return LayerDiagonalFB(collection, form, statistic=square_of(form))
 
-    Args:
-        collection: Owner of the factor.
-        form: Layout of the convolution.
-    """
 
-    def __init__(self, collection: FactorOwner, form: GroupedForm) -> None:
-        super().__init__(collection, form.layer)
-        self._grouped = form
-
-    def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        del shapes  # the form has the shape of the filter
-        return (self._grouped.shape,)
-
-    def _make_factors(self, grads_list: GradsList) -> None:
-        statistic = GroupedSquare(
-            tuple(self._towers.inputs),
-            self._towers.gradients(grads_list),
-            self.form.input_view,
-            self.form.output_view,
-            self.form.packing.has_bias,
-            self._grouped.groups,
-            self._grouped.taps,
-        )
-        self._factor = self._collection.make_or_get_factor(DiagonalFactor, (statistic,))
+def square_of(form: GroupedForm) -> Callable[..., GroupedSquare]:
+    """Return a function that creates the statistic of the diagonal."""
+    return partial(GroupedSquare, groups=form.groups, taps=form.taps)
 
 
 def single_filter(params: Params) -> str:
@@ -105,5 +85,5 @@ def single_filter(params: Params) -> str:
         return params
     raise UnsupportedError(
         f"a depthwise convolution is registered without a bias, got {params}; with one, register "
-        f"it by register_grouped_convolution."
+        f"it as a 'grouped_convolution' with its form."
     )

@@ -20,12 +20,10 @@ from kfac_engine._types import Array, Vector
 from kfac_engine.curvature.blocks.base import (
     Decomposition,
     ExampleReader,
-    FactorOwner,
     FisherBlock,
     Found,
     GradsList,
-    TowerNames,
-    Towers,
+    Names,
     shape_of,
     uses,
 )
@@ -39,6 +37,7 @@ from kfac_engine.curvature.factors.divided import (
     DividedMoment,
     block_shape,
 )
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.sampled import SampledFactor, SampledMoment
@@ -115,9 +114,12 @@ BY_SIZE = replace(DENSE, sized=_by_size)
 class KroneckerProductFB(FisherBlock):
     """A Kronecker block of a layer.
 
+    The tensors of several uses are a list over uses, or one tensor of all uses, ``(u·n, …)`` or
+    ``(u, n, …)``. Inputs, outputs and gradients may have different forms.
+
     Args:
         collection: Owner of the factors.
-        form: Layout of the tensors and parameters of the layer.
+        form: Layout of the tensors and parameters of one use, with the number of uses.
         input_side: Form of ``A``.
         output_side: Form of ``G``.
     """
@@ -135,9 +137,9 @@ class KroneckerProductFB(FisherBlock):
         super().__init__(collection)
         self.form = form
         self._sides = input_side, output_side
-        self._towers = Towers()
         self._factors: tuple[FisherFactor, ...] = ()
-        self._dampings = _SideDamping(self, 0), _SideDamping(self, 1)
+        # Evaluated at each refresh; equal methods are the same registration.
+        self._dampings = self._input_damping, self._output_damping
         self._of_weight = replace(form.packing, has_bias=False)
 
     @property
@@ -146,27 +148,14 @@ class KroneckerProductFB(FisherBlock):
 
     # -- registration ---------------------------------------------------------------------------
 
-    @property
-    def num_registered_towers(self) -> int:
-        return len(self._towers)
-
-    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a tower.
-
-        Args:
-            inputs: Name of the layer's input, or names over uses.
-            outputs: Name of the layer's output before any nonlinearity, or names over uses.
-        """
-        self._towers.add(inputs, outputs)
-
-    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
-        return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
-
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        return self._towers.rows(self.form)
+        return self._tensors.rows(self.form)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        gradients = self._towers.gradients(grads_list)
+        gradients = self._tensors.gradients(grads_list)
+        if self.form.num_uses > 1:
+            for source in grads_list:
+                count_uses(self.form.num_uses, *source)
         form, collection = self.form, self._collection
         input_side, output_side = self._sides
         if input_side.sized or output_side.sized:
@@ -174,7 +163,7 @@ class KroneckerProductFB(FisherBlock):
             sizes = form.packing.matrix_shape(weight)
             input_side, output_side = (s.of(d) for s, d in zip(self._sides, sizes, strict=True))
         a = input_side.statistic(
-            (tuple(self._towers.inputs),),
+            (tuple(self._tensors.inputs),),
             form.input_view,
             homogeneous=form.packing.has_bias,
             num_uses=form.num_uses,
@@ -234,7 +223,7 @@ class KroneckerProductFB(FisherBlock):
         """
         if self.output_factor.repeats is not None:
             return self.output_factor.repeats
-        shapes = [self._collection.shape_of(name) for name in self._towers.outputs[0]]
+        shapes = [self._collection.shape_of(name) for name in self._tensors.outputs[0]]
         if not shapes or any(shape is None for shape in shapes):
             raise NotReadyError(
                 f"the number of positions in the layer of {self.params} is known after the first "
@@ -288,6 +277,12 @@ class KroneckerProductFB(FisherBlock):
     def factor_dampings(self) -> tuple[Level | None, ...]:
         return self.split_damping()
 
+    def _input_damping(self) -> Level:
+        return self.split_damping()[0]
+
+    def _output_damping(self) -> Level:
+        return self.split_damping()[1]
+
     def register_matpower(self, exp: float) -> None:
         for factor, damping in zip(self.factors, self._dampings, strict=True):
             factor.register_matpower(exp, damping)
@@ -312,7 +307,8 @@ class KroneckerProductFB(FisherBlock):
     def divisible(self) -> Divisible | None:
         whole_matrices = all(type(factor) in _MATRICES for factor in self.factors)
         one_axis = self.packing.column_axis is not None
-        plain = type(self) is KroneckerProductFB  # subclasses have other products
+        # Subclasses have other products.
+        plain = type(self) is KroneckerProductFB and self.form.num_uses == 1
         return "columns" if plain and whole_matrices and one_axis else None
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
@@ -421,17 +417,6 @@ def _relative_level(factor: FisherFactor, root: float) -> Level:
     return levels if levels.ndim else float(levels)
 
 
-@dataclass(frozen=True, slots=True)
-class _SideDamping:
-    """The damping of a factor of a block, evaluated at each refresh."""
-
-    block: KroneckerProductFB
-    side: int
-
-    def __call__(self) -> Level:
-        return self.block.split_damping()[self.side]
-
-
 # -- KFAC-reduce: layers whose positions are averaged ----------------------------------------------
 #
 # A layer with positions has two Kronecker approximations. ``kron`` (KFAC-expand) treats each
@@ -481,7 +466,7 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
     patches = form.input_view
     if not isinstance(patches, PatchView):
         raise UnsupportedError("approximation 'kron_sua' cannot mask patches; use 'kron'.")
-    pixels = RowView(1 if patches.channels_first else -1, rank=patches.rank)
+    pixels = RowView(patches.feature_axis, rank=patches.rank)
     taps, has_bias = patches.window.taps, form.packing.has_bias
     modelled = not config.assume_zero_mean_activations
 
@@ -514,63 +499,9 @@ def uncorrelated_side(form: LayerForm, config: CollectionConfig) -> Side:
 
 
 # -- independent uses ------------------------------------------------------------------------------
-#
-# ``F ≈ u·t · A ⊗ G`` with means over all uses (Martens, Ba & Johnson 2018, section 3.2). The
-# tensors of a tower are a list over uses, or one tensor of all uses, ``(u·n, …)`` or ``(u, n, …)``.
-# Inputs, outputs and gradients may have different forms.
 
 
-class MultiUseKroneckerFB(KroneckerProductFB):
-    """A Kronecker block of a layer used several times.
-
-    Args:
-        collection: Owner of the factors.
-        form: Layout of the tensors and parameters of one use.
-        num_uses: Number of uses; optional if a tower lists them.
-        input_side: Form of ``A``.
-        output_side: Form of ``G``.
-    """
-
-    def __init__(
-        self,
-        collection: FactorOwner,
-        form: LayerForm,
-        num_uses: int | None = None,
-        *,
-        input_side: Side = DENSE,
-        output_side: Side = DENSE,
-    ) -> None:
-        super().__init__(collection, form, input_side=input_side, output_side=output_side)
-        self._num_uses = num_uses
-
-    @property
-    def num_uses(self) -> int:
-        """Number of uses of the layer.
-
-        Raises:
-            InputError: The number was not given.
-        """
-        return count_uses(self._num_uses)
-
-    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a tower.
-
-        Args:
-            inputs: Names of the layer's input over uses, or the name of a tensor of all uses.
-            outputs: Names of the layer's output before any nonlinearity, in either form.
-        """
-        if not isinstance(inputs, str) or not isinstance(outputs, str):
-            self._num_uses = count_uses(self._num_uses, inputs, outputs)
-        super().register_additional_tower(inputs, outputs)
-
-    def _make_factors(self, grads_list: GradsList) -> None:
-        for source in grads_list:
-            count_uses(self.num_uses, *source)
-        self.form = replace(self.form, num_uses=self.num_uses)
-        super()._make_factors(grads_list)
-
-
-def count_uses(num_uses: int | None, *tensors: TowerNames) -> int:
+def count_uses(num_uses: int | None, *tensors: Names) -> int:
     """Return the number of uses, at least one, from a number and from lists of names.
 
     A list in ``tensors`` has a name for each use. ``num_uses`` is None if the caller gave no

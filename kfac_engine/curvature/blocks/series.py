@@ -8,9 +8,10 @@ from typing import TypeAlias, cast
 
 from kfac_engine._types import Array, Vector
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.blocks.base import Decomposition, FactorOwner, Found, GradsList
-from kfac_engine.curvature.blocks.kronecker import MultiUseKroneckerFB, Side
+from kfac_engine.curvature.blocks.base import Decomposition, Found, GradsList
+from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, Side
 from kfac_engine.curvature.factors.lagged import LaggedFactor
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.curvature.linalg.lags import (
     Whitened,
@@ -40,13 +41,13 @@ USES = Side(KroneckerMoment, LaggedFactor)
 _SUCCESSIVE_USES = Side(KroneckerMoment, LaggedFactor, _both_moments)
 
 
-class SeriesFB(MultiUseKroneckerFB):
+class SeriesFB(KroneckerProductFB):
     """``F ≈ t · Σ_d weight(d) · A_d ⊗ G_d`` over the lags between uses; powers 1 and −1 only.
 
     Args:
         collection: Owner of the factors.
-        form: Layout of the tensors and parameters of one use.
-        num_uses: Number of uses; optional if a tower lists them in the order of time.
+        form: Layout of the tensors and parameters of one use, with the number of uses, which are
+            in the order of time.
         option: 1 (symmetric lag moments, weights ``u − |d|``) or 2 (any lag moments, infinite
             sequence, weights ``u``).
 
@@ -54,16 +55,9 @@ class SeriesFB(MultiUseKroneckerFB):
         InputError: The option is neither 1 nor 2.
     """
 
-    def __init__(
-        self, collection: FactorOwner, form: LayerForm, num_uses: int | None = None, option: int = 2
-    ) -> None:
-        super().__init__(
-            collection,
-            form,
-            num_uses,
-            input_side=_SUCCESSIVE_USES,
-            output_side=_SUCCESSIVE_USES,
-        )
+    def __init__(self, collection: FactorOwner, form: LayerForm, option: int = 2) -> None:
+        uses = _SUCCESSIVE_USES
+        super().__init__(collection, form, input_side=uses, output_side=uses)
         if option not in _OPTIONS:
             raise InputError(f"option must be 1 or 2, got {option}.")
         self._option = option

@@ -3,19 +3,17 @@
 The blocks of parameters that scale and shift the data, as in normalisation layers, are here, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from kfac_engine._types import Array, Rows, Vector
 from kfac_engine.curvature.blocks.base import (
     Decomposition,
     ExampleReader,
-    FactorOwner,
     FisherBlock,
     Found,
     GradsList,
-    TowerNames,
-    Towers,
+    Names,
     parts,
     shape_of,
     uses,
@@ -25,6 +23,7 @@ from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, RotatedSquare
+from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import (
@@ -147,7 +146,7 @@ class NaiveFullFB(SingleFactorFB):
     _statistic: type[GradientSquare] = GradientOuter
     _factor_class: type[FisherFactor] = DenseSquareMatrixFactor
 
-    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
+    def __init__(self, collection: FactorOwner, params: Names) -> None:
         super().__init__(collection)
         self._params = uses(params)
         self._batch: list[int | str] = []
@@ -156,11 +155,11 @@ class NaiveFullFB(SingleFactorFB):
     def num_registered_towers(self) -> int:
         return len(self._batch)
 
-    def register_additional_tower(self, batch_size: int | str) -> None:
-        """Add a tower: its batch size, or the name of a value whose first axis is the batch."""
+    def register_additional_tower(self, batch_size: int | str) -> None:  # type: ignore[override] # a generic block reads no tensors of a layer
+        """Add a part of the batch: its size, or the name of a value whose first axis it is."""
         self._batch.append(batch_size)
 
-    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
+    def tensors_to_compute_grads(self) -> tuple[Names, ...]:
         return self._params
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -191,7 +190,7 @@ class NaiveDiagonalFB(NaiveFullFB):
     _statistic = GradientSquare
     _factor_class = DiagonalFactor
 
-    def __init__(self, collection: FactorOwner, params: TowerNames) -> None:
+    def __init__(self, collection: FactorOwner, params: Names) -> None:
         super().__init__(collection, params)
         if len(self._params) != 1:
             raise RegistrationError(
@@ -203,67 +202,52 @@ class NaiveDiagonalFB(NaiveFullFB):
         return tuple(shapes)
 
 
-class SingleLayerFB(SingleFactorFB):
-    """A block with a single factor, for a layer with one input and one output."""
-
-    def __init__(self, collection: FactorOwner) -> None:
-        super().__init__(collection)
-        self._towers = Towers()
-
-    @property
-    def num_registered_towers(self) -> int:
-        return len(self._towers)
-
-    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a tower.
-
-        Args:
-            inputs: Name of the layer's input.
-            outputs: Name of the layer's output.
-
-        Raises:
-            RegistrationError: Several uses are listed.
-        """
-        if len(uses(inputs)) != 1 or len(uses(outputs)) != 1:
-            raise RegistrationError(
-                f"the block of {self.params} takes one use of its layer, got {inputs} and "
-                f"{outputs}."
-            )
-        self._towers.add(inputs, outputs)
-
-    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
-        return tuple(names[0] for names in self._towers.outputs)
-
-
-class LayerDiagonalFB(SingleLayerFB):
+class LayerDiagonalFB(SingleFactorFB):
     """The diagonal of a layer's block: mean of squared per-example gradients.
 
     Args:
         collection: Owner of the factors.
         form: Layout of the tensors and parameters of the layer.
+        statistic: Creates the statistic; takes the arguments of ``LayerSquare``.
     """
 
-    def __init__(self, collection: FactorOwner, form: LayerForm) -> None:
+    def __init__(
+        self,
+        collection: FactorOwner,
+        form: LayerForm,
+        *,
+        statistic: Callable[..., LayerSquare] = LayerSquare,
+    ) -> None:
         super().__init__(collection)
         self.form = form
+        self._statistic = statistic
+
+    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+        """Add a part of the batch; raise a RegistrationError for several uses."""
+        if len(uses(inputs)) != 1 or len(uses(outputs)) != 1:
+            raise RegistrationError(
+                f"the block of {self.params} takes one use of its layer, got {inputs} and "
+                f"{outputs}."
+            )
+        super().register_additional_tower(inputs, outputs)
 
     @property
     def packing(self) -> Packing:
         return self.form.packing
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        return self._towers.rows(self.form)
+        return self._tensors.rows(self.form)
 
     def read_examples(self, reader: ExampleReader[Found]) -> Found:
         return reader.rows(self.form)
 
     def factor_shapes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        return (self.packing.matrix_shape(shapes[0]),)
+        return (self.form.packed_shape(shapes[0]),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
-        statistic = LayerSquare(
-            tuple(self._towers.inputs),
-            self._towers.gradients(grads_list),
+        statistic = self._statistic(
+            tuple(self._tensors.inputs),
+            self._tensors.gradients(grads_list),
             self.form.input_view,
             self.form.output_view,
             self.packing.has_bias,
@@ -344,7 +328,7 @@ class EigenbasisFB(LayerDiagonalFB):
 
     def _make_factors(self, grads_list: GradsList) -> None:
         form, collection = self.form, self._collection
-        inputs, gradients = tuple(self._towers.inputs), self._towers.gradients(grads_list)
+        inputs, gradients = tuple(self._tensors.inputs), self._tensors.gradients(grads_list)
         bias, batch = form.packing.has_bias, collection.batch_value
         exact = collection.batch_is_exact
         a = KroneckerMoment((inputs,), form.input_view, bias, batch=batch, exact=exact)
@@ -362,10 +346,10 @@ class EigenbasisFB(LayerDiagonalFB):
 # -- scales and shifts -----------------------------------------------------------------------------
 
 
-class ScaleShiftFB(SingleLayerFB):
+class ScaleShiftFB(SingleFactorFB):
     """The block of a scale, a shift or both; vectors are ``[scale, shift]``, each row-major.
 
-    A tower lists the data of each use of the parameters.
+    A part of the batch has a list of data, for each use of the parameters.
 
     Args:
         collection: Owner of the factor.
@@ -387,8 +371,8 @@ class ScaleShiftFB(SingleLayerFB):
         self._statistic = statistic
         self._factor_class = factor
 
-    def register_additional_tower(self, inputs: TowerNames, outputs: TowerNames) -> None:
-        """Add a tower.
+    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+        """Add a part of the batch.
 
         Args:
             inputs: Names of the data before scaling, for each use; empty without a scale.
@@ -403,10 +387,7 @@ class ScaleShiftFB(SingleLayerFB):
                 f"the block of {self.params} takes an input for each of {counts[1]} output(s) of a "
                 f"scale, and none without a scale; got {counts[0]}."
             )
-        self._towers.add(inputs, outputs)
-
-    def tensors_to_compute_grads(self) -> tuple[TowerNames, ...]:
-        return tuple(names if len(names) > 1 else names[0] for names in self._towers.outputs)
+        super().register_additional_tower(inputs, outputs)
 
     def read_examples(self, reader: ExampleReader[Found]) -> Found:
         return reader.sums(self.form)
@@ -417,8 +398,8 @@ class ScaleShiftFB(SingleLayerFB):
 
     def _make_factors(self, grads_list: GradsList) -> None:
         statistic = self._statistic(
-            tuple(self._towers.inputs),
-            self._towers.gradients(grads_list),
+            tuple(self._tensors.inputs),
+            self._tensors.gradients(grads_list),
             self.form.scale,
             self.form.shift,
         )

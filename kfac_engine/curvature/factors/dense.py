@@ -10,7 +10,6 @@ from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import LEAST_EIGENVALUE, CollectionConfig
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.measurement import SquareOfSums
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result, damping_id
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, Statistic
 from kfac_engine.errors import (
@@ -62,8 +61,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     @property
     def only_refreshes_read(self) -> bool:
         starts_from_zero = self.config.debias or self.config.initial_covariance != "identity"
-        linear = not isinstance(self.statistic, SquareOfSums)
-        return self.has_inverses and linear and starts_from_zero
+        return self.has_inverses and not self.statistic.of_sums and starts_from_zero
 
     def stored_numbers(self, shape: tuple[int, ...]) -> int:
         return len(self._registered) * prod(shape)

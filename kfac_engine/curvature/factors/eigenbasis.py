@@ -15,10 +15,9 @@ from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.base import Combine, FisherFactor, Measurement, computed
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.measurement import Combine, Measurement, computed
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import NotReadyError, ShapeError
@@ -53,7 +52,7 @@ class RotatedSquare(LayerSquare):
 
     bases: Bases | None = field(default=None, compare=False, repr=False)
 
-    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         assert self.bases is not None  # the factor sets it before it measures
         u_in, u_out = self.bases.input, self.bases.output
         positions = self.input_view.count(a.shape) // len(a)

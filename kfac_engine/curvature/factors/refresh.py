@@ -109,14 +109,20 @@ class Refreshable(Protocol):
 Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request, Result]]]
 
 
-class Division(Protocol):
-    """Divides refreshes among processes."""
+class Division:
+    """The division of refreshes among processes: here, one process computes all of them."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return 1
 
     def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
         """Complete the averages of factors where their refresh is computed.
 
         Return the factors that store results on this process.
         """
+        return due
 
     def compute(
         self, due: Sequence[Any], tasks: Sequence[RefreshTask], compute: Compute
@@ -126,58 +132,30 @@ class Division(Protocol):
         ``due`` are the factors that store results on this process, and ``tasks`` their refreshes.
         The returned function waits for the results of all requests.
         """
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
+        del due
+        return compute([request for task in tasks for request in task.requests])
 
     def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
         """Return the rank of the process that refreshes each factor, where it is always the same.
 
         ``factors`` are all factors that store results.
         """
+        del factors
+        return {}
 
     def snapshot(self) -> Callable[[], None]:
         """Save how averages are divided; return a function that restores it with the averages."""
+        return lambda: None
 
     def meeting(self) -> AbstractContextManager[None]:
         """Return a context for a refresh outside of a step, in which all processes meet.
 
         An error of one process is an error of all.
         """
-
-
-class Undivided:
-    """The division of a single process."""
-
-    def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
-        """Return the factors."""
-        return due
-
-    def compute(
-        self, due: Sequence[Any], tasks: Sequence[RefreshTask], compute: Compute
-    ) -> Callable[[], Mapping[Request, Result]]:
-        """Start to compute all requests."""
-        del due
-        return compute([request for task in tasks for request in task.requests])
-
-    ranks = 1
-
-    def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return nothing: one process refreshes all factors."""
-        del factors
-        return {}
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that does nothing."""
-        return lambda: None
-
-    def meeting(self) -> AbstractContextManager[None]:
-        """Return a context without an effect."""
         return nullcontext()
 
 
-UNDIVIDED = Undivided()
+UNDIVIDED = Division()
 
 
 def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.curvature.factors.base import Measurement
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import ShapeError
@@ -90,13 +90,13 @@ class SampledMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        if all(self._row_weights(uses, values) is not None for _, uses in self._towers()):
+        if all(self._row_weights(uses, values) is not None for _, uses in self._parts()):
             KroneckerMoment.add_to(self, out, values, backend, alpha, beta)  # all rows that count
             return
         scale(out, beta)
         rng = np.random.default_rng(self.seed)
         shard = self.rows or Rows(0, 1, 1)
-        for towers, uses in self._towers():
+        for parts, uses in self._parts():
             arrays = self._arrays(uses, values, backend)
             # Images of the whole batch in each tensor.
             batches = [len(x) // shard.count * shard.whole for x in arrays]
@@ -104,7 +104,7 @@ class SampledMoment(KroneckerMoment):
             # ÷ number of drawn rows: the mean of a sample estimates the mean of all rows.
             total = sum(draw.count for draw in draws)
             # Ranks weigh this measurement by their examples: their mean is the sum over all draws.
-            weight = alpha * shard.whole / (shard.count * total * towers)
+            weight = alpha * shard.whole / (shard.count * total * parts)
             for x, draw, batch in zip(arrays, draws, batches, strict=True):
                 if self.rows is not None:
                     draw = draw.part(shard, batch, self.num_uses if len(uses) == 1 else 1)
@@ -119,7 +119,7 @@ class SampledMoment(KroneckerMoment):
         features: int,
         rng: np.random.Generator,
     ) -> list[_Draw]:
-        """Draw from the tensors of a tower, which have ``batches`` images in the whole batch."""
+        """Draw from the tensors of a part, which have ``batches`` images in the whole batch."""
         drawn = [self.sampling.examples(images, rng) for images in batches]
         lengths = [n if i is None else len(i) for n, i in zip(batches, drawn, strict=True)]
         positions = [self.view.count((1, *x.shape[1:])) for x in arrays]

@@ -39,11 +39,11 @@ class GroupedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for towers, uses in self._towers():
+        for parts, uses in self._parts():
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / towers, beta)
+                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
                 beta = 1.0
                 continue
             rows = sum(self.view.count(x.shape) for x in arrays)
@@ -54,7 +54,7 @@ class GroupedMoment(KroneckerMoment):
                     window,
                     out,
                     homogeneous=self.homogeneous,
-                    alpha=alpha / (rows * towers),
+                    alpha=alpha / (rows * parts),
                     beta=beta,
                 )
                 beta = 1.0
@@ -86,7 +86,7 @@ class GroupedSquare(LayerSquare):
         d_in = group_width(rows - self.homogeneous, self.groups, self.taps)
         return self.groups, d_in + self.homogeneous, group_width(outputs, self.groups, 1)
 
-    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = group_images(self.input_view, a, backend, self.groups, self.taps)
         g, _ = group_images(self.output_view, ds, backend, self.groups, 1)
         backend.squared_gradients(

@@ -1,14 +1,15 @@
 """Statistics: formulas that factors measure on the named values of a batch.
 
-A statistic stores the names of the tensors that it reads as ``tensors[source][tower]``, each a
+A statistic stores the names of the tensors that it reads as ``tensors[source][part]``, each a
 tuple over uses. It adds its measurement to an array in place, the sum over sources of the mean over
-towers. Statistics are frozen: layers with equal statistics share a factor.
+parts. Statistics are frozen: layers with equal statistics share a factor.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,13 +18,13 @@ from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
-from kfac_engine.layers.broadcast import Reduction, entries, per_example
+from kfac_engine.layers.broadcast import BroadcastShape, entries, per_example
 from kfac_engine.layers.uses import examples, folded_shape, rows_per_example
 from kfac_engine.layers.views import View
 
 # Names over the uses of a layer; a single name if there is one use, or one tensor of all uses.
 Uses: TypeAlias = tuple[str, ...]
-# [source][tower] of names over uses.
+# [source][part] of names over uses.
 Tensors: TypeAlias = tuple[tuple[Uses, ...], ...]
 
 
@@ -45,41 +46,71 @@ def rows_name(name: str) -> str:
     return f"rows of {name}"
 
 
-class Statistic(Protocol):
+class Statistic(ABC):
     """A formula that is measured on a batch.
 
     Attributes:
         over_rows: Whether the measurement is a mean over rows; otherwise it is one over examples.
+        of_sums: Whether the measurement is a square of sums over a batch, which ``sums`` returns:
+            the sums over the parts of a batch are added before they are squared.
+        tensors: Names of the tensors that change from source to source.
     """
 
-    over_rows: ClassVar[bool]
+    __slots__ = ()
 
-    @property
-    def tensors(self) -> Tensors:
-        """Names of the tensors that change from source to source."""
+    over_rows: ClassVar[bool] = False
+    of_sums: ClassVar[bool] = False
 
+    tensors: Tensors
+
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Return the names of all values that the measurement reads."""
 
     def lengths(self) -> tuple[str, ...]:
         """Return the names of values of which only the length of the first axis is read."""
+        return ()
 
     def products(self) -> tuple[tuple[str, str], ...]:
         """Return the pairs of tensors that are multiplied before they are squared."""
+        return ()
 
+    @abstractmethod
     def shape(self, values: Values) -> tuple[int, ...]:
         """Return the shape of the measurement; a ShapeError if the tensors do not fit."""
 
+    @abstractmethod
     def batch_size(self, values: Values) -> int:
-        """Return the number of examples of all towers; an InputError if towers differ in size."""
+        """Return the number of examples of all parts; an error if the parts differ in size."""
 
     def repeats(self, values: Values) -> int:
         """Return the number of rows for each example: uses × positions."""
+        del values
+        return 1
 
+    def counted(self, values: Values, sizes: "Sizes") -> float | None:
+        """Return how many examples this measurement counts as in the mean over processes.
+
+        It is the sum of the row weights, divided by the rows of an example; None without weights.
+        """
+        del values, sizes
+        return None
+
+    @abstractmethod
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         """Compute ``out ← beta·out + alpha·measurement`` in place."""
+
+    def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
+        """Return the sums divided by the number of examples, ``(sources, …)``, if ``of_sums``."""
+        raise NotImplementedError
+
+    def add_sums(
+        self, out: Array, sums: Array, examples: int, backend: Backend, alpha: float, beta: float
+    ) -> None:
+        """Compute ``out ← beta·out + alpha·measurement`` from the sums, in place."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +119,7 @@ class Sizes:
 
     Attributes:
         shape: Shape of the measurement.
-        examples: Number of examples of all towers.
+        examples: Number of examples of all parts.
         repeats: Number of rows for each example: uses × positions.
     """
 
@@ -103,14 +134,14 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class KroneckerMoment:
+class KroneckerMoment(Statistic):
     """Mean of ``x xᵀ`` over uses, examples and positions: a factor of a Kronecker block.
 
     Attributes:
-        tensors: Names ``[source][tower]`` over uses.
+        tensors: Names ``[source][part]`` over uses.
         view: Reads a tensor as rows.
         homogeneous: Whether rows end with a one.
-        num_uses: Number of uses of the layer. A tower with a single name has all uses in that
+        num_uses: Number of uses of the layer. A part with a single name has all uses in that
             tensor.
         batch: Name of a value whose first axis is the batch, such as the input of a loss. It
             separates examples from positions and uses where the first axis of a tensor holds both.
@@ -128,13 +159,10 @@ class KroneckerMoment:
     exact: bool = False
 
     def names(self) -> tuple[str, ...]:
-        return tuple(name for source in self.tensors for tower in source for name in tower)
+        return tuple(name for source in self.tensors for part in source for name in part)
 
     def lengths(self) -> tuple[str, ...]:
         return () if self.batch is None else (self.batch,)
-
-    def products(self) -> tuple[tuple[str, str], ...]:
-        return ()
 
     def shape(self, values: Values) -> tuple[int, ...]:
         d = self.features(values) + self.homogeneous
@@ -143,29 +171,29 @@ class KroneckerMoment:
     def features(self, values: Values) -> int:
         """Return the number of features of a row, without the one."""
         widths = {}
-        for _, tower in self._towers():
-            folded = self.num_uses if len(tower) == 1 else 1
-            for name in tower:
+        for _, part in self._parts():
+            folded = self.num_uses if len(part) == 1 else 1
+            for name in part:
                 shape = folded_shape(values[name].shape, self.view, folded)
                 widths[name] = self.view.width(shape)
         return the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
         sizes = {
-            tower[0]: examples([values[name].shape for name in tower], self.view, self.num_uses)
-            for _, tower in self._towers()
+            part[0]: examples([values[name].shape for name in part], self.view, self.num_uses)
+            for _, part in self._parts()
         }
         the_same("examples", sizes)
         batch = self._batch(values)
         return sum(
             examples(
-                [values[name].shape for name in tower],
+                [values[name].shape for name in part],
                 self.view,
                 self.num_uses,
                 batch,
                 exact=self.exact,
             )
-            for tower in self.tensors[0]
+            for part in self.tensors[0]
         )
 
     def repeats(self, values: Values) -> int:
@@ -178,11 +206,7 @@ class KroneckerMoment:
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        """Return how many examples this measurement counts as in the mean over processes.
-
-        It is the sum of the row weights, divided by the rows of an example; None without weights.
-        """
-        weights = [w for _, uses in self._towers() for w in self._row_weights(uses, values) or ()]
+        weights = [w for _, uses in self._parts() for w in self._row_weights(uses, values) or ()]
         if not weights:
             return None
         total: float = sum(w.sum().item() for w in weights)
@@ -191,16 +215,16 @@ class KroneckerMoment:
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for tower, uses in self._towers():
+        for parts, uses in self._parts():
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / tower, beta)
+                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
                 beta = 1.0
                 continue
             # ÷ rows: the mean over examples and positions, in both factors of a block. The block
-            # multiplies by the number of positions once. ÷ towers: the mean over towers.
-            scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * tower)
+            # multiplies by the number of positions once. ÷ parts: the mean over parts.
+            scale = alpha / (sum(self.view.count(x.shape) for x in arrays) * parts)
             for x in side_by_side(arrays, backend):
                 self.view.second_moment(
                     at_least(out.dtype, x),
@@ -213,7 +237,7 @@ class KroneckerMoment:
                 beta = 1.0
 
     def _row_weights(self, uses: Uses, values: Values) -> list[Array] | None:
-        """Return the weights of the rows of a tower, for each tensor; None without weights."""
+        """Return the weights of the rows of a part, for each tensor; None without weights."""
         names = [rows_name(name) for name in uses]
         return [values[name] for name in names] if all(n in values for n in names) else None
 
@@ -226,7 +250,7 @@ class KroneckerMoment:
         alpha: float,
         beta: float,
     ) -> None:
-        """Add the weighted mean over the rows of a tower, without rows of weight 0."""
+        """Add the weighted mean over the rows of a part, without rows of weight 0."""
         scale(out, beta)
         total = np.maximum(sum(w.sum().item() for w in weights), _TINY).item()
         for x, w in zip(arrays, weights, strict=True):
@@ -264,13 +288,13 @@ class KroneckerMoment:
         backend.second_moment(rows, out, alpha=alpha, beta=1.0)
 
     def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
-        """Return the tensors of a tower, a single tensor with all uses along its first axis."""
+        """Return the tensors of a part, a single tensor with all uses along its first axis."""
         folded = self.num_uses if len(uses) == 1 else 1
         arrays = (backend.asarray(values[name]) for name in uses)
         return [x.reshape(folded_shape(x.shape, self.view, folded)) for x in arrays]
 
-    def _towers(self) -> Iterator[tuple[int, Uses]]:
-        """Yield every tower of every source, with the number of towers."""
+    def _parts(self) -> Iterator[tuple[int, Uses]]:
+        """Yield every part of every source, with the number of parts."""
         for source in self.tensors:
             for uses in source:
                 yield len(source), uses
@@ -288,14 +312,14 @@ class KroneckerDiagonal(KroneckerMoment):
     ) -> None:
         scale(out, beta)
         squares = out[: out.size - self.homogeneous]
-        for towers, uses in self._towers():
+        for parts, uses in self._parts():
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:
-                self._add_weighted(out, arrays, weights, backend, alpha / towers, 1.0)
+                self._add_weighted(out, arrays, weights, backend, alpha / parts, 1.0)
                 continue
             rows = sum(self.view.count(x.shape) for x in arrays)
-            share = alpha / (rows * towers)
+            share = alpha / (rows * parts)
             for array in arrays:
                 if is_recorded(array):
                     self._add_rows(out, self.view.rows(array, backend), None, backend, share)
@@ -303,7 +327,7 @@ class KroneckerDiagonal(KroneckerMoment):
                 x, window = self.view.images(array, backend)
                 backend.patch_squares(x, window, squares, alpha=share, beta=1.0)
             if self.homogeneous and not is_recorded(out):
-                out[-1] += alpha / towers
+                out[-1] += alpha / parts
 
     def _add_rows(
         self, out: Array, rows: Array, weights: Any, backend: Backend, alpha: float
@@ -320,25 +344,20 @@ class KroneckerDiagonal(KroneckerMoment):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPairs:
+class LayerPairs(Statistic):
     """Base of statistics that read the input and the output gradient of a layer.
 
     Attributes:
-        inputs: Names of the input of the layer, ``[tower]``.
-        tensors: Names of output gradients, ``[source][tower]``.
+        inputs: Names of the input of the layer, ``[part]``.
+        tensors: Names of output gradients, ``[source][part]``.
     """
-
-    over_rows: ClassVar[bool] = False  # the rows of an example are summed
 
     inputs: tuple[Uses, ...]
     tensors: Tensors
 
     def names(self) -> tuple[str, ...]:
-        outputs = (n for source in self.tensors for tower in source for n in tower)
-        return (*(n for tower in self.inputs for n in tower), *outputs)
-
-    def lengths(self) -> tuple[str, ...]:
-        return ()
+        outputs = (n for source in self.tensors for part in source for n in part)
+        return (*(n for part in self.inputs for n in part), *outputs)
 
     def products(self) -> tuple[tuple[str, str], ...]:
         return tuple((a, ds) for _, a, ds in self.pairs())
@@ -348,7 +367,7 @@ class LayerPairs:
         return the_same("examples", sizes) * len(self.inputs)
 
     def pairs(self) -> Iterator[tuple[int, str, str]]:
-        """Yield the number of towers, the input and the gradient of every tower and source."""
+        """Yield the number of parts, the input and the gradient of every part and source."""
         for source in self.tensors:
             for (a, *_), (ds, *_) in zip(self.inputs, source, strict=True):
                 yield len(source), a, ds
@@ -361,8 +380,8 @@ class LayerSquare(LayerPairs):
     An example's gradient is the sum over positions of ``a dsᵀ``.
 
     Attributes:
-        inputs: Names of the input of the layer, ``[tower]``.
-        tensors: Names of output gradients, ``[source][tower]``.
+        inputs: Names of the input of the layer, ``[part]``.
+        tensors: Names of output gradients, ``[source][part]``.
         input_view: Reads the inputs.
         output_view: Reads the output gradients.
         homogeneous: Whether the layer has a bias.
@@ -389,12 +408,12 @@ class LayerSquare(LayerPairs):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for towers, *names in self.pairs():
+        for parts, *names in self.pairs():
             # Products in half precision would overflow.
             a, ds = (backend.asarray(values[n]).astype(out.dtype, copy=False) for n in names)
-            self._add_tower(out, a, ds, backend, alpha / (len(ds) * towers))
+            self._add_part(out, a, ds, backend, alpha / (len(ds) * parts))
 
-    def _add_tower(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
+    def _add_part(self, out: Array, a: Array, ds: Array, backend: Backend, scale: float) -> None:
         x, window = self.input_view.images(a, backend)
         g, _ = self.output_view.images(ds, backend)
         backend.squared_gradients(
@@ -412,7 +431,7 @@ def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
 
 
 def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
-    """Return the names of towers over one use."""
+    """Return the names of parts over one use."""
     return tuple((name,) for name in names)
 
 
@@ -469,15 +488,15 @@ class ReducedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for towers, uses in self._towers():
+        for parts, uses in self._parts():
             weights = self._row_weights(uses, values)
             if weights is not None:
                 arrays = self._arrays(uses, values, backend)
-                self._add_weighted(out, arrays, weights, backend, alpha / towers, beta)
+                self._add_weighted(out, arrays, weights, backend, alpha / parts, beta)
                 beta = 1.0
                 continue
             for x in self._arrays(uses, values, backend):
-                share = alpha / (len(x) * towers)
+                share = alpha / (len(x) * parts)
                 rows = self._reduced(x, out.dtype, backend)
                 backend.second_moment(
                     rows, out, homogeneous=self.homogeneous, alpha=share, beta=beta
@@ -485,7 +504,7 @@ class ReducedMoment(KroneckerMoment):
                 beta = 1.0
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        weights = [self._row_weights(uses, values) for _, uses in self._towers()]
+        weights = [self._row_weights(uses, values) for _, uses in self._parts()]
         if weights[0] is None:
             return None
         return sum(
@@ -536,7 +555,7 @@ class ReducedMoment(KroneckerMoment):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientSquare:
+class GradientSquare(Statistic):
     """Square of the gradient summed over the batch, divided by the batch size.
 
     It is the square of a sum, not a sum of squares: unbiased for independent examples whose
@@ -544,10 +563,10 @@ class GradientSquare:
 
     Attributes:
         tensors: Names of parameter gradients, ``[source][0]``, a tuple over parameters.
-        batch: Number of examples, or name of a value whose first axis is the batch, ``[tower]``.
+        batch: Number of examples, or name of a value whose first axis is the batch, ``[part]``.
     """
 
-    over_rows: ClassVar[bool] = False
+    of_sums: ClassVar[bool] = True
 
     tensors: Tensors
     batch: tuple[int | str, ...]
@@ -557,9 +576,6 @@ class GradientSquare:
 
     def lengths(self) -> tuple[str, ...]:
         return tuple(batch for batch in self.batch if isinstance(batch, str))
-
-    def products(self) -> tuple[tuple[str, str], ...]:
-        return ()
 
     def shape(self, values: Values) -> tuple[int, ...]:
         if len(self.tensors[0][0]) != 1:
@@ -571,10 +587,6 @@ class GradientSquare:
         if missing:
             raise UnknownNameError(f"the batch size is read from {missing}, which are missing.")
         return sum(len(values[n]) if isinstance(n, str) else n for n in self.batch)
-
-    def repeats(self, values: Values) -> int:
-        del values
-        return 1
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
@@ -647,14 +659,14 @@ class ScaleShiftMoment(LayerPairs):
     The gradient of an example is summed over the uses of the parameters.
 
     Attributes:
-        inputs: Names of the data before scaling, ``[tower]``; empty without a scale.
-        tensors: Names of output gradients, ``[source][tower]``.
-        scale: Sums for the scale; None without a scale.
-        shift: Sums for the shift; None without a shift.
+        inputs: Names of the data before scaling, ``[part]``; empty without a scale.
+        tensors: Names of output gradients, ``[source][part]``.
+        scale: Axes that are summed for the scale; None without a scale.
+        shift: Axes that are summed for the shift; None without a shift.
     """
 
-    scale: Reduction | None
-    shift: Reduction | None
+    scale: BroadcastShape | None
+    shift: BroadcastShape | None
 
     def entries(self, values: Values) -> int:
         """Return the size of ``v``; raise a ShapeError if inputs and gradients differ in shape."""
@@ -691,24 +703,20 @@ class ScaleShiftMoment(LayerPairs):
         examples: int = the_same("examples", sizes)
         return examples * len(self.inputs)
 
-    def repeats(self, values: Values) -> int:
-        del values
-        return 1  # positions are summed within an example
-
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for towers, v in self._gradients(out, values, backend):
-            backend.second_moment(v, out, alpha=alpha / (len(v) * towers), beta=beta)
+        for parts, v in self._gradients(out, values, backend):
+            backend.second_moment(v, out, alpha=alpha / (len(v) * parts), beta=beta)
             beta = 1.0
 
     def _gradient_names(self) -> Iterator[str]:
-        return (name for source in self.tensors for tower in source for name in tower)
+        return (name for source in self.tensors for part in source for name in part)
 
     def _gradients(
         self, out: Array, values: Values, backend: Backend
     ) -> Iterator[tuple[int, Array]]:
-        """Yield ``v`` of each example, for every tower of every source, in the average's type."""
+        """Yield ``v`` of each example, for every part of every source, in the average's type."""
         for source in self.tensors:
             for xs, gradients in zip(self.inputs, source, strict=True):
                 v: Array | None = None
@@ -717,7 +725,7 @@ class ScaleShiftMoment(LayerPairs):
                     x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
                     term = self._of_use(x, ds, backend)
                     v = term if v is None else v + term
-                assert v is not None, "a tower has at least one use"
+                assert v is not None, "a part has at least one use"
                 yield len(source), v
 
     def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
@@ -745,7 +753,7 @@ class ScaleShiftSquare(ScaleShiftMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for towers, v in self._gradients(out, values, backend):
+        for parts, v in self._gradients(out, values, backend):
             squares = backend.xp.einsum("ni,ni->i", v, v)
-            backend.add_scaled(out, squares, alpha / (len(v) * towers), beta)
+            backend.add_scaled(out, squares, alpha / (len(v) * parts), beta)
             beta = 1.0

@@ -13,6 +13,7 @@ Source: Grosse & Martens 2016, arXiv:1602.01407, section 4.2 and theorem 4.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kfac_engine._types import Array, DType, Values
 from kfac_engine.backend.protocol import Backend
@@ -39,6 +40,8 @@ class PixelCovariance(KroneckerMoment):
         centred: Whether ``μ μᵀ`` is subtracted from the second moment.
         with_mean: Whether the mean is measured: ``(C + 1, C)``.
     """
+
+    of_sums: ClassVar[bool] = True
 
     taps: int = 1
     centred: bool = True
@@ -78,7 +81,7 @@ class PixelCovariance(KroneckerMoment):
 
     def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
         """Return the second moment of pixels with a one, ``(1, C + 1, C + 1)``."""
-        if any(self._row_weights(uses, values) is not None for _, uses in self._towers()):
+        if any(self._row_weights(uses, values) is not None for _, uses in self._parts()):
             raise UnsupportedError(
                 "'kron_sua' measures pixels, not patches, so that it cannot leave out the patches "
                 "of targets that do not count; choose another approximation."
@@ -103,7 +106,7 @@ class PixelCovariance(KroneckerMoment):
         scale(out, beta)
         out[:channels] += alpha * moment[:-1, :-1]
         if self.centred:
-            # After the mean over towers: two towers then equal one of both.
+            # After the mean over parts: two parts then equal one of both.
             out[:channels] -= alpha * backend.xp.outer(mean, mean)
         if self.with_mean:
             out[-1] += alpha * mean

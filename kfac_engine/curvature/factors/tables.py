@@ -54,7 +54,7 @@ class IdCounts(KroneckerDiagonal):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for towers, uses in self._towers():
+        for parts, uses in self._parts():
             arrays = self._arrays(uses, self._in_rows(values), backend)
             weights = self._row_weights(uses, values)
             shares: Sequence[Array | None] = weights or [None] * len(arrays)
@@ -62,7 +62,7 @@ class IdCounts(KroneckerDiagonal):
             total = rows if weights is None else sum(float(w.sum()) for w in weights)
             for ids, share in zip(arrays, shares, strict=True):
                 counts = self._ids.counts(ids, backend, share)
-                backend.add_scaled(out, counts, alpha / (max(total, 1e-30) * towers), beta)
+                backend.add_scaled(out, counts, alpha / (max(total, 1e-30) * parts), beta)
                 beta = 1.0
 
     @property
@@ -150,9 +150,9 @@ class TableRows(LayerPairs):
     lookups: int
 
     def pairs(self) -> Iterator[tuple[int, str, str]]:
-        for towers, uses in self._uses():
+        for parts, uses in self._uses():
             for a, ds in uses:
-                yield towers, a, ds
+                yield parts, a, ds
 
     def repeats(self, values: Values) -> int:
         inputs = self.inputs[0][self.lookups :]
@@ -162,9 +162,9 @@ class TableRows(LayerPairs):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for towers, uses in self._uses():
+        for parts, uses in self._uses():
             for use, (a, ds) in enumerate(uses):
-                share = alpha / (len(values[ds]) * towers)
+                share = alpha / (len(values[ds]) * parts)
                 gradients = self._rows(values[ds], out, backend)
                 if use < self.lookups:
                     self._add_lookup(out, backend.asarray(values[a]), gradients, backend, share)
@@ -173,7 +173,7 @@ class TableRows(LayerPairs):
                     self._add_product(out, features, gradients, backend, share)
 
     def _uses(self) -> Iterator[tuple[int, list[tuple[str, str]]]]:
-        """Yield the number of towers, and the inputs and gradients over uses, of each tower."""
+        """Yield the number of parts, and the inputs and gradients over uses, of each part."""
         for source in self.tensors:
             for inputs, gradients in zip(self.inputs, source, strict=True):
                 yield len(source), list(zip(inputs, gradients, strict=True))

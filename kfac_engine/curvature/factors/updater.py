@@ -14,15 +14,15 @@ from typing import TypeAlias
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.eigenbasis import set_bases, without_basis
-from kfac_engine.curvature.factors.measurement import (
+from kfac_engine.curvature.factors.base import (
     Combine,
+    FisherFactor,
     Measurement,
     computed,
     multiplications,
     tensor_stats,
 )
+from kfac_engine.curvature.factors.eigenbasis import set_bases, without_basis
 from kfac_engine.curvature.factors.statistics import Sizes, rows_name
 from kfac_engine.errors import InputError
 

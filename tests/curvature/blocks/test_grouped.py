@@ -7,6 +7,7 @@ import pytest
 from scipy.linalg import block_diag
 
 import kfac_engine as ke
+from kfac_engine.layers.grouped import grouped_form
 from tests.backend.truths import patches as truth_patches
 from tests.lifecycle import as_matrix, assert_products, damped_block, observe, second_moment
 
@@ -105,17 +106,17 @@ def registered(case, approx=None, towers=1):
         options = dict(zip(names, FORMATS[len(case.sides)], strict=True))
     for tower in range(towers):
         suffix = str(tower) if towers > 1 else ""
-        collection.register_grouped_convolution(
-            PARAMS[case.bias],
-            f"x{suffix}",
-            f"s{suffix}",
-            case.padding,
+        form = grouped_form(
+            collection.require_shape("w"),
             case.groups,
-            case.strides,
-            case.dilations,
-            approx=approx,
+            has_bias=case.bias,
+            padding=case.padding,
+            strides=case.strides,
+            dilations=case.dilations,
             **options,
         )
+        tensors = f"x{suffix}", f"s{suffix}"
+        collection.register("grouped_convolution", PARAMS[case.bias], form, *tensors, approx)
     return collection
 
 
@@ -230,6 +231,11 @@ def test_damping_is_split_in_each_group_or_evenly():
     assert a[0] > 2 * a[1]
 
 
+def grouped(collection, groups, approx=None):
+    form = grouped_form(collection.require_shape("w"), groups, has_bias=False, padding="VALID")
+    collection.register("grouped_convolution", "w", form, "x", "s", approx)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -241,13 +247,13 @@ def test_damping_is_split_in_each_group_or_evenly():
 def test_what_does_not_fit_is_refused_at_registration(options, message):
     collection = ke.LayerCollection(graph={"w": (2, 2, 3, 6)})
     with pytest.raises(ValueError, match=message):
-        collection.register_grouped_convolution("w", "x", "s", "VALID", **options)
+        grouped(collection, **options)
     assert collection.get_blocks() == ()
 
 
 def test_images_with_other_channels_are_refused():
     collection = ke.LayerCollection(graph={"w": (1, 1, 2, 4)})
-    collection.register_grouped_convolution("w", "x", "s", "VALID", 2)
+    grouped(collection, 2)
     values = {"x": np.ones((1, 2, 2, 5)), "ds": np.ones((1, 2, 2, 4))}
     with pytest.raises(ke.ShapeError, match="5 channels cannot fall into 2 groups"):
         observe(collection, [["ds"]], [values])
@@ -256,7 +262,7 @@ def test_images_with_other_channels_are_refused():
 @pytest.mark.parametrize("shape", [(1, 1, 2, 5), (1, 1, 3, 4), (1, 2, 4)])
 def test_vectors_of_another_shape_are_refused(shape):
     collection = ke.LayerCollection(graph={"w": (1, 1, 2, 4)})
-    collection.register_grouped_convolution("w", "x", "s", "VALID", 2)
+    grouped(collection, 2)
     values = {"x": np.ones((1, 2, 2, 4)), "ds": np.ones((1, 2, 2, 4))}
     block = observe(collection, [["ds"]], [values])
     with pytest.raises(ke.ShapeError):

@@ -104,7 +104,7 @@ def test_a_block_without_towers_or_factors_or_statistics_says_what_is_missing():
     collection = ke.LayerCollection()
     block = ke.FullyConnectedKFACBasicFB(collection, has_bias=True)
     collection.register_block(("w", "b"), block)
-    with pytest.raises(ke.NotReadyError, match="register a tower"):
+    with pytest.raises(ke.NotReadyError, match="register tensors"):
         block.instantiate_factors([["ds"]], 0.1)
     block.register_additional_tower(inputs="x", outputs="s")
     for read in (

@@ -10,7 +10,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.curvature.approximations import KINDS, Approximation
-from kfac_engine.curvature.blocks.single import SingleLayerFB
+from kfac_engine.curvature.blocks.single import SingleFactorFB
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import LayerPairs
 from kfac_engine.layers.layer_forms import LayerForm
@@ -52,7 +52,7 @@ class WholeMoment(LayerPairs):
         backend.second_moment(v, out, alpha=alpha / len(v), beta=beta)
 
 
-class WholeLayerFB(SingleLayerFB):
+class WholeLayerFB(SingleFactorFB):
     """The Fisher matrix of a dense layer, without structure."""
 
     def __init__(self, collection, form):
@@ -65,7 +65,7 @@ class WholeLayerFB(SingleLayerFB):
 
     def _make_factors(self, grads_list):
         moment = WholeMoment(
-            tuple(self._towers.inputs), self._towers.gradients(grads_list), self.form
+            tuple(self._tensors.inputs), self._tensors.gradients(grads_list), self.form
         )
         self._factor = self._collection.make_or_get_factor(DenseSquareMatrixFactor, (moment,))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from tests.lifecycle import as_matrix, assert_products, observe
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
@@ -25,6 +26,10 @@ CASES = {
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 every_approximation = pytest.mark.parametrize("approx", ["full", "diagonal"])
+
+
+def shift_by(shape, **axes):
+    return ScaleShiftForm(None, BroadcastShape(shape, **axes))
 
 
 def batch(data, n, seed, dtype=np.float64):
@@ -211,12 +216,12 @@ def test_mistakes_about_uses_and_axes_are_named():
     collection = ke.LayerCollection(graph={"g": (3,), "b": (3,), "s": (4, 3)})
     with pytest.raises(ke.RegistrationError, match=r"an input for each of 2 output\(s\)"):
         collection.register_scale_and_shift("g", "x", ("s0", "s1"))
-    with pytest.raises(ke.InputError, match="a shift is one parameter"):
-        collection.register_shift(("g", "b"), "s")
+    with pytest.raises(ke.RegistrationError, match="1 parameter"):
+        collection.register("shift", ("g", "b"), shift_by((3,)), (), "s")
     with pytest.raises(ke.ShapeError, match="has no axis 2"):
-        collection.register_shift("b", "s", batch_axis=2)
+        collection.register_scale_and_shift("b", "x", "s", batch_axis=2)
     with pytest.raises(ke.ShapeError, match="it must have one entry there"):
-        collection.register_shift("b", "s", batch_axis=1)
+        collection.register_scale_and_shift("b", "x", "s", batch_axis=1)
     assert collection.get_blocks() == ()
 
 
@@ -225,7 +230,8 @@ def test_a_shift_with_examples_on_a_later_axis_sums_its_uses(approx):
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, 4, 5, 3))  # steps, examples, features
     collection = ke.LayerCollection(graph={"b": (3,)})
-    collection.register_shift("b", ("s0", "s1"), approx, batch_axis=1)
+    form = shift_by((3,), batch_axis=1)
+    collection.register("shift", "b", form, (), ("s0", "s1"), approx)
     block = collection.fisher_blocks["b"]
     observe(collection, [[("d0", "d1")]], [{"d0": first, "d1": second}])
     v = np.array(
@@ -239,6 +245,6 @@ def test_a_shift_with_examples_on_a_later_axis_sums_its_uses(approx):
 def test_towers_of_different_sizes_on_a_later_axis_are_refused():
     collection = ke.LayerCollection(graph={"b": (3,)})
     for tower in ("s", "z"):
-        collection.register_shift("b", tower, batch_axis=1)
+        collection.register("shift", "b", shift_by((3,), batch_axis=1), (), tower)
     with pytest.raises(ke.ShapeError, match="differ in their examples"):
         observe(collection, [["d", "e"]], [{"d": np.ones((4, 5, 3)), "e": np.ones((4, 6, 3))}])

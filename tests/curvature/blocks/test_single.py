@@ -278,7 +278,7 @@ def test_a_block_without_factors_says_what_is_missing():
     collection = ke.LayerCollection()
     block = ke.NaiveFullFB(collection, "w")
     collection.register_block("w", block)
-    with pytest.raises(ke.NotReadyError, match="register a tower"):
+    with pytest.raises(ke.NotReadyError, match="register tensors"):
         block.instantiate_factors(["g"], DAMPING)
     with pytest.raises(ke.NotReadyError, match="instantiate_factors"):
         block.multiply(np.ones(3))

@@ -8,6 +8,7 @@ from onnx import parser
 
 import kfac_engine as ke
 from kfac_engine.curvature.blocks.embedding import TiedTableFB
+from kfac_engine.layers.layer_forms import tied_form
 from tests import models
 from tests.lifecycle import as_matrix, damped_block, observe, power
 from tests.training_files.parity import differences
@@ -45,9 +46,8 @@ def layer(case, dtype=np.float64, n=3, approx="kron"):
         inputs = [value((n, *t), ids=True) for t in lookups]
         inputs += [value((n, *t, WIDTH)) for t in products]
         outputs = [f"s{tower}.{i}" for i in range(len(inputs))]
-        collection.register_tied_embedding(
-            "w", inputs, outputs, lookups=len(lookups), approx=approx, reuse=tower > 0
-        )
+        form = tied_form(VOCABULARY, len(lookups))
+        collection.register("tied_embedding", "w", form, inputs, outputs, approx)
         for source in gradients:
             rows = [value((n, *t, WIDTH)) for t in lookups]
             source.append([*rows, *(value((n, *t, VOCABULARY)) for t in products)])
@@ -57,7 +57,7 @@ def layer(case, dtype=np.float64, n=3, approx="kron"):
 def terms(collection, gradients, values, lookups):
     """Row by row: features and entries of the table whose gradients are multiplied."""
     (block,) = collection.get_blocks()
-    inputs = block._towers.inputs
+    inputs = block._tensors.inputs
     for source in gradients:
         for names, ds in zip(inputs, source, strict=True):
             for use, (a, g) in enumerate(zip(names, ds, strict=True)):

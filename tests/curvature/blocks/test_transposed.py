@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.layers.layer_forms import transposed_form
 from tests import models
 
 EXACT = 1e-10  # float64 sums of a few hundred terms
@@ -63,16 +64,15 @@ def observed(case, first, values, weight, damping):
     axes = len(strides)
     spatial = {1: "W", 2: "HW", 3: "DHW"}[axes]
     lc = ke.LayerCollection(graph={"w": stored(weight, first).shape})
-    lc.register_conv_transpose(
-        "w",
-        "x",
-        "s",
+    form = transposed_form(
+        lc.require_shape("w"),
         padding=tuple(zip(pads[:axes], pads[axes:], strict=True)),
         strides=strides,
         dilations=dilations,
         data_format=f"NC{spatial}" if first else f"N{spatial}C",
         weight_format=f"IO{spatial}" if first else f"{spatial}OI",
     )
+    lc.register("conv_transpose", "w", form, "x", "s")
     block = lc.fisher_blocks["w"]
     block.instantiate_factors([["ds"]], damping)
     block.register_inverse()
@@ -142,6 +142,5 @@ def test_groups_and_wrong_formats_are_refused_by_name():
     proto = net.model({"input": ["batch", 4, 3]}, {"output": ["batch", 2, 4]})
     (layer,) = ke.Engine.from_onnx(proto, loss="normal", class_axis=1).layers
     assert layer.reason == "transposed convolution over 1 axes in 2 group(s)"
-    lc = ke.LayerCollection(graph={"w": (2, 3, 4, 5)})
     with pytest.raises(ke.InputError, match="weight_format is 'OIHW'; choose 'HWOI' or 'IOHW'"):
-        lc.register_conv_transpose("w", "x", "s", "VALID", weight_format="OIHW")
+        transposed_form((2, 3, 4, 5), padding="VALID", weight_format="OIHW")

@@ -1,56 +1,83 @@
-"""``LayerCollection``: registers the layers of a model, each kind by a method.
+"""``LayerCollection`` with the methods that register a layer of TensorFlow's K-FAC library.
 
-``*_multi`` registers a layer that an evaluation of the model uses several times.
+``*_multi`` registers a layer that an evaluation of the model uses several times. A *tower* is a
+part of the batch whose tensors have names of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kfac_engine._types import Array, Params
 from kfac_engine.arguments import instance
-from kfac_engine.curvature.blocks.base import TowerNames, uses
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature import collection as core
+from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
 from kfac_engine.curvature.blocks.grouped import single_filter
 from kfac_engine.curvature.blocks.kronecker import count_uses
-from kfac_engine.curvature.collection.registry import BlockRegistry, canonical_key, names_of
-from kfac_engine.errors import InputError, RegistrationError
+from kfac_engine.curvature.collection import Form, canonical_key
+from kfac_engine.curvature.config import CollectionConfig
+from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
 from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
-from kfac_engine.layers.grouped import depthwise_form, grouped_form, stacked_dense_form
+from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import (
     LayerForm,
     convolution_form,
     dense_form,
     embedding_form,
-    transposed_form,
 )
-from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.views import Padding, RowView, TokenIdView
-from kfac_engine.losses.collection import Reuse
-from kfac_engine.registry import Registry
+from kfac_engine.layers.views import Padding
+from kfac_engine.losses.collection import Reuse, check_reuse
+
+if TYPE_CHECKING:  # a collection of named shapes needs no ONNX file, and none of its modules
+    from kfac_engine.runtime.model import OnnxModel
 
 _CHANNEL_AXIS = {"NCHW": 1}  # the last one otherwise
 
 
-class LayerCollection(BlockRegistry):
-    """The layers and losses of a model with their blocks and shared factors.
+def _default(kind: str) -> property:
+    """Return a property for the default approximation of a kind of layer."""
 
-    A collection belongs to one estimator.
+    def default(self: "LayerCollection") -> str:
+        return self.default_approximation(kind)
+
+    return property(default, doc=f"Default approximation of layers of the kind '{kind}'.")
+
+
+def _setter(kind: str) -> Callable[["LayerCollection", str], None]:
+    """Return a method that sets the default approximation of a kind of layer."""
+
+    def set_default(self: "LayerCollection", value: str) -> None:
+        self.set_default_approximation(kind, value)
+
+    set_default.__doc__ = (
+        f"Set the default approximation of layers of the kind '{kind}'; raise an InputError for an "
+        f"approximation that the kind does not have."
+    )
+    return set_default
+
+
+class LayerCollection(core.LayerCollection):
+    """The layers and losses of a model, registered by the methods of TensorFlow's K-FAC library.
 
     Args:
         graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
         name: For messages.
         config: Options of averages, damping and inverses.
         backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
-
-    Attributes:
-        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
-        fisher_factors: (class, arguments) to factor, in the order of creation.
-        graph: The model, or the shapes.
-        subgraph: The part of the model that the losses depend on; None before
-            ``create_subgraph``, and without a model.
     """
+
+    def __init__(
+        self,
+        graph: "OnnxModel | Mapping[str, tuple[int, ...]] | None" = None,
+        name: str = "LayerCollection",
+        config: CollectionConfig | None = None,
+        backend: str | Backend = "auto",
+    ) -> None:
+        super().__init__(graph, name, config, backend)
+        self._linked: dict[frozenset[str], str | None] = {}
 
     @contextmanager
     def as_default(self) -> Iterator[Self]:
@@ -96,8 +123,8 @@ class LayerCollection(BlockRegistry):
     def register_fully_connected_multi(  # noqa: PLR0913 (the specification's signature)
         self,
         params: Params | Sequence[str],
-        inputs: TowerNames,
-        outputs: TowerNames,
+        inputs: Names,
+        outputs: Names,
         num_uses: int | None = None,
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
@@ -125,29 +152,6 @@ class LayerCollection(BlockRegistry):
         form = self._dense("fully_connected_multi", key, approx, *layout)
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("fully_connected_multi", key, form, (inputs, outputs), approx, reuse)
-
-    def register_stacked_dense(
-        self,
-        params: Params | Sequence[str],
-        inputs: str,
-        outputs: str,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> None:
-        """Register several dense layers as one, such as the experts of a mixture.
-
-        Args:
-            params: The weights ``(slots, d_in, d_out)``, or ``(weights, biases)``; the shape of the
-                weights must be declared.
-            inputs: Name of the input, ``(n, …positions, slots, d_in)``.
-            outputs: Name of the output, ``(n, …positions, slots, d_out)``.
-            approx: ``"kron"``, a Kronecker product for each slot, or ``"diagonal"``.
-            reuse: Whether this is a further tower.
-        """
-        key = canonical_key(params)
-        shape = self.require_shape(names_of(key)[0])
-        form = stacked_dense_form(shape, has_bias=not isinstance(key, str))
-        self._register("stacked_dense", key, form, (inputs, outputs), approx, reuse)
 
     # -- embeddings --------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class LayerCollection(BlockRegistry):
         """
         key = canonical_key(params)
         form = embedding_form(
-            self.require_vocabulary(key),
+            self._require_vocabulary(key),
             positions=positions,
             count_repeats=count_repeats,
             zeros_outside=zeros_outside,
@@ -189,8 +193,8 @@ class LayerCollection(BlockRegistry):
     def register_embedding_multi(  # noqa: PLR0913 (the specification's signature)
         self,
         params: Params | Sequence[str],
-        inputs: TowerNames,
-        outputs: TowerNames,
+        inputs: Names,
+        outputs: Names,
         num_uses: int | None = None,
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
@@ -214,39 +218,13 @@ class LayerCollection(BlockRegistry):
         """
         key = canonical_key(params)
         form = embedding_form(
-            self.require_vocabulary(key),
+            self._require_vocabulary(key),
             positions=positions,
             count_repeats=count_repeats,
             zeros_outside=zeros_outside,
         )
         form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
         self._register("embedding_multi", key, form, (inputs, outputs), approx, reuse)
-
-    def register_tied_embedding(
-        self,
-        params: str,
-        inputs: TowerNames,
-        outputs: TowerNames,
-        lookups: int = 1,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> None:
-        """Register a table that embeddings and products read.
-
-        Args:
-            params: The table ``(vocabulary, d)``; its shape must be declared.
-            inputs: Names over uses: of token ids, ``(n, …positions)``, then of the features of
-                products, ``(n, …positions, d)``.
-            outputs: Names of the selected rows, ``(n, …positions, d)``, then of the products,
-                ``(n, …positions, vocabulary)``.
-            lookups: Number of uses by token ids.
-            approx: ``"kron"``.
-            reuse: Whether this is a further tower.
-        """
-        key = canonical_key(params)
-        ids = TokenIdView(self.require_vocabulary(key), positions=True, zeros_outside=True)
-        form = LayerForm(ids, RowView(), Packing("OI", has_bias=False), num_uses=lookups)
-        self._register("tied_embedding", key, form, (inputs, outputs), approx, reuse)
 
     # -- convolutions ------------------------------------------------------------------------------
 
@@ -348,8 +326,8 @@ class LayerCollection(BlockRegistry):
         params: Params | Sequence[str],
         strides: Sequence[int],
         padding: Padding,
-        inputs: TowerNames,
-        outputs: TowerNames,
+        inputs: Names,
+        outputs: Names,
         num_uses: int | None = None,
         data_format: str | None = None,
         dilations: Sequence[int] | None = None,
@@ -425,219 +403,9 @@ class LayerCollection(BlockRegistry):
         )
         self._register("convolution", key, form, (inputs, outputs), approx, reuse)
 
-    def register_convolution_multi(  # noqa: PLR0913 (the properties of a convolution)
-        self,
-        params: Params | Sequence[str],
-        inputs: TowerNames,
-        outputs: TowerNames,
-        padding: Padding,
-        num_uses: int | None = None,
-        strides: Sequence[int] | None = None,
-        dilations: Sequence[int] | None = None,
-        data_format: str | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a convolution over one, two or three axes that is used several times.
-
-        Args:
-            params: The filter, or ``(filter, bias)``; the filter's shape must be declared.
-            inputs: As in ``register_conv2d_multi``.
-            outputs: Likewise.
-            padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
-            dilations: As ``strides``.
-            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron_indep"``.
-            reuse: Whether this is a further tower.
-            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
-        """
-        key = canonical_key(params)
-        form = self._convolution(
-            key,
-            (3, 4, 5),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
-        self._register("convolution_multi", key, form, (inputs, outputs), approx, reuse)
-
     # -- transposed convolutions -------------------------------------------------------------------
 
-    def register_conv_transpose(  # noqa: PLR0913 (the properties of a convolution)
-        self,
-        params: str,
-        inputs: str,
-        outputs: str,
-        padding: Padding,
-        strides: Sequence[int] | None = None,
-        dilations: Sequence[int] | None = None,
-        data_format: str | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a transposed convolution over one, two or three spatial axes.
-
-        The bias is a separate layer, because it is added to pixels of the output. The filter
-        multiplies pixels of the input.
-
-        Args:
-            params: The filter; its shape must be declared.
-            inputs: Name of the images.
-            outputs: Name of the output.
-            padding: Border that is removed from the output: ``"VALID"`` or ``((begin, end), …)``.
-            strides: Number for each spatial axis, or for each axis of the data; ones by default.
-            dilations: As ``strides``.
-            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron"``.
-            reuse: Whether this is a further tower.
-            weight_format: Layout such as ``"HWOI"`` (default) or ``"IOHW"``.
-        """
-        form = transposed_form(
-            self.require_filter(params, (3, 4, 5)),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        self._register("conv_transpose", params, form, (inputs, outputs), approx, reuse)
-
-    def register_conv_transpose_multi(  # noqa: PLR0913 (the properties of a convolution)
-        self,
-        params: str,
-        inputs: TowerNames,
-        outputs: TowerNames,
-        padding: Padding,
-        num_uses: int | None = None,
-        strides: Sequence[int] | None = None,
-        dilations: Sequence[int] | None = None,
-        data_format: str | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a transposed convolution that is used several times.
-
-        Args:
-            params: The filter; its shape must be declared.
-            inputs: As in ``register_conv2d_multi``.
-            outputs: Likewise.
-            padding: As in ``register_conv_transpose``, as all that follow.
-            num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
-            dilations: As ``strides``.
-            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron_indep"``.
-            reuse: Whether this is a further tower.
-            weight_format: Layout such as ``"HWOI"`` (default) or ``"IOHW"``.
-        """
-        form = transposed_form(
-            self.require_filter(params, (3, 4, 5)),
-            padding=padding,
-            strides=strides,
-            dilations=dilations,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        form = replace(form, num_uses=count_uses(num_uses, inputs, outputs))
-        self._register("conv_transpose_multi", params, form, (inputs, outputs), approx, reuse)
-
     # -- convolutions in groups --------------------------------------------------------------------
-
-    def register_grouped_convolution(  # noqa: PLR0913 (the properties of a convolution)
-        self,
-        params: Params | Sequence[str],
-        inputs: str,
-        outputs: str,
-        padding: Padding,
-        groups: int,
-        strides: Sequence[int] | None = None,
-        dilation_rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a convolution in groups of channels, each with its own filters.
-
-        Args:
-            params: The filter ``(*kernel, channels / groups, outputs)``, or ``(filter, bias)``.
-            inputs: Name of the images.
-            outputs: Name of the output; the outputs of a group are adjacent.
-            padding: ``"SAME"``, ``"VALID"`` or ``((begin, end), …)``.
-            groups: Number of groups.
-            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
-            dilation_rate: As ``strides``.
-            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron"``, a Kronecker product for each group, or ``"diagonal"``.
-            reuse: Whether this is a further tower.
-            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
-        """
-        key = canonical_key(params)
-        form = grouped_form(
-            self.require_filter(names_of(key)[0], (3, 4, 5)),
-            groups,
-            has_bias=not isinstance(key, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        self._register("grouped_convolution", key, form, (inputs, outputs), approx, reuse)
-
-    def register_grouped_convolution_multi(  # noqa: PLR0913 (the properties of a convolution)
-        self,
-        params: Params | Sequence[str],
-        inputs: TowerNames,
-        outputs: TowerNames,
-        padding: Padding,
-        groups: int,
-        num_uses: int | None = None,
-        strides: Sequence[int] | None = None,
-        dilation_rate: Sequence[int] | None = None,
-        data_format: str | None = None,
-        approx: str | None = None,
-        reuse: Reuse = "VARIABLE_SCOPE",
-        weight_format: str | None = None,
-    ) -> None:
-        """Register a convolution in groups that is used several times.
-
-        Args:
-            params: As in ``register_grouped_convolution``.
-            inputs: As in ``register_conv2d_multi``.
-            outputs: Likewise.
-            padding: As in ``register_grouped_convolution``, as all that follow.
-            groups: Number of groups.
-            num_uses: Number of uses; optional if they are listed.
-            strides: Number for each spatial axis, or for each axis of the data; 1 by default.
-            dilation_rate: As ``strides``.
-            data_format: Channels last such as ``"NHWC"`` (default), or first such as ``"NCHW"``.
-            approx: ``"kron_indep"``, a Kronecker product for each group.
-            reuse: Whether this is a further tower.
-            weight_format: Layout such as ``"HWIO"`` (default) or ``"OIHW"``.
-        """
-        key = canonical_key(params)
-        form = grouped_form(
-            self.require_filter(names_of(key)[0], (3, 4, 5)),
-            groups,
-            has_bias=not isinstance(key, str),
-            padding=padding,
-            strides=strides,
-            dilations=dilation_rate,
-            data_format=data_format,
-            weight_format=weight_format,
-        )
-        uses = replace(form.layer, num_uses=count_uses(num_uses, inputs, outputs))
-        form = replace(form, layer=uses)
-        self._register("grouped_convolution_multi", key, form, (inputs, outputs), approx, reuse)
 
     def register_depthwise_conv2d(  # noqa: PLR0913 (the specification's signature)
         self,
@@ -676,7 +444,7 @@ class LayerCollection(BlockRegistry):
         if weight_format == "OIHW":
             channels = self.require_shape(inputs)[_CHANNEL_AXIS.get(data_format or "", -1)]
         form = depthwise_form(
-            self.require_filter(name, (4,)),
+            self._require_filter(name, (4,)),
             padding=padding,
             strides=strides,
             rate=rate,
@@ -719,7 +487,7 @@ class LayerCollection(BlockRegistry):
             weight_format: As in ``register_depthwise_conv2d``, for both filters.
         """
         pointwise = canonical_key(pointwise_params)
-        self.require_filter(names_of(pointwise)[0], (4,))
+        self._require_filter(uses(pointwise)[0], (4,))
         self._resolve("conv2d", approx, pointwise)  # before anything is registered
         self.register_depthwise_conv2d(
             depthwise_params,
@@ -749,8 +517,8 @@ class LayerCollection(BlockRegistry):
     def register_scale_and_shift(
         self,
         params: Params | Sequence[str],
-        inputs: TowerNames,
-        outputs: TowerNames,
+        inputs: Names,
+        outputs: Names,
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
         feature_axis: int = -1,
@@ -774,42 +542,183 @@ class LayerCollection(BlockRegistry):
             InputError: There are more than two parameters.
         """
         key = canonical_key(params)
-        names = names_of(key)
+        names = uses(key)
         if len(names) > 2:
             raise InputError(f"a scale and a shift are two parameters at most, got {names}.")
         sums = self._sums(names, (*uses(outputs), *uses(inputs)), feature_axis, batch_axis)
         form = ScaleShiftForm(sums[0], sums[1] if len(sums) > 1 else None)
         self._register("scale_and_shift", key, form, (inputs, outputs), approx, reuse)
 
-    def register_shift(
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def register_generic(
         self,
-        params: str,
-        outputs: TowerNames,
+        params: Params | Sequence[str],
+        batch_size: int | str,
         approx: str | None = None,
         reuse: Reuse = "VARIABLE_SCOPE",
-        feature_axis: int = -1,
-        batch_axis: int = 0,
     ) -> None:
-        """Register ``outputs = inputs + shift`` without a trained scale.
+        """Register parameters without a layer.
 
         Args:
-            params: The shift.
-            outputs: As in ``register_scale_and_shift``.
-            approx: As in ``register_scale_and_shift``.
+            params: A name, or several names for a joint block.
+            batch_size: Examples, or the name of a value whose first axis is the batch.
+            approx: ``"diagonal"`` (one parameter) or ``"full"``.
             reuse: Whether this is a further tower.
-            feature_axis: As in ``register_scale_and_shift``.
-            batch_axis: As in ``register_scale_and_shift``.
+        """
+        self._check_reuse(canonical_key(params), reuse)
+        super().register_generic(params, batch_size, approx)
+
+    def register_block(
+        self,
+        layer_key: Params | Sequence[str],
+        fisher_block: FisherBlock,
+        reuse: Reuse = "VARIABLE_SCOPE",
+    ) -> FisherBlock:
+        """Register a block that the caller created.
+
+        Args:
+            layer_key: The parameters.
+            fisher_block: Block of the parameters.
+            reuse: True returns the registered block, False requires a new key.
+
+        Returns:
+            The block that is registered under the key.
 
         Raises:
-            InputError: There are several parameters.
+            RegistrationError: The key exists and ``reuse`` is False, or has another type of
+                block, or a parameter belongs to another key.
+            UnknownNameError: ``reuse`` is True and the key is unknown.
         """
-        if not isinstance(params, str):
-            raise InputError(f"a shift is one parameter, got {params}.")
-        (sums,) = self._sums((params,), uses(outputs), feature_axis, batch_axis)
-        form = ScaleShiftForm(None, sums)
-        self._register("shift", params, form, ((), outputs), approx, reuse)
+        self._check_reuse(canonical_key(layer_key), reuse)
+        return super().register_block(layer_key, fisher_block)
+
+    # -- approximations: named at registration, of a linked group, or by default ------------------
+
+    @property
+    def linked_parameters(self) -> dict[frozenset[str], str | None]:
+        """Groups of ``define_linked_parameters``, each with its approximation or None."""
+        return dict(self._linked)
+
+    def define_linked_parameters(
+        self, params: Params | Sequence[str], approximation: str | None = None
+    ) -> None:
+        """Group the parameters of a layer, and set its approximation.
+
+        A layer that is registered later with exactly these parameters has the approximation, unless
+        its registration names another.
+
+        Args:
+            params: A name, or several in any order.
+            approximation: Approximation of the layer; by default the default of its kind.
+
+        Raises:
+            RegistrationError: A parameter is linked already, or registered with others.
+            InputError: The group is empty, or has a name twice.
+        """
+        if not isinstance(params, Iterable):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
+        group = frozenset(uses(params))
+        if not group or len(group) < len(uses(params)):
+            raise InputError(f"a group has one or more distinct parameters, got {params!r}.")
+        for key in self.fisher_blocks:
+            if group.intersection(uses(key)) and group != set(uses(key)):
+                raise RegistrationError(
+                    f"{_named(group)} cannot be linked: a layer of {_named(uses(key))} is "
+                    f"registered, which is another group."
+                )
+        for linked in self._linked:
+            if group & linked:
+                raise RegistrationError(
+                    f"{_named(group & linked)} cannot be linked again: the group "
+                    f"{_named(linked)} has it."
+                )
+        self._linked[group] = approximation
+
+    default_generic_approximation = _default("generic")
+    default_fully_connected_approximation = _default("fully_connected")
+    default_fully_connected_multi_approximation = _default("fully_connected_multi")
+    default_conv2d_approximation = _default("conv2d")
+    default_conv2d_multi_approximation = _default("conv2d_multi")
+    default_embedding_approximation = _default("embedding")
+    default_embedding_multi_approximation = _default("embedding_multi")
+    default_scale_and_shift_approximation = _default("scale_and_shift")
+
+    set_default_generic_approximation = _setter("generic")
+    set_default_fully_connected_approximation = _setter("fully_connected")
+    set_default_fully_connected_multi_approximation = _setter("fully_connected_multi")
+    set_default_conv2d_approximation = _setter("conv2d")
+    set_default_conv2d_multi_approximation = _setter("conv2d_multi")
+    set_default_embedding_approximation = _setter("embedding")
+    set_default_embedding_multi_approximation = _setter("embedding_multi")
+    set_default_scale_and_shift_approximation = _setter("scale_and_shift")
 
     # -- private -----------------------------------------------------------------------------------
+
+    def _register(
+        self,
+        kind: str,
+        key: Params,
+        form: Form,
+        tensors: tuple[Names, Names],
+        approx: str | None,
+        reuse: Reuse,
+    ) -> None:
+        """Register a layer, or a further tower of a registered layer."""
+        self._check_reuse(key, reuse)
+        self.register(kind, key, form, *tensors, approx)
+
+    def _check_reuse(self, key: Params, reuse: Reuse) -> None:
+        """Check that a key is known if ``reuse`` is True, and new if it is False."""
+        self._require_open(f"a layer of {key}")
+        check_reuse(reuse)
+        known = key in self.fisher_blocks
+        if reuse is True and not known:
+            raise UnknownNameError(f"reuse=True, but no layer is registered for {key}.")
+        if reuse is False and known:
+            raise RegistrationError(f"FisherBlock for {key} is already in LayerCollection.")
+
+    def _resolve(self, kind: str, approx: str | None, key: Params) -> str:
+        linked = self._linked.get(frozenset(uses(key)))
+        return super()._resolve(kind, linked if approx is None else approx, key)
+
+    def _require_filter(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the declared shape of the filter of a convolution.
+
+        Args:
+            name: Name of the filter.
+            ranks: Allowed numbers of axes.
+
+        Returns:
+            The shape.
+
+        Raises:
+            InputError: The shape is unknown, or has another number of axes.
+        """
+        shape = self.require_shape(name)
+        if len(shape) not in ranks:
+            wanted = " or ".join(str(rank) for rank in ranks)
+            raise InputError(f"filter '{name}' has shape {shape}; {wanted} axes are needed.")
+        return shape
+
+    def _require_vocabulary(self, key: Params) -> int:
+        """Return the number of rows in the table of a layer that reads token ids.
+
+        Args:
+            key: The parameters of the layer.
+
+        Returns:
+            The size of the first axis of the table.
+
+        Raises:
+            InputError: There is a bias, or the shape of the table is unknown or has not two axes.
+        """
+        if not isinstance(key, str):
+            raise InputError(f"Bias not supported: identifiers pick rows of one table, got {key}.")
+        shape = self.require_shape(key)
+        if len(shape) != 2:
+            raise InputError(f"table '{key}' has shape {shape}; (vocabulary, d) is needed.")
+        return shape[0]
 
     def _dense(
         self,
@@ -829,11 +738,11 @@ class LayerCollection(BlockRegistry):
                 f"Bad value '{chosen}' for approx with dense_inputs=False: identifiers have a "
                 f"diagonal input factor; choose one that ends with 'in_diag' or 'both_diag'."
             )
-        return embedding_form(self.require_vocabulary(key), rank=1)
+        return embedding_form(self._require_vocabulary(key), rank=1)
 
     def _convolution(self, key: Params, ranks: tuple[int, ...], **options: Any) -> LayerForm:
         """Return the form of a convolution, whose filter has one of the given numbers of axes."""
-        shape = self.require_filter(names_of(key)[0], ranks)
+        shape = self._require_filter(uses(key)[0], ranks)
         options.setdefault("sampling", self.config.sampling())
         return convolution_form(shape, has_bias=not isinstance(key, str), **options)
 
@@ -850,7 +759,7 @@ class LayerCollection(BlockRegistry):
 
 
 # A context variable, so that threads and tasks have separate defaults.
-_default: ContextVar[LayerCollection | None] = ContextVar("default collection", default=None)
+_current: ContextVar[LayerCollection | None] = ContextVar("default collection", default=None)
 
 
 def get_default_layer_collection() -> LayerCollection:
@@ -859,7 +768,7 @@ def get_default_layer_collection() -> LayerCollection:
     Raises:
         RegistrationError: No default is set.
     """
-    collection = _default.get()
+    collection = _current.get()
     if collection is None:
         raise RegistrationError(
             "no default LayerCollection is set; pass a collection, or use `with "
@@ -877,36 +786,13 @@ def set_default_layer_collection(layer_collection: LayerCollection | None) -> No
     """
     if layer_collection is not None:
         instance("layer_collection", layer_collection, LayerCollection)
-    if layer_collection is not None and _default.get() is not None:
+    if layer_collection is not None and _current.get() is not None:
         raise RegistrationError(
             "a default LayerCollection is set already; clear it with "
             "set_default_layer_collection(None) first."
         )
-    _default.set(layer_collection)
+    _current.set(layer_collection)
 
 
-# Kind of layer to the method that registers it. The method takes the collection, the parameters,
-# ``inputs`` unless the layer reads none, ``outputs``, ``approx`` and the options of the kind.
-REGISTRATIONS: Registry[Callable[..., None]] = Registry(
-    "kind of layer",
-    {
-        "fully_connected": LayerCollection.register_fully_connected,
-        "fully_connected_multi": LayerCollection.register_fully_connected_multi,
-        "conv1d": LayerCollection.register_conv1d,
-        "conv2d": LayerCollection.register_conv2d,
-        "conv2d_multi": LayerCollection.register_conv2d_multi,
-        "convolution": LayerCollection.register_convolution,
-        "convolution_multi": LayerCollection.register_convolution_multi,
-        "conv_transpose": LayerCollection.register_conv_transpose,
-        "conv_transpose_multi": LayerCollection.register_conv_transpose_multi,
-        "grouped_convolution": LayerCollection.register_grouped_convolution,
-        "grouped_convolution_multi": LayerCollection.register_grouped_convolution_multi,
-        "depthwise_conv2d": LayerCollection.register_depthwise_conv2d,
-        "stacked_dense": LayerCollection.register_stacked_dense,
-        "embedding": LayerCollection.register_embedding,
-        "embedding_multi": LayerCollection.register_embedding_multi,
-        "tied_embedding": LayerCollection.register_tied_embedding,
-        "scale_and_shift": LayerCollection.register_scale_and_shift,
-        "shift": LayerCollection.register_shift,
-    },
-)
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,136 @@
+"""``FisherEstimator`` with the signature and the thunks of TensorFlow's K-FAC library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kfac_engine._types import Array
+from kfac_engine.compat.collection import get_default_layer_collection
+from kfac_engine.curvature import estimator as core
+from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.sources import ExampleGradients, Trace
+from kfac_engine.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class _Round:
+    """One pass of the covariance thunks over a batch, in which all thunks see the same draws.
+
+    Attributes:
+        trace: The batch.
+        generator: State of the random generator from which each thunk draws.
+        done: ``id`` of each factor that was updated; changed by the thunks.
+    """
+
+    trace: Trace
+    generator: Mapping[str, object]
+    done: set[int] = field(default_factory=set)
+
+    def includes(self, trace: Trace, factor: FisherFactor) -> bool:
+        """Return whether an update belongs to this pass; a second update begins a new pass."""
+        return trace is self.trace and id(factor) not in self.done
+
+
+class FisherEstimator(core.FisherEstimator):
+    """Estimates the block-diagonal Fisher matrix of a collection and multiplies by it.
+
+    Args:
+        variables: The parameters that are registered with the collection.
+        cov_ema_decay: Decay of the moving averages, in [0, 1].
+        damping: λ; a multiple of the identity added to the matrix. Can be changed later.
+        layer_collection: Layers and losses. The estimator closes the collection for further
+            registrations; no other estimator can use it. None for the default collection.
+        exps: Powers of the matrix to multiply by, besides 1.
+        estimation_mode: A row of ``MODES``.
+        colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
+            otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
+        name: For messages.
+        compute_cholesky: As in the base class, as all that follow.
+        compute_cholesky_inverse: Whether to store inverses of Cholesky factors.
+        compute_params_stats: Whether ``params_stats`` is computed.
+        batch_size: Size of a mini-batch over all towers; needed for ``params_stats``.
+        seed: Seed of sampled targets and random signs.
+        examples: Computes gradients of single examples.
+    """
+
+    def __init__(  # noqa: PLR0913 (the specification's signature)
+        self,
+        variables: Sequence[str],
+        cov_ema_decay: float,
+        damping: float,
+        layer_collection: LayerCollection | None,
+        exps: Sequence[float] = (-1,),
+        estimation_mode: str = "gradients",
+        colocate_gradients_with_ops: bool = True,
+        name: str = "FisherEstimator",
+        compute_cholesky: bool = False,
+        compute_cholesky_inverse: bool = False,
+        compute_params_stats: bool = False,
+        batch_size: int | None = None,
+        seed: int = 0,
+        examples: ExampleGradients | None = None,
+    ) -> None:
+        self.colocate_gradients_with_ops = colocate_gradients_with_ops
+        self._round: _Round | None = None
+        super().__init__(
+            variables,
+            cov_ema_decay,
+            damping,
+            get_default_layer_collection() if layer_collection is None else layer_collection,
+            exps,
+            estimation_mode,
+            name,
+            compute_cholesky,
+            compute_cholesky_inverse,
+            compute_params_stats,
+            batch_size,
+            seed,
+            examples,
+        )
+
+    @property
+    def cov_update_thunks(self) -> list[Callable[..., None]]:
+        """Callables that update one factor each, in the order of creation.
+
+        Each receives ``(trace, should_decay=True)``, as ``update_covariances`` does. All callables
+        see the same draws for the same trace.
+        """
+        return [partial(self._update_one, factor) for factor in self.factors]
+
+    @property
+    def inv_update_thunks(self) -> list[Callable[[], None]]:
+        """Callables that refresh one factor each, in the order of creation.
+
+        Raises:
+            UnsupportedError: The averages are divided among the processes of a communicator.
+        """
+        if self.statistics.divided:
+            raise UnsupportedError(
+                "the processes of a communicator refresh factors together; call update_inverses() "
+                "on all of them."
+            )
+        return [factor.refresh for factor in self.factors]
+
+    def get_cov_vars(self) -> tuple[list[Array], ...]:
+        """For each factor, its current average; a NotReadyError before the first update."""
+        return tuple([factor.get_cov_var()] for factor in self.factors)
+
+    def get_inv_vars(self) -> tuple[list[Array], ...]:
+        """Return copies of the stored inverses and powers of each factor."""
+        stored = (factor.arrays().items() for factor in self.factors)
+        return tuple([array.copy() for name, array in s if name != "average"] for s in stored)
+
+    def _update_one(self, factor: FisherFactor, trace: Trace, should_decay: bool = True) -> None:
+        """Update one average; all factors of a pass over a batch see the same draws."""
+        now = self.rng.bit_generator.state
+        if self._round is None or not self._round.includes(trace, factor):
+            self._round = _Round(trace, now)
+        first = not self._round.done
+        self.rng.bit_generator.state = self._round.generator
+        try:
+            self.statistics.add((factor,), trace, self.cov_ema_decay if should_decay else 1.0)
+        finally:
+            if not first:  # the first factor of the pass has advanced the generator
+                self.rng.bit_generator.state = now
+        self._round.done.add(id(factor))
