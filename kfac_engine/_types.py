@@ -18,8 +18,8 @@ DType: TypeAlias = np.dtype[Any]
 Values: TypeAlias = Mapping[str, Array]
 
 Result = TypeVar("Result")
-# An unevaluated tensor, or an "op" in TensorFlow: a function of the values of a batch.
-Thunk: TypeAlias = Callable[[Values], Result]
+# A function of the values of a batch.
+OfValues: TypeAlias = Callable[[Values], Result]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

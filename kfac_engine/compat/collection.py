@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kfac_engine._types import Array, Params
 from kfac_engine.arguments import instance
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.compat.losses import LossMethods, Reuse, check_reuse
 from kfac_engine.curvature import collection as core
 from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
 from kfac_engine.curvature.blocks.grouped import single_filter
@@ -29,7 +30,6 @@ from kfac_engine.layers.layer_forms import (
     embedding_form,
 )
 from kfac_engine.layers.views import Padding
-from kfac_engine.losses.collection import Reuse, check_reuse
 
 if TYPE_CHECKING:  # a collection of named shapes needs no ONNX file, and none of its modules
     from kfac_engine.runtime.model import OnnxModel
@@ -59,7 +59,7 @@ def _setter(kind: str) -> Callable[["LayerCollection", str], None]:
     return set_default
 
 
-class LayerCollection(core.LayerCollection):
+class LayerCollection(LossMethods, core.LayerCollection):
     """The layers and losses of a model, registered by the methods of TensorFlow's K-FAC library.
 
     Args:

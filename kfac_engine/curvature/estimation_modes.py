@@ -96,7 +96,7 @@ class EstimationMode:
             if name not in known:
                 raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
         arrays: dict[str, Array] = {}
-        for part in (part for loss in losses for part in loss.towers):
+        for part in (part for loss in losses for part in loss.parts):
             if self.mat_type == "GGN":
                 part.require_ggn()
             arrays |= part.read(values, targets=self.needs_targets)
@@ -123,7 +123,7 @@ def _data_gradients(
 ) -> Iterator[Cotangents]:
     source: Cotangents = {}
     for loss in losses:
-        for part in loss.towers:
+        for part in loss.parts:
             # k, not √k: the specification lets the coefficient enter this mode squared.
             targets = part.observe(values).targets
             assert targets is not None, "observe requires targets"
@@ -153,7 +153,7 @@ def _every_coordinate(
     for loss in losses:
         for index in product(*map(range, _coordinates(loss, values))):
             source: Cotangents = {}
-            for part in loss.towers:
+            for part in loss.parts:
                 _add(source, part.one_hot(values, index), sqrt(loss.coefficient))
             yield source
 
@@ -187,21 +187,21 @@ def _parts_with_draws(
     """Return the parts of a loss, each with its fixed draw or None."""
     draw = draws.get(loss.name)
     if draw is None:
-        per_part: Sequence[Array | None] = (None,) * len(loss.towers)
-    elif len(loss.towers) == 1 and not isinstance(draw, tuple):
+        per_part: Sequence[Array | None] = (None,) * len(loss.parts)
+    elif len(loss.parts) == 1 and not isinstance(draw, tuple):
         per_part = (draw,)
     else:
         per_part = tuple(draw)
-    if len(per_part) != len(loss.towers):
+    if len(per_part) != len(loss.parts):
         raise InputError(
-            f"loss '{loss.name}' has {len(loss.towers)} parts, but draws hold {len(per_part)}."
+            f"loss '{loss.name}' has {len(loss.parts)} parts, but draws hold {len(per_part)}."
         )
-    return zip(loss.towers, per_part, strict=True)
+    return zip(loss.parts, per_part, strict=True)
 
 
 def _coordinates(loss: RegisteredLoss, values: Values) -> tuple[int, ...]:
     """Return the inner shape without the batch axis, the same for all parts."""
-    shapes = {part.inner_shape(values)[1:] for part in loss.towers}
+    shapes = {part.inner_shape(values)[1:] for part in loss.parts}
     if len(shapes) != 1:
         raise ShapeError(
             f"the parts of loss '{loss.name}' have examples of different shapes: {sorted(shapes)}."

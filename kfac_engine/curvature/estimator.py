@@ -212,7 +212,7 @@ class FisherEstimator(Sealed):
     def rows(self, value: Rows | None) -> None:
         if not isinstance(value, Rows | None):
             raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
-        if value is not None and any(len(loss.towers) > 1 for loss in self._sources.losses):
+        if value is not None and any(len(loss.parts) > 1 for loss in self._sources.losses):
             raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
         self._sources.rows = value
         for factor in self.factors:

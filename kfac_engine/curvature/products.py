@@ -98,7 +98,7 @@ class CurvatureMatrixVectorProductComputer:
         weights: Sequence[TermWeight] | None = None,
     ) -> None:
         losses = layer_collection.registered_losses
-        parts = [(loss.coefficient, part) for loss in losses for part in loss.towers]
+        parts = [(loss.coefficient, part) for loss in losses for part in loss.parts]
         self._wrt = (wrt_tensors,) if isinstance(wrt_tensors, str) else tuple(wrt_tensors)
         self._trace = trace
         self._inputs = tuple(dict.fromkeys(n for _, loss in parts for n in loss.inputs))

@@ -175,14 +175,14 @@ class Sources:
 
     def _weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""
-        parts = [part for loss in self.losses for part in loss.towers]
+        parts = [part for loss in self.losses for part in loss.parts]
         rows = [(part, part.row_weights(trace)) for part in parts]
         examples = len(trace[self.batch or parts[0].inputs[0]])
         return ExampleWeights.of(rows, trace, examples, self.axes)
 
     def scales_of(self, trace: Trace) -> dict[str, Array]:
         """Return the roots of the weights of the predictions that the losses read."""
-        parts = (part for loss in self.losses for part in loss.towers)
+        parts = (part for loss in self.losses for part in loss.parts)
         weights = {name: t.row_weights(trace) for t in parts for name in t.inputs}
         return {name: root(rows) for name, rows in weights.items() if rows is not None}
 

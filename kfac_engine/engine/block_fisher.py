@@ -304,10 +304,10 @@ class BlockFisher:
 
     def _example_weights(self, trace: Trace, observation: Observation) -> ExampleWeights | None:
         """Return the weights of the examples; None if no target has a weight."""
-        rows = [observed.weights for observed in observation.towers]
+        rows = [observed.weights for observed in observation.terms]
         if all(weights is None for weights in rows):
             return None
-        pairs = zip(self._passes.objective.towers, rows, strict=True)
+        pairs = zip(self._passes.objective.terms, rows, strict=True)
         axes = self.estimator.statistics.sources.axes
         return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
 

@@ -255,8 +255,7 @@ def register_losses(
     if counted:
         collection.count_examples_by(counted)
     for index, (head, weight) in enumerate(zip(heads, options.coefficients, strict=True)):
-        value = head.loss.inputs[0]
-        collection.register_loss_function(head.loss, value, f"loss_{index}", coeff=weight)
+        collection.add_loss(head.loss, f"loss_{index}", weight)
     outputs = {head.loss.inputs[0]: head.output for head in heads}
     placed = {value: output for value, output in outputs.items() if output in batch.places}
     axes = {value: batch.places[output].axis for value, output in placed.items()}

@@ -75,8 +75,8 @@ class Evaluation:
 
     def default_metrics(self) -> tuple[str, ...]:
         """Return the metrics that the losses have."""
-        towers = (tower for loss in self._task.objective.losses for tower in loss.towers)
-        return ("loss", "accuracy") if all(tower.discrete for tower in towers) else ("loss",)
+        terms = (term for loss in self._task.objective.losses for term in loss.parts)
+        return ("loss", "accuracy") if all(term.discrete for term in terms) else ("loss",)
 
     def _evaluated(
         self, inputs: Mapping[str, Array], targets: Targets, reads_outputs: bool

@@ -67,7 +67,7 @@ class Evaluated:
     @property
     def is_weighted(self) -> bool:
         """Whether targets are ignored or have weights."""
-        return any(seen.counts is not None for seen in self.observation.towers)
+        return any(seen.counts is not None for seen in self.observation.terms)
 
     def weights(self) -> Array | Mapping[str, Array]:
         """Return the weight of each prediction, or of each target where these differ.
@@ -75,9 +75,9 @@ class Evaluated:
         The weights of several losses are by output.
         """
         arrays = dict[str, Array]()
-        for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
-            like, value = self.values[tower.inputs[0]], tower.inputs[0]
-            xp, axis = array_module(like), tower.class_axis % like.ndim
+        for term, seen in zip(self.objective.terms, self.observation.terms, strict=True):
+            like, value = self.values[term.inputs[0]], term.inputs[0]
+            xp, axis = array_module(like), term.class_axis % like.ndim
             counts = xp.ones((1,) * like.ndim) if seen.counts is None else seen.counts
             entries = like.ndim == 1 or counts.shape[axis] > 1
             shape = tuple(n for k, n in enumerate(like.shape) if entries or k != axis)
@@ -92,8 +92,8 @@ class Evaluated:
         There is a value for each example, or for each entry of ``weights``.
         """
         if results.ndim == 1:
-            towers = zip(self.objective.towers, self.observation.towers, strict=True)
-            pairs = [(tower, seen.counts) for tower, seen in towers]
+            terms = zip(self.objective.terms, self.observation.terms, strict=True)
+            pairs = [(term, seen.counts) for term, seen in terms]
             arguments = self.values, self.examples, self.objective.axes
             weights = ExampleWeights.of(pairs, *arguments)
             return None if weights is None else weights.weights
@@ -109,14 +109,14 @@ class Evaluated:
         entries times the number of examples, and this number.
         """
         total = number = 0.0
-        for tower, seen in zip(self.objective.towers, self.observation.towers, strict=True):
+        for term, seen in zip(self.objective.terms, self.observation.terms, strict=True):
             assert seen.labels is not None, "observe requires targets"
-            results = measure(tower, self.values, seen.labels)
+            results = measure(term, self.values, seen.labels)
             counts = seen.counts
             if counts is None:
                 number += results.size
             else:
-                xp, axis = array_module(results), tower.class_axis % counts.ndim
+                xp, axis = array_module(results), term.class_axis % counts.ndim
                 counts = xp.squeeze(counts, axis) if results.ndim < counts.ndim else counts
                 counts = xp.broadcast_to(counts, results.shape)
                 number += float(counts.sum(dtype=np.float64))
@@ -150,7 +150,7 @@ def _loss(batch: Evaluated) -> Sum:
     size, objective = batch.observation.size, batch.objective
     divisor: float = batch.examples
     if objective.reduction == "mean" and (
-        batch.is_weighted or any(t.weighs_classes for t in objective.towers)
+        batch.is_weighted or any(t.weighs_classes for t in objective.terms)
     ):
         divisor = size.totals[0]
         if len(set(size.totals)) > 1:

@@ -288,12 +288,12 @@ class TrainableModel(Sealed):
         if not task.batch.fixed:
             inputs = with_examples(inputs, task.batch, examples)
         trace = self.trace(inputs)
-        towers = (tower for loss in self.objective.losses for tower in loss.towers)
+        terms = (term for loss in self.objective.losses for term in loss.parts)
         targets = {
-            task.objective.outputs.get(tower.inputs[0], tower.inputs[0]): tower.sample(
-                tower.read(trace, targets=False), rng
+            task.objective.outputs.get(term.inputs[0], term.inputs[0]): term.sample(
+                term.read(trace, targets=False), rng
             )
-            for tower in towers
+            for term in terms
         }
         return inputs, on_host(targets, self._assembly.collection.backend)
 
@@ -330,7 +330,7 @@ class TrainableModel(Sealed):
         residuals = Residuals()
         result = self._with_residuals(inputs, None, True, residuals)
         sums, vote = {}, self._shards.agreement.vote
-        for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.towers):
+        for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.terms):
             observed, expected, *unit = map(float, residuals.sums.get(name, (0.0, 0.0)))
             table = vote(observed, expected, *(unit or (0.0,)), place="residuals")
             sums[name] = tuple(map(float, table.sum(axis=0)))

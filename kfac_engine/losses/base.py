@@ -16,7 +16,7 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array, Thunk, Values
+from kfac_engine._types import Array, OfValues, Values
 from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnsupportedError
 from kfac_engine.losses.checks import (
@@ -511,12 +511,12 @@ class LossFunction(ABC):
 
     # -- functions of the values of a batch ----------------------------------------------------
 
-    def evaluate(self) -> Thunk[float]:
+    def evaluate(self) -> OfValues[float]:
         """Return a function that computes the loss on the data, summed over the batch, in nats."""
         self.require_target_name()
         return lambda values: self.value(self.read(values, targets=True))
 
-    def evaluate_on_sample(self, seed: int | None = None) -> Thunk[float]:
+    def evaluate_on_sample(self, seed: int | None = None) -> OfValues[float]:
         """Return a function that computes the loss on sampled targets, equal for equal values."""
         seed = next((s for s in (seed, self.seed) if s is not None), 0)
 
@@ -526,7 +526,7 @@ class LossFunction(ABC):
 
         return evaluate
 
-    def multiply_fisher(self, vector: Vector) -> Thunk[Vector]:
+    def multiply_fisher(self, vector: Vector) -> OfValues[Vector]:
         """Return a function that computes ``F v``, the Fisher matrix times a vector."""
 
         def multiply(values: Values) -> Vector:
@@ -535,7 +535,7 @@ class LossFunction(ABC):
 
         return multiply
 
-    def multiply_fisher_factor(self, u: Array) -> Thunk[Vector]:
+    def multiply_fisher_factor(self, u: Array) -> OfValues[Vector]:
         """Return a function that computes ``B u``, a factor of the Fisher matrix times a vector."""
 
         def multiply(values: Values) -> Vector:
@@ -545,7 +545,7 @@ class LossFunction(ABC):
 
         return multiply
 
-    def multiply_fisher_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+    def multiply_fisher_factor_transpose(self, vector: Vector) -> OfValues[Array]:
         """Return a function that computes ``Bᵀ v``, the transpose of the factor times a vector."""
 
         def multiply(values: Values) -> Array:
@@ -554,7 +554,7 @@ class LossFunction(ABC):
 
         return multiply
 
-    def multiply_fisher_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+    def multiply_fisher_factor_replicated_one_hot(self, index: tuple[int, ...]) -> OfValues[Vector]:
         """Return a function that computes the column ``B e_index`` for every example.
 
         Args:
@@ -572,22 +572,22 @@ class LossFunction(ABC):
         """Return the shape of the vectors that ``B`` multiplies, for a batch."""
         return self.inner_shape(self.read(values))
 
-    def multiply_ggn(self, vector: Vector) -> Thunk[Vector]:
+    def multiply_ggn(self, vector: Vector) -> OfValues[Vector]:
         """Return a function that computes the Gauss–Newton matrix times a vector."""
         self.require_ggn()
         return self.multiply_fisher(vector)
 
-    def multiply_ggn_factor(self, u: Array) -> Thunk[Vector]:
+    def multiply_ggn_factor(self, u: Array) -> OfValues[Vector]:
         """Return a function that computes the factor of the Gauss–Newton matrix times a vector."""
         self.require_ggn()
         return self.multiply_fisher_factor(u)
 
-    def multiply_ggn_factor_transpose(self, vector: Vector) -> Thunk[Array]:
+    def multiply_ggn_factor_transpose(self, vector: Vector) -> OfValues[Array]:
         """Return a function that computes the transpose of this factor times a vector."""
         self.require_ggn()
         return self.multiply_fisher_factor_transpose(vector)
 
-    def multiply_ggn_factor_replicated_one_hot(self, index: tuple[int, ...]) -> Thunk[Vector]:
+    def multiply_ggn_factor_replicated_one_hot(self, index: tuple[int, ...]) -> OfValues[Vector]:
         """Return a function that computes a column of this factor for every example."""
         self.require_ggn()
         return self.multiply_fisher_factor_replicated_one_hot(index)
@@ -654,11 +654,11 @@ def _given(observed: Observed, *, labels: bool = False) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLoss:
-    """A loss with its name, its towers and its weight in the objective.
+    """A loss with its name, its loss functions and its weight in the objective.
 
     Attributes:
         name: Name, unique among the losses of a collection.
-        towers: A loss for each shard of the batch.
+        parts: A loss function for each part of the batch.
         coefficient: Weight k ≥ 0 of the loss.
 
     Raises:
@@ -666,7 +666,7 @@ class RegisteredLoss:
     """
 
     name: str
-    towers: tuple[LossFunction, ...]
+    parts: tuple[LossFunction, ...]
     coefficient: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,49 +1,23 @@
-"""The registered losses of a model, by name and tower."""
-
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from typing import Literal, TypeAlias
+"""The registered losses of a model, by name."""
 
 import numpy as np
 
-from kfac_engine._types import Thunk, Values
-from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
+from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.losses.base import LossFunction, RegisteredLoss
-from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
-from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
-from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
-
-# "VARIABLE_SCOPE": add a tower if the key is registered, else register the key.
-Reuse: TypeAlias = bool | Literal["VARIABLE_SCOPE"]
-
-
-TargetMode: TypeAlias = Literal["data", "sample"]
-CoefficientMode: TypeAlias = Literal["regular", "sqrt", "off"]
-
-_COEFFICIENT: Mapping[str, Callable[[float], float]] = {
-    "regular": lambda k: k,
-    "sqrt": lambda k: k**0.5,
-    "off": lambda k: 1.0,
-}
 
 
 class LossCollection:
-    """Registered losses, in the order of registration; the total loss is their weighted sum.
-
-    The signatures of ``register_*``, including positional arguments, are as in TensorFlow's K-FAC
-    library.
-    """
+    """Registered losses, in the order of registration; the total loss is their weighted sum."""
 
     def __init__(self) -> None:
         self._losses: dict[str, RegisteredLoss] = {}
-        self._colocation_ops: dict[LossFunction, str | None] = {}
         self._finalized = False
         self._batch_value: str | None = None
 
     @property
     def losses(self) -> tuple[LossFunction, ...]:
-        """All towers of all losses."""
-        return tuple(tower for loss in self._losses.values() for tower in loss.towers)
+        """The loss functions of all losses, one for each part of the batch."""
+        return tuple(part for loss in self._losses.values() for part in loss.parts)
 
     @property
     def registered_losses(self) -> tuple[RegisteredLoss, ...]:
@@ -54,16 +28,6 @@ class LossCollection:
         """
         self._require_losses()
         return tuple(self._losses.values())
-
-    @property
-    def towers_by_loss(self) -> tuple[tuple[LossFunction, ...], ...]:
-        """The towers of each loss."""
-        return tuple(loss.towers for loss in self._losses.values())
-
-    @property
-    def loss_colocation_ops(self) -> dict[LossFunction, str | None]:
-        """Map from each tower of a loss to the value next to which it was registered."""
-        return dict(self._colocation_ops)
 
     @property
     def batch_value(self) -> str | None:
@@ -81,201 +45,34 @@ class LossCollection:
         self._require_open("the batch")
         self._batch_value = value
 
-    def register_loss_function(
-        self,
-        loss: LossFunction,
-        colocation_op: str | None,
-        base_name: str,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a loss object; the total loss is the weighted sum of all registered losses.
+    def add_loss(self, loss: LossFunction, name: str, coefficient: float = 1.0) -> None:
+        """Register a loss, or the loss function of a further part of the batch.
 
         Args:
-            loss: The loss of one tower.
-            colocation_op: Name of a value next to the loss, usually its input. It is stored for
-                ``loss_colocation_ops``; losses are computed where their inputs are.
-            base_name: Prefix of the name if ``name`` is omitted.
-            name: Unique name.
-            coeff: Weight in the total.
-            reuse: False requires a new name. True requires a known name, and ``loss`` becomes its
-                next tower. ``"VARIABLE_SCOPE"`` accepts both.
-
-        Returns:
-            The name.
+            loss: The loss function of a part of the batch.
+            name: Name of the loss.
+            coefficient: Weight in the total.
 
         Raises:
-            UnknownNameError: ``reuse`` is True and the name is unknown, or False and the name is
-                registered.
-            RegistrationError: ``reuse`` is True without a name or with a seed (only the first
-                tower of a loss may have one), distribution or coefficient differ, or the
-                collection is closed.
-            InputError: ``loss`` is not a loss object, or ``reuse`` has another value.
+            RegistrationError: The loss is registered with another distribution or coefficient, or
+                the collection is closed.
+            InputError: ``loss`` is not a loss object.
         """
         self._require_open("a loss")
-        check_reuse(reuse)
         if not isinstance(loss, LossFunction):
-            raise InputError(f"register_loss_function needs a loss object, got {loss!r}.")
-        if reuse is True and name is None:
-            raise RegistrationError("reuse=True needs the name of the loss that receives a tower.")
-        if reuse is True and loss.seed is not None:
-            raise RegistrationError(
-                f"the new tower of loss '{name}' has a seed; only the first tower may have a seed."
-            )
-        name = name or self._unique(base_name)
+            raise InputError(f"a loss object is needed, got {loss!r}.")
         known = self._losses.get(name)
-        if reuse is True and known is None:
-            raise UnknownNameError(
-                f"reuse=True, but no loss has the name '{name}'; registered: "
-                f"{', '.join(self._losses)}."
-            )
-        if reuse is False and known is not None:
-            raise UnknownNameError(
-                f"a loss '{name}' is registered already; add a tower to it with reuse=True."
-            )
-        if known is not None and known.coefficient != coeff:
+        if known is not None and known.coefficient != coefficient:
             raise RegistrationError(
-                f"loss '{name}' has coefficient {known.coefficient}, its new tower {coeff}."
+                f"loss '{name}' has coefficient {known.coefficient}, its new part {coefficient}."
             )
-        if known is not None and _distribution(known.towers[0]) != _distribution(loss):
+        if known is not None and _distribution(known.parts[0]) != _distribution(loss):
             raise RegistrationError(
-                f"loss '{name}' is a {type(known.towers[0]).__name__}; its new tower must be of "
+                f"loss '{name}' is a {type(known.parts[0]).__name__}; its new part must be of "
                 f"the same distribution, with the same variance and class axis."
             )
-        self._losses[name] = RegisteredLoss(name, (*(known.towers if known else ()), loss), coeff)
-        self._colocation_ops[loss] = colocation_op
-        return name
-
-    def register_categorical_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a softmax output with logits ``(n, …, classes)``, targets ``(n, …)``."""
-        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
-        base = "categorical_predictive_distribution"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_normal_predictive_distribution(
-        self,
-        mean: str,
-        var: float = 0.5,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a Gaussian output of fixed variance; ``var=0.5`` is the squared error."""
-        loss = NormalMeanNegativeLogProbLoss(mean, var, targets, seed)
-        base = "normal_predictive_distribution"
-        return self.register_loss_function(loss, mean, base, name, coeff, reuse)
-
-    def register_multi_bernoulli_predictive_distribution(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register independent binary outputs with logits and targets of one shape."""
-        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
-        base = "multi_bernoulli_predictive_distribution"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_softmax_cross_entropy_loss(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a softmax output, like ``register_categorical_predictive_distribution``."""
-        loss = CategoricalLogitsNegativeLogProbLoss(logits, targets, seed)
-        base = "sparse_softmax_cross_entropy_loss"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def register_squared_error_loss(
-        self,
-        prediction: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register a Gaussian output of variance ½, which is the squared error."""
-        loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
-        base = "squared_error_loss"
-        return self.register_loss_function(loss, prediction, base, name, coeff, reuse)
-
-    def register_sigmoid_cross_entropy_loss(
-        self,
-        logits: str,
-        seed: int | None = None,
-        targets: str | None = None,
-        name: str | None = None,
-        coeff: float = 1.0,
-        reuse: Reuse = "VARIABLE_SCOPE",
-    ) -> str:
-        """Register binary outputs, like ``register_multi_bernoulli_predictive_distribution``."""
-        loss = MultiBernoulliNegativeLogProbLoss(logits, targets, seed)
-        base = "sigmoid_cross_entropy_loss"
-        return self.register_loss_function(loss, logits, base, name, coeff, reuse)
-
-    def eval_losses(
-        self, target_mode: TargetMode = "data", coeff_mode: CoefficientMode = "regular"
-    ) -> list[Thunk[float]]:
-        """Return a function for each loss and tower, which computes the weighted sum over a batch.
-
-        Args:
-            target_mode: ``"data"`` for observed targets, ``"sample"`` for sampled targets.
-            coeff_mode: Weight of a loss: its coefficient, the square root of it, or one.
-
-        Returns:
-            Functions of the values of a batch.
-
-        Raises:
-            InputError: A mode is unknown.
-        """
-        if target_mode not in ("data", "sample") or coeff_mode not in _COEFFICIENT:
-            raise InputError(
-                f"target_mode must be 'data' or 'sample', and coeff_mode one of "
-                f"{', '.join(_COEFFICIENT)}; got '{target_mode}' and '{coeff_mode}'."
-            )
-        weighted: list[Thunk[float]] = []
-        for loss in self._losses.values():
-            k = _COEFFICIENT[coeff_mode](loss.coefficient)
-            for tower in loss.towers:
-                # Towers and losses without a seed draw independent samples.
-                seed = len(weighted) if tower.seed is None else tower.seed
-                sampled = target_mode == "sample"
-                thunk = tower.evaluate_on_sample(seed) if sampled else tower.evaluate()
-                weighted.append(_times(k, thunk))
-        return weighted
-
-    def eval_losses_on_samples(self) -> list[Thunk[float]]:
-        """Return ``eval_losses`` on sampled targets."""
-        return self.eval_losses("sample")
-
-    def total_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """Return a function that computes the sum of all losses on the data."""
-        self._require_losses()
-        return _sum(self.eval_losses("data", coeff_mode))
-
-    def total_sampled_loss(self, coeff_mode: CoefficientMode = "regular") -> Thunk[float]:
-        """Return a function that computes the sum of all losses on sampled targets."""
-        self._require_losses()
-        return _sum(self.eval_losses("sample", coeff_mode))
+        parts = (*(known.parts if known else ()), loss)
+        self._losses[name] = RegisteredLoss(name, parts, coefficient)
 
     def _require_losses(self) -> None:
         if not self._losses:
@@ -289,35 +86,12 @@ class LossCollection:
                 f"collection."
             )
 
-    def _unique(self, base: str) -> str:
-        if base not in self._losses:
-            return base
-        names = (f"{base}_{index}" for index in count(1))
-        return next(name for name in names if name not in self._losses)
-
-
-def check_reuse(reuse: object) -> None:
-    """Check that the argument ``reuse`` is True, False or ``"VARIABLE_SCOPE"``."""
-    if not isinstance(reuse, bool) and reuse != "VARIABLE_SCOPE":
-        raise InputError(f"reuse is True, False or 'VARIABLE_SCOPE', got {reuse!r}.")
-
 
 def _distribution(loss: LossFunction) -> tuple[type, dict[str, object]]:
-    """Return the properties that the towers of a loss must share: all but names and the seed."""
+    """Return the properties that the parts of a loss must share: all but names and the seed."""
     options = {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(loss).items()
         if name not in {"inputs", "targets", "seed"}
     }
     return type(loss), {n: v for n, v in options.items() if v not in list(loss.inputs)}
-
-
-def _times(k: float, evaluate: Thunk[float]) -> Thunk[float]:
-    return lambda values: k * evaluate(values)
-
-
-def _sum(thunks: Sequence[Thunk[float]]) -> Thunk[float]:
-    def total(values: Values) -> float:
-        return sum(thunk(values) for thunk in thunks)
-
-    return total

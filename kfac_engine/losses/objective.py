@@ -51,7 +51,7 @@ class BatchSize:
 
     Attributes:
         examples: Number n of examples.
-        totals: Sum W of the weights of the predictions, for each tower of each loss.
+        totals: Sum W of the weights of the predictions, for each loss function.
     """
 
     examples: int
@@ -81,12 +81,12 @@ class Observation:
     """The targets of a batch or of a part of it, and how much each counts.
 
     Attributes:
-        towers: The targets of each tower of each loss.
+        terms: The targets of each loss function.
         size: Size of the batch, or of the part.
         whole: Size of the batch.
     """
 
-    towers: tuple[Observed, ...]
+    terms: tuple[Observed, ...]
     size: BatchSize
     whole: BatchSize
 
@@ -168,7 +168,7 @@ class Objective:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the losses read, each once."""
-        return tuple(dict.fromkeys(name for tower in self.towers for name in tower.inputs))
+        return tuple(dict.fromkeys(name for term in self.terms for name in term.inputs))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.
@@ -201,7 +201,7 @@ class Objective:
         if targets is None:
             return {}
         if not isinstance(targets, Mapping):
-            if len(self.towers) > 1:
+            if len(self.terms) > 1:
                 raise InputError(
                     f"one array cannot be the targets of several losses; pass a mapping with the "
                     f"keys {', '.join(by_output)}."
@@ -223,7 +223,7 @@ class Objective:
 
     def _targeted(self) -> dict[str, str]:
         """Return the names of the targets by the first input of their losses."""
-        return {tower.inputs[0]: tower.targets for tower in self.towers if tower.targets}
+        return {term.inputs[0]: term.targets for term in self.terms if term.targets}
 
     def observe(self, values: Values, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; return how much each target counts.
@@ -231,9 +231,9 @@ class Objective:
         The result is for a whole batch. ``values`` has loss inputs, targets and weights by name.
         Without ``targets``, targets are read only if there are any.
         """
-        towers = tuple(tower.observe(values, targets=targets) for tower in self.towers)
-        size = BatchSize(self.examples(values), tuple(observed.total for observed in towers))
-        return Observation(towers, size, size)
+        terms = tuple(term.observe(values, targets=targets) for term in self.terms)
+        size = BatchSize(self.examples(values), tuple(observed.total for observed in terms))
+        return Observation(terms, size, size)
 
     def value(self, values: Values, observation: Observation | None = None) -> float:
         """Return the reduced loss on the targets of a batch, in nats.
@@ -243,8 +243,8 @@ class Objective:
         """
         observation = observation or self.observe(values)
         weights = self.weights(observation.whole)
-        towers = zip(weights, self.towers, observation.towers, strict=True)
-        return float(sum(weight * tower.value(values, seen) for weight, tower, seen in towers))
+        terms = zip(weights, self.terms, observation.terms, strict=True)
+        return float(sum(weight * term.value(values, seen) for weight, term, seen in terms))
 
     def cotangents(
         self, values: Values, times: float = 1.0, observation: Observation | None = None
@@ -267,23 +267,23 @@ class Objective:
         observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
         weights = self.weights(observation.whole)
-        for weight, tower, seen in zip(weights, self.towers, observation.towers, strict=True):
-            value, gradients = tower.value_and_gradient(values, seen)
+        for weight, term, seen in zip(weights, self.terms, observation.terms, strict=True):
+            value, gradients = term.value_and_gradient(values, seen)
             total += weight * value
             if residuals is not None:
-                residuals.add(tower, values, seen, gradients)
+                residuals.add(term, values, seen, gradients)
             for name, gradient in gradients.items():
                 part = times * weight * gradient
                 cotangents[name] = cotangents[name] + part if name in cotangents else part
         return total, cotangents
 
     def weights(self, whole: BatchSize) -> tuple[float, ...]:
-        """Return the weight of each tower of each loss in ``value`` and in its Fisher matrix.
+        """Return the weight of each loss function in ``value`` and in its Fisher matrix.
 
         The weight is the coefficient of the loss times the weight of the reduction. A loss of which
         no prediction counts raises NonFiniteError.
         """
-        coefficients = (loss.coefficient for loss in self.losses for _ in loss.towers)
+        coefficients = (loss.coefficient for loss in self.losses for _ in loss.parts)
         divisors = self._divisors(whole)
         return tuple(k * (1 / divisor) for k, divisor in zip(coefficients, divisors, strict=True))
 
@@ -296,9 +296,9 @@ class Objective:
         """
         scales: dict[str, float | Array] = {}
         divisors = self._divisors(observation.whole)
-        for tower, seen, divisor in zip(self.towers, observation.towers, divisors, strict=True):
+        for term, seen, divisor in zip(self.terms, observation.terms, divisors, strict=True):
             scale = (observation.whole.examples / divisor) ** 0.5
-            for name in tower.inputs:
+            for name in term.inputs:
                 if name in scales and not (seen.weights is None and scales[name] == scale):
                     raise UnsupportedError(
                         f"two losses read '{name}' with weights of their own, so that their Fisher "
@@ -317,22 +317,22 @@ class Objective:
             sqrt(examples / divisor) / (1 / divisor)
             for divisor in self._divisors(observation.whole)
         }
-        uniform = all(seen.all_or_nothing for seen in observation.towers)
+        uniform = all(seen.all_or_nothing for seen in observation.terms)
         return ratios.pop() if uniform and len(ratios) == 1 else None
 
     def corrections(self, used: BatchSize, right: BatchSize) -> tuple[float, ...]:
         """Return the factors that replace the size of a batch by another in a gradient.
 
         The reduction has divided by the size ``used`` instead of ``right``. There is a factor for
-        each tower of each loss.
+        each loss function.
         """
         pairs = zip(self._divisors(used), self._divisors(right), strict=True)
         return tuple(old / new for old, new in pairs)
 
     @property
-    def towers(self) -> tuple[LossFunction, ...]:
-        """All towers of all losses."""
-        return tuple(tower for loss in self.losses for tower in loss.towers)
+    def terms(self) -> tuple[LossFunction, ...]:
+        """The loss functions of all losses, one for each part of the batch."""
+        return tuple(term for loss in self.losses for term in loss.parts)
 
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""
@@ -341,18 +341,18 @@ class Objective:
 
     def positions(self, values: Values) -> int:
         """Return the number of predictions of all losses for each example of a batch."""
-        predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.towers)
+        predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.terms)
         return sum(predictions) // self.examples(values)
 
     def _divisors(self, whole: BatchSize) -> list[float]:
-        """Return the divisor of the reduction for each tower of each loss.
+        """Return the divisor of the reduction for each loss function.
 
         A loss of which no prediction counts raises NonFiniteError.
         """
-        for tower, total in zip(self.towers, whole.totals, strict=True):
+        for term, total in zip(self.terms, whole.totals, strict=True):
             if isinstance(total, Real) and not total > 0:  # a file finds out in a run
                 raise NonFiniteError(
-                    f"no target of the loss on '{tower.inputs[0]}' counts: each is ignored or has "
+                    f"no target of the loss on '{term.inputs[0]}' counts: each is ignored or has "
                     f"the weight 0; leave the batch out."
                 )
         n = whole.examples

@@ -76,9 +76,9 @@ def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
     """
     objective = engine.objective
     losses = [
-        f"{loss.coefficient:g} {type(tower).__name__}{_plain(_attributes(tower))}"
+        f"{loss.coefficient:g} {type(term).__name__}{_plain(_attributes(term))}"
         for loss in objective.losses
-        for tower in loss.towers
+        for term in loss.parts
     ]
     text = without_addresses(f"{objective.reduction} of {', '.join(losses)}")
     return {"loss": text, **data.contents()}

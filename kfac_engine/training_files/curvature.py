@@ -134,7 +134,7 @@ class CurvatureSteps:
         """Whether targets have weights, such as those that equal ``ignore_index``."""
         sample = Evaluation(self._assembly, new_tape(""), None, {}, self._target_inputs)
         seen = sample.observe(self._engine.objective)
-        return any(observed.weights is not None for observed in seen.towers)
+        return any(observed.weights is not None for observed in seen.terms)
 
     @cached_property
     def _layers(self) -> tuple[LayerRows, ...]:
@@ -360,7 +360,7 @@ class CurvatureSteps:
         It is 0 if all targets count, and for several losses, whose targets may have no common part,
         and where examples and positions share an axis.
         """
-        seen = batch.observe(self._engine.objective).towers if self._weighted else ()
+        seen = batch.observe(self._engine.objective).terms if self._weighted else ()
         if len(seen) != 1 or seen[0].weights is None:
             return 0
         task = batch.assembly.task
@@ -432,8 +432,8 @@ class CurvatureSteps:
         """Record how much each row counts, by its name; nothing if all count alike."""
         values: Any = part
         operations: Any = Operations(part.tape)
-        rows = [seen.weights for seen in observation.towers]
-        pairs = zip(self._engine.objective.towers, rows, strict=True)
+        rows = [seen.weights for seen in observation.terms]
+        pairs = zip(self._engine.objective.terms, rows, strict=True)
         examples = observation.size.examples
         weights = ExampleWeights.of(pairs, values, examples, self._sources.axes)
         return {} if weights is None else weights.of_rows(self._layers, gradients, operations)

@@ -118,14 +118,14 @@ class Evaluation:
         Class numbers that are no classes are read as others: see ``has_possible_targets``.
         """
         values: Any = self
-        towers = []
-        for tower in objective.towers:
-            labels, counts = self._labels(tower)
-            last = self._last_class(tower, labels)
+        terms = []
+        for term in objective.terms:
+            labels, counts = self._labels(term)
+            last = self._last_class(term, labels)
             inside = labels if last is None else np.minimum(np.maximum(labels, 0), last)
-            towers.append(tower.weigh(values, inside, counts))
-        size = BatchSize(objective.examples(values), tuple(seen.total for seen in towers))
-        return Observation(tuple(towers), size, size)
+            terms.append(term.weigh(values, inside, counts))
+        size = BatchSize(objective.examples(values), tuple(seen.total for seen in terms))
+        return Observation(tuple(terms), size, size)
 
     def has_possible_targets(self, objective: Objective) -> Symbol | None:
         """Record whether all targets that count are classes, and all weights finite and ≥ 0.
@@ -133,9 +133,9 @@ class Evaluation:
         The result is None for targets of other kinds without weights.
         """
         possible: Symbol = None
-        for tower in objective.towers:
-            labels, _ = self._labels(tower)
-            last, weights = self._last_class(tower, labels), self.weights(tower)
+        for term in objective.terms:
+            labels, _ = self._labels(term)
+            last, weights = self._last_class(term, labels), self.weights(term)
             wrong: list[Symbol] = []
             if last is not None:
                 wrong.append((labels < 0) | (labels > last))

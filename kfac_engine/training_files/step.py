@@ -341,16 +341,16 @@ class StepRecorder:
         ``batch`` is a part with the targets ``seen``. Its share is its hits, divided by the number
         of targets of the batch.
         """
-        (tower,) = self._engine.objective.towers
+        (term,) = self._engine.objective.terms
         values: Any = batch
-        observed: Any = seen.towers[0]
-        of_whole: Any = whole.towers[0]
-        hits = tower.hits(values, observed.labels).astype(_FLOAT)
+        observed: Any = seen.terms[0]
+        of_whole: Any = whole.terms[0]
+        hits = term.hits(values, observed.labels).astype(_FLOAT)
         rows = observed.labels.ndim > hits.ndim  # of probabilities
-        number = of_whole.labels.size // (observed.labels.shape[tower.class_axis] if rows else 1)
+        number = of_whole.labels.size // (observed.labels.shape[term.class_axis] if rows else 1)
         if observed.counts is None:
             return hits.sum() / number
-        axis, entries = tower.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
+        axis, entries = term.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
         counts = observed.counts if entries else np.squeeze(observed.counts, axis)
         total = of_whole.counts.sum().astype(_FLOAT) * (number / of_whole.counts.size)
         return times(hits, counts).sum() / total
@@ -416,8 +416,8 @@ class StepRecorder:
 
     @property
     def _has_accuracy(self) -> bool:
-        towers = self._engine.objective.towers
-        return len(towers) == 1 and towers[0].discrete
+        terms = self._engine.objective.terms
+        return len(terms) == 1 and terms[0].discrete
 
     def _weights(self) -> dict[str, tuple[str, int]]:
         """Return the name and the rank of the weights for each output that has weights."""
@@ -427,8 +427,8 @@ class StepRecorder:
 
     def _targets(self) -> list[Input]:
         tape = new_tape("")
-        batch, towers = self._evaluation(tape, {}), self._engine.objective.towers
-        values = [*map(batch.targets, towers), *map(batch.weights, towers)]
+        batch, terms = self._evaluation(tape, {}), self._engine.objective.terms
+        values = [*map(batch.targets, terms), *map(batch.weights, terms)]
         return [
             Input(v.name, v.dtype, _declared(v.shape, "batch")) for v in values if v is not None
         ]

@@ -127,7 +127,7 @@ class DenseFisher:
         """Return the Fisher matrix of the losses with respect to their values, times a change."""
         values, objective = loss_values(self.specimen), self.specimen.engine.objective
         moves = {name: change[name].reshape(values[name].shape) for name in objective.inputs}
-        if all(tower.ggn_equals_fisher for loss in objective.losses for tower in loss.towers):
+        if all(term.ggn_equals_fisher for loss in objective.losses for term in loss.parts):
             # The Fisher matrix of natural parameters is the derivative of the gradient.
             size = max(float(abs(move).max(initial=0.0)) for move in moves.values()) or 1.0
             step = _STEP / size
@@ -143,8 +143,8 @@ class DenseFisher:
         total = {name: np.zeros_like(move) for name, move in moves.items()}
         seen = objective.observe(values)
         weights = objective.weights(seen.whole)
-        for weight, tower, one in zip(weights, objective.towers, seen.towers, strict=True):
-            for name, part in tower.fisher(tower.read(values), moves).items():
+        for weight, term, one in zip(weights, objective.terms, seen.terms, strict=True):
+            for name, part in term.fisher(term.read(values), moves).items():
                 total[name] += weight * times(part, one.weights)
         return {name: array.reshape(-1) for name, array in total.items()}
 

@@ -118,8 +118,8 @@ class Specimen:
         """
         objective, sums = self.engine.objective, dict[str, float]()
         whole = objective.observe(self.trace).whole
-        for weight, tower in zip(objective.weights(whole), objective.towers, strict=True):
-            for name in tower.inputs if tower.discrete else ():
+        for weight, term in zip(objective.weights(whole), objective.terms, strict=True):
+            for name in term.inputs if term.discrete else ():
                 sums[name] = sums.get(name, 0.0) + weight
         return sums
 

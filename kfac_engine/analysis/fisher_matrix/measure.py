@@ -277,10 +277,10 @@ class _Measurement:
     def _number(self, trace: Trace) -> float:
         """Return the number of values that the losses read, each with the weight of its term."""
         objective, number = self.layout.assembly.task.objective, 0.0
-        observed = objective.observe(trace, targets=False).towers
-        for tower, seen in zip(objective.towers, observed, strict=True):
+        observed = objective.observe(trace, targets=False).terms
+        for term, seen in zip(objective.terms, observed, strict=True):
             mean = 1 if seen.weights is None else float(seen.weights.mean(dtype=np.float64))
-            number += mean * sum(trace[name].size for name in tower.inputs)
+            number += mean * sum(trace[name].size for name in term.inputs)
         return int(number) if number == int(number) else number
 
     def _measure(self, trace: Trace, examples: int, factors: Sequence[FisherFactor]) -> None:
@@ -302,12 +302,12 @@ class _Measurement:
             return None
         batch: dict[str, Array] = {}
         for loss in losses:
-            (tower,) = loss.towers
-            rows = len(trace[tower.inputs[0]])
-            name = str(tower.targets)
+            (term,) = loss.parts
+            rows = len(trace[term.inputs[0]])
+            name = str(term.targets)
             if name not in self.draws or len(self.draws[name]) < rows:
                 raise InputError(
-                    f"draws have fewer targets than the data on '{tower.inputs[0]}'; give one for "
+                    f"draws have fewer targets than the data on '{term.inputs[0]}'; give one for "
                     f"each example."
                 )
             batch[loss.name], self.draws[name] = self.draws[name][:rows], self.draws[name][rows:]

@@ -50,9 +50,9 @@ class Likelihood:
                     f"likelihood; measure the curvature without loss_weights, and give a "
                     f"temperature instead."
                 )
-        towers = [tower for loss in losses for tower in loss.towers]
-        variances = {t.var for t in towers if isinstance(t, NormalMeanNegativeLogProbLoss)}
-        all_normal = all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in towers)
+        terms = [term for loss in losses for term in loss.parts]
+        variances = {t.var for t in terms if isinstance(t, NormalMeanNegativeLogProbLoss)}
+        all_normal = all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in terms)
         variance = variances.pop() if all_normal and len(variances) == 1 else None
         return cls(
             curvature.examples,

@@ -37,15 +37,13 @@ class Outputs:
         Raises:
             UnsupportedError: There are several losses, or the classes are not on the last axis.
         """
-        towers = [
-            t for loss in curvature.layout.assembly.task.objective.losses for t in loss.towers
-        ]
-        if len(towers) > 1:
+        terms = [t for loss in curvature.layout.assembly.task.objective.losses for t in loss.parts]
+        if len(terms) > 1:
             raise UnsupportedError(
-                f"predictions need one loss, but the curvature has {len(towers)}; measure the "
+                f"predictions need one loss, but the curvature has {len(terms)}; measure the "
                 f"curvature with the loss of one output."
             )
-        loss = towers[0]
+        loss = terms[0]
         (rank,) = {len(curvature.layout.assembly.model.facts[name].shape) for name in loss.inputs}
         if loss.class_axis not in (-1, rank - 1):
             raise UnsupportedError(
@@ -88,7 +86,7 @@ class Outputs:
         trace = self.curvature.model.trace(inputs, targets)
         observation = objective.observe(trace)
         objective.weights(observation.whole)
-        (seen,) = observation.towers
+        (seen,) = observation.terms
         values = {"targets": seen.targets, "weights": seen.weights}
         present = {name: array for name, array in values.items() if array is not None}
         arrays = self.curvature.on_host(present)

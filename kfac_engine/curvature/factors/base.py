@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array, DType, Thunk, Values
+from kfac_engine._types import Array, DType, OfValues, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
@@ -701,7 +701,9 @@ class FisherFactor(ABC):
             )
         self.registrations_closed = True
 
-    def make_covariance_update_op(self, ema_decay: float, ema_weight: float = 1.0) -> Thunk[Array]:
+    def make_covariance_update_op(
+        self, ema_decay: float, ema_weight: float = 1.0
+    ) -> OfValues[Array]:
         """Return a function that updates the average by a batch and returns the new average.
 
         Args:
