@@ -34,7 +34,6 @@ from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import ScaleShiftSquare
 from kfac_engine.layers.broadcast import ScaleShiftForm
 from kfac_engine.layers.layer_forms import LayerForm
-from kfac_engine.layers.views import TokenIdView
 from kfac_engine.registry import Registry
 
 # Creates a block from the collection and the form of a layer.
@@ -95,7 +94,7 @@ class LayerKind:
 
 def _kronecker(input_side: Side, output_side: Side) -> LayerRecipe:
     def build(collection: FactorOwner, form: LayerForm) -> FisherBlock:
-        if isinstance(form.input_view, TokenIdView):
+        if not form.input_view.has_rows:  # token ids
             return EmbeddingKroneckerFB(collection, form, output_side=output_side)
         return KroneckerProductFB(collection, form, input_side=input_side, output_side=output_side)
 

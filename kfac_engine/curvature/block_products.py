@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 from kfac_engine._types import Params, Rows, Vector
 from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.blocks.base import FisherBlock, parts, uses
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError
 
@@ -40,7 +39,7 @@ class BlockProducts:
 
         The power 1 reads the current averages; a registered power reads the last refresh.
         ``columns`` has the only columns of products that are needed, by the parameters of a block;
-        the other columns may be zero (``KroneckerProductFB.multiply_columns``).
+        the other columns may be zero (``FisherBlock.multiply_columns``).
         ``UnknownNameError`` is raised if the power was not registered.
         """
         if float(exp) not in self._exps:
@@ -52,7 +51,7 @@ class BlockProducts:
 
         def product(block: FisherBlock, vector: Vector) -> Vector:
             chosen = needed.get(block.params or ())
-            if chosen is not None and isinstance(block, KroneckerProductFB):
+            if chosen is not None:
                 return block.multiply_columns(vector, exp, chosen)
             if isinstance(vector, Rows | tuple) or isinstance(block.params, str):
                 return block.multiply_matpower(vector, exp)

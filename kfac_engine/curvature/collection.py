@@ -13,7 +13,6 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.approximations import KINDS, accepted
 from kfac_engine.curvature.approximations import row as row_of
 from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
-from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError, suggestion
@@ -229,8 +228,7 @@ class LayerCollection(FactorOwner):
         approx = self._resolve("generic", approx, key)
         row, block = ("generic", approx), row_of("generic", approx).build(self, key)
         registered = self._registered(key, block, row, exact=True)
-        assert isinstance(registered, NaiveFullFB)  # the type of `block`
-        registered.register_additional_tower(batch_size)
+        registered.register_additional_tower(batch_size)  # type: ignore[call-arg, arg-type] # the type of `block`
         self._enter(key, registered, row, inf)
 
     def register_block(

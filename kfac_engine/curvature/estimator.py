@@ -9,7 +9,6 @@ from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
 from kfac_engine.curvature.block_products import BlockProducts, Pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
-from kfac_engine.curvature.blocks.single import NaiveFullFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
@@ -376,7 +375,7 @@ class FisherEstimator(Sealed):
             for part in block.tensors_to_compute_grads():
                 gradients = tuple(self._sources.gradient_name(value) for value in uses(part))
                 named.append(gradients if len(gradients) > 1 else gradients[0])
-            generic = isinstance(block, NaiveFullFB)
+            generic = block.of_parameters
             # All sources use the same names, one after the other, so that a factor has one source.
             grads_list: GradsList = [tuple(named)] if generic else [named]
             block.instantiate_factors(grads_list, lambda: self.damping)

@@ -16,7 +16,6 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
-from kfac_engine.curvature.blocks.embedding import EmbeddingKroneckerFB
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
@@ -97,7 +96,7 @@ class Refreshes:
             shapes = [self._collection.require_shape(name) for name in uses(key)]
             numbers = sum(map(prod, shapes))
             # A product of the forward pass, and two of the backward pass; token ids select rows.
-            if not isinstance(block, EmbeddingKroneckerFB):
+            if not block.selects_rows:
                 passes += 3 * numbers * rows_of(block)
             sides = block.factor_shapes(shapes)
             products += numbers * sum(shape[-1] for shape in sides if len(shape) > 1)

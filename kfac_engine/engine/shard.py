@@ -8,7 +8,6 @@ import numpy as np
 
 from kfac_engine._types import Array, Params, Rows
 from kfac_engine.curvature.blocks.base import FisherBlock
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
@@ -73,9 +72,9 @@ def parameter_parts(
         return [(ParameterPart(parts[0].owner),)] * len(shapes)
     axes = [0] * len(shapes)
     if block.divisible == "columns":
-        assert isinstance(block, KroneckerProductFB), "other blocks are not divided into columns"
-        outputs = block.form.packing.matrix_shape(shapes[0])[1]
-        axes = [block.form.packing.column_axis or 0, *(s.index(outputs) for s in shapes[1:])]
+        assert block.packing is not None, "the block of a layer"
+        outputs = block.packing.matrix_shape(shapes[0])[1]
+        axes = [block.packing.column_axis or 0, *(s.index(outputs) for s in shapes[1:])]
     return [
         tuple(ParameterPart(p.owner, block.divisible, axis, p.start, p.stop) for p in parts)
         for axis in axes

@@ -121,7 +121,7 @@ class LayerForm:
 
     def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Return the rows of the largest matrix of the layer, whose parameters have ``shapes``."""
-        if isinstance(self.input_view, TokenIdView):  # the vocabulary has a diagonal
+        if not self.input_view.has_rows:  # token ids: the vocabulary has a diagonal
             return shapes[0][-1]
         return max(self.packing.matrix_shape(shapes[0]))
 

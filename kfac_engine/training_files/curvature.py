@@ -15,17 +15,11 @@ import numpy as np
 from kfac_engine._types import Array, Params
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import FisherBlock
-from kfac_engine.curvature.blocks.kronecker import KroneckerProductFB, relative_level
+from kfac_engine.curvature.blocks.kronecker import relative_level
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.diagonal import DiagonalFactor
-from kfac_engine.curvature.factors.divided import DividedFactor, DividedMoment, split_rows
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
-from kfac_engine.curvature.factors.stacked import GroupedMoment
 from kfac_engine.curvature.factors.statistics import (
-    KroneckerDiagonal,
-    KroneckerMoment,
     rows_name,
 )
 from kfac_engine.curvature.refreshes import least_period
@@ -47,8 +41,6 @@ from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
 Values = Mapping[str, Symbol]
 _NEVER = -1
 _TINY = 1e-30  # least divisor
-# Statistics whose averages are matrices, stacks of them, or diagonals.
-_MOMENTS = (KroneckerMoment, GroupedMoment, DividedMoment, KroneckerDiagonal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +105,7 @@ class CurvatureSteps:
         self._root = sqrt(float(engine.damping))
         self._sources = engine.estimator.statistics.sources
         blocks = engine.collection.fisher_blocks.items()
-        self._blocks = {
-            key: block
-            for key, block in blocks
-            if isinstance(block, KroneckerProductFB) and _has_matrices(block)
-        }
+        self._blocks = {key: block for key, block in blocks if _has_matrices(block)}
         self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
 
     @cached_property
@@ -275,7 +263,7 @@ class CurvatureSteps:
         i, bias = self._factors.index(factor), float(packing.has_bias)
 
         def of(average: Any) -> list[Any]:
-            side = factor.side if isinstance(factor, DividedFactor) else int(average.shape[-1])
+            side = factor.matrix_side(average.shape)
             trace = average.sum() if average.ndim == 1 else np.trace(average).sum()
             return [(trace - bias) / (side - bias)]
 
@@ -446,7 +434,7 @@ class CurvatureSteps:
         scales: dict[int, Any] = {}
         averages = [*averages]
         for i, factor in enumerate(self._factors):
-            if isinstance(factor, DenseSquareMatrixFactor) and factor.damped_by_feature():
+            if factor.damped_by_feature():
                 # In units of their moments, all features have the same damping.
                 scales[i] = np.sqrt(factor.moments(averages[i]))
                 averages[i] = averages[i] / scales[i] / scales[i][:, None]
@@ -460,7 +448,7 @@ class CurvatureSteps:
             stack: Any = np.concatenate(stacks, axis=0)
             traces = np.trace(stack, axis1=1, axis2=2)[:, None, None]
             # The blocks of a divided factor are filled up to equal sizes.
-            sides = [_side(self._factors[i], averages[i]) for i in places]
+            sides = [_side(self._factors[i], averages[i].shape) for i in places]
             rows: Any = np.repeat(sides, [len(part) for part in stacks]).astype(np.float32)
             # Before a target has counted, averages are zero, and their inverses are identities.
             means: Any = relative_level(traces, rows[:, None, None], self._root)
@@ -507,12 +495,12 @@ class CurvatureSteps:
             zeros = {n: xp.zeros(s, weight.dtype) for n, s in shapes.items() if n not in parts}
             vector: Any = tuple((parts | zeros)[name] for name in names)
             A, G = (inverses[number[factor]] for factor in block.factors)
-            V: Any = block.packing.pack(vector, key, xp)
-            statistic = block.output_factor.statistic
-            repeats = statistic.repeats(self._samples(block.output_factor))
+            packing: Any = block.packing
+            V: Any = packing.pack(vector, key, xp)
             left, right = block.factors
-            V = _times(right, G, _times(left, A, V).swapaxes(-1, -2)).swapaxes(-1, -2)
-            product: Any = block.packing.unpack(V * (1 / repeats), vector)
+            repeats = right.statistic.repeats(self._samples(right))
+            V = right.times(G, left.times(A, V).swapaxes(-1, -2)).swapaxes(-1, -2)
+            product: Any = packing.unpack(V * (1 / repeats), vector)
             products |= dict(zip(names, product, strict=True))
         chosen = self._natural_names(vectors)
         return {n: join(slices[n], products, vectors[n], 1.0) for n in chosen}
@@ -526,30 +514,14 @@ class CurvatureSteps:
         return {n: np.broadcast_to(np.zeros((), np.float32), s) for n, s in shapes.items()}
 
 
-def _has_matrices(block: KroneckerProductFB) -> bool:
+def _has_matrices(block: FisherBlock) -> bool:
     """Return whether a block multiplies by two matrices that a file can compute."""
-    return all(
-        isinstance(factor, DenseSquareMatrixFactor | DiagonalFactor)
-        and type(factor.statistic) in _MOMENTS
-        for factor in block.factors
-    )
+    return block.is_product and all(factor.statistic.moment for factor in block.factors)
 
 
-def _side(factor: FisherFactor, average: Any) -> float:
+def _side(factor: FisherFactor, shape: tuple[int, ...]) -> float:
     """Return the mean number of rows of a matrix in a factor, or of a block."""
-    if isinstance(factor, DividedFactor):
-        return factor.side / int(average.shape[0])
-    return float(average.shape[-1])
-
-
-def _times(factor: FisherFactor, inverse: Any, V: Any) -> Any:
-    """Return the product of the inverse of a factor with a matrix, or with a stack of them."""
-    if inverse.ndim == 1:
-        return inverse[:, None] * V
-    if not isinstance(factor, DividedFactor):
-        return inverse @ V
-    product = inverse @ split_rows(V, inverse.shape, np)
-    return product.reshape(-1, V.shape[1])[: factor.side]
+    return factor.matrix_side(shape) / factor.blocks(shape)
 
 
 def _add(

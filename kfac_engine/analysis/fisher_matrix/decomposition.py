@@ -14,11 +14,6 @@ from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenba
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
-from kfac_engine.curvature.factors.stacked import GroupedMoment
-from kfac_engine.curvature.factors.statistics import KroneckerMoment
-
-# Statistics whose matrix is the mean of the outer products of inputs, and nothing else.
-_INPUT_MOMENTS = (KroneckerMoment, GroupedMoment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +118,7 @@ class _Spectra:
         self, A: FisherFactor, G: FisherFactor, scale: float
     ) -> tuple[Spectrum, InputMoment | None]:
         """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
-        measured = type(A.statistic) in _INPUT_MOMENTS
+        measured = A.statistic.moment == "matrix"
         rows = _rows(A, scale) if measured else None
         a, left = self.decomposer.side(A, self._parts, rows)
         g, right = self.decomposer.side(G, (slice(None),))

@@ -70,9 +70,15 @@ class FisherBlock(ABC):
     Attributes:
         params: The parameters; set at registration.
         symbols: The symbol of each factor.
+        is_product: Whether a power is a number times the same power of two factors, ``A ⊗ G``.
+        selects_rows: Whether the inputs are token ids, which select rows of a table.
+        of_parameters: Whether statistics read gradients of parameters, not those of a layer.
     """
 
     symbols: ClassVar[tuple[str, ...]] = ("F",)
+    is_product: ClassVar[bool] = False
+    selects_rows: ClassVar[bool] = False
+    of_parameters: ClassVar[bool] = False
 
     def __init__(self, collection: FactorOwner) -> None:
         self._collection = collection
@@ -231,7 +237,7 @@ class FisherBlock(ABC):
     def divisible(self) -> Divisible | None:
         """The parts of a product that several processes can compute; None for whole products only.
 
-        ``"rows"``: products with ``Rows``. ``"columns"``: ``KroneckerProductFB.multiply_columns``.
+        ``"rows"``: products with ``Rows``. ``"columns"``: ``multiply_columns``.
         """
         return None
 
@@ -260,6 +266,20 @@ class FisherBlock(ABC):
         """
         product = self.multiply_matpower(self._with_zeros(weight), exp)
         return product[0] if isinstance(product, tuple) else product  # type: ignore[return-value] # no rows
+
+    def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
+        """Compute the columns of a product for some outputs, of a block divisible by columns.
+
+        Args:
+            vector: As for ``multiply_matpower``, or the weight alone, as for ``multiply_weight``.
+            exp: A registered power.
+            columns: The columns.
+
+        Returns:
+            New arrays in the form of ``vector``; their other columns are zero.
+        """
+        del vector, exp, columns
+        raise UnsupportedError(f"the product of the block of {self.params} has no columns.")
 
     def multiply(self, vector: Vector) -> Vector:
         """Return the product of the damped block, from the current averages, and a vector."""

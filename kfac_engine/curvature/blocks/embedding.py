@@ -39,6 +39,8 @@ class EmbeddingKroneckerFB(KroneckerProductFB):
         output_side: Form of ``G``.
     """
 
+    selects_rows = True
+
     def __init__(
         self, collection: FactorOwner, form: LayerForm, *, output_side: Side = DENSE
     ) -> None:

@@ -125,6 +125,7 @@ class KroneckerProductFB(FisherBlock):
     """
 
     symbols = ("A", "G")
+    is_product = True
 
     def __init__(
         self,
@@ -331,16 +332,6 @@ class KroneckerProductFB(FisherBlock):
         return self._between(left, right, weight, scale, self._of_weight)  # type: ignore[return-value] # one array
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
-        """Compute the columns of a product for some outputs, for a ``divisible`` block.
-
-        Args:
-            vector: As for ``multiply_matpower``, or the weight alone, as for ``multiply_weight``.
-            exp: A registered power.
-            columns: The columns.
-
-        Returns:
-            New arrays in the form of ``vector``; their other columns are zero.
-        """
         vector = self._operand(vector)
         left, right = self._stored(exp)
         assert left is not None, "matrices store registered powers"

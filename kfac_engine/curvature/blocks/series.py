@@ -55,6 +55,8 @@ class SeriesFB(KroneckerProductFB):
         InputError: The option is neither 1 nor 2.
     """
 
+    is_product = False
+
     def __init__(self, collection: FactorOwner, form: LayerForm, option: int = 2) -> None:
         uses = _SUCCESSIVE_USES
         super().__init__(collection, form, input_side=uses, output_side=uses)

@@ -143,6 +143,8 @@ class NaiveFullFB(SingleFactorFB):
         params: The parameters.
     """
 
+    of_parameters = True
+
     _statistic: type[GradientSquare] = GradientOuter
     _factor_class: type[FisherFactor] = DenseSquareMatrixFactor
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod, sqrt
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -319,8 +319,10 @@ class FisherFactor(ABC):
         measures_with_results: Whether measurements read results of refreshes, such as a basis.
         is_symmetric: Whether the average and its inverses are symmetric matrices.
         is_diagonal: Whether the matrix is diagonal.
+        damped_by_feature: Returns whether each feature is damped in units of its own moment.
     """
 
+    damped_by_feature: Callable[[], bool] = staticmethod(lambda: False)
     measures_with_results = False
     is_symmetric = False
     is_diagonal = False
@@ -601,6 +603,32 @@ class FisherFactor(ABC):
         """Return the diagonal blocks of the undamped matrix, ``(g, d, d)``, in lower triangles."""
         stack: Array = self.get_cov()[None]
         return stack
+
+    def matrix_side(self, shape: tuple[int, ...]) -> int:
+        """Return the rows of the matrix, or of each of a stack, for a shape of the average."""
+        return int(shape[-1])
+
+    def blocks(self, shape: tuple[int, ...]) -> int:
+        """Return into how many blocks an average of this shape divides the matrix."""
+        del shape
+        return 1
+
+    def times(self, power: Array, x: Array) -> Array:
+        """Return a power in the form of the average times a matrix, or a stack of them."""
+        product: Array = power[:, None] * x if power.ndim == 1 else power @ x
+        return product
+
+    def moments(self, average: Any, xp: Any = np) -> Any:
+        """Return the second moments of features that a damping by feature is in proportion to.
+
+        Args:
+            average: The average, or a recorded one.
+            xp: Its array module.
+
+        Returns:
+            The diagonal, with larger numbers in place of those far below the median.
+        """
+        raise NotImplementedError  # of factors that are ``damped_by_feature`` only
 
     def multiplications(self, shape: tuple[int, ...]) -> int:
         """Return the multiplications of a product for each entry of a vector."""

@@ -1,6 +1,6 @@
 """Factors that are symmetric matrices, with their inverses, powers and Cholesky factors."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, TypeAlias, cast
 
@@ -40,9 +40,8 @@ class DenseSquareMatrixFactor(FisherFactor):
     """
 
     is_symmetric = True
-    # Whether a damping of so many mean eigenvalues adds so many second moments of each feature.
-    damped_by_feature: Callable[[], bool] = staticmethod(lambda: False)
 
+    # Whether a damping of so many mean eigenvalues adds so many second moments of each feature.
     def __init__(
         self,
         statistic: Statistic,
@@ -226,15 +225,6 @@ class DenseSquareMatrixFactor(FisherFactor):
         return levels
 
     def moments(self, average: Any, xp: Any = np) -> Any:
-        """Return the second moments of features that a damping by feature is in proportion to.
-
-        Args:
-            average: The average, or a recorded one.
-            xp: Its array module.
-
-        Returns:
-            The diagonal, with larger numbers in place of those far below the median.
-        """
         diagonal = xp.diagonal(average)
         features = diagonal[: len(diagonal) - cast(KroneckerMoment, self.statistic).homogeneous]
         least = xp.maximum(_LEAST_OF_MEDIAN * xp.median(features), LEAST_EIGENVALUE)

@@ -8,7 +8,7 @@ Source: Shi et al. 2023, arXiv:2309.06497, section 3.3 (blocks of the factors of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class DividedMoment(KroneckerMoment):
 
     ``side`` is the number of rows of the matrix.
     """
+
+    moment: ClassVar[str] = "blocks"
 
     side: int = 0
 
@@ -97,6 +99,18 @@ class DividedFactor(StackedSquareFactor):
     @property
     def side(self) -> int:
         return self._side
+
+    def matrix_side(self, shape: tuple[int, ...]) -> int:
+        del shape
+        return self._side
+
+    def blocks(self, shape: tuple[int, ...]) -> int:
+        return int(shape[0])
+
+    def times(self, power: Array, x: Array) -> Array:
+        product = power @ split_rows(x, power.shape, np)
+        rows: Array = product.reshape(-1, x.shape[1])[: self._side]
+        return rows
 
     def get_cov(self) -> Array:
         filled: Array = super().get_cov()

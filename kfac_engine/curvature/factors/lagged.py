@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class LagMoment(KroneckerMoment):
     divisor is the number of uses, not of pairs: it is the moment of a sequence padded with zeros,
     whose block is positive semi-definite.
     """
+
+    moment: ClassVar[str] = ""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         d = self.features(values) + self.homogeneous

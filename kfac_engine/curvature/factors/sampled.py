@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,8 @@ class SampledMoment(KroneckerMoment):
             batch, and the draws among the rows are measured. The mean over all ranks, weighted by
             their examples, is the measurement of the whole batch.
     """
+
+    moment: ClassVar[str] = ""
 
     sampling: Sampling = EVERYTHING
     seed: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)

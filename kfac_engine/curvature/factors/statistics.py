@@ -53,6 +53,8 @@ class Statistic(ABC):
         over_rows: Whether the measurement is a mean over rows; otherwise it is one over examples.
         of_sums: Whether the measurement is a square of sums over a batch, which ``sums`` returns:
             the sums over the parts of a batch are added before they are squared.
+        moment: Which part of ``mean x xᵀ`` over all rows the measurement is: ``"matrix"``, for each
+            group if there are groups, ``"blocks"`` or ``"diagonal"``; empty for none.
         tensors: Names of the tensors that change from source to source.
     """
 
@@ -60,6 +62,7 @@ class Statistic(ABC):
 
     over_rows: ClassVar[bool] = False
     of_sums: ClassVar[bool] = False
+    moment: ClassVar[str] = ""
 
     tensors: Tensors
 
@@ -150,6 +153,7 @@ class KroneckerMoment(Statistic):
     """
 
     over_rows: ClassVar[bool] = True
+    moment: ClassVar[str] = "matrix"
 
     tensors: Tensors
     view: View
@@ -303,6 +307,8 @@ class KroneckerMoment(Statistic):
 @dataclass(frozen=True, slots=True)
 class KroneckerDiagonal(KroneckerMoment):
     """Mean of ``x²``, ``(d,)``: a diagonal factor of a Kronecker block."""
+
+    moment: ClassVar[str] = "diagonal"
 
     def shape(self, values: Values) -> tuple[int, ...]:
         return (self.features(values) + self.homogeneous,)
@@ -468,6 +474,8 @@ class ReducedMoment(KroneckerMoment):
     Attributes:
         mean: Whether rows are averaged (inputs) or summed (gradients).
     """
+
+    moment: ClassVar[str] = ""
 
     mean: bool = False
 

@@ -42,6 +42,7 @@ class PixelCovariance(KroneckerMoment):
     """
 
     of_sums: ClassVar[bool] = True
+    moment: ClassVar[str] = ""
 
     taps: int = 1
     centred: bool = True

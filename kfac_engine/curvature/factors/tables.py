@@ -22,7 +22,7 @@ Source: Gao et al. 2020, arXiv:2011.10741 (Kronecker products with the trace of 
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import ClassVar, overload
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from kfac_engine.layers.views import RowView, TokenIdView
 @dataclass(frozen=True, slots=True)
 class IdCounts(KroneckerDiagonal):
     """Fraction of rows that contain each token id, ``(vocabulary,)``; reads a ``TokenIdView``."""
+
+    moment: ClassVar[str] = ""
 
     def shape(self, values: Values) -> tuple[int, ...]:
         for name in self.names():
