@@ -13,12 +13,11 @@ from rich.console import Console
 
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.select import select
-from kfac_engine.bench.gpu_counts import Sizes
+from kfac_engine.bench.gpu_counts import Layer, Sizes, resnet50
 from kfac_engine.bench.gpu_kernels import kernel_works
 from kfac_engine.bench.gpu_meter import GpuRow, Meter
-from kfac_engine.bench.gpu_network import GpuPeer, factor_works, refresh_works
+from kfac_engine.bench.gpu_network import Peer, factor_works, refresh_works
 from kfac_engine.bench.report import Form
-from kfac_engine.bench.resnet50 import Layer, resnet50
 
 _BATCH = 32
 # Backends by kind of products; the first also does the work that does not depend on it.
@@ -57,7 +56,7 @@ def run_gpu(console: Console, name: str) -> list[GpuRow]:
 
 
 def measure_gpu(
-    meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, peer: GpuPeer | None
+    meter: Meter, layers: Sequence[Layer], batch: int, sizes: Sizes, peer: Peer
 ) -> Iterator[GpuRow]:
     """Measure all factors with each kind of products, then inverses, gradients and kernels."""
     for number, name in enumerate(_BACKENDS):
@@ -71,12 +70,12 @@ def measure_gpu(
         yield from meter.rows(first, work)
 
 
-def _peer() -> GpuPeer | None:
+def _peer() -> Peer:
     """Return torch on the device, if this is a checkout and torch sees the device."""
     package = "kfac_engine.bench.peers"
     if find_spec(package) is None:
         return None
-    peer: GpuPeer | None = import_module(f"{package}.torch_gpu").torch_on_device()
+    peer: Peer = import_module(f"{package}.torch_gpu").torch_on_device()
     return peer
 
 

@@ -1,7 +1,7 @@
 """The network of the GPU suite: all factors, inverses and products of a ResNet-50."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -11,9 +11,15 @@ from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.window import Window
 from kfac_engine.bench import gpu_counts
 from kfac_engine.bench.data import factor, normal
+from kfac_engine.bench.gpu_counts import Layer
 from kfac_engine.bench.gpu_meter import FLOAT64, Work, difference, kind_of
 from kfac_engine.bench.jobs import DAMPING, square_window
-from kfac_engine.bench.resnet50 import Layer
+
+if TYPE_CHECKING:
+    from kfac_engine.bench.peers.torch_gpu import TorchOnDevice
+
+# Another implementation of the work on the device, in float32.
+Peer: TypeAlias = "TorchOnDevice | None"
 
 _DECAY = 0.5
 # Largest accepted difference from the definition relative to its largest entry, by backend.
@@ -24,30 +30,6 @@ _INVERSE_TOLERANCE = 1e-4
 _SPECTRA = (256, 256, 256, 256, 1024)
 
 
-class GpuPeer(Protocol):
-    """Another implementation of the suite's work on the device, in float32.
-
-    Each method returns callables; calling one runs the work once.
-    """
-
-    def input_factor(self, x: Array, layer: Layer) -> Callable[[], object]:
-        """The second moment of patches, averaged in place."""
-
-    def output_factor(self, ds: Array) -> Callable[[], object]:
-        """The second moment of pixels, averaged in place."""
-
-    def inverses(
-        self, matrices: Sequence[Array], damping: float
-    ) -> Mapping[str, Callable[[], object]]:
-        """Damped inverses of all matrices, by name of the method."""
-
-    def eigenvectors(self, matrices: Sequence[Array]) -> Callable[[], object]:
-        """Eigenvectors of all matrices."""
-
-    def precondition(self, triples: Sequence[tuple[Array, Array, Array]]) -> Callable[[], object]:
-        """The products ``A V G`` of all triples."""
-
-
 def window(layer: Layer) -> Window:
     """Return the window of a layer."""
     window: Window = square_window(layer.kernel, layer.stride, layer.pad)
@@ -55,7 +37,11 @@ def window(layer: Layer) -> Window:
 
 
 def factor_works(
-    backend: CupyBackend, name: str, layers: Sequence[Layer], batch: int, peer: GpuPeer | None
+    backend: CupyBackend,
+    name: str,
+    layers: Sequence[Layer],
+    batch: int,
+    peer: Peer,
 ) -> Iterator[Work]:
     """Yield input factors of each kind of filter, then all input factors and all output factors.
 
@@ -95,9 +81,7 @@ def factor_works(
     )
 
 
-def refresh_works(
-    backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None
-) -> Iterator[Work]:
+def refresh_works(backend: CupyBackend, layers: Sequence[Layer], peer: Peer) -> Iterator[Work]:
     """Yield the inverses of all factors, all preconditioned gradients, eigenvectors and roots."""
     sides = [side for layer in layers for side in (layer.d_in, layer.outputs)]
     hosts = {side: factor(side) for side in set(sides)}
@@ -153,7 +137,7 @@ def _inverse_error(backend: CupyBackend, host: Array) -> float:
     return float(difference(backend.to_numpy(inverse), wanted))
 
 
-def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPeer | None) -> Work:
+def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: Peer) -> Work:
     """Return the work of multiplying all gradients by matrices of the shapes of their factors."""
     distinct = {
         layer: (factor(layer.d_in), normal(layer.d_in, layer.outputs), factor(layer.outputs))
@@ -178,7 +162,7 @@ def _preconditioning(backend: CupyBackend, layers: Sequence[Layer], peer: GpuPee
     )
 
 
-def _spectra(backend: CupyBackend, sides: Sequence[int], peer: GpuPeer | None) -> Iterator[Work]:
+def _spectra(backend: CupyBackend, sides: Sequence[int], peer: Peer) -> Iterator[Work]:
     """Yield eigenvectors, and inverse fourth roots by products if the device supports them."""
     hosts = [factor(side) for side in sides]
     matrices = [backend.asarray(host) for host in hosts]

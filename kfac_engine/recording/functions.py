@@ -9,8 +9,7 @@ import numpy as np
 from kfac_engine._types import DType
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.losses.outliers import STIRLING
-from kfac_engine.recording.recorded import Recorded, Size, Symbol, broadcast_shape, lifted
-from kfac_engine.recording.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape, broadcast_shape, lifted
 
 _INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
 

@@ -15,8 +15,7 @@ from kfac_engine.backend import channel_groups
 from kfac_engine.backend.window import SlidingWindow, Window
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.recording.functions import Namespace, applied, called
-from kfac_engine.recording.recorded import Recorded, Size, Symbol, size_of
-from kfac_engine.recording.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape, size_of
 
 # A low-discrepancy sequence of two dimensions, in units of 2⁻²⁴: the powers of the inverse of the
 # root of x³ = x + 1 (Roberts 2018). Its terms for the next examples and steps fill the unit square

@@ -16,7 +16,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import MOST_THREADS, patterns, whole
 from kfac_engine.autodiff.activity import left_out
 from kfac_engine.autodiff.canonicalize.linear_products import plain_products
-from kfac_engine.autodiff.canonicalize.weight_operands import fold_weight_operands
+from kfac_engine.autodiff.canonicalize.weights import fold_weight_operands
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.random_ops import drawn_values
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph

@@ -33,8 +33,7 @@ from kfac_engine.layers.parameter_slices import join, split
 from kfac_engine.losses.objective import Observation
 from kfac_engine.recording.functions import identity_like
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
-from kfac_engine.recording.recorded import Recorded, Size, Symbol
-from kfac_engine.recording.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
 

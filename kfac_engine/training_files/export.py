@@ -27,7 +27,7 @@ from kfac_engine.graph.structure import Graph, Input, Node
 from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model, serialize, with_properties
 from kfac_engine.losses.objective import Reduction
-from kfac_engine.recording.tape import OPSET
+from kfac_engine.recording.recorded import OPSET
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon

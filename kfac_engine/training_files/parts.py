@@ -15,8 +15,7 @@ from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Node
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
-from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol
-from kfac_engine.recording.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape
 from kfac_engine.runtime.model import OnnxModel
 
 _FLOAT = np.dtype(np.float32)

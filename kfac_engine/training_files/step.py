@@ -16,8 +16,7 @@ from kfac_engine.graph.structure import Input
 from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
-from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, size_of
-from kfac_engine.recording.tape import Tape
+from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
 from kfac_engine.training.kfac import EXAMPLES, KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, SlotArrays, trained_names
 from kfac_engine.training.seen_examples import scarcity

@@ -12,8 +12,8 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import device, inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.bench import data, gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network
+from kfac_engine.bench.gpu_counts import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
-from kfac_engine.bench.resnet50 import Layer, resnet50
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import source
 from kfac_engine.kernels.variants import MACROS

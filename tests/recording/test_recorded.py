@@ -9,8 +9,7 @@ from kfac_engine.errors import UnsupportedError
 from kfac_engine.graph.structure import Input
 from kfac_engine.graph.write import build_model, serialize
 from kfac_engine.recording.operations import Draws, new_tape
-from kfac_engine.recording.recorded import Recorded, Size, size_of
-from kfac_engine.recording.tape import OPSET
+from kfac_engine.recording.recorded import OPSET, Recorded, Size, size_of
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.standard_normal((3, 4)).astype(np.float32) for _ in range(2))

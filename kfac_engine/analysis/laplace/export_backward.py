@@ -13,8 +13,7 @@ from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.passes.bodies import renamed
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.recording.operations import Operations, new_tape
-from kfac_engine.recording.recorded import Recorded, Symbol, size_of
-from kfac_engine.recording.tape import Level, Tape
+from kfac_engine.recording.recorded import Level, Recorded, Symbol, Tape, size_of
 from kfac_engine.runtime.model import OnnxModel
 
 PREFIX = "variance/"
