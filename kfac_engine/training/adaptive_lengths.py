@@ -43,6 +43,9 @@ _BETA2, _EPSILON = 0.999, 1e-8
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
 _DECAY, _GAIN = 0.1, 0.4
 _LEAST, _LARGEST = 0.1, 20.0
+# log k falls by this number where all updates, together, were far too long: where the loss rises
+# along them by more than this multiple of the fall at their start, and by more than the loss.
+_CUT, _FAR = 1.0, 3.0
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
@@ -115,6 +118,11 @@ class AdaptiveLengthUpdate:
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
     are updated by Adam.
 
+    The matrices of a deep network may each be short enough, and all together far too long. Where
+    the loss rises along the last updates by more than itself, and by more than three times the fall
+    at their start, ``−Σ s ⟨g, p⟩ > max(|loss|, 3 Σ s ⟨g', p⟩)`` with the step sizes s of the last
+    step, log k of each matrix falls by 1.
+
     Predictions of means have the unit of their targets. The length of the matrix of a layer whose
     outputs they are is multiplied by ``u / max(1, v)``, and the rate of its bias by u. u is the
     spread of the targets (``Residuals``), at least 1, and v the root of the mean square of the
@@ -171,7 +179,8 @@ class AdaptiveLengthUpdate:
 
         Returns:
             Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
-            weight the last direction p, and of each of its matrices ``⟨g', p⟩`` and ``log k``.
+            weight the last direction p, and of each of its matrices ``⟨g', p⟩``, ``log k`` and the
+            step size: the update is its product with p.
         """
         units, weights = self.units.split(parameters), self.units.weights
         means, by_adam = self.together.means, self.together.by_adam
@@ -181,7 +190,7 @@ class AdaptiveLengthUpdate:
             "momentum": Zeros({name: parameters[name] for names in means for name in names}),
             "second_moment": Zeros({name: units[name] for names in by_adam for name in names}),
             "natural_gradient": Zeros({name: units[name] for name in weights}),
-            **{slot: Zeros(numbers) for slot in ("slope", "log_length")},
+            **{slot: Zeros(numbers) for slot in ("slope", "log_length", "step_size")},
         }
 
     def __call__(self, step: StepInputs) -> Move:
@@ -200,13 +209,13 @@ class AdaptiveLengthUpdate:
         with step.clock("precondition"):
             natural = self._natural_gradients(means, step, due)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
-        factors = self._factors(step, last, slopes, squares, due)
+        sizes = self._step_sizes(step, last, slopes, squares, due)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         # The memory of a gradient that is not needed any more receives the new value.
-        for name, factor in factors.items():
-            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, factor)
+        for name, size in sizes.items():
+            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, size)
         for names in self.together.by_adam:
             value, mean = joined(gradients, names), joined(means, names)
             self._by_adam(names, value, mean, joined(parameters, names), step)
@@ -345,7 +354,7 @@ class AdaptiveLengthUpdate:
         spread = step.spreads.get(self.predictions.get(name, ""))
         return 1.0 if spread is None else np.maximum(spread, 1.0)
 
-    def _factors(
+    def _step_sizes(
         self,
         step: StepInputs,
         last: Vector,
@@ -353,7 +362,7 @@ class AdaptiveLengthUpdate:
         squares: Vector,
         due: Mapping[str, Any],
     ) -> dict[str, Array]:
-        """Write the new slopes and lengths; return the factors of the directions of each weight.
+        """Write the new slopes, lengths and step sizes; return the step sizes of each weight.
 
         Args:
             step: The step.
@@ -363,27 +372,38 @@ class AdaptiveLengthUpdate:
             due: Whether the direction of a weight is new.
 
         Returns:
-            Name of a weight to the factors of its matrices.
+            Name of a weight to the step sizes of its matrices.
         """
         old, new = step.slots, step.new_slots
-        factors: dict[str, Array] = {}
+        sizes: dict[str, Array] = {}
+        cut = np.where(self._were_far_too_long(step, last), _CUT, 0.0)
         for names in self.together.lengths:
             slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
-            logs = _next_logs(log_length, slope, joined(last, names), step.scale)
+            logs = _next_logs(log_length, slope, joined(last, names), step.scale, cut)
             block_of(new["log_length"], names)[...] = logs
             norms = joined(squares, names) ** 0.5
             rates: Any = [self._rate(name, step) for name in names]
             rates = np.repeat(rates, [slopes[n].size for n in names]) if names[1:] else rates[0]
             scaled = rates * np.exp(logs) / (norms + (norms == 0))
             like = {name: slopes[name] for name in names}
-            factors |= separated(scaled, like) if names[1:] else {names[0]: scaled}
+            block_of(new["step_size"], names)[...] = scaled
+            sizes |= separated(scaled, like) if names[1:] else {names[0]: scaled}
             for name in names:
                 # A direction of several steps has the slope of the first one.
                 of_first = slopes[name]
                 if due[name] is not True:
                     of_first = np.where(due[name], of_first, old["slope"][name])
                 new["slope"][name][...] = of_first
-        return factors
+        return sizes
+
+    def _were_far_too_long(self, step: StepInputs, last: Vector) -> Any:
+        """Return whether the last updates went far beyond the minimum along them, all together."""
+        rise, fall = 0.0, 0.0
+        for names in self.together.lengths:
+            slope, size = (block_of(step.slots[slot], names) for slot in ("slope", "step_size"))
+            rise = rise - (size * joined(last, names)).sum()
+            fall = fall + (size * slope).sum()
+        return rise > np.maximum(np.abs(step.loss), _FAR * fall)
 
     def _rate(self, name: str, step: StepInputs) -> Any:
         """Return the length of the update of a matrix of a weight with k = 1."""
@@ -400,15 +420,15 @@ class AdaptiveLengthUpdate:
         natural: Array,
         parameter: Array,
         step: StepInputs,
-        factors: Array,
+        sizes: Array,
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
         weight = self.units.weights[name]
         shrunk = 1 - step.rate * step.decay * self.weight_decay
         if self._is_single(step, name):
-            combine(value, -factors.item(), natural, shrunk, parameter)
+            combine(value, -sizes.item(), natural, shrunk, parameter)
         else:
-            scales = array_module(natural).asarray(factors, natural.dtype)[:, None, None]
+            scales = array_module(natural).asarray(sizes, natural.dtype)[:, None, None]
             scaled = weight.array(scales * weight.matrices(natural), natural)
             combine(value, -1.0, scaled, shrunk, parameter)
 
@@ -418,11 +438,11 @@ def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
     return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
 
 
-def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float) -> Array:
+def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float, cut: Any) -> Array:
     """Return the new ``log k`` of matrices; the agreement is 0 without a slope."""
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
-    grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
+    grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements - cut
     result: Array = np.minimum(np.maximum(grown, log(_LEAST)), log(_LARGEST))
     return result
 

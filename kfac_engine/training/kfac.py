@@ -272,6 +272,7 @@ class KfacOptimizer(Optimizer):
             slots=self._slots,
             new_slots=self._new_slots(),
             step=self.steps,
+            loss=loss,
             rate=rate,
             scale=scale,
             momentum=evaluated_momentum(self._momentum, self.steps),
@@ -331,8 +332,8 @@ class KfacOptimizer(Optimizer):
             steps: Number of steps so far.
             scale: Value of the schedule.
             residuals: The residuals of the batch.
-            recorded: Takes the place of the engine: has ``precondition``, the number of
-                ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block and
+            recorded: Takes the place of the engine: has ``precondition``, the ``loss``, the number
+                of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block and
                 ``moment`` of its inputs.
         """
         update = self._update
@@ -345,6 +346,7 @@ class KfacOptimizer(Optimizer):
             slots=slots[0],
             new_slots=slots[1],
             step=steps,
+            loss=recorded.loss,
             rate=scale * evaluated_rate(self._learning_rate, steps),
             scale=scale,
             momentum=evaluated_momentum(self._momentum, steps),

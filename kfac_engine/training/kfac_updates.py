@@ -23,6 +23,7 @@ class StepInputs:
         slots: The state of the optimizer.
         new_slots: Arrays that receive the new state.
         step: Number of steps so far.
+        loss: The loss of the batch before the step.
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
         decay: Factor of the weight decay, for ``"auto"``.
@@ -41,6 +42,7 @@ class StepInputs:
     slots: SlotArrays
     new_slots: SlotArrays
     step: int
+    loss: float
     rate: float
     scale: float
     momentum: float | None

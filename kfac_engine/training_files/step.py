@@ -146,7 +146,7 @@ class StepRecorder:
             residuals.sums[key] = (*known, metrics.pop(name))
 
         def updated() -> list[Symbol]:
-            new = self._updated(batch, values, gradients, step, rate, random, residuals)
+            new = self._updated(batch, values, gradients, loss, rate, random, residuals)
             new |= buffers
             new["step"] = step + 1
             return [new[name] for name in state]
@@ -367,7 +367,7 @@ class StepRecorder:
         batch: Evaluation,
         values: Mapping[str, Symbol],
         gradients: Mapping[str, Symbol],
-        step: Symbol,
+        loss: Symbol,
         rate: Symbol,
         random: Writer,
         residuals: Residuals,
@@ -380,13 +380,13 @@ class StepRecorder:
         new = {slot: {n: v.copy() for n, v in arrays.items()} for slot, arrays in old.items()}
         parameters = {name: values[name] for name in self._names}
         cells = {name: gradient.copy() for name, gradient in gradients.items()}
-        steps = step.astype(_FLOAT)
+        steps = values["step"].astype(_FLOAT)
         state: dict[str, Symbol] = {}
         optimizer = self._optimizer
         if self._curvature is None:
             moved = optimizer.moved(cells, parameters, (old, new), steps, rate)  # type: ignore[attr-defined] # of first order
         else:
-            curvature = _RecordedCurvature(self._curvature, batch, values, step, random, state)
+            curvature = _RecordedCurvature(self._curvature, batch, values, loss, random, state)
             arguments = (old, new), steps, rate, residuals, curvature
             moved = optimizer.moved(cells, parameters, *arguments)  # type: ignore[attr-defined] # checked
         state |= moved
@@ -441,11 +441,13 @@ class _RecordedCurvature:
         curvature: CurvatureSteps,
         batch: Evaluation,
         values: Mapping[str, Symbol],
-        step: Symbol,
+        loss: Symbol,
         random: Writer,
         state: dict[str, Symbol],
     ) -> None:
+        step = values["step"]
         self._arguments, self._state = (curvature, batch, values, step, random), state
+        self.loss = loss
         self.repeats = curvature.repeats
         size = batch.assembly.task.batch.size
         self.examples = size if batch.examples is None else _number(batch.tape, batch.examples)
