@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
@@ -24,6 +25,7 @@ from tests.cuda_on_cpu.module import ORDERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 _SCRATCH = 4 << 20
+_PLAIN = Accumulation(homogeneous=False, alpha=1, beta=0)
 # Shape of the images (n, channels, size), kernel, stride and padding.
 _GEOMETRIES = {
     "2×64×6², 3×3": ((2, 64, 6), 3, 1, 1),
@@ -152,7 +154,7 @@ def _moment_error(case: str, split: int, order: str) -> float:
     x, window, z = _data(case)
     out = np.full((z.shape[2],) * 2, np.nan, np.float32)
     moments = PatchMoments(ShimDevice(order), _SCRATCH, split)
-    moments.add(x, window, out, homogeneous=False, alpha=1, beta=0)
+    moments.add(x, window, out, _PLAIN)
     return _worst(out, np.einsum("nti,ntj->ij", z, z))
 
 
@@ -167,7 +169,7 @@ def _group_error(case: str, order: str) -> float:
     z = _by_group(z, window.taps)
     out = np.full((2, z.shape[3], z.shape[3]), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
-    products.add_moments(x, window, out, homogeneous=False, alpha=1, beta=0)
+    products.add_moments(x, window, out, _PLAIN)
     return _worst(out, np.einsum("gnti,gntj->gij", z, z))
 
 
@@ -178,7 +180,7 @@ def _square_error(case: str, order: str) -> float:
     ds = np.random.default_rng(1).standard_normal((len(x), 6, *sides), np.float32)
     out = np.full((2, z.shape[3], 3), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
-    products.add_squares(x, window, ds, out, homogeneous=False, alpha=1, beta=0)
+    products.add_squares(x, window, ds, out, _PLAIN)
     g = ds.astype(np.float64).reshape(len(x), 2, 3, -1)
     return _worst(out, (np.einsum("gnti,ngot->gnio", z, g) ** 2).sum(axis=1))
 
@@ -203,7 +205,7 @@ def _few_error(kernel: tuple[int, int], order: str) -> float:
     x, window, z = _few(kernel)
     out = np.full((6, window.taps, window.taps), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
-    products.add_moments(x, window, out, homogeneous=False, alpha=1, beta=0)
+    products.add_moments(x, window, out, _PLAIN)
     return _worst(out, np.einsum("gnti,gntj->gij", z, z))
 
 
@@ -213,7 +215,7 @@ def _few_square_error(kernel: tuple[int, int], order: str) -> float:
     ds = np.random.default_rng(1).standard_normal((2, 6, *sides), np.float32)
     out = np.full((6, window.taps, 1), np.nan, np.float32)
     products = GroupProducts(ShimDevice(order), _SCRATCH)
-    products.add_squares(x, window, ds, out, homogeneous=False, alpha=1, beta=0)
+    products.add_squares(x, window, ds, out, _PLAIN)
     g = ds.astype(np.float64).reshape(2, 6, -1)
     return _worst(out[..., 0], (np.einsum("gnti,ngt->gni", z, g) ** 2).sum(axis=1))
 
