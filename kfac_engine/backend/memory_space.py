@@ -82,7 +82,7 @@ class HostMemory:
 
     def as_feed(self, value: Any) -> Array:
         array = np.asarray(as_array(value))
-        return np.ascontiguousarray(array).reshape(array.shape)
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
     def to_device(self, value: Any) -> Array:
         return self.as_feed(value)

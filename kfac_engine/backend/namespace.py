@@ -36,12 +36,12 @@ def array_module(array: Array) -> ModuleType:
 
 def is_recorded(array: Array) -> bool:
     """Return whether an array records operations for a file; its entries are not known."""
-    return _library(array) == _RECORDED
+    return not isinstance(array, np.ndarray) and _library(array) == _RECORDED
 
 
 def on_device(array: Array) -> bool:
     """Return whether an array is in the memory of a GPU."""
-    return _library(array) == "cupy"
+    return not isinstance(array, np.ndarray) and _library(array) == "cupy"
 
 
 def as_array(value: Any) -> Array:
@@ -50,6 +50,8 @@ def as_array(value: Any) -> Array:
     Memory is shared if possible. ``InputError`` is raised if the array has a mask, or if NumPy
     cannot convert the object.
     """
+    if type(value) is np.ndarray:  # most often
+        return value
     refuse_mask(value)
     if isinstance(value, np.ndarray) or _library(value) in ("cupy", _RECORDED):
         array: Array = value
@@ -105,8 +107,10 @@ def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
     ``InputError`` is raised if ``values`` is not a mapping.
     """
-    shared = in_library(values, backend)
-    return {n: backend.to_numpy(shared[n]) if _is_foreign(v) else v for n, v in values.items()}
+    _require_mapping(values)
+    return {
+        n: backend.to_numpy(backend.asarray(v)) if _is_foreign(v) else v for n, v in values.items()
+    }
 
 
 def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
@@ -114,15 +118,19 @@ def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
     Arrays are not copied if possible. ``InputError`` is raised if ``values`` is not a mapping.
     """
+    _require_mapping(values)
+    return {n: backend.asarray(v) if _is_foreign(v) else v for n, v in values.items()}
+
+
+def _require_mapping(values: object) -> None:
     if not isinstance(values, Mapping):
         raise InputError(
             f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
         )
-    return {n: backend.asarray(v) if _is_foreign(v) else v for n, v in values.items()}
 
 
 def _is_foreign(value: Any) -> bool:
-    return hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic)
+    return not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__")
 
 
 def _library(value: object) -> str:

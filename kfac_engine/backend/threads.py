@@ -108,7 +108,7 @@ def single_threaded_blas() -> Iterator[None]:
     with _BLAS_LIMIT.lock:
         if _BLAS_LIMIT.count == 0:
             _BLAS_LIMIT.before = _numbers_of_threads()
-            _set_threads([1] * len(_BLAS_LIMIT.before))
+            _set_threads([1] * len(_BLAS_LIMIT.before), _BLAS_LIMIT.before)
         _BLAS_LIMIT.count += 1
     try:
         yield
@@ -116,7 +116,7 @@ def single_threaded_blas() -> Iterator[None]:
         with _BLAS_LIMIT.lock:
             _BLAS_LIMIT.count -= 1
             if _BLAS_LIMIT.count == 0:
-                _set_threads(_BLAS_LIMIT.before)
+                _set_threads(_BLAS_LIMIT.before, [1] * len(_BLAS_LIMIT.before))
 
 
 def _run_with_helpers(queue: _Tasks, count: int) -> None:
@@ -205,9 +205,10 @@ def _numbers_of_threads() -> list[int]:
     return [library.num_threads for library in _blas()]
 
 
-def _set_threads(numbers: Sequence[int]) -> None:
-    for library, number in zip(_blas(), numbers, strict=True):
-        if library.num_threads != number:
+def _set_threads(numbers: Sequence[int], present: Sequence[int]) -> None:
+    """Set the number of threads of each BLAS library where it differs from the present one."""
+    for library, number, now in zip(_blas(), numbers, present, strict=True):
+        if number != now:
             library.set_num_threads(number)
 
 

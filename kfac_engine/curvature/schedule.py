@@ -261,6 +261,7 @@ class GrowingPlanner(Planner):
     ) -> None:
         super().__init__(works, schedule)
         self._least_period = least_period
+        self._longest = max(self.periods.values(), default=0)
         self.observed = self.start = NEVER
 
     def observes(self, counter: int) -> bool:
@@ -269,7 +270,7 @@ class GrowingPlanner(Planner):
 
     def bound(self, counter: int, examples: int) -> int:
         grown = self._grown(counter)
-        if self.schedule.policy == "budget":
+        if self.schedule.policy == "budget" or grown >= self._longest:
             return grown
         return max(grown, self._least_period(examples))
 

@@ -8,7 +8,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.datasets.examples import Batch
@@ -128,7 +127,8 @@ class BatchPasses:
 
         backward = self._joined(self.traced(parts), differentiate)
         joined = self._model.joined_buffers(buffers[-len(parts) :])
-        return replace(backward, buffers=joined, notes=tuple(notes))
+        gradients, outputs = backward.gradients, backward.outputs
+        return BackwardResult(backward.loss, gradients, outputs, joined, tuple(notes))
 
     def differentiate(
         self,
@@ -144,11 +144,12 @@ class BatchPasses:
         with self._origin_named(trace):
             backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
             check_finite(backward.gradients, self._model.memory_space)
-        return replace(
-            backward,
-            gradients=self.arrays.for_backend(backward.gradients),
-            buffers=self._updated_buffers(trace) if update_buffers else {},
-            notes=disagreements(self._model.graph, trace),
+        return BackwardResult(
+            backward.loss,
+            self.arrays.for_backend(backward.gradients),
+            backward.outputs,
+            self._updated_buffers(trace) if update_buffers else {},
+            disagreements(self._model.graph, trace),
         )
 
     def record(self, loss: float, gradients: Mapping[str, Array | Rows]) -> None:
@@ -180,6 +181,8 @@ class BatchPasses:
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         """Return the running statistics after a batch."""
         buffers = self._model.buffers_after(trace)
+        if not buffers:
+            return {}
         with trace.explain():
             check_finite(buffers, self._model.memory_space, "the running statistic")
         return buffers

@@ -156,6 +156,7 @@ class Objective:
         axes: Map from a loss input to its axis of examples; 0 where absent.
         prepare: Map from the name of targets to the function that computes them from the array of
             the caller, where they differ.
+        terms: The loss functions of all losses, one for each part of the batch.
     """
 
     losses: tuple[RegisteredLoss, ...]
@@ -164,6 +165,12 @@ class Objective:
     outputs: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
     prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    terms: tuple[LossFunction, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect the terms."""
+        terms = tuple(term for loss in self.losses for term in loss.parts)
+        object.__setattr__(self, "terms", terms)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -328,11 +335,6 @@ class Objective:
         """
         pairs = zip(self._divisors(used), self._divisors(right), strict=True)
         return tuple(old / new for old, new in pairs)
-
-    @property
-    def terms(self) -> tuple[LossFunction, ...]:
-        """The loss functions of all losses, one for each part of the batch."""
-        return tuple(term for loss in self.losses for term in loss.parts)
 
     def examples(self, values: Values) -> int:
         """Return the number of examples in a batch."""

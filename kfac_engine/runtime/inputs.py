@@ -167,7 +167,7 @@ def check_parameters(
 
 def finite(array: Array) -> bool:
     """Return whether an array of numbers has neither NaN nor infinity."""
-    if not np.issubdtype(array.dtype, np.floating):
+    if array.dtype.kind != "f":
         return True
     return all_finite(array) if isinstance(array, np.ndarray) else bool(np.isfinite(array).all())
 

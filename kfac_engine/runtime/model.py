@@ -170,6 +170,7 @@ class OnnxModel:
         self._backwards: dict[tuple[object, ...], Backward] = {}
         self._twices: dict[tuple[object, ...], Backward] = {}
         self._sessions: dict[int, BackwardSession] = {}
+        self._fed: dict[int, tuple[str, ...]] = {}
 
     def __repr__(self) -> str:
         return f"<OnnxModel {self.loaded.graph.name!r:.80}: {len(self.parameters):,} parameters>"
@@ -408,6 +409,7 @@ class OnnxModel:
             while len(self._twices) >= _MOST_SHAPES:
                 oldest = self._twices.pop(next(iter(self._twices)))
                 self._sessions.pop(id(oldest), None)
+                self._fed.pop(id(oldest), None)
             self._twices[key] = second = differentiate_twice(self.graph, backward, facts, wrt)
             self._adopt(second)
         return self._twices[key]
@@ -421,7 +423,9 @@ class OnnxModel:
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
         """Return the inputs of a backward session, except cotangents and constants."""
-        return self.context().fed(backward)
+        if id(backward) not in self._fed:
+            self._fed[id(backward)] = self.context().fed(backward)
+        return self._fed[id(backward)]
 
     def backward_session(self, backward: Backward) -> BackwardSession:
         """Return the session of a backward graph; the first call builds it."""

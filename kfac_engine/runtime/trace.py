@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
@@ -72,11 +73,7 @@ class Trace(Mapping[str, Array]):
         self._model = model
         self._suspects = suspects
         self._feeds = feeds
-        # Parameters are feeds: reading them as constants would copy them from a device.
-        fixed = model.graph.constants
-        values = {name: fixed[name] for name in fixed if name not in feeds}
-        self._values: dict[str, Array] = {**values, **feeds, **extra}
-        self._known = dict.fromkeys((*model.graph.values(), *model.defined))
+        self._values: dict[str, Array] = {**feeds, **extra}
         computed = model.fetch(feeds)
         self._values |= computed
         self._releasable = computed.keys() - set(model.draws)
@@ -86,12 +83,16 @@ class Trace(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._values:
-            if name not in self._known:
+            constants = self._model.graph.constants
+            if name in constants:
+                self._values[name] = constants[name]
+            elif name in self._known:
+                self._fetch([name])
+            else:
                 raise UnknownNameError(
                     f"'{name}'{suggestion(name, self)} is neither a value of model "
                     f"'{self._model.graph.name}' nor a target."
                 )
-            self._fetch([name])
         return self._values[name]
 
     def __contains__(self, name: object) -> bool:
@@ -289,6 +290,11 @@ class Trace(Mapping[str, Array]):
         return self._run_twice(backward, cotangents, tangents, wrt)
 
     # -- private ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _known(self) -> dict[str, None]:
+        """The names of all values of the graph."""
+        return dict.fromkeys((*self._model.graph.values(), *self._model.defined))
 
     def _run_twice(
         self,

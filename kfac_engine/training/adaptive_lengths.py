@@ -195,14 +195,13 @@ class AdaptiveLengthUpdate:
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
-        means = step.new_slots["momentum"]
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
         for names in self.together.means:
             mean, old = (
                 block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
             )
             combine(mean, self.momentum, old, 1 - self.momentum, joined(step.gradients, names))
-        vectors = (step.gradients, step.parameters, means)
+        vectors = (step.gradients, step.parameters, step.new_slots["momentum"])
         gradients, parameters, means = map(self.units.split, vectors)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
         due = {name: self._is_due(name, step, last[name]) for name in self.roots}
@@ -379,9 +378,9 @@ class AdaptiveLengthUpdate:
         cut = np.where(self._were_far_too_long(step, last), _CUT, 0.0)
         for names in self.together.lengths:
             slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
-            logs = _next_logs(log_length, slope, joined(last, names), step.scale, cut)
+            logs = _next_logs(log_length, slope, _numbers(last, names), step.scale, cut)
             block_of(new["log_length"], names)[...] = logs
-            norms = joined(squares, names) ** 0.5
+            norms = _numbers(squares, names) ** 0.5
             rates: Any = [self._rate(name, step) for name in names]
             rates = np.repeat(rates, [slopes[n].size for n in names]) if names[1:] else rates[0]
             scaled = rates * np.exp(logs) / (norms + (norms == 0))
@@ -401,7 +400,7 @@ class AdaptiveLengthUpdate:
         rise, fall = 0.0, 0.0
         for names in self.together.lengths:
             slope, size = (block_of(step.slots[slot], names) for slot in ("slope", "step_size"))
-            rise = rise - (size * joined(last, names)).sum()
+            rise = rise - (size * _numbers(last, names)).sum()
             fall = fall + (size * slope).sum()
         return rise > np.maximum(np.abs(step.loss), _FAR * fall)
 
@@ -436,6 +435,12 @@ class AdaptiveLengthUpdate:
 def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
     """Return the inner product of each matrix of one array with that of another."""
     return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
+
+
+def _numbers(products: Vector, names: Sequence[str]) -> Array:
+    """Return the inner products of weights on one axis; those of a single weight unchanged."""
+    several = len(names) > 1 and not any(products[name].ndim for name in names)
+    return np.array([products[n] for n in names]) if several else joined(products, names)
 
 
 def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float, cut: Any) -> Array:

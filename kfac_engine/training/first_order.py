@@ -123,9 +123,9 @@ class _FirstOrder(Optimizer):
         self, gradients: Vector, parameters: Vector, rates: Mapping[str, float]
     ) -> bool:
         """Return whether a step is finite for sure, so that its state needs no copy."""
-        vectors = (gradients, parameters, self._slots["momentum"])
         if self._states > 1:
             return False
+        vectors = (gradients, parameters, self._slots["momentum"].blocks)
         norm = sqrt(sum(dot(vector, vector) for vector in vectors))  # NaN for a gradient of NaN
         norm *= 1 + self._weight_decay
         longest = max(rule.gain * max(1.0, rates[n]) for n, rule in self._setting.rules.items())

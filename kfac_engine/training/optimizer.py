@@ -83,7 +83,7 @@ class StepReport:
 Rate: TypeAlias = float | Callable[[int], float]
 NonFinitePolicy: TypeAlias = Literal["raise", "skip"]
 # Slot to parameter name to state array.
-SlotArrays: TypeAlias = dict[str, dict[str, Array]]
+SlotArrays: TypeAlias = dict[str, Zeros]
 
 POLICIES = ("raise", "skip")
 # Slots that divide updates. Infinity in another slot makes the new parameters infinite or NaN.
@@ -416,8 +416,8 @@ class Optimizer(Summarized, Sealed, ABC):
         """Refuse an overflow of the slots that parameters do not show."""
         backend = self.engine.collection.backend
         for slot in _DIVISORS & slots.keys():
-            arrays = slots[slot]
-            if arrays and not bool(backend.are_finite(list(arrays.values())).all()):
+            arrays = list(slots[slot].blocks.values())
+            if arrays and not bool(backend.are_finite(arrays).all()):
                 raise NonFiniteError(
                     f"the {slot.replace('_', ' ')} of the optimizer overflows; the gradients are "
                     f"too large. Scale the loss down, or clip the data."

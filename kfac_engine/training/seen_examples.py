@@ -69,7 +69,7 @@ class SeenExamples:
     def after(self, fingerprints: Array) -> "SeenExamples":
         """Return the examples with those of one more step."""
         count, last = self.count + len(fingerprints), _KEPT - 1
-        places = np.minimum(np.searchsorted(self.least, fingerprints), last)
+        places = np.minimum(self.least.searchsorted(fingerprints), last)
         known = self.least[places] == fingerprints
         least, times = self.least, self.times + np.bincount(places[known], minlength=_KEPT)
         new = fingerprints[~known & (fingerprints < least[last])]
@@ -140,7 +140,7 @@ def _of_part(inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Back
 def _hashes(array: Array, axis: int, seed: int) -> Array:
     """Return a sum of products of the bits of each example with random odd numbers, modulo 2⁶⁴."""
     xp = array_module(array)
-    rows = xp.moveaxis(array, axis, 0)
+    rows = xp.moveaxis(array, axis, 0) if axis else array
     rows = rows.reshape(len(rows), prod(rows.shape[1:]))
     rows = xp.ascontiguousarray(rows)
     if rows.dtype.hasobject:

@@ -52,6 +52,9 @@ class Zeros(dict[str, Array]):
 
     Args:
         like: Name to an array of the shape and the type.
+
+    Attributes:
+        blocks: The memory, by the name of the first array in it.
     """
 
     def __init__(self, like: Vector) -> None:
@@ -65,6 +68,7 @@ class Zeros(dict[str, Array]):
             block = array_module(next(iter(values.values()))).zeros(size, dtype)
             self._blocks[tuple(values)] = block
             arrays |= separated(block, values)
+        self.blocks = {names[0]: block for names, block in self._blocks.items()}
         super().__init__({name: arrays[name] for name in like})
 
     def block(self, names: tuple[str, ...]) -> Array:

@@ -18,7 +18,7 @@ from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
 from kfac_engine.training.kfac import EXAMPLES, KfacOptimizer
-from kfac_engine.training.optimizer import Optimizer, SlotArrays, trained_names
+from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
 from kfac_engine.training_files.description import DIFFERENT, SEEN
@@ -263,7 +263,7 @@ class StepRecorder:
 
     # -- the parts of a step -----------------------------------------------------------------------
 
-    def _slots(self) -> SlotArrays:
+    def _slots(self) -> dict[str, dict[str, Array]]:
         """Return the optimizer's state; a file has two numbers in place of its examples."""
         slots = self._optimizer.state().arrays
         return {slot: dict(arrays) for slot, arrays in slots.items() if slot != EXAMPLES}

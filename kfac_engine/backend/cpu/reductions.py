@@ -30,6 +30,8 @@ def summed_in(dtype: DType) -> DType:
 
 def all_finite(x: Array) -> bool:
     """Return whether all entries of an array are finite."""
+    if x.size <= _SMALL:
+        return bool(np.isfinite(x).all())
     # Squares of large numbers overflow, so an infinite sum needs a second check.
     return bool(np.isfinite(squared_norm(x))) or between_infinities(x)
 

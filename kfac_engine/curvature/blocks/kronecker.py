@@ -300,7 +300,7 @@ class KroneckerProductFB(FisherBlock):
 
     @property
     def work(self) -> float:
-        a, g = (shape_of(factor) for factor in self.factors)
+        a, g = map(shape_of, self.factors)
         sizes = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
         return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(sizes, 1)
 
