@@ -1,7 +1,7 @@
 """Agreement of ranks: either all of them go on or all of them raise the same error."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 from zlib import crc32
 
@@ -12,6 +12,7 @@ from kfac_engine._types import Array
 from kfac_engine.distributed.protocol import Communicator
 from kfac_engine.errors import KfacError, RankError
 
+_NOTHING = nullcontext()
 # Numbers that a vote carries beside the mark of an error and the place of the vote.
 _NUMBERS = 6
 # Bytes of the message of an error that other ranks receive.
@@ -64,35 +65,41 @@ class Agreement:
             return np.array([numbers], np.float64)
         return self._meet(numbers, None, place)[:, : len(numbers)]
 
-    @contextmanager
-    def together(self, place: str = "") -> Iterator[None]:
+    def together(self, place: str = "") -> AbstractContextManager[None]:
         """Return a context in which an error of one rank becomes an error of all ranks.
 
         If ``place`` is given, all ranks meet at the end of the context. All ranks raise the
         ``KfacError`` of the rank that has failed; another error becomes a ``RankError``.
         """
+        return _NOTHING if self.alone else self._together(place)
+
+    @contextmanager
+    def _together(self, place: str) -> Iterator[None]:
         try:
             yield
             if place:
                 self.vote(place=place)
         except Exception as error:
-            if raised_by_all_ranks(error) or hasattr(error, _ALONE) or self.alone:
+            if raised_by_all_ranks(error) or hasattr(error, _ALONE):
                 raise
             self._meet((), error)
 
-    @contextmanager
-    def exchanging(self, place: str = "") -> Iterator[None]:
+    def exchanging(self, place: str = "") -> AbstractContextManager[None]:
         """Return a context for messages that are no votes, and for code right before them.
 
         An error in it is raised by this rank alone. In a vote, this rank would meet the others in
         another message. If ``place`` is given, all ranks meet before the context begins.
         """
+        return _NOTHING if self.alone else self._exchanging(place)
+
+    @contextmanager
+    def _exchanging(self, place: str) -> Iterator[None]:
         if place:
             self.vote(place=place)
         try:
             yield
         except Exception as error:
-            if not (raised_by_all_ranks(error) or self.alone):
+            if not raised_by_all_ranks(error):
                 setattr(error, _ALONE, True)
                 error.add_note(
                     f"Rank {self.rank} of {self.communicator.size} has failed before a message in "

@@ -156,6 +156,11 @@ class Graph:
         """The recognizer of constants that a formula computed."""
         return Tables(self.constants)
 
+    @cached_property
+    def names(self) -> Mapping[str, None]:
+        """The names of all values, in the order of ``values``."""
+        return dict.fromkeys(self.values())
+
     def values(self) -> Iterator[str]:
         """Yield all value names: inputs, constants, then results in topological order."""
         yield from (entry.name for entry in self.inputs)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
@@ -86,7 +85,7 @@ class Trace(Mapping[str, Array]):
             constants = self._model.graph.constants
             if name in constants:
                 self._values[name] = constants[name]
-            elif name in self._known:
+            elif self._is_known(name):
                 self._fetch([name])
             else:
                 raise UnknownNameError(
@@ -96,13 +95,14 @@ class Trace(Mapping[str, Array]):
         return self._values[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._values or name in self._known
+        return name in self._values or self._is_known(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._values, *self._known)))
+        model = self._model
+        return iter(dict.fromkeys((*self._values, *model.graph.names, *model.defined)))
 
     def __len__(self) -> int:
-        return len(self._known.keys() | self._values.keys())
+        return sum(1 for _ in self)
 
     def with_inputs(self, inputs: Mapping[str, Array]) -> "Trace":
         """Return a new evaluation of the model, with some inputs replaced.
@@ -291,10 +291,8 @@ class Trace(Mapping[str, Array]):
 
     # -- private ----------------------------------------------------------------------------------
 
-    @cached_property
-    def _known(self) -> dict[str, None]:
-        """The names of all values of the graph."""
-        return dict.fromkeys((*self._model.graph.values(), *self._model.defined))
+    def _is_known(self, name: object) -> bool:
+        return name in self._model.graph.names or name in self._model.defined
 
     def _run_twice(
         self,

@@ -69,6 +69,8 @@ def in_types(values: Mapping[str, Array], types: Mapping[str, DType]) -> dict[st
     An array without an entry is not copied. A number that is too large for its new type raises
     NonFiniteError.
     """
+    if not types:
+        return dict(values)
     return {name: _in_type(name, array, types.get(name)) for name, array in values.items()}
 
 

@@ -145,9 +145,8 @@ class WeightGradientSession:
             for name in (*others, *_operands(selected))
             if name in computed and name not in into
         )
-        known = ChainMap(
-            self._computed(into, tuple(requested), feeds), into, dict(feeds), dict(self._constants)
-        )
+        computed_now = self._computed(into, tuple(requested), feeds)
+        known = ChainMap(computed_now, into, feeds, self._constants)  # type: ignore[arg-type] # which nobody changes
         gradients = self._finished(selected, results, known)
         return {name: gradients[name] if name in gradients else known[name] for name in others}
 
