@@ -4,7 +4,6 @@ Run: ``python -m scripts.draw_pruning``. It reads the lines that ``scripts.measu
 writes.
 """
 
-import json
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -19,6 +18,7 @@ from scripts.measure_pruning import (
     SPARSITIES,
     STEPS,
     Pruned,
+    read_results,
 )
 from scripts.pictures import GREY, grey_svg
 
@@ -27,12 +27,6 @@ PICTURE = ROOT / "docs/pictures/pruning.svg"
 PANELS = {"digits": "digits", "Fashion-MNIST": "Fashion-MNIST"}
 # Method to its colour, which is legible on white and on black.
 _COLOURS = {"magnitude": "#3b8ea5", "obd": "#c08a00", "obs": "#d1495b"}
-
-
-def read() -> list[Pruned]:
-    """Return the measured networks."""
-    with RESULTS.open(encoding="utf-8") as file:
-        return [Pruned(**json.loads(line)) for line in file]
 
 
 def accuracies(
@@ -90,6 +84,6 @@ def _table(
 
 
 if __name__ == "__main__":
-    measured = read()
+    measured = read_results(RESULTS, Pruned)
     PICTURE.write_text(grey_svg(draw(measured)), encoding="utf-8")
     print(tables(measured))

@@ -4,7 +4,6 @@ Run: ``python -m scripts.draw_uncertainty``. It reads the lines that ``scripts.m
 writes, and trains the network of the page for the pictures.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +13,12 @@ import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.data import demo_model, digits
 from scripts import markdown
-from scripts.measure_pruning import Task
-from scripts.measure_uncertainty import RESULTS, ROOT, Predicted, entropy, measured
+from scripts.measure_pruning import Task, read_results
+from scripts.measure_uncertainty import RESULTS, ROOT, Predicted, entropy
 from scripts.pictures import GREY, grey_svg
 
 PICTURE = ROOT / "docs/pictures/uncertainty.svg"
 _COLOURS = {"upright": "#3b8ea5", "turned": "#d1495b"}
-
-
-def read() -> list[Predicted]:
-    """Return the measured predictions."""
-    with RESULTS.open(encoding="utf-8") as file:
-        return [Predicted(**json.loads(line)) for line in file]
 
 
 def table(entries: list[Predicted]) -> Iterator[str]:
@@ -48,8 +41,8 @@ def draw() -> Any:
 
     images, labels = digits()
     job = Task(demo_model("cnn"), images, labels, 1400, 1400, None)
-    engine = ke.fit(job.model, (images[:1400], labels[:1400]), steps=60).engine
-    posterior = ke.Laplace(measured(job, engine, "image", "all")).fit_prior()
+    engine, key = job.trained(seed=0)
+    posterior = ke.Laplace(job.curvature(engine, key, labeled=True)).fit_prior()
     pictures = {"upright": images[1400:], "turned": np.rot90(images[1400:], axes=(2, 3)).copy()}
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     panels = {"the model alone": plain(engine), "with the posterior": of(posterior)}
@@ -86,7 +79,7 @@ def of(posterior: ke.Laplace) -> Any:
 def main() -> None:
     """Write the picture, and print the table."""
     PICTURE.write_text(grey_svg(draw()), encoding="utf-8")
-    print("\n".join(table(read())))
+    print("\n".join(table(read_results(RESULTS, Predicted))))
 
 
 if __name__ == "__main__":

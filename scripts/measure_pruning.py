@@ -7,7 +7,7 @@ A line of the file is a pruned network. ``python -m scripts.draw_pruning`` draws
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ PATTERN = "2:4"
 METHODS = {"magnitude": 0.0, "obd": 0.0, "obs": 1e-3}
 # Zeros whose networks are trained after the pruning, and the number of steps.
 RETRAINED, STEPS = (0.9, 0.95, PATTERN), 60
-# Examples of a batch of the measurement of curvature.
+# Examples of a batch of the measurement of curvature; it divides the number of all.
 _BATCH = 200
 
 
@@ -46,6 +46,27 @@ class Task:
     training: int
     measured: int
     epochs: int | None
+
+    def trained(self, seed: int) -> tuple[ke.Engine, str]:
+        """Return a trained network, and the name of its input."""
+        steps = STEPS if self.epochs is None else None
+        examples = self.images[: self.training], self.labels[: self.training]
+        engine = ke.fit(self.model, examples, epochs=self.epochs, steps=steps, seed=seed).engine
+        (key,) = engine.losses[0].input_axes
+        return engine, key
+
+    def curvature(
+        self, engine: ke.Engine, key: str, *, labeled: bool = False, layers: str = "all"
+    ) -> ke.Curvature:
+        """Return the curvature of a trained network, with or without the labels of its data."""
+        parts = [slice(i, i + _BATCH) for i in range(0, self.measured, _BATCH)]
+        batches = [
+            ({key: self.images[part]}, self.labels[part] if labeled else None) for part in parts
+        ]
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / "trained.onnx"
+            engine.export(file)
+            return ke.curvature(file, batches, loss="categorical", layers=layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +98,15 @@ def task(name: str, seed: int, folder: Path) -> Task:
 def measure(name: str, seed: int, folder: Path) -> Iterator[Pruned]:
     """Train a network, and yield its accuracy before and after each pruning."""
     job = task(name, seed, folder)
-    steps = STEPS if job.epochs is None else None
+    engine, key = job.trained(seed)
     train = job.images[: job.training], job.labels[: job.training]
-    engine = ke.fit(job.model, train, epochs=job.epochs, steps=steps, seed=seed).engine
-    (key,) = engine.losses[0].input_axes
     held_out = {key: job.images[job.training :]}, job.labels[job.training :]
 
     def accuracy() -> float:
         return engine.evaluate(held_out, ["accuracy"])["accuracy"]
 
     yield Pruned(name, seed, "none", 0.0, accuracy())
-    curvature = measured(job, engine, key)
+    curvature = job.curvature(engine, key)
     for method in METHODS:
         for zeros in (*SPARSITIES, PATTERN):
             pruned = prune(curvature, method, zeros)
@@ -96,16 +115,6 @@ def measure(name: str, seed: int, folder: Path) -> Iterator[Pruned]:
             if zeros in RETRAINED:
                 ke.fit(engine, train, steps=STEPS, seed=seed, callbacks=[Zeros(pruned)])
                 yield Pruned(name, seed, method, zeros, accuracy(), STEPS)
-
-
-def measured(job: Task, engine: ke.Engine, key: str) -> ke.Curvature:
-    """Return the curvature of a trained network; it needs no labels."""
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "trained.onnx"
-        engine.export(file)
-        starts = range(0, job.measured, _BATCH)
-        batches = [({key: job.images[i : min(i + _BATCH, job.measured)]}, None) for i in starts]
-        return ke.curvature(file, batches, loss="categorical")
 
 
 def prune(curvature: ke.Curvature, method: str, zeros: float | str) -> dict[str, Array]:
@@ -132,19 +141,26 @@ class Zeros:
         engine.set_parameters({name: now[name] * mask for name, mask in self._masks.items()})
 
 
-def main() -> None:
-    """Measure all networks, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def write_results(
+    file: Path, names: Iterable[str], measure: Callable[[str, int, Path], Iterable[Any]]
+) -> None:
+    """Write a line for each entry that is measured for a name, a seed and the folder of images."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--data-folder", type=Path, default=DATA_FOLDER)
     folder = parser.parse_args().data_folder
     lines = []
-    for name in ("digits", "Fashion-MNIST"):
+    for name in names:
         for seed in SEEDS:
             for entry in measure(name, seed, folder):
                 lines.append(json.dumps(asdict(entry)) + "\n")
                 print(lines[-1], end="", flush=True)
-    write_file(RESULTS, [line.encode() for line in lines])
+    write_file(file, [line.encode() for line in lines])
+
+
+def read_results(file: Path, entry: type[Any]) -> list[Any]:
+    """Return the entries of a file of ``write_results``."""
+    return [entry(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":
-    main()
+    write_results(RESULTS, ("digits", "Fashion-MNIST"), measure)

@@ -5,11 +5,8 @@ Fashion-MNIST. A line of the results file is a network and a way of predicting. 
 scripts.draw_uncertainty`` draws the lines.
 """
 
-import argparse
-import json
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +15,7 @@ from scipy.stats import rankdata
 
 import kfac_engine as ke
 from kfac_engine._types import Array
-from kfac_engine.bench.training.data import DATA_FOLDER
-from kfac_engine.system.writing import write_file
-from scripts.measure_pruning import ROOT, SEEDS, STEPS, Task, task
+from scripts.measure_pruning import ROOT, task, write_results
 
 RESULTS = ROOT / "bench/results/2026-11-23-uncertainty.jsonl"
 # Name of the data to that of the task, and whether the images are shuffled before the division into
@@ -33,7 +28,6 @@ DATA = {
 # Number of held-out images that are predicted, upright and turned by 90 degrees.
 QUERIES = 397
 LAYERS = {"all": "posterior of all layers", "last": "posterior of the last layer"}
-_BATCH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +53,7 @@ def measure(name: str, seed: int, folder: Path) -> Iterator[Predicted]:
     if shuffled:
         order = np.random.default_rng(seed).permutation(len(job.images))
         job = replace(job, images=job.images[order], labels=job.labels[order])
-    steps = STEPS if job.epochs is None else None
-    train = job.images[: job.training], job.labels[: job.training]
-    engine = ke.fit(job.model, train, epochs=job.epochs, steps=steps, seed=seed).engine
-    (key,) = engine.losses[0].input_axes
+    engine, key = job.trained(seed)
     upright = job.images[job.training :][:QUERIES]
     labels = job.labels[job.training :][:QUERIES]
     rotated = np.rot90(upright, axes=(2, 3)).copy()
@@ -76,20 +67,9 @@ def measure(name: str, seed: int, folder: Path) -> Iterator[Predicted]:
     plain = [softmax(engine.predict({key: images}), axis=1) for images in (upright, rotated)]
     yield entry("model alone", *plain)
     for layers, method in LAYERS.items():
-        posterior = ke.Laplace(measured(job, engine, key, layers)).fit_prior()
+        posterior = ke.Laplace(job.curvature(engine, key, labeled=True, layers=layers)).fit_prior()
         pair = [posterior.predict({key: images}).probabilities for images in (upright, rotated)]
         yield entry(method, *pair)
-
-
-def measured(job: Task, engine: ke.Engine, key: str, layers: str) -> ke.Curvature:
-    """Return the curvature of a trained network with the labels of its training data."""
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "trained.onnx"
-        engine.export(file)
-        stops = [min(i + _BATCH, job.measured) for i in range(0, job.measured, _BATCH)]
-        parts = [slice(stop - min(_BATCH, stop), stop) for stop in stops]
-        batches = [({key: job.images[part]}, job.labels[part]) for part in parts]
-        return ke.curvature(file, batches, loss="categorical", layers=layers)
 
 
 def entropy(probabilities: Array) -> Array:
@@ -104,19 +84,5 @@ def larger(one: Array, other: Array) -> float:
     return float((ranks.sum() - len(one) * (len(one) + 1) / 2) / pairs)
 
 
-def main() -> None:
-    """Measure all networks, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-folder", type=Path, default=DATA_FOLDER)
-    folder = parser.parse_args().data_folder
-    lines = []
-    for name in DATA:
-        for seed in SEEDS:
-            for entry in measure(name, seed, folder):
-                lines.append(json.dumps(asdict(entry)) + "\n")
-                print(lines[-1], end="", flush=True)
-    write_file(RESULTS, [line.encode() for line in lines])
-
-
 if __name__ == "__main__":
-    main()
+    write_results(RESULTS, DATA, measure)

@@ -6,6 +6,7 @@ import onnx
 import pytest
 
 from scripts import draw_pruning
+from scripts.measure_pruning import RESULTS, Pruned, read_results
 from tests.test_docs import execute
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "pruning.md"
@@ -21,7 +22,7 @@ def test_examples_of_the_page_run_in_order(tmp_path, monkeypatch, capsys):
 
 
 def test_tables_of_the_page_are_those_of_the_measurements():
-    text, entries = PAGE.read_text(encoding="utf-8"), draw_pruning.read()
+    text, entries = PAGE.read_text(encoding="utf-8"), read_results(RESULTS, Pruned)
     tables = draw_pruning.tables(entries).strip().split("\n\n")
     assert len(tables) == 4
     assert all(table in text for table in tables)
@@ -31,7 +32,7 @@ def test_tables_of_the_page_are_those_of_the_measurements():
 
 def test_picture_has_the_medians_of_the_seeds():
     pytest.importorskip("matplotlib")
-    entries = draw_pruning.read()
+    entries = read_results(RESULTS, Pruned)
     figure = draw_pruning.draw(entries)
     for axes, data in zip(figure.axes, draw_pruning.PANELS, strict=True):
         lines = {line.get_label(): line for line in axes.lines}
