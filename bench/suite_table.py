@@ -150,13 +150,3 @@ class SuiteTable:
     def _print(self, *lines: str) -> None:
         for line in lines:
             self._console.print(line, soft_wrap=True)
-
-
-def print_suite(console: Console, name: str, rows: Sequence[Row], *, wide: bool = False) -> None:
-    """Print the table of a suite that is measured already; the rows of one job are adjacent."""
-    table = SuiteTable(console, name, {row.contender for row in rows}, wide=wide)
-    table.start()
-    for case in dict.fromkeys(row.case for row in rows):
-        table.case(case)
-        table.rows([row for row in rows if row.case == case])
-    table.end()

@@ -21,7 +21,7 @@ from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.report import Form, milliseconds, spread_cells
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
 from kfac_engine.bench.training import tables as training
-from scripts import bench_goals, training_tables, uses_tables
+from scripts import bench_goals, training_tables
 from scripts.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
     "training": (TRAINING, lambda suites: training_tables.comparisons(suites["train"])),
     "tables": ("*-tables.json", lambda suites: training_tables.quotients(suites["train"])),
     "modern": ("*-modern.json", lambda suites: training_tables.quotients(suites["train"])),
-    "uses": ("*-uses.json", uses_tables.section),
+    "uses": ("*-uses.json", lambda suites: _uses_section(suites)),
     "models": ("*-models.json", lambda suites: _table(suites["models"])),
     "gpu": ("*-gpu.json", lambda suites: _gpu_section(suites["gpu"])),
 }
@@ -53,6 +53,7 @@ SHOWN = (
     ("ResNet-20, batch 128", "step", "resnet20, batch 128, factors 1,"),
     ("transformer, 4 layers of 256, batch 32", "step", "transformer, batch 32, factors 1,"),
 )
+_USE_HEADS = "use", "CPU ms", "peer", "its CPU ms", "ours ÷ peer", "peak MB", "its peak MB"
 # Columns of the README, each with the contenders whose fastest time it shows.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "PyTorch": ("torch", "torch-by-example", "curvlinops"),
@@ -361,6 +362,28 @@ def _hardware(report: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
     blas = f"BLAS kernel {kernels}, " if kernels else ""
     return f"{machine['processor']}, {machine['cores']} cores, {blas}{versions}"
+
+
+def _uses_section(suites: bench_goals.Suites) -> Iterator[str]:
+    """Yield the table of the uses, and the goals that they miss."""
+    yield from _uses(suites["uses"])
+    yield ""
+    yield from bench_goals.table(suites, missed=True)
+
+
+def _uses(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Return the lines of the table: a line for each use that was compared."""
+    lines = []
+    for case, group in groupby(rows, key=lambda row: row["case"]):
+        by_contender = {row["contender"]: row for row in group}
+        ours = by_contender.pop(OURS)
+        for peer, other in by_contender.items():
+            lines.append((
+                case, milliseconds(ours["cpu_seconds"]), peer, milliseconds(other["cpu_seconds"]),
+                f"{ours['cpu_seconds'] / other['cpu_seconds']:.3f}",
+                *(f"{row['peak_bytes'] / 1e6:.0f}" for row in (ours, other)),
+            ))  # fmt: skip
+    return table(_USE_HEADS, lines)
 
 
 if __name__ == "__main__":

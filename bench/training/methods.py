@@ -69,7 +69,6 @@ _LOW_ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008)
 _ADAM_RATES = {
     "mlp": _LOW_ADAM,
     "cnn": _LOW_ADAM,
-    "autoencoder-relu": _LOW_ADAM,
     "digits": _HIGH_ADAM,
     "function": _HIGH_ADAM,
 }
@@ -77,7 +76,6 @@ _ADAM_RATES = {
 _LOW_SGD = (0.0003, 0.001, 0.003, 0.01, 0.03)
 _SGD_RATES = {
     "autoencoder": _LOW_SGD,
-    "autoencoder-relu": (0.00003, 0.0001, 0.0003, 0.001, 0.003),
     "restorer": (0.00003, 0.0001, 0.0003, 0.001, 0.003),
     "function": (0.003, 0.01, 0.03, 0.1, 0.3),
 }

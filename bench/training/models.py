@@ -1,4 +1,4 @@
-"""The models that are trained: dense, convolutional, recurrent networks and a transformer.
+"""The models that are trained: dense and convolutional networks and a transformer.
 
 Images have one channel and ``side × side`` pixels: 28 for Fashion-MNIST, 8 for the digits.
 """
@@ -17,7 +17,6 @@ from kfac_engine.bench.training.layers import (
     glorot_normal,
     he_normal,
 )
-from kfac_engine.graph.structure import Node
 
 CLASSES = 10
 # Widths of the encoder of the autoencoders; the decoder mirrors them.
@@ -26,7 +25,6 @@ CODES = (400, 200, 100, 30)
 RESNET_BLOCKS = ((16, 1), (32, 2), (64, 2))
 # The transformer: symbols, positions, features, layers, heads, features of the inner layers.
 SYMBOLS, POSITIONS, WIDTH, LAYERS, HEADS, INNER = 96, 64, 96, 2, 4, 384
-RECURRENT_WIDTH = 64
 
 
 def dense(widths: Sequence[int], activations: Sequence[str], seed: int) -> Model:
@@ -44,10 +42,10 @@ def dense(widths: Sequence[int], activations: Sequence[str], seed: int) -> Model
     return net.model(tuple(widths[:1]), tuple(widths[-1:]))
 
 
-def autoencoder(side: int, activation: str, seed: int) -> Model:
+def autoencoder(side: int, seed: int) -> Model:
     """Return an autoencoder of flat images with a code of 30 numbers."""
     widths = (side**2, *CODES, *CODES[-2::-1], side**2)
-    half = [activation] * (len(CODES) - 1) + [""]
+    half = ["Tanh"] * (len(CODES) - 1) + [""]
     return dense(widths, half * 2, seed)
 
 
@@ -104,30 +102,6 @@ def restorer(side: int, seed: int) -> Model:
     x = net.op("Relu", net.conv("conv1", x, (12, 12), 3), to="a1")
     net.op("Flatten", net.conv("conv2", x, (12, 1), 5), to=OUTPUT, axis=1)
     return net.model((1, side, side), (side**2,))
-
-
-def recurrent(side: int, seed: int) -> Model:
-    """Return a GRU that reads the rows of an image, and a dense layer."""
-    net, d = ModelBuilder(seed), RECURRENT_WIDTH
-    rows = net.op("Transpose", INPUT, to="rows", perm=(1, 0, 2))
-    last = net.op("Squeeze", append_gru(net, rows, side, d), net.constant("axis", np.array([0])),
-                  to="last")  # fmt: skip
-    net.linear("head", last, d, CLASSES, to=OUTPUT)
-    return net.model((side, side), (CLASSES,))
-
-
-def append_gru(net: ModelBuilder, x: str, features: int, d: int, *, every: bool = False) -> str:
-    """Append a GRU in PyTorch's form; return the name of its last state, or of every state."""
-    bound = d**-0.5
-    shapes = {"input": (1, 3 * d, features), "state": (1, 3 * d, d), "bias": (1, 6 * d)}
-    operands = [
-        net.weight(f"gru.{name}", net.rng.uniform(-bound, bound, shape))
-        for name, shape in shapes.items()
-    ]
-    attributes = {"hidden_size": d, "linear_before_reset": 1}
-    outputs = ("states",) if every else ("", "states")
-    net.nodes.append(Node("GRU", (x, *operands), outputs, attributes, name="/gru"))
-    return "states"
 
 
 def scalars(net: ModelBuilder, **values: float) -> None:

@@ -12,11 +12,11 @@ from kfac_engine.bench.training.models import (
     CLASSES,
     POSITIONS,
     SYMBOLS,
-    append_gru,
     attended,
     gelu,
     scalars,
 )
+from kfac_engine.graph.structure import Node
 
 # The language models: features, layers, heads, heads of keys and values, inner features.
 WIDTH, LAYERS, HEADS, PAIRS, INNER = 96, 3, 4, 2, 256
@@ -184,8 +184,18 @@ def character_gru(seed: int) -> Model:
     net = ModelBuilder(seed)
     x = net.op("Gather", net.drawn("symbols", (SYMBOLS, EMBEDDING)), INPUT, to="embedded")
     x = net.op("Transpose", x, to="rows", perm=(1, 0, 2))
-    states = append_gru(net, x, EMBEDDING, STATE, every=True)
-    x = net.op("Squeeze", states, net.constant("axis", np.array([1])), to="by_position")
+    shapes = {
+        "input": (1, 3 * STATE, EMBEDDING),
+        "state": (1, 3 * STATE, STATE),
+        "bias": (1, 6 * STATE),
+    }
+    operands = [
+        net.weight(f"gru.{name}", net.rng.uniform(-(STATE**-0.5), STATE**-0.5, shape))
+        for name, shape in shapes.items()
+    ]
+    attributes = {"hidden_size": STATE, "linear_before_reset": 1}
+    net.nodes.append(Node("GRU", (x, *operands), ("states",), attributes, name="/gru"))
+    x = net.op("Squeeze", "states", net.constant("axis", np.array([1])), to="by_position")
     x = net.op("Transpose", x, to="by_text", perm=(1, 0, 2))
     net.product("head", x, STATE, SYMBOLS, to=OUTPUT)
     return net.model((POSITIONS,), (POSITIONS, SYMBOLS), I64)

@@ -59,12 +59,10 @@ BUDGETS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "lenet": {
         "kfac": (5, 6, 12), "adam": (12,), "sgd": (12,), "muon": (6,)
     },
-    "autoencoder-relu": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     "digits": {"kfac": (1, 2), "adam": (2,), "sgd": (2,), "muon": (2,)},
     "cnn": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     "restorer": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     "function": {"kfac": (2, 4), "adam": (4,), "sgd": (4,), "muon": (4,)},
-    "recurrent": {"kfac": (6, 12), "adam": (12,), "sgd": (12,), "muon": (12,)},
     **{task: dict.fromkeys(c.settings, (c.seconds,)) for task, c in _COLLECTION_OF.items()},
 }  # fmt: skip
 

@@ -104,8 +104,7 @@ TASKS: Mapping[str, Task] = Registry(
     "training task",
     {
         "autoencoder": Task(
-            "autoencoder 784-400-200-100-30, tanh",
-            lambda side, seed: models.autoencoder(side, "Tanh", seed),
+            "autoencoder 784-400-200-100-30, tanh", models.autoencoder,
             lambda images: reconstructed(images, _HELD_OUT), "multi_bernoulli", 512,
         ),
         "resnet": Task("ResNet with batch normalization", models.resnet, _planes, "categorical",
@@ -120,11 +119,6 @@ TASKS: Mapping[str, Task] = Registry(
             "categorical", 512,
         ),
         "lenet": Task("LeNet, tanh", models.lenet, _planes, "categorical", 256),
-        "autoencoder-relu": Task(
-            "autoencoder, ReLU, squared error",
-            lambda side, seed: models.autoencoder(side, "Relu", seed),
-            lambda images: reconstructed(images, _HELD_OUT), "normal", 512,
-        ),
         "digits": Task(
             "digits, MLP 64-100-50-10, tanh",
             lambda side, seed: models.perceptron((64, 100, 50, 10), "Tanh", seed),
@@ -139,10 +133,6 @@ TASKS: Mapping[str, Task] = Registry(
             "smooth function, dense regression",
             lambda side, seed: models.perceptron((8, 64, 64, 4), "Tanh", seed),
             lambda images: smooth_function(), "normal", 256, images=False,
-        ),
-        "recurrent": Task(
-            "GRU over the rows of images", models.recurrent,
-            lambda images: classified(images, (images.side,) * 2, _HELD_OUT), "categorical", 256,
         ),
         **MODERN,
         **TABULAR,

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from kfac_engine.bench.measure import Row
 from kfac_engine.bench.report import milliseconds, restored
-from kfac_engine.bench.suite_table import COLUMNS, print_suite
+from kfac_engine.bench.suite_table import COLUMNS, SuiteTable
 from scripts import bench_tables
 
 REPORT = bench_tables.load(max(bench_tables.RESULTS.glob(bench_tables.NEWEST)))
@@ -13,6 +13,16 @@ REPORT = bench_tables.load(max(bench_tables.RESULTS.glob(bench_tables.NEWEST)))
 
 def console(width):
     return Console(width=width, highlight=False, markup=False)
+
+
+def print_suite(console, name, rows, *, wide=False):
+    """Print the table of a suite that is measured already; the rows of one job are adjacent."""
+    table = SuiteTable(console, name, {row.contender for row in rows}, wide=wide)
+    table.start()
+    for case in dict.fromkeys(row.case for row in rows):
+        table.case(case)
+        table.rows([row for row in rows if row.case == case])
+    table.end()
 
 
 @pytest.mark.parametrize("suite", ["conv", "step", "precondition"])

@@ -31,12 +31,10 @@ COUNTS = {
     + dense(96, 96),
     "mlp": dense(784, 512, 256, 10),
     "lenet": dense(25, 8) + dense(25 * 8, 16) + dense(784, 64, 10),
-    "autoencoder-relu": dense(784, 400, 200, 100, 30, 100, 200, 400, 784),
     "digits": dense(64, 100, 50, 10),
     "cnn": dense(9, 16) + dense(9 * 16, 32) + dense(9 * 32, 32) + dense(32 * 49, 64, 10),
     "restorer": dense(25, 12) + dense(9 * 12, 12) + dense(25 * 12, 1),
     "function": dense(8, 64, 64, 4),
-    "recurrent": 3 * 64 * (28 + 64 + 2) + dense(64, 10),
     "llama": 96 * 96 + 3 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 256 + 2 * 96) + 96,
     "gpt": (
         96 * 96 + 3 * (2 * dense(96, 96) + 2 * dense(96, 48) + dense(96, 256, 96) + 4 * 96) + 192
@@ -80,7 +78,7 @@ def test_initial_weights_depend_on_the_seed_alone(name):
 
 def test_initial_weights_have_the_deviations_of_their_rules():
     """Bounds of five standard errors of a deviation of that many numbers."""
-    tanh, ramp = (models.autoencoder(28, kind, 0).weights for kind in ("Tanh", "Relu"))
+    tanh, ramp = (models.perceptron((784, 400, 10), kind, 0).weights for kind in ("Tanh", "Relu"))
     relative = 5 / np.sqrt(2 * 400 * 784)
     assert tanh["0.weight"].std() == pytest.approx(np.sqrt(2 / (400 + 784)), rel=relative)
     assert ramp["0.weight"].std() == pytest.approx(np.sqrt(2 / 784), rel=relative)
