@@ -15,6 +15,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.approximations import accepted
 from kfac_engine.curvature.estimation_modes import MODES
+from kfac_engine.data import demo_model, digits
 from tests.violations import assert_none
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,6 +250,16 @@ def test_attributes_of_page_exist():
         for page, name in attributes
         if callable(getattr(owners[page], name))
     )
+
+
+def test_an_engine_has_the_methods_of_the_library():
+    images, labels = digits()
+    engine = ke.Engine.from_onnx(demo_model("mlp"), loss="categorical", threads=1)
+    assert type(engine.collection) is ke.LayerCollection
+    assert type(engine.estimator) is ke.FisherEstimator
+    trace = ke.load_model(demo_model("mlp"), threads=1).run({"image": images[:50]}, labels[:50])
+    loss = engine.loss({"image": images[:50]}, labels[:50])
+    assert float(engine.collection.total_loss()(trace)) == pytest.approx(50 * loss)
 
 
 def test_functions_of_page_have_its_arguments():

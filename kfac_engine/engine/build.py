@@ -16,10 +16,10 @@ from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.select import memory_space_of, select
 from kfac_engine.backend.threads import default_count
+from kfac_engine.compat.collection import LayerCollection
+from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.blocks.base import uses
-from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator

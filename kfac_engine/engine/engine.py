@@ -11,8 +11,8 @@ from time import perf_counter
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
+from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.block_products import Product
-from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import Combine
 from kfac_engine.curvature.factors.updater import PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
