@@ -1,7 +1,8 @@
 """One model of the corpus: how to build it, what goes in, what is known of its export."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,35 @@ class Function(nn.Module):
 def chain(*modules: nn.Module) -> nn.Module:
     """Modules one after the other."""
     return nn.Sequential(*modules)
+
+
+def function(
+    name: str,
+    forward: Callable[..., Tensor],
+    inputs: Inputs,
+    parts: str = "",
+    **named,  # type: ignore[no-untyped-def]
+) -> Case:
+    """A case of a ``Function``.
+
+    Args:
+        name: Of the case.
+        forward: Of the function.
+        inputs: Of the case.
+        parts: ``"a(5,6) w[4,6]"`` is a dense layer from 5 to 6 and a random parameter.
+        **named: Functions that make other parts, and fields of the case.
+    """
+    known = {entry.name for entry in fields(Case)}
+    options = {key: value for key, value in named.items() if key in known}
+
+    def build() -> nn.Module:
+        made = {key: make() for key, make in named.items() if key not in known}
+        for key, bracket, text in re.findall(r"(\w+)([(\[])([\d,]+)[)\]]", parts):
+            sides = [int(side) for side in text.split(",")]
+            made[key] = nn.Linear(*sides) if bracket == "(" else torch.randn(*sides)
+        return Function(forward, **made)
+
+    return Case(name, build, inputs, **options)
 
 
 def names(cases: Sequence[Case]) -> list[str]:

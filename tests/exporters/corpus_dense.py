@@ -5,36 +5,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from tests.exporters.case import EXPORTERS, Case, Function, chain, floats, together
+from tests.exporters.case import EXPORTERS, Case, chain, floats, function, together
 
 ACTIVATIONS = (
-    nn.CELU(0.7),
-    nn.ELU(0.8),
-    nn.GELU(),
-    nn.GELU("tanh"),
-    nn.Hardshrink(0.1),
-    nn.Hardsigmoid(),
-    nn.Hardswish(),
-    nn.Hardtanh(-0.4, 0.6),
-    nn.LeakyReLU(0.1),
-    nn.LogSigmoid(),
-    nn.LogSoftmax(-1),
-    nn.Mish(),
-    nn.PReLU(),
-    nn.PReLU(16),
-    nn.ReLU(),
-    nn.ReLU6(),
-    nn.SELU(),
-    nn.SiLU(),
-    nn.Sigmoid(),
-    nn.Softmax(-1),
-    nn.Softmin(-1),
-    nn.Softplus(2.0),
-    nn.Softshrink(0.1),
-    nn.Softsign(),
-    nn.Tanh(),
+    *(nn.CELU(0.7), nn.ELU(0.8), nn.GELU("tanh"), nn.Hardshrink(0.1), nn.Hardtanh(-0.4, 0.6)),
+    *(nn.LeakyReLU(0.1), nn.LogSoftmax(-1), nn.PReLU(16), nn.Softmax(-1), nn.Softmin(-1)),
+    *(nn.Softplus(2.0), nn.Softshrink(0.1), nn.Threshold(0.1, 0.2)),
+    *(nn.GELU(), nn.Hardsigmoid(), nn.Hardswish(), nn.LogSigmoid(), nn.Mish(), nn.PReLU()),
+    *(nn.ReLU(), nn.ReLU6(), nn.SELU(), nn.SiLU(), nn.Sigmoid(), nn.Softsign(), nn.Tanh()),
     nn.Tanhshrink(),
-    nn.Threshold(0.1, 0.2),
 )
 
 
@@ -113,6 +92,23 @@ class _RMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def _between(name: str, *middle, **options) -> Case:  # type: ignore[no-untyped-def]
+    """What functions make between two dense layers."""
+    ends = (5, 6), (6, 3)
+    return Case(
+        f"mlp-{name}",
+        lambda: chain(nn.Linear(*ends[0]), *(make() for make in middle), nn.Linear(*ends[1])),
+        floats(5),
+        **options,
+    )
+
+
+def _norm() -> nn.Module:
+    return nn.BatchNorm1d(6)
+
+
+LEGACY, DYNAMO = {"exporters": ("legacy",)}, {"exporters": ("dynamo",)}
+PAIR = together(floats(4), floats(5))
 CASES = (
     *map(_activated, ACTIVATIONS),
     Case("mlp-gated", lambda: chain(nn.Linear(7, 16), nn.GLU(), nn.Linear(8, 4)), floats(7)),
@@ -123,11 +119,7 @@ CASES = (
         "categorical",
     ),
     Case("mlp-dropout", lambda: chain(nn.Linear(7, 9), nn.Dropout(), nn.Linear(9, 5)), floats(7)),
-    Case(
-        "mlp-no-bias",
-        lambda: chain(nn.Linear(7, 9, bias=False), nn.Linear(9, 5, bias=False)),
-        floats(7),
-    ),
+    function("mlp-no-bias", lambda m, x: m.b(m.a(x)), floats(7), "a(7,9,0) b(9,5,0)"),
     Case("mlp-tokens", lambda: chain(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5)), floats(4, 7)),
     Case("mlp-images", lambda: chain(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 5)), floats(2, 4, 7)),
     Case(
@@ -138,87 +130,38 @@ CASES = (
         floats(4, 7),
     ),
     Case("mlp-residual", lambda: chain(nn.Linear(5, 6), _Residual(), _Residual()), floats(5)),
-    Case(
-        "mlp-layer-norm",
-        lambda: chain(nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)),
-        floats(5),
+    _between("layer-norm", lambda: nn.LayerNorm(6), nn.ReLU),
+    _between("layer-norm-no-affine", lambda: nn.LayerNorm(6, elementwise_affine=False)),
+    _between("rms-norm", lambda: nn.RMSNorm(6), **DYNAMO),
+    _between("rms-norm-written-out", _RMSNorm),
+    _between("batch-norm", _norm, nn.ReLU, folded=False),
+    _between("batch-norm-training", _norm, nn.ReLU, training=True, **LEGACY),
+    function(
+        "mlp-bilinear", lambda m, x, y: m.a(x, y), PAIR, a=lambda: nn.Bilinear(4, 5, 3), **DYNAMO
     ),
-    Case(
-        "mlp-layer-norm-no-affine",
-        lambda: chain(nn.Linear(5, 6), nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 3)),
-        floats(5),
-    ),
-    Case(
-        "mlp-rms-norm",
-        lambda: chain(nn.Linear(5, 6), nn.RMSNorm(6), nn.Linear(6, 3)),
-        floats(5),
-        exporters=("dynamo",),
-    ),
-    Case(
-        "mlp-rms-norm-written-out",
-        lambda: chain(nn.Linear(5, 6), _RMSNorm(), nn.Linear(6, 3)),
-        floats(5),
-    ),
-    Case(
-        "mlp-batch-norm",
-        lambda: chain(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
-        floats(5),
-        folded=False,
-    ),
-    Case(
-        "mlp-batch-norm-training",
-        lambda: chain(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)),
-        floats(5),
-        training=True,
-        exporters=("legacy",),
-    ),
-    Case(
-        "mlp-bilinear",
-        lambda: Function(lambda m, x, y: m.pair(x, y), pair=nn.Bilinear(4, 5, 3)),
-        together(floats(4), floats(5)),
-        exporters=("dynamo",),
-    ),
-    Case(
+    function(
         "mlp-two-inputs",
-        lambda: Function(
-            lambda m, x, y: m.head(torch.cat([m.a(x), m.b(y)], -1)),
-            a=nn.Linear(4, 3),
-            b=nn.Linear(5, 2),
-            head=nn.Linear(5, 3),
-        ),
-        together(floats(4), floats(5)),
+        lambda m, x, y: m.head(torch.cat([m.a(x), m.b(y)], -1)),
+        PAIR,
+        "a(4,3) b(5,2) head(5,3)",
     ),
-    Case(
-        "mlp-same-layer-twice",
-        lambda: Function(lambda m, x: m.layer(torch.tanh(m.layer(x))), layer=nn.Linear(6, 6)),
-        floats(6),
+    function("mlp-same-layer-twice", lambda m, x: m.a(torch.tanh(m.a(x))), floats(6), "a(6,6)"),
+    function(
+        "mlp-normalised", lambda m, x: m.b(F.normalize(m.a(x), dim=-1)), floats(6), "a(6,5) b(5,3)"
     ),
-    Case(
-        "mlp-normalised",
-        lambda: Function(
-            lambda m, x: m.b(F.normalize(m.a(x), dim=-1)), a=nn.Linear(6, 5), b=nn.Linear(5, 3)
-        ),
-        floats(6),
-    ),
-    Case(
+    function(
         "mlp-cosine",
-        lambda: Function(
-            lambda m, x: F.cosine_similarity(m.a(x).unsqueeze(1), m.keys, dim=-1),
-            a=nn.Linear(6, 5),
-            keys=torch.randn(4, 5),
-        ),
+        lambda m, x: F.cosine_similarity(m.a(x).unsqueeze(1), m.keys, dim=-1),
         floats(6),
+        "a(6,5) keys[4,5]",
         folded=False,
     ),
-    Case(
+    function(
         "mlp-distances",
-        lambda: Function(
-            lambda m, x: torch.cdist(m.a(x), m.centres),
-            a=nn.Linear(6, 5),
-            centres=torch.randn(4, 5),
-        ),
+        lambda m, x: torch.cdist(m.a(x), m.centres),
         floats(6),
-        exporters=("legacy",),
+        "a(6,5) centres[4,5]",
+        **LEGACY,
     ),
     Case(
         "weight-norm",
@@ -237,109 +180,72 @@ CASES = (
         lambda: parametrizations.spectral_norm(nn.Linear(6, 4)),
         floats(6),
         folded=False,
-        exporters=("dynamo",),
+        **DYNAMO,
     ),
     Case("tied-embedding", _Tied, lambda batch: (torch.randint(0, 11, (batch, 3)),), "categorical"),
     Case("experts", _Experts, floats(3, 6)),
     Case("experts-top-two", _TopExperts, floats(6)),
-    Case("product-left", lambda: Function(lambda m, x: m.w @ x, w=torch.randn(4, 6)), floats(6, 3)),
-    Case(
-        "product-vector",
-        lambda: Function(
-            lambda m, x: (m.a(x) @ m.w).unsqueeze(-1), a=nn.Linear(5, 6), w=torch.randn(6)
-        ),
-        floats(5),
-    ),
-    Case(
-        "product-transposed",
-        lambda: Function(lambda m, x: x @ m.w.T + m.b, w=torch.randn(4, 6), b=torch.randn(4)),
-        floats(6),
-    ),
-    Case(
+    function("product-left", lambda m, x: m.w @ x, floats(6, 3), "w[4,6]"),
+    function("product-vector", lambda m, x: (m.a(x) @ m.w).unsqueeze(-1), floats(5), "a(5,6) w[6]"),
+    function("product-transposed", lambda m, x: x @ m.w.T + m.b, floats(6), "w[4,6] b[4]"),
+    function(
         "product-batched",
-        lambda: Function(
-            lambda m, x: torch.bmm(m.q(x), m.k(x).transpose(1, 2)),
-            q=nn.Linear(6, 4),
-            k=nn.Linear(6, 4),
-        ),
+        lambda m, x: torch.bmm(m.q(x), m.k(x).transpose(1, 2)),
         floats(3, 6),
+        "q(6,4) k(6,4)",
     ),
-    Case(
+    function(
         "product-addmm",
-        lambda: Function(
-            lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5, alpha=2.0),
-            w=torch.randn(6, 4),
-            b=torch.randn(4),
-        ),
+        lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5, alpha=2.0),
         floats(6),
+        "w[6,4] b[4]",
     ),
-    Case(
+    function(
         "product-baddbmm",
-        lambda: Function(
-            lambda m, x: torch.baddbmm(m.b(x), m.q(x), m.k(x).transpose(1, 2), beta=0.3, alpha=0.7),
-            b=nn.Linear(6, 3),
-            q=nn.Linear(6, 4),
-            k=nn.Linear(6, 4),
-        ),
+        lambda m, x: torch.baddbmm(m.b(x), m.q(x), m.k(x).transpose(1, 2), beta=0.3, alpha=0.7),
         floats(3, 6),
+        "b(6,3) q(6,4) k(6,4)",
     ),
-    Case(
+    function(
         "product-outer",
-        lambda: Function(
-            lambda m, x: torch.einsum("bi,bj->bij", m.a(x), m.b(x)),
-            a=nn.Linear(6, 4),
-            b=nn.Linear(6, 3),
-        ),
+        lambda m, x: torch.einsum("bi,bj->bij", m.a(x), m.b(x)),
         floats(6),
+        "a(6,4) b(6,3)",
     ),
-    Case(
+    function(
         "product-scaled-weight",
-        lambda: Function(
-            lambda m, x: F.linear(x, m.w * 0.5, m.b * 2), w=torch.randn(4, 6), b=torch.randn(4)
-        ),
+        lambda m, x: F.linear(x, m.w * 0.5, m.b * 2),
         floats(6),
+        "w[4,6] b[4]",
         folded=False,
     ),
-    Case(
+    function(
         "product-sliced-weight",
-        lambda: Function(
-            lambda m, x: F.linear(F.linear(x, m.w[:4]), m.w[4:, :4]), w=torch.randn(7, 6)
-        ),
+        lambda m, x: F.linear(F.linear(x, m.w[:4]), m.w[4:, :4]),
         floats(6),
+        "w[7,6]",
         folded=False,
     ),
-    Case(
+    function(
         "product-summed-weight",
-        lambda: Function(
-            lambda m, x: F.linear(x, m.w + m.down @ m.up),
-            w=torch.randn(4, 6),
-            down=torch.randn(4, 2),
-            up=torch.randn(2, 6),
-        ),
+        lambda m, x: F.linear(x, m.w + m.down @ m.up),
         floats(6),
+        "w[4,6] down[4,2] up[2,6]",
         folded=False,
     ),
-    Case(
-        "einsum-linear",
-        lambda: Function(lambda m, x: torch.einsum("bti,oi->bto", x, m.w), w=torch.randn(4, 6)),
-        floats(3, 6),
+    function(
+        "einsum-linear", lambda m, x: torch.einsum("bti,oi->bto", x, m.w), floats(3, 6), "w[4,6]"
     ),
-    Case(
+    function(
         "einsum-heads",
-        lambda: Function(
-            lambda m, x: torch.einsum("bhtd,hdo->bto", torch.einsum("bti,ihd->bhtd", x, m.q), m.o),
-            q=torch.randn(6, 2, 3),
-            o=torch.randn(2, 3, 5),
-        ),
+        lambda m, x: torch.einsum("bhtd,hdo->bto", torch.einsum("bti,ihd->bhtd", x, m.q), m.o),
         floats(4, 6),
+        "q[6,2,3] o[2,3,5]",
     ),
-    Case(
+    function(
         "einsum-scores",
-        lambda: Function(
-            lambda m, x: torch.einsum("bqd,bkd->bqk", m.q(x), m.k(x)),
-            q=nn.Linear(6, 4),
-            k=nn.Linear(6, 4),
-        ),
+        lambda m, x: torch.einsum("bqd,bkd->bqk", m.q(x), m.k(x)),
         floats(3, 6),
+        "q(6,4) k(6,4)",
     ),
 )

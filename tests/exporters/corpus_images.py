@@ -205,61 +205,28 @@ RESIZES = (
     _on("pad-negative", lambda: Function(lambda _, x: F.pad(x, (-1, 2, -2, 0)))),
 )
 
+
+def _residual(name: str, norm, **options) -> Case:  # type: ignore[no-untyped-def]
+    def build() -> nn.Module:
+        conv, block = nn.Conv2d(3, 4, 3), _Block(norm)
+        return chain(conv, block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+    return Case(f"net-residual-{name}", build, IMAGE, "categorical", **options)
+
+
 NETWORKS = (
     Case(
         "net-lenet",
         lambda: chain(
-            nn.Conv2d(1, 4, 5),
-            nn.Tanh(),
-            nn.AvgPool2d(2),
-            nn.Conv2d(4, 6, 3),
-            nn.Tanh(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(6, 10),
+            *(nn.Conv2d(1, 4, 5), nn.Tanh(), nn.AvgPool2d(2)),
+            *(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6, 10)),
         ),
         floats(1, 12, 12),
         "categorical",
     ),
-    Case(
-        "net-residual-batch-norm",
-        lambda: chain(
-            nn.Conv2d(3, 4, 3),
-            _Block(nn.BatchNorm2d),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, 5),
-        ),
-        IMAGE,
-        "categorical",
-        folded=False,
-    ),
-    Case(
-        "net-residual-batch-norm-training",
-        lambda: chain(
-            nn.Conv2d(3, 4, 3),
-            _Block(nn.BatchNorm2d),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, 5),
-        ),
-        IMAGE,
-        "categorical",
-        training=True,
-        exporters=("legacy",),
-    ),
-    Case(
-        "net-residual-group-norm",
-        lambda: chain(
-            nn.Conv2d(3, 4, 3),
-            _Block(lambda c: nn.GroupNorm(2, c)),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, 5),
-        ),
-        IMAGE,
-        "categorical",
-    ),
+    _residual("batch-norm", nn.BatchNorm2d, folded=False),
+    _residual("batch-norm-training", nn.BatchNorm2d, training=True, exporters=("legacy",)),
+    _residual("group-norm", lambda c: nn.GroupNorm(2, c)),
     Case(
         "net-squeeze-excite",
         lambda: chain(nn.Conv2d(3, 4, 3), _Squeeze(), nn.Flatten(), nn.Linear(168, 5)),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.exporters.case import Case, Function, floats, together
+from tests.exporters.case import Case, Function, floats, function, together
 
 
 def _recurrent(name: str, cell: type[nn.Module], **options) -> Case:  # type: ignore[no-untyped-def]
@@ -83,6 +83,12 @@ def _encoder(**options) -> nn.Module:  # type: ignore[no-untyped-def]
     return nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, **options)
 
 
+def _decoder() -> nn.Module:
+    return nn.TransformerDecoderLayer(8, 2, 12, batch_first=True)
+
+
+ONE = floats(5, 8)
+TWO = together(ONE, floats(4, 8))
 RECURRENT = (
     _recurrent("lstm", nn.LSTM),
     _recurrent("lstm-bidirectional", nn.LSTM, bidirectional=True),
@@ -118,65 +124,44 @@ ATTENTION = (
         "attention-causal",
         lambda m, x: m.a(x, x, x, attn_mask=torch.ones(5, 5).tril().log(), need_weights=False)[0],
     ),
-    Case(
+    function(
         "attention-cross",
-        lambda: Function(
-            lambda m, x, y: m.a(x, y, y, need_weights=False)[0],
-            a=nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True),
-        ),
-        together(floats(5, 8), floats(4, 6)),
+        lambda m, x, y: m.a(x, y, y, need_weights=False)[0],
+        together(ONE, floats(4, 6)),
+        a=lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True),
     ),
-    Case(
+    function(
         "attention-masked",
-        lambda: Function(
-            lambda m, x, y: m.a(x, x, x, key_padding_mask=y > 6, need_weights=False)[0],
-            a=nn.MultiheadAttention(8, 2, batch_first=True),
-        ),
-        together(
-            floats(5, 8), lambda batch: (torch.randint(0, 9, (batch, 5)) * (torch.arange(5) > 0),)
-        ),
+        lambda m, x, y: m.a(x, x, x, key_padding_mask=y > 6, need_weights=False)[0],
+        together(ONE, lambda batch: (torch.randint(0, 9, (batch, 5)) * (torch.arange(5) > 0),)),
+        a=lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     ),
-    Case(
+    function(
         "attention-sdpa",
-        lambda: Function(
-            lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)),
-            q=nn.Linear(6, 4),
-            k=nn.Linear(6, 4),
-            v=nn.Linear(6, 3),
-        ),
+        lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)),
         floats(5, 6),
+        "q(6,4) k(6,4) v(6,3)",
         exporters=("legacy",),
     ),
     Case("attention-rotary", _Rotary, floats(5, 8)),
-    Case(
-        "transformer-encoder",
-        lambda: Function(lambda m, x: m.b(m.a(x)), a=_encoder(), b=_encoder()),
-        floats(5, 8),
-    ),
-    Case(
+    function("transformer-encoder", lambda m, x: m.b(m.a(x)), ONE, a=_encoder, b=_encoder),
+    function(
         "transformer-encoder-gelu-norm-first",
-        lambda: Function(lambda m, x: m.a(x), a=_encoder(activation="gelu", norm_first=True)),
-        floats(5, 8),
+        lambda m, x: m.a(x),
+        ONE,
+        a=lambda: _encoder(activation="gelu", norm_first=True),
     ),
-    Case(
-        "transformer-decoder",
-        lambda: Function(
-            lambda m, x, y: m.a(x, y), a=nn.TransformerDecoderLayer(8, 2, 12, batch_first=True)
-        ),
-        together(floats(5, 8), floats(4, 8)),
-    ),
-    Case(
+    function("transformer-decoder", lambda m, x, y: m.a(x, y), TWO, a=_decoder),
+    function(
         "transformer-decoder-causal",
-        lambda: Function(
-            lambda m, x, y: m.a(x, y, tgt_mask=torch.ones(5, 5).tril().log()),
-            a=nn.TransformerDecoderLayer(8, 2, 12, batch_first=True),
-        ),
-        together(floats(5, 8), floats(4, 8)),
+        lambda m, x, y: m.a(x, y, tgt_mask=torch.ones(5, 5).tril().log()),
+        TWO,
+        a=_decoder,
     ),
     Case(
         "transformer",
         lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
-        together(floats(5, 8), floats(4, 8)),
+        TWO,
         exporters=("dynamo",),
     ),
 )

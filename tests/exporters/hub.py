@@ -1,18 +1,19 @@
 """Models of the transformers package, small and with random weights."""
 
+import ast
+
 import torch
 import transformers
 from torch import Tensor, nn
 
 from tests.exporters.case import Case, Inputs, tokens
 
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": 31,
-    "max_position_embeddings": 20,
+BASES = {
+    "SMALL": "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=24 "
+    "vocab_size=31 max_position_embeddings=20",
+    "DECODER": "SMALL num_key_value_heads=1 use_cache=False pad_token_id=0",
+    "VISION": "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=24 "
+    "image_size=16 patch_size=8 num_labels=4",
 }
 # The other one cannot write ``torch.diff``, with which the package makes masks.
 DYNAMO = ("dynamo",)
@@ -38,10 +39,23 @@ class _Named(nn.Module):
         return getattr(self.model(**named), self._result)
 
 
+def configuration(text: str) -> dict[str, object]:
+    """The entries ``key=value`` of a text, after those of the bases that it names."""
+    found: dict[str, object] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            found |= configuration(BASES[key])
+            continue
+        literal = value[0] in "[-0123456789" or value in ("True", "False")
+        found[key] = ast.literal_eval(value) if literal else value
+    return found
+
+
 def small(
     name: str,
     model: str,
-    config: dict[str, object],
+    config: str | dict[str, object],
     inputs: Inputs = TEXT,
     names: tuple[str, ...] = ("input_ids",),
     result: str = "logits",
@@ -49,9 +63,10 @@ def small(
 ) -> Case:
     """A case from the name of a class and its configuration."""
     kind = getattr(transformers, model)
+    entries = configuration(config) if isinstance(config, str) else config
 
     def build() -> nn.Module:
-        built = kind(kind.config_class(**config))
+        built = kind(kind.config_class(**entries))
         built.set_attn_implementation("eager")
         if hasattr(built, "set_experts_implementation"):
             built.set_experts_implementation("batched_mm")  # the default has no ONNX operator
