@@ -268,18 +268,6 @@ def test_a_shared_input_is_measured_once_and_gradients_once_a_source(mode, sourc
     assert len(trace.asked) == sources
 
 
-def test_each_thunk_moves_one_factor():
-    estimator = estimate("normal", exps=(-1, -0.5))
-    trace = run(batch())
-    for i, thunk in enumerate(estimator.cov_update_thunks):
-        thunk(trace)
-        assert [f.average.weight for f in estimator.factors] == [1.0] * (i + 1) + [0.0] * (3 - i)
-    assert_blocks(estimator, outer_sides(trace, exact_cotangents(trace.values["z"], "normal")))
-    for i, thunk in enumerate(estimator.inv_update_thunks):
-        thunk()
-        assert [len(f.stored) for f in estimator.factors] == [2] * (i + 1) + [0] * (3 - i)
-
-
 # -- randomness ------------------------------------------------------------------------------------
 
 

@@ -93,44 +93,6 @@ def test_combined_averages_equal_those_of_the_whole_batch(name, mode):
     assert processes.calls == [2, 2]
 
 
-@pytest.mark.parametrize("approximation", ["diagonal", "kron_sua", "kron_reduce"])
-def test_combined_averages_of_convolutions_equal_those_of_the_whole_batch(approximation):
-    whole, parts, _ = observed(
-        "cnn", estimation_mode="empirical", approximations={"conv2d": approximation}
-    )
-    for engine in parts:
-        assert_same_averages(engine, whole)
-
-
-def test_combined_bases_and_eigenvalues_of_ekfac_equal_those_of_the_whole_batch():
-    approximations = {"fully_connected": "ekfac"}
-    whole, parts, processes = observed(
-        "mlp", estimation_mode="empirical", approximations=approximations
-    )
-    first, second = (engine.estimator.factors for engine in parts)
-    for one, other in zip(first, second, strict=True):
-        for name, array in one.arrays().items():
-            np.testing.assert_array_equal(array, other.arrays()[name])
-    inputs, targets = batch("mlp", 0)
-    gradients = whole.gradients(inputs, targets).gradients
-    wanted = whole.precondition(gradients)
-    for engine in parts:
-        for name, array in engine.precondition(gradients).items():
-            np.testing.assert_allclose(array, wanted[name], rtol=1e-7, atol=1e-9)
-        assert_same_averages(engine, whole)
-    assert processes.calls == [3, 3]  # one more for the bases of all layers, in the first update
-
-
-def test_parts_that_are_not_combined_differ_from_the_whole_batch():
-    whole = ke.Engine.from_onnx(model_of("cnn"), loss="categorical")
-    engine = ke.Engine.from_onnx(model_of("cnn"), loss="categorical")
-    inputs, targets = batch("cnn", 0)
-    whole.observe(inputs, targets)
-    engine.observe(*part(inputs, targets, slice(0, 2)))
-    with pytest.raises(AssertionError):
-        assert_same_averages(engine, whole)
-
-
 def test_an_error_of_the_combination_leaves_the_engine_unchanged():
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
     inputs = models.random_inputs(models.mlp(), batch=4)

@@ -111,19 +111,6 @@ def test_a_diagonal_block_is_damped_by_its_mean_entry():
     )
 
 
-@pytest.mark.parametrize("damping", [ke.RelativeDamping(EPSILON), EPSILON], ids=["relative", "λ"])
-def test_only_a_relative_damping_keeps_the_direction_when_the_output_is_scaled(damping):
-    vector = np.ones((5, 36)), np.ones(5)
-    directions = []
-    for scale in (1.0, 1e-3):
-        engine, _ = observed(damping, scale=scale)
-        block = engine.collection.fisher_blocks[("first", "bias")]
-        product = np.concatenate([part.ravel() for part in block.multiply_inverse(vector)])
-        directions.append(product / np.linalg.norm(product))
-    equal = 1 - np.vdot(*directions) < ROUNDING
-    assert equal == isinstance(damping, ke.RelativeDamping)
-
-
 def table(units, biased):
     """Return an MLP of columns that have units of their own, and an engine after one batch."""
     rng = np.random.default_rng(8)
@@ -184,16 +171,6 @@ def test_a_feature_of_an_input_is_damped_by_its_own_second_moment(exp, biased):
     actual = np.vstack([actual[name] for name in names])
     scale = np.abs(expected).max(axis=1, keepdims=True)
     np.testing.assert_allclose(actual / scale, expected / scale, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("damping", [ke.RelativeDamping(EPSILON), EPSILON], ids=["relative", "λ"])
-def test_only_a_relative_damping_keeps_the_direction_when_columns_change_their_unit(damping):
-    units, changed = np.ones(6), np.array([1.0, 1, 1, 100, 1, 1])
-    _, _, before = measured(units, damping)
-    _, _, after = measured(changed, damping)
-    expected = before.natural_gradients["W"] / changed[:, None]
-    equal = np.allclose(after.natural_gradients["W"], expected, rtol=1e-3)
-    assert equal == isinstance(damping, ke.RelativeDamping)
 
 
 @pytest.mark.parametrize("approximation", ["kron", "ekfac", "diagonal"])

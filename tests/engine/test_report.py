@@ -7,7 +7,6 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.engine import memory
-from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.validation import check_finite
 from kfac_engine.runtime.memory import activation_bound, activation_bytes
 from kfac_engine.system import memory_limits
@@ -24,16 +23,6 @@ def test_step_that_cannot_fit_is_refused_with_the_figures(monkeypatch):
         engine.observe(inputs)
     assert isinstance(ke.MemoryLimitError("x"), MemoryError)
     assert engine.counter == 0
-
-
-def test_a_step_that_cannot_fit_is_refused_before_anything_runs(monkeypatch):
-    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical")
-    inputs = models.random_inputs(models.mlp(), batch=4)
-    monkeypatch.setattr(memory_limits, "available_memory", lambda: 10_000_000)
-    monkeypatch.setattr(BatchPasses, "trace", None)
-    for call in (engine.observe, engine.step):
-        with pytest.raises(ke.MemoryLimitError):
-            call(inputs, np.zeros(4, np.int64))
 
 
 @pytest.mark.parametrize(

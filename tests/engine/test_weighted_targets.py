@@ -68,17 +68,6 @@ def test_whole_weights_repeat_examples(case, mode):
     assert_same(weighted, repeated, (one, two))
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "token_mlp", "embedding"])
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_of_one_change_nothing(name, mode):
-    model = models.MODELS[name]()
-    inputs = models.random_inputs(model, batch=5)
-    targets = targets_of(model, inputs)
-    one, two = engine(model, estimation_mode=mode), engine(model, estimation_mode=mode)
-    weighted = one.step(inputs, ke.Weighted(targets, np.ones(5)))
-    assert_same(weighted, two.step(inputs, targets), (one, two))
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "batch_mean", "sum"])
 def test_garbage_under_a_mask_changes_no_bit(mode, reduction):

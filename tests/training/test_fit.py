@@ -143,19 +143,6 @@ def test_a_validation_loss_that_has_risen_for_long_is_said(
     assert not said or ("in step 6" in said[0] and "in step 21" in said[0])
 
 
-def test_callbacks_see_each_step_and_may_end_the_run(data):
-    seen = []
-
-    def callback(record, optimizer):
-        seen.append((record["step"], optimizer.steps))
-        return record["step"] == 7
-
-    x, y = net.batch(7)
-    history = ke.fit(net.engine(), data, callbacks=[callback], validation=(x, y), **options())
-    assert seen == [(step, step) for step in range(1, 8)]
-    assert "validation_loss" in history.records[-1]
-
-
 def test_a_callback_that_ends_the_run_with_an_epoch_costs_no_second_validation(data, monkeypatch):
     evaluated = []
     evaluate = ke.Engine.evaluate
@@ -259,12 +246,6 @@ def test_a_run_of_other_options_is_not_resumed(data, change, tmp_path):
     with pytest.raises(ke.InputError, match=rf"and this run has {next(iter(change))}="):
         ke.fit(engine, data, checkpoint=tmp_path, resume=True, **options(**change))
     assert same(engine.parameters, net.weights())
-
-
-def test_a_run_of_another_optimizer_is_not_resumed(data, tmp_path):
-    ke.fit(net.engine(), data, checkpoint=tmp_path, **options())
-    with pytest.raises(ke.InputError, match="is a state of SGD, and this optimizer is Adam"):
-        ke.fit(net.engine(), data, checkpoint=tmp_path, resume=True, **options(optimizer="adam"))
 
 
 def test_the_state_of_an_optimizer_alone_is_not_resumed(data, tmp_path):

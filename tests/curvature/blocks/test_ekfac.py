@@ -247,24 +247,3 @@ def test_the_trace_is_that_of_the_exact_fisher_matrix_whatever_the_basis(name):
 
 def _slices(model, names):
     return oracle.parameter_slices(model, names).values()
-
-
-def test_a_resumed_engine_goes_on_with_the_same_bits(tmp_path):
-    model = models.cnn()
-    inputs = [models.random_inputs(model, batch=3, seed=seed) for seed in range(4)]
-    schedule = ke.Schedule(refresh_every=2)
-    engines = [
-        ke.Engine.from_onnx(
-            model, loss="categorical", approximations=EKFAC_EVERYWHERE, schedule=schedule
-        )
-        for _ in range(2)
-    ]
-    targets = np.zeros(3, np.int64)
-    for batch in inputs[:2]:
-        engines[0].step(batch, targets)
-    engines[0].save(tmp_path / "state.safetensors")
-    engines[1].load(tmp_path / "state.safetensors")
-    for batch in inputs[2:]:
-        old, new = (engine.step(batch, targets) for engine in engines)
-        for name, value in old.natural_gradients.items():
-            np.testing.assert_array_equal(new.natural_gradients[name], value)

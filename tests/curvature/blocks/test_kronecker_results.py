@@ -128,23 +128,6 @@ def test_a_declared_output_gives_the_damping_before_the_first_batch():
     assert block.damping == pytest.approx(0.1 / 5)
 
 
-def test_products_that_were_not_prepared_are_refused():
-    block = observe(registered(), [["ds"]], [batch()], exps=(-1,))
-    v = np.ones((D_IN, D_OUT)), np.ones(D_OUT)
-    with pytest.raises(KeyError, match="not registered"):
-        block.multiply_matpower(v, -0.5)
-    with pytest.raises(KeyError, match="not registered"):
-        block.multiply_cholesky(v)
-    (fresh,) = registered().get_blocks()
-    fresh.instantiate_factors([["ds"]], 0.1)
-    fresh.register_inverse()
-    for factor in fresh.factors:
-        factor.instantiate_cov_variables()
-        factor.make_covariance_update_op(0.9)(batch())
-    with pytest.raises(RuntimeError, match="refresh the inverses"):
-        fresh.multiply_inverse(v)
-
-
 @pytest.mark.parametrize(
     ("vector", "error"),
     [

@@ -179,28 +179,6 @@ def test_positions_are_sequences_of_their_own():
     close(found[0], 5 * found[1])
 
 
-def test_the_bias_of_a_lag_moment_counts_pairs_over_uses():
-    a, ds = sequences(D_IN, seed=12), sequences(D_OUT, seed=13)
-    lag = observed(a, ds, 1).input_factor.cov_dt1
-    assert lag[-1, -1] == pytest.approx((USES - 1) / USES)
-    np.testing.assert_allclose(lag[:-1, -1], a[1:].sum(axis=(0, 1)) / (USES * BATCH), atol=1e-12)
-    np.testing.assert_allclose(lag[-1, :-1], a[:-1].sum(axis=(0, 1)) / (USES * BATCH), atol=1e-12)
-
-
-@every_option
-def test_a_restored_factor_solves_alike(option):
-    a, ds = sequences(D_IN, seed=14), sequences(D_OUT, seed=15)
-    saved = observed(a, ds, option)
-    fresh = observed(a[:, ::-1] * 2.0, ds * 3.0, option)
-    for old, new in zip(saved.factors, fresh.factors, strict=True):
-        new.restore(old.arrays(), old.average.weight, old.repeats)
-    vector = tuple(np.random.default_rng(0).normal(size=shape) for shape in SHAPES)
-    for product in ("multiply", "multiply_inverse"):
-        pairs = zip(getattr(saved, product)(vector), getattr(fresh, product)(vector), strict=True)
-        for one, other in pairs:
-            np.testing.assert_array_equal(one, other)
-
-
 def test_independent_and_successive_uses_share_their_factors():
     collection = ke.LayerCollection()
     for name, approx in (("w", "kron_indep"), ("v", "kron_series_2")):

@@ -219,25 +219,11 @@ def test_a_generic_block_needs_one_gradient_a_parameter(grads_list):
         block.instantiate_factors(grads_list, DAMPING)
 
 
-@pytest.mark.parametrize("grads_list", [[], ["ds"], [["ds", "dt"]]], ids=str)
-def test_a_layer_diagonal_needs_one_gradient_a_tower(grads_list):
-    (block,) = dense_layer(True).get_blocks()
-    with pytest.raises(ValueError, match="grads_list needs"):
-        block.instantiate_factors(grads_list, DAMPING)
-
-
 def test_a_layer_diagonal_takes_one_use():
     with pytest.raises(ValueError, match="one use"):
         ke.LayerCollection().register_fully_connected(
             ("w", "b"), ["x0", "x1"], ["s0", "s1"], approx="diagonal"
         )
-
-
-@pytest.mark.parametrize("damping", [-0.1, np.nan, np.inf])
-def test_a_damping_that_is_none_is_refused(damping):
-    (block,) = generic("w", "full").get_blocks()
-    with pytest.raises(ValueError, match=r"damping .* must not be negative"):
-        block.instantiate_factors(["g"], damping)
 
 
 @pytest.mark.parametrize(

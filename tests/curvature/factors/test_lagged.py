@@ -12,7 +12,6 @@ VALUES = {
     "folded": X.reshape(-1, WIDTH),
     **{f"x{u}": X[u] for u in range(USES)},
 }
-FORMS = {"list": [f"x{u}" for u in range(USES)], "folded": "folded", "stacked": "stacked"}
 EXACT = 1e-12  # float64 sums of a dozen terms
 
 
@@ -33,14 +32,6 @@ def lag_moment(x, has_bias):
         x = np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2)
     pairs = [(x[u + 1, b], x[u, b]) for u in range(USES - 1) for b in range(BATCH)]
     return sum(np.outer(future, present) for future, present in pairs) / (USES * BATCH)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_the_lag_moment_is_future_times_present_over_all_uses(form, bias):
-    factor = lagged(FORMS[form], bias)
-    factor.update(VALUES, 0.9)
-    np.testing.assert_allclose(factor.cov_dt1, lag_moment(X, bias), atol=EXACT)
 
 
 def test_a_classical_average_starts_from_independent_uses():

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from tests.backend.truths import patches
-from tests.lifecycle import power, second_moment
+from tests.lifecycle import second_moment
 
 EXACT = 1e-12  # float64 sums of a few dozen terms of size one
 SINGLE = 1e-5  # the same in float32
@@ -192,26 +192,6 @@ def test_a_factor_averages_its_formula(make, expected, dtype, tolerance):
     factor = run(make(), values, batches=2)
     np.testing.assert_allclose(factor.cov, expected, atol=tolerance * abs(expected).max())
     assert factor.cov.dtype == dtype
-
-
-@every_case
-def test_a_factor_multiplies_by_powers_of_its_matrix(make, expected):
-    del expected
-    factor = make()
-
-    def damping():
-        return 0.3
-
-    factor.register_matpower(-1, damping)
-    run(factor, VALUES)
-    factor.instantiate_inv_variables()
-    for refresh in factor.make_inverse_update_ops():
-        refresh()
-    x = draw(factor.side, 2, seed=20)
-    dense = factor.get_cov() + 0.3 * np.eye(factor.side)
-    for exp in (1, -1):
-        found = factor.left_multiply_matpower(x, exp, damping)
-        np.testing.assert_allclose(found, power(dense, exp) @ x, atol=1e-10)
 
 
 @pytest.mark.parametrize(

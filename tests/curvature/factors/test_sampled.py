@@ -112,17 +112,6 @@ def test_every_row_is_equally_likely():
     np.testing.assert_allclose(np.diag(block.input_factor.cov), 1 / 32, atol=5 * 0.0027)
 
 
-def test_a_restored_factor_goes_on_drawing_where_it_was():
-    config = ke.CollectionConfig(sub_sample_inputs=True, seed=5)
-    x = examples_apart(20)
-    straight = observed(x, batches=3, config=config)
-    saved, resumed = observed(x, batches=2, config=config), observed(x, batches=1, config=config)
-    resumed.restore(saved.arrays(), saved.average.weight, saved.repeats)
-    values = {"x": x, "ds": np.ones((20, SIDE, SIDE, 1))}
-    resumed.make_covariance_update_op(0.0)(values)
-    np.testing.assert_array_equal(resumed.cov, straight.cov)
-
-
 @pytest.mark.parametrize(("asked", "kept"), [(True, 2), (False, 10), (None, 10)])
 def test_a_layer_may_choose_for_itself(asked, kept):
     collection = ke.LayerCollection(graph={"w": (1, 1, 10, 1)})

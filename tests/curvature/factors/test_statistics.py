@@ -94,15 +94,6 @@ def test_sources_are_summed_and_towers_averaged(homogeneous):
     np.testing.assert_allclose(measured(diagonal, arrays), np.diag(expected), atol=EXACT)
 
 
-def test_two_towers_are_one_tower_of_both():
-    x = draw(6, 4, seed=1)
-    whole = KroneckerMoment(((("x",),),), ROWS, True)
-    halves = KroneckerMoment(((("x0",), ("x1",)),), ROWS, True)
-    np.testing.assert_allclose(
-        measured(halves, {"x0": x[:3], "x1": x[3:]}), measured(whole, {"x": x}), atol=EXACT
-    )
-
-
 @pytest.mark.parametrize(
     "statistic",
     [

@@ -161,19 +161,6 @@ def test_a_factor_names_each_inverse_that_it_stores():
         assert bool(stored) == bool(exps)
 
 
-def test_a_restored_factor_multiplies_by_the_same_inverse():
-    values = batch(10)
-    saved, fresh = (
-        observe(registered(True, "mean modelled"), [["ds"]], [v], exps=(-1,))
-        for v in (values, batch(11))
-    )
-    for old, new in zip(saved.factors, fresh.factors, strict=True):
-        new.restore(old.arrays(), old.average.weight, old.repeats)
-    vector = tuple(np.random.default_rng(0).normal(size=shape) for shape in shapes(True))
-    for a, b in zip(saved.multiply_inverse(vector), fresh.multiply_inverse(vector), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -181,8 +181,3 @@ def test_an_error_in_a_validation_leaves_the_weights_of_the_optimizer():
 def test_a_wrong_argument_is_refused(arguments, message):
     with pytest.raises(ke.InputError, match=message):
         ke.WeightAverage(*arguments)
-
-
-def test_two_averages_are_refused():
-    with pytest.raises(ke.InputError, match="WeightAverage and WeightAverage replace the same"):
-        run(ke.WeightAverage(0.9), ke.WeightAverage("tail"))
