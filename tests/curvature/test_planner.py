@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfac_engine as ke
-from kfac_engine.curvature.schedule import POLICIES, Planner, Work, is_planner_state
+from kfac_engine.curvature.schedule import ADAPTIVE, POLICIES, Planner, Work, is_planner_state
 
 CALLS = 120
 # Sums of up to a few hundred seconds of size one.
@@ -229,3 +229,17 @@ def test_a_forged_state_is_recognised(change):
 def test_a_wrong_option_is_refused(options, message):
     with pytest.raises(ke.InputError, match=message):
         ke.Schedule(**options)
+
+
+# -- Plans of many calls, counted ------------------------------------------------------------------
+
+
+def test_every_documented_policy_has_a_row():
+    assert set(POLICIES) == {"all_at_once", "round_robin", "balanced", "balanced_ranks"}
+    assert set(ADAPTIVE) == {"drift", "budget"}
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6])])
+def test_covariances_move_at_multiples_of_their_period(every, expected):
+    planner = Planner([], ke.Schedule(covariance_every=every))
+    assert [counter for counter in range(7) if planner.observes(counter)] == expected
