@@ -318,16 +318,6 @@ def test_invalid_batch_size_raises_error(engine, size):
         engine.memory(size)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("covariance_every", 0), ("refresh_every", "1"), ("policy", None), ("policy", ["balanced"]),
-     ("policy", "never"), ("overlap", "yes")],
-)  # fmt: skip
-def test_invalid_schedule_raises_error(name, value):
-    with pytest.raises(ke.InputError, match=name):
-        ke.Schedule(**{name: value})
-
-
 # -- the level of the specification ----------------------------------------------------------------
 
 SHAPES = {"w": (4, 3), "b": (3,), "x": (8, 4), "s": (8, 3), "k": (3, 3, 2, 4), "i": (8, 5, 5, 2)}

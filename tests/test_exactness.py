@@ -84,18 +84,6 @@ def test_convolution_with_gaussian_loss_differs_from_the_fisher_only_across_loca
     np.testing.assert_allclose(block.full_fisher_block(), expected, atol=10 * SINGLE)
 
 
-def test_reductions_scale_the_fisher_as_they_scale_the_loss():
-    model = models.token_mlp(tokens=4, widths=(4, 3), dtype="float64")
-    inputs = models.random_inputs(model, batch=3)
-    blocks = {}
-    for reduction in ("mean", "batch_mean", "sum"):
-        engine = observed(model, inputs, "normal", reduction=reduction)
-        (block,) = engine.collection.get_blocks()
-        blocks[reduction] = block.full_fisher_block()
-    np.testing.assert_allclose(blocks["mean"] * 4, blocks["batch_mean"], rtol=1e-12)
-    np.testing.assert_allclose(blocks["batch_mean"] * 3, blocks["sum"], rtol=1e-12)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_first_batch_of_ekfac_is_measured_in_the_basis_of_all_its_sources(mode):
     model = models.mlp((3, 3, 4), dtype="float64")

@@ -265,12 +265,6 @@ def test_a_state_of_another_optimizer_is_refused(tmp_path):
         ke.SGD(net.engine(), 0.1).load(tmp_path / "state")
 
 
-def test_a_state_of_another_model_is_refused(tmp_path):
-    ke.SGD(net.engine("float32"), 0.1).save(tmp_path / "state")
-    with pytest.raises(ke.InputError, match=r"another model or options: .* the momentum of 'w1'"):
-        ke.SGD(net.engine("float64"), 0.1).load(tmp_path / "state")
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -88,14 +88,6 @@ def test_curvature_weights_each_example_alike_in_uneven_batches(fisher):
     assert abs(sum(parts) / len(parts) - actual).max() > 0.01 * abs(actual).max()
 
 
-def test_sampled_fisher_of_given_draws_is_the_empirical_fisher_of_these_targets():
-    model, inputs = mlp()
-    sampled = measured(model, uneven(inputs), fisher="sampled", draws=LABELS)
-    empirical = measured(model, uneven(inputs, LABELS), fisher="empirical")
-    assert_close(dense(sampled), dense(empirical))
-    assert sampled.log_likelihood is None
-
-
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0])
 def test_products_are_exact_powers_of_the_damped_matrix(power):
     model, inputs = mlp()

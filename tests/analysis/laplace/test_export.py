@@ -114,13 +114,3 @@ def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
     # The features are rounded to half precision, 1e-3, in the file only.
     expected = posterior.predict(inputs).variance
     np.testing.assert_allclose(results["variance"], expected, rtol=1e-2, atol=1e-3)
-
-
-def test_file_with_a_value_of_the_same_name_is_refused(tmp_path):
-    net = models.Net()
-    net.op("MatMul", net.op("Tanh", "input", to="variance"), net.weight("w", 4, 3), to="output")
-    model = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
-    curvature = measured(model, (models.random_inputs(model), None), layers="last")
-    with pytest.raises(ke.InputError, match="a value 'variance' already"):
-        ke.Laplace(curvature).export(tmp_path / "uncertain.onnx")
-    assert not list(tmp_path.iterdir())

@@ -26,12 +26,6 @@ def test_merge_weights_each_entry_by_its_curvature(models, weights):
     np.testing.assert_allclose(vector(merged), expected, **CLOSE)
 
 
-def test_merge_of_equal_models_is_the_model(models):
-    curvature, a, _ = models[0]
-    merged = ke.merge([curvature.model, curvature.model], [curvature, curvature])
-    np.testing.assert_allclose(vector(merged), a, **CLOSE)
-
-
 def test_entry_without_curvature_is_the_plain_mean():
     curvatures = []
     for seed in (0, 1):
