@@ -15,12 +15,6 @@ def summary(layer):
     return layer.kind, layer.parameters, layer.inputs, layer.outputs
 
 
-def reason_of(model, parameter, loss="normal"):
-    (layer,) = [entry for entry in layers_of(model, loss) if parameter in entry.parameters]
-    assert layer.kind == "generic"
-    return layer.reason
-
-
 def net(*steps, inputs=("batch", 4), outputs=("batch", 3)):
     made = models.Net()
     for step in steps:
@@ -129,23 +123,6 @@ def test_left_weight_has_block_of_transposed_form(batch):
         blocks.append(engine.collection.get_blocks()[0].full_fisher_block())
     # float32 sums of a handful of terms
     np.testing.assert_allclose(*blocks, rtol=1e-5, atol=1e-6)
-
-
-def test_generic_parameters_have_reasons():
-    def build(n):
-        x = n.op("Max", "input", n.weight("least", 4), to="act")
-        x = n.op("Div", x, n.positive("divisor", 4), to="moved")
-        n.op("MatMul", x, n.weight("w", 4, 3), to="output")
-
-    assert reason_of(net(build), "least") == "operand 1 of Max"
-    assert reason_of(net(build), "divisor") == "operand 1 of Div"
-
-
-def test_weight_of_gemm_with_zero_alpha_is_generic():
-    def scaled(n):
-        n.op("Gemm", "input", n.weight("w", 4, 3), n.weight("b", 3), to="output", alpha=0.0)
-
-    assert reason_of(net(scaled), "w") == "Gemm with alpha 0"
 
 
 def test_parameter_without_influence_has_reason():

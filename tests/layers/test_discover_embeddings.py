@@ -93,36 +93,3 @@ def test_one_hot_rows_of_ids_outside_the_table_are_zero(sides, kind):
     expected = ids.size / BATCH * np.kron(rows.T @ rows / len(rows), g.T @ g / len(g))
     block = engine.collection.fisher_blocks["table"].full_fisher_block()
     np.testing.assert_allclose(block, expected, atol=SINGLE * np.abs(expected).max())
-
-
-# -- generic with a reason -------------------------------------------------------------------------
-
-
-def reason(build):
-    net = models.Net()
-    build(net)
-    proto = net.model({"input": ["batch", 4, WIDTH]}, {"output": ["batch", 4, WIDTH]})
-    (layer,) = ke.Engine.from_onnx(proto, loss="normal").layers
-    assert layer.kind == "generic"
-    return layer.reason
-
-
-def test_positions_from_data_shape_are_not_token_ids():
-    def build(net):
-        length = net.op("Shape", "input", to="length", start=1, end=2)
-        length = net.op("Squeeze", length, to="number")
-        zero, one = net.constant("zero", np.array(0)), net.constant("one", np.array(1))
-        ids = net.op("Range", zero, length, one, to="ids")
-        rows = net.op("Gather", net.weight("table", 6, WIDTH), ids, to="rows")
-        net.op("Mul", "input", rows, to="output")
-
-    assert reason(build) == "table of Gather whose indices do not depend on the data"
-
-
-def test_columns_gathered_from_parameter_are_not_embedding():
-    def build(net):
-        at = net.constant("at", np.array([2, 0, 0]))
-        w = net.op("Gather", net.weight("table", 4, WIDTH), at, to="turned", axis=1)
-        net.op("Mul", "input", w, to="output")
-
-    assert reason(build) == "table of Gather, shape (4, 3)"

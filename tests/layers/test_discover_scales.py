@@ -175,48 +175,6 @@ def _in_training(scale, shift, mean, variance):
     )  # fmt: skip
 
 
-# -- generic with a reason -------------------------------------------------------------------------
-
-
-def reason(build, sides):
-    net = models.Net()
-    build(net)
-    proto = net.model({"input": sides}, {"output": sides})
-    (layer,) = [
-        entry
-        for entry in ke.Engine.from_onnx(proto, loss="normal").layers
-        if "scale" in entry.parameters
-    ]
-    assert layer.kind == "generic"
-    return layer.reason
-
-
-def test_scale_of_parameters_is_not_layer():
-    def build(net):
-        w = net.op("Mul", net.weight("w", 3, 3), net.positive("scale", 3), to="scaled")
-        net.op("MatMul", "input", w, to="output")
-
-    found = reason(build, ["batch", 3])
-    assert found == "operand 1 of Mul, which does not depend on the data"
-
-
-def test_scale_per_example_is_not_layer():
-    def build(net):
-        net.op("Mul", "input", net.positive("scale", 2, 3), to="output")
-
-    assert reason(build, [2, 3]) == "different for each example, on axis 0 of 'output'"
-
-
-def test_scale_of_merged_examples_and_positions_is_not_layer():
-    def build(net):
-        rows = net.op("Reshape", "input", net.constant("rows", np.array([-1, 3])), to="merged")
-        scaled = net.op("Mul", rows, net.positive("scale", 3), to="scaled")
-        net.op("Reshape", scaled, net.constant("back", np.array([-1, 4, 3])), to="output")
-
-    found = reason(build, ["batch", 4, 3])
-    assert found == "no axis of 'scaled' contains the examples alone"
-
-
 @pytest.mark.parametrize(("opset", "kind"), [(20, "generic"), (21, "scale_and_shift")])
 def test_group_normalization_scale_per_channel_is_layer(opset, kind):
     entries = 2 if opset < 21 else 4
@@ -264,34 +222,3 @@ def test_group_scales_equal_shared_channel_scales():
     found = engine.collection.fisher_blocks[layer.key].full_fisher_block()
     expected = v.T @ v / BATCH
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
-
-
-def test_scale_along_two_axes_is_not_layer():
-    def build(net):
-        scale = net.positive("scale", 3)
-        x = net.op("Mul", "input", scale, to="along the last")
-        x = net.op("Transpose", x, to="turned", perm=[0, 2, 1])
-        net.op("Mul", x, net.op("Reshape", scale, net.constant("sides", np.array([1, 3, 1])),
-                                to="wide"), to="output")  # fmt: skip
-
-    assert reason(build, ["batch", 3, 3]) == "used 2 times, by Mul"
-
-
-def test_scale_that_adds_axes_is_not_layer():
-    def build(net):
-        net.op("ReduceSum", net.op("Mul", net.positive("scale", 4, 1, 3), "input", to="scaled"),
-               net.constant("axis", np.array([0])), to="output", keepdims=0)  # fmt: skip
-
-    assert reason(build, ["batch", 3]) == "shape (4, 1, 3) with data of shape (2, 3)"
-
-
-def test_product_of_weights_is_not_layer():
-    net = models.Net()
-    w = net.op("MatMul", net.weight("a", 3, 2), net.weight("b", 2, 3), to="product")
-    net.op("MatMul", "input", w, to="output")
-    proto = net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
-    reasons = {e.parameters: e.reason for e in ke.Engine.from_onnx(proto, loss="normal").layers}
-    assert reasons == {
-        ("a",): "operand 0 of MatMul, which does not depend on the data",
-        ("b",): "operand 1 of MatMul, which does not depend on the data",
-    }

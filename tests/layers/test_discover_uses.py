@@ -80,34 +80,6 @@ def test_uses_without_influence_on_loss_are_ignored():
     assert (layer.kind, layer.inputs, layer.outputs) == ("fully_connected", "input", "output")
 
 
-# -- several uses without a layer ------------------------------------------------------------------
-
-
-def in_two_roles(net):
-    w = net.weight("w", 3, 3)
-    x = net.op("MatMul", "input", w, to="s0")
-    net.op("MatMul", x, net.op("Transpose", w, to="turned", perm=[1, 0]), to="output")
-
-
-def transposed_once(net):
-    w = net.weight("w", 3, 3)
-    net.op("Gemm", net.op("MatMul", "input", w, to="s0"), w, to="output", transB=1)
-
-
-REASONS = {
-    "roles": (in_two_roles, _FLAT, _FLAT, "used 2 times, by MatMul, with different properties"),
-    "layouts": (transposed_once, _FLAT, _FLAT,
-                "used 2 times, by Gemm, MatMul, with different properties"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_incompatible_uses_are_generic_with_reason(name):
-    build, inputs, outputs, reason = REASONS[name]
-    (layer,) = layers_of(made(build, inputs, outputs))
-    assert (layer.kind, layer.reason) == ("generic", reason)
-
-
 # -- other kinds, by the layers that the uses make alone -------------------------------------------
 
 
