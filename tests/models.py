@@ -6,6 +6,7 @@ otherwise. Values carry the name of the layer that makes them, weights that name
 ``.bias``.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
+import onnx.parser
 from onnx import helper, numpy_helper
 
 OPSET = 18
@@ -90,6 +92,31 @@ class Net:
         model = helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION)
         onnx.checker.check_model(model, full_check=True)
         return model
+
+
+def written(sides: str, constants: str, nodes: str, fed: str = "float") -> onnx.ModelProto:
+    """A model whose nodes are text, as onnx's parser reads it.
+
+    Args:
+        sides: Of the input; behind an arrow, those of the output, if they are others.
+        constants: ``w(3,4)`` is a float32 weight, ``axis=1,2`` a vector of numbers and ``one:1`` a
+            number. They are integers unless they have a point.
+        nodes: From ``input`` to ``output``.
+        fed: Element type of the input.
+    """
+    before, _, after = sides.partition(" -> ")
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {OPSET}]>
+        test_model ({fed}[{before}] input) => (float[{after or before}] output) {{ {nodes} }}"""
+    )
+    rng = np.random.default_rng(0)
+    for name, form, text in re.findall(r"(\w+)([(=:])([-.\d,]+)", constants):
+        numbers = [float(n) if "." in n else int(n) for n in text.split(",")]
+        kind = np.float32 if "." in text or form == "(" else np.int64
+        values = 0.5 * rng.standard_normal(numbers) if form == "(" else numbers
+        array = np.array(values[0] if form == ":" else values, kind)
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
 
 
 def random_inputs(model: onnx.ModelProto, batch: int = 3, seed: int = 0) -> dict[str, np.ndarray]:

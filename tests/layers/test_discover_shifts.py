@@ -1,35 +1,16 @@
 """Which parameters have a layer, of which kind, and why others have none."""
 
-import re
-
 import numpy as np
 import pytest
-from onnx import numpy_helper, parser
+from onnx import parser
 
 import kfac_engine as ke
 from tests import models
 
 
 def layers(sides, constants, nodes, **options):
-    """Parameters to the kind of their layer, or to the reason why they have none.
-
-    Args:
-        sides: Of the input; behind an arrow, those of the output, if they are others.
-        constants: ``w(3,4)`` is a weight, ``axis=1,2`` a vector of integers, ``one:1`` an integer.
-        nodes: As onnx's parser reads them.
-        **options: Of the engine.
-    """
-    before, _, after = sides.partition(" -> ")
-    model = parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": 18]>
-        m (float[{before}] input) => (float[{after or before}] output) {{ {nodes} }}"""
-    )
-    rng = np.random.default_rng(0)
-    for name, form, text in re.findall(r"(\w+)([(=:])([-\d,]+)", constants):
-        numbers = [int(number) for number in text.split(",")]
-        weight = (rng.random(numbers) + 0.5).astype(np.float32) if form == "(" else None
-        array = np.array(numbers[0] if form == ":" else numbers) if weight is None else weight
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    """Parameters to the kind of their layer, or to the reason why they have none."""
+    model = models.written(sides, constants, nodes)
     found = ke.Engine.from_onnx(model, loss="normal", **options).layers
     return {" ".join(layer.parameters): layer.reason or layer.kind for layer in found}
 
@@ -224,6 +205,15 @@ CASES = {
         {"table": "table of Gather, shape (4, 3)"},
     ),
     # Weights.
+    "bias that adds axes": (
+        "batch,4 -> batch,3", "w(4,3) b(1,1,3) axis=0",
+        "p = MatMul(input, w)  y = Add(p, b)  output = Squeeze(y, axis)",
+        {"w": "fully_connected", "b": "shift"},
+    ),
+    "bias of one number": (
+        "batch,4 -> batch,3", "w(4,3) b(1)", "p = MatMul(input, w)  output = Add(p, b)",
+        {"w": "fully_connected", "b": "shift"}, BOTH,
+    ),
     "product of weights": (
         "batch,3", "a(3,2) b(2,3)", "p = MatMul(a, b)  output = MatMul(input, p)",
         {

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from onnx import numpy_helper
 
 import kfac_engine as ke
 from tests import models, oracle
@@ -11,205 +12,104 @@ SINGLE = 2e-4
 BATCH, D, K, T, H = 5, 4, 3, 2, 2
 
 
-def turned(net, x, to, *perm):
-    return net.op("Transpose", x, to=to, perm=list(perm))
-
-
-def numbers(net, name, *values):
-    return net.constant(name, np.array(values))
-
-
-def scalar(net, name, value):
-    return net.constant(name, np.array(value, np.float32))
-
-
-# Each case: spelled as files do, and plainly; both make "y" of "input".
-
-
-def gemm_scaled(net):
-    w, b = net.weight("w", D, K), net.weight("b", K)
-    net.op("Gemm", "input", w, b, to="y", alpha=0.5, beta=2.0)
-
-
-def gemm_scaled_plain(net):
-    x = net.op("Mul", "input", scalar(net, "ratio", 0.25), to="x")
-    net.op("Mul", net.op("Gemm", x, "w", "b", to="s"), scalar(net, "beta", 2.0), to="y")
-
-
-def gemm_without_bias(net):
-    net.op("Gemm", "input", net.weight("w", D, K), to="y", alpha=0.5, beta=3.0)
-
-
-def gemm_without_bias_plain(net):
-    x = net.op("Mul", "input", scalar(net, "alpha", 0.5), to="x")
-    net.op("MatMul", x, "w", to="y")
-
-
-def gemm_turned_data(net):
-    x = turned(net, "input", "columns", 1, 0)
-    net.op("Gemm", x, net.weight("w", K, D), net.weight("b", 1, K), to="y", transA=1, transB=1)
-
-
-def gemm_weight_first(net):
-    x = turned(net, "input", "columns", 1, 0)
-    y = net.op("Gemm", net.weight("w", K, D), x, net.weight("b", K, 1), to="s")
-    turned(net, y, "y", 1, 0)
-
-
-def gemm_both_turned(net):
-    y = net.op("Gemm", net.weight("w", D, K), "input", to="s", transA=1, transB=1)
-    turned(net, y, "y", 1, 0)
-
-
-def matmul_weight_first(net):
-    x = turned(net, "input", "columns", 1, 0)
-    y = net.op("MatMul", net.weight("w", K, D), x, to="s")
-    y = net.op("Add", y, net.weight("b", K, 1), to="biased")
-    turned(net, y, "y", 1, 0)
-
-
-def gemm_then_add(net):
-    net.op(
-        "Add", net.op("Gemm", "input", net.weight("w", D, K), to="s"), net.weight("b", K), to="y"
-    )
-
-
-def matmul_thin_weight(net):
-    x = net.op("MatMul", "input", net.weight("w", 1, D, K), to="s")
-    x = net.op("Squeeze", x, numbers(net, "axis", 0), to="flat")
-    net.op("Add", x, net.weight("b", K), to="y")
-
-
-def matmul_vector(net):
-    x = net.op("MatMul", "input", net.weight("w", D), to="s")
-    net.op("Unsqueeze", x, numbers(net, "axis", 1), to="y")
-
-
-def matmul_vector_first(net):
-    x = net.op("MatMul", net.weight("w", D), turned(net, "input", "columns", 1, 0), to="s")
-    net.op("Unsqueeze", x, numbers(net, "axis", 1), to="y")
-
-
-def einsum(net):
-    x = net.op("Einsum", "input", net.weight("w", K, D), to="s", equation="nd,kd->nk")
-    net.op("Add", x, net.weight("b", K), to="y")
-
-
-def einsum_weight_first(net):
-    x = net.op("Einsum", net.weight("w", K, D), "input", to="s", equation="kd,nd->nk")
-    net.op("Add", x, net.weight("b", K), to="y")
-
-
-def scaled_weight(net):
-    w = net.op("Mul", scalar(net, "c", 0.5), net.weight("w", K, D), to="scaled")
-    w = turned(net, w, "turned", 1, 0)
-    net.op("Add", net.op("MatMul", "input", w, to="s"), net.weight("b", K), to="y")
-
-
-def divided_weight(net):
-    w = net.op("Div", net.weight("w", D, K), scalar(net, "c", 2.0), to="scaled")
-    net.op("Gemm", "input", w, net.weight("b", K), to="y")
-
-
-def scaled_filter(net):
-    """A dense layer as a convolution of one pixel, its filter scaled by an array of one number."""
-    c = net.constant("c", np.array([0.5], np.float32))
-    w = net.op("Mul", net.weight("w", K, D, 1), c, to="scaled")
-    x = net.op("Unsqueeze", "input", numbers(net, "axis", 2), to="pixels")
-    x = net.op("Conv", x, w, net.weight("b", K), to="s")
-    net.op("Squeeze", x, numbers(net, "axis_2", 2), to="y")
-
-
-def scaled_plain(net):
-    x = net.op("Mul", "input", scalar(net, "half", 0.5), to="x")
-    net.op("Gemm", x, "w", "b", to="y")
-
-
-def plain(net):
-    net.op("Gemm", "input", "w", "b", to="y")
-
-
-def plain_without_bias(net):
-    net.op("MatMul", "input", "w", to="y")
-
-
-def einsum_to_heads(net):
-    x = net.op("Einsum", "input", net.weight("w", D, H, K), to="s", equation="ntd,dhk->nhtk")
-    net.op("Add", x, net.weight("b", H, 1, K), to="y")
-
-
-def to_heads_plain(net):
-    s = net.op("Add", net.op("MatMul", "input", "w", to="p"), "b", to="s")
-    s = net.op("Reshape", s, numbers(net, "apart", 0, 0, H, K), to="r")
-    turned(net, s, "y", 0, 2, 1, 3)
-
-
-def einsum_from_heads(net):
-    x = net.op("Einsum", "input", net.weight("w", H, K, D), to="s", equation="nhtk,hkd->ntd")
-    net.op("Add", x, net.weight("b", D), to="y")
-
-
-def from_heads_plain(net):
-    x = turned(net, "input", "t", 0, 2, 1, 3)
-    x = net.op("Reshape", x, numbers(net, "together", 0, 0, H * K), to="r")
-    net.op("Add", net.op("MatMul", x, "w", to="s"), "b", to="y")
-
-
-def every_expert_sees_all(net):
-    x = net.op("Einsum", "input", net.weight("w", H, D, K), to="s", equation="nd,edk->nek")
-    net.op("Add", x, net.weight("b", H, K), to="y")
-
-
-def every_expert_plain(net):
-    x = net.op("Gemm", "input", "w", "b", to="s")
-    net.op("Reshape", x, numbers(net, "apart", 0, H, K), to="y")
-
-
-def matmul_stretched(net):
-    """Three axes of data for one of the weight's: all experts see the same rows."""
-    x = net.op("Unsqueeze", "input", numbers(net, "axis", 1), to="one_slot")
-    net.op("MatMul", x, net.weight("w", H, D, K), to="y")
-
-
-def matmul_stretched_plain(net):
-    x = net.op("MatMul", "input", "w", to="s")
-    x = net.op("Reshape", x, numbers(net, "apart", 0, 0, H, K), to="r")
-    turned(net, x, "y", 0, 2, 1, 3)
-
-
-_FLAT, _TOKENS = ["batch", D], ["batch", T, D]
-# Spelled, plain, sides of the input, what the plain weight is made of the file's.
+def integers(name, *values):
+    return f"{name} = Constant<value_ints={list(values)}>()  "
+
+
+FLAT, HEADS = "batch,4 -> batch,k", "batch,2,4 -> batch,h,t,k"
+PLAIN, NO_BIAS = "y = Gemm(input, w, b)", "y = MatMul(input, w)"
+HALF = "c = Constant<value_float=0.5>()  x = Mul(input, c)  "
+COLUMNS, ROWS = "x = Transpose<perm=[1, 0]>(input)  ", "y = Transpose<perm=[1, 0]>(s)"
+SCALED = "scaled = Mul(c, w)  turned = Transpose<perm=[1, 0]>(scaled)  s = MatMul(input, turned)  "
+SCALED += "y = Add(s, b)"
+EINSUM = 's = Einsum<equation="{}">({})  y = Add(s, b)'
+APART = integers("apart", 0, 0, H, K) + "r = Reshape(s, apart)  y = Transpose<perm=[0, 2, 1, 3]>(r)"
+# Constants and nodes of the file, plain nodes, sides, what the plain weight is made of the file's.
 CASES = {
-    "alpha and beta": (gemm_scaled, gemm_scaled_plain, _FLAT, lambda w: w),
-    "alpha without bias": (gemm_without_bias, gemm_without_bias_plain, _FLAT, lambda w: w),
-    "transA": (gemm_turned_data, plain, _FLAT, lambda w: w.T),
-    "Gemm, weight first": (gemm_weight_first, plain, _FLAT, lambda w: w.T),
-    "Gemm, both turned": (gemm_both_turned, plain_without_bias, _FLAT, lambda w: w),
-    "MatMul, weight first": (matmul_weight_first, plain, _FLAT, lambda w: w.T),
-    "Gemm, then Add": (gemm_then_add, plain, _FLAT, lambda w: w),
-    "weight of an axis more": (matmul_thin_weight, plain, _FLAT, lambda w: w[0]),
-    "vector": (matmul_vector, plain_without_bias, _FLAT, lambda w: w[:, None]),
-    "vector first": (matmul_vector_first, plain_without_bias, _FLAT, lambda w: w[:, None]),
-    "Einsum": (einsum, plain, _FLAT, lambda w: w.T),
-    "Einsum, weight first": (einsum_weight_first, plain, _FLAT, lambda w: w.T),
-    "scaled weight": (scaled_weight, scaled_plain, _FLAT, lambda w: w.T),
-    "divided weight": (divided_weight, scaled_plain, _FLAT, lambda w: w),
-    "scaled filter": (scaled_filter, scaled_plain, _FLAT, lambda w: w[:, :, 0].T),
-    "Einsum to heads": (einsum_to_heads, to_heads_plain, _TOKENS, lambda w: w.reshape(D, H * K)),
-    "Einsum from heads": (einsum_from_heads, from_heads_plain, ["batch", H, T, K],
-                          lambda w: w.reshape(H * K, D)),
-    "experts of the same input": (every_expert_sees_all, every_expert_plain, _FLAT,
-                                  lambda w: w.transpose(1, 0, 2).reshape(D, H * K)),
-    "stretched input": (matmul_stretched, matmul_stretched_plain, _TOKENS,
-                        lambda w: w.transpose(1, 0, 2).reshape(D, H * K)),
+    "alpha and beta": (
+        "w(4,3) b(3)", "y = Gemm<alpha=0.5, beta=2.0>(input, w, b)",
+        "c = Constant<value_float=0.25>()  two = Constant<value_float=2.0>()  x = Mul(input, c)  "
+        "s = Gemm(x, w, b)  y = Mul(s, two)",
+        FLAT, lambda w: w,
+    ),
+    "alpha without bias": (
+        "w(4,3)", "y = Gemm<alpha=0.5, beta=3.0>(input, w)", HALF + "y = MatMul(x, w)", FLAT,
+        lambda w: w,
+    ),
+    "transA": (
+        "w(3,4) b(1,3)", COLUMNS + "y = Gemm<transA=1, transB=1>(x, w, b)", PLAIN, FLAT,
+        lambda w: w.T,
+    ),
+    "Gemm, weight first": (
+        "w(3,4) b(3,1)", f"{COLUMNS} s = Gemm(w, x, b)  {ROWS}", PLAIN, FLAT, lambda w: w.T
+    ),
+    "Gemm, both turned": (
+        "w(4,3)", f"s = Gemm<transA=1, transB=1>(w, input)  {ROWS}", NO_BIAS, FLAT, lambda w: w
+    ),
+    "MatMul, weight first": (
+        "w(3,4) b(3,1)", f"{COLUMNS} p = MatMul(w, x)  s = Add(p, b)  {ROWS}", PLAIN, FLAT,
+        lambda w: w.T,
+    ),
+    "Gemm, then Add": (
+        "w(4,3) b(3)", "s = Gemm(input, w)  y = Add(s, b)", PLAIN, FLAT, lambda w: w
+    ),
+    "weight of an axis more": (
+        "w(1,4,3) b(3) axis=0", "p = MatMul(input, w)  s = Squeeze(p, axis)  y = Add(s, b)", PLAIN,
+        FLAT, lambda w: w[0],
+    ),
+    "vector": (
+        "w(4) axis=1", "s = MatMul(input, w)  y = Unsqueeze(s, axis)", NO_BIAS, FLAT,
+        lambda w: w[:, None],
+    ),
+    "vector first": (
+        "w(4) axis=1", COLUMNS + "s = MatMul(w, x)  y = Unsqueeze(s, axis)", NO_BIAS, FLAT,
+        lambda w: w[:, None],
+    ),
+    "Einsum": ("w(3,4) b(3)", EINSUM.format("nd,kd->nk", "input, w"), PLAIN, FLAT, lambda w: w.T),
+    "Einsum, weight first": (
+        "w(3,4) b(3)", EINSUM.format("kd,nd->nk", "w, input"), PLAIN, FLAT, lambda w: w.T
+    ),
+    "scaled weight": ("w(3,4) b(3) c:0.5", SCALED, HALF + "y = Gemm(x, w, b)", FLAT, lambda w: w.T),
+    "divided weight": (
+        "w(4,3) b(3) c:2.0", "v = Div(w, c)  y = Gemm(input, v, b)", HALF + "y = Gemm(x, w, b)",
+        FLAT, lambda w: w,
+    ),
+    # A dense layer as a convolution of one pixel.
+    "scaled filter": (
+        "w(3,4,1) b(3) c=0.5 axis=2",
+        "v = Mul(w, c)  x = Unsqueeze(input, axis)  s = Conv(x, v, b)  y = Squeeze(s, axis)",
+        HALF + "y = Gemm(x, w, b)", FLAT, lambda w: w[:, :, 0].T,
+    ),
+    "Einsum to heads": (
+        "w(4,2,3) b(2,1,3)", EINSUM.format("ntd,dhk->nhtk", "input, w"),
+        "p = MatMul(input, w)  s = Add(p, b)  " + APART, HEADS, lambda w: w.reshape(D, H * K),
+    ),
+    "Einsum from heads": (
+        "w(2,3,4) b(4)", EINSUM.format("nhtk,hkd->ntd", "input, w"),
+        integers("joined", 0, 0, H * K)
+        + "x = Transpose<perm=[0, 2, 1, 3]>(input)  r = Reshape(x, joined)  s = MatMul(r, w)  "
+        "y = Add(s, b)",
+        "batch,2,2,3 -> batch,t,d", lambda w: w.reshape(H * K, D),
+    ),
+    "experts of the same input": (
+        "w(2,4,3) b(2,3)", EINSUM.format("nd,edk->nek", "input, w"),
+        integers("apart", 0, H, K) + "s = Gemm(input, w, b)  y = Reshape(s, apart)",
+        "batch,4 -> batch,e,k", lambda w: w.transpose(1, 0, 2).reshape(D, H * K),
+    ),
+    # Three axes of data for one of the weight's: all experts see the same rows.
+    "stretched input": (
+        "w(2,4,3) axis=1", "x = Unsqueeze(input, axis)  y = MatMul(x, w)",
+        "s = MatMul(input, w)  " + APART, HEADS, lambda w: w.transpose(1, 0, 2).reshape(D, H * K),
+    ),
 }  # fmt: skip
 
 
-def finished(net, sides, rank):
-    net.op("Tanh", "y", to="output")
-    return net.model(
-        {"input": sides}, {"output": ["batch", *[f"side {i}" for i in range(rank - 1)]]}
-    )
+def finished(sides, constants, nodes, fed="float"):
+    return models.written(sides, constants, f"{nodes}  output = Tanh(y)", fed)
+
+
+def constants_of(model):
+    return {e.name: e for e in model.graph.initializer if e.name in ("w", "b")}
 
 
 def step(model):
@@ -224,19 +124,13 @@ def step(model):
 
 @pytest.mark.parametrize("name", CASES)
 def test_layer_forms_have_natural_gradients_of_plain_form(name):
-    spelled, write_plain, sides, matrix = CASES[name]
-    net = models.Net()
-    spelled(net)
-    values = {n: net._constants[n] for n in ("w", "b") if n in net._constants}
-    rank = 4 if name in ("Einsum to heads", "stretched input") else 3 if len(sides) > 2 else 2
-    rank = 3 if name == "experts of the same input" else rank
-    model = finished(net, sides, rank)
-    other = models.Net()
-    other.constant("w", np.ascontiguousarray(matrix(values["w"])))
-    if "b" in values:
-        other.constant("b", values["b"].ravel())
-    write_plain(other)
-    expected = step(finished(other, sides, rank))[1]
+    constants, nodes, plain, sides, matrix = CASES[name]
+    model, other = finished(sides, constants, nodes), finished(sides, "", plain)
+    values = {n: numpy_helper.to_array(entry) for n, entry in constants_of(model).items()}
+    for key, value in values.items():
+        array = np.ascontiguousarray(matrix(value) if key == "w" else value.ravel())
+        other.graph.initializer.append(numpy_helper.from_array(array, key))
+    expected = step(other)[1]
     engine, found = step(model)
     (layer,) = engine.layers
     kind = "conv1d" if name == "scaled filter" else "fully_connected"
@@ -253,39 +147,27 @@ def test_layer_forms_have_natural_gradients_of_plain_form(name):
 # -- experts ---------------------------------------------------------------------------------------
 
 
-def experts_by_matmul(net):
-    x = net.op("MatMul", "input", net.weight("w", H, D, K), to="s")
-    net.op("Add", x, net.weight("b", H, 1, K), to="y")
-
-
-def experts_by_einsum(net):
-    x = net.op("Einsum", "input", net.weight("w", H, K, D), to="s", equation="netd,ekd->netk")
-    net.op("Add", x, net.weight("b", H, 1, K), to="y")
-
-
-def experts_first(net):
-    """Slots come before the batch, as mixtures of experts hand out their rows."""
-    x = turned(net, "input", "dealt", 1, 0, 2, 3)
-    x = net.op("Squeeze", x, numbers(net, "axis", 2), to="rows")
-    x = net.op("MatMul", x, net.weight("w", H, D, K), to="s")
-    x = net.op("Add", x, net.weight("b", H, 1, K), to="biased")
-    x = net.op("Unsqueeze", x, numbers(net, "axis_2", 2), to="wide")
-    turned(net, x, "y", 1, 0, 2, 3)
-
-
+# Constants, nodes, positions, and the weight with a matrix for each expert.
 EXPERTS = {
-    "MatMul": (experts_by_matmul, T, lambda w: w),
-    "Einsum": (experts_by_einsum, T, lambda w: w.swapaxes(1, 2)),
-    "slots first": (experts_first, 1, lambda w: w),
-}
+    "MatMul": ("w(2,4,3) b(2,1,3)", "s = MatMul(input, w)  y = Add(s, b)", T, lambda w: w),
+    "Einsum": (
+        "w(2,3,4) b(2,1,3)", EINSUM.format("netd,ekd->netk", "input, w"), T,
+        lambda w: w.swapaxes(1, 2),
+    ),
+    # Slots come before the batch, as mixtures of experts hand out their rows.
+    "slots first": (
+        "w(2,4,3) b(2,1,3) axis=2",
+        "x = Transpose<perm=[1, 0, 2, 3]>(input)  r = Squeeze(x, axis)  p = MatMul(r, w)  "
+        "s = Add(p, b)  v = Unsqueeze(s, axis)  y = Transpose<perm=[1, 0, 2, 3]>(v)",
+        1, lambda w: w,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_each_expert_has_kronecker_factor_pair(name):
-    spelled, positions, stack = EXPERTS[name]
-    net = models.Net()
-    spelled(net)
-    model = finished(net, ["batch", H, positions, D], 4)
+    constants, nodes, positions, stack = EXPERTS[name]
+    model = finished(f"batch,{H},{positions},{D} -> batch,e,t,k", constants, nodes)
     engine, result = step(model)
     (layer,) = engine.layers
     assert (layer.kind, layer.parameters) == ("stacked_dense", ("w", "b"))
@@ -315,18 +197,12 @@ def test_each_expert_has_kronecker_factor_pair(name):
 
 
 def test_product_with_one_hot_rows_is_embedding():
-    def rows(net, table):
-        values = net.constant("values", np.array([0, 1], np.float32))
-        hot = net.op("OneHot", "input", numbers(net, "depth", models.VOCABULARY), values, to="hot")
-        net.op("MatMul", hot, table, to="y")
-
     blocks = []
-    for build in (rows, lambda net, table: net.op("Gather", table, "input", to="y")):
-        net = models.Net()
-        build(net, net.weight("w", models.VOCABULARY, K))
-        net.op("Tanh", "y", to="output")
-        model = net.model({"input": ["batch", T]}, {"output": ["batch", T, K]}, "int64")
-        engine, result = step(model)
+    for nodes in (
+        "hot = OneHot(input, depth, values)  y = MatMul(hot, w)", "y = Gather(w, input)"
+    ):  # fmt: skip
+        constants = f"w({models.VOCABULARY},3) depth:{models.VOCABULARY} values=0.0,1.0"
+        engine, result = step(finished("batch,2 -> batch,2,3", constants, nodes, "int64"))
         (layer,) = engine.layers
         assert (layer.kind, layer.inputs) == ("embedding", "input")
         blocks.append(result.natural_gradients["w"])
@@ -335,10 +211,9 @@ def test_product_with_one_hot_rows_is_embedding():
 
 def test_rewritten_graph_keeps_values_of_file():
     """Whatever is written anew: a trace still shows what the file computes."""
-    net = models.Net()
-    scaled_weight(net)
-    net.op("Tanh", net.op("Gemm", "y", net.weight("v", K, K), to="z", alpha=0.5), to="output")
-    model = net.model({"input": _FLAT}, {"output": ["batch", K]})
+    model = models.written(
+        FLAT, "w(3,4) b(3) c:0.5 v(3,3)", SCALED + "  z = Gemm<alpha=0.5>(y, v)  output = Tanh(z)"
+    )
     feeds = models.random_inputs(model, BATCH)
     trace = ke.load_model(model).run(feeds)
     values = ["scaled", "turned", "s", "y", "z", "output"]
@@ -356,23 +231,3 @@ def test_subtracted_shift_keeps_signs_of_zeros():
     found = ke.load_model(model).run({"input": x})["y"]
     np.testing.assert_array_equal(found, x - np.array([0.0, -0.0, 1.0], "f"))
     assert not np.signbit(found[0]).any()
-
-
-def test_bias_that_adds_axes_is_not_bias():
-    """It gives the result a new first axis, along which there are no examples."""
-    net = models.Net()
-    product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
-    wide = net.op("Add", product, net.weight("b", 1, 1, 3), to="wide")
-    net.op("Squeeze", wide, net.constant("axis", np.array([0])), to="output")
-    proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
-    layers = ke.Engine.from_onnx(proto, loss="normal").layers
-    assert ("w",) in [layer.parameters for layer in layers]
-
-
-def test_scalar_is_not_bias():
-    net = models.Net()
-    product = net.op("MatMul", "input", net.weight("w", 4, 3), to="product")
-    net.op("Add", product, net.weight("b", 1), to="output")
-    proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
-    layers = ke.Engine.from_onnx(proto, loss="normal", trainable=["w", "b"]).layers
-    assert ("w",) in [layer.parameters for layer in layers]
