@@ -4,117 +4,62 @@ import sys
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.training.units import Units
+from tests import models
 
 # What is linear doubles; what is quadratic, even with a small constant, comes nearer to four.
 GROWTH = 2.3
-RNG = np.random.default_rng(0)
 
+START, END = "r0 = Identity(input)  ", "output = Identity(r{n})"
+CHAIN = "h{i} = MatMul(r{i}, w{i})  a{i} = Add(h{i}, b{i})  r{next} = Relu(a{i})  "
+# A condition that a size decides.
+DECIDED = """sizes = Shape<start=1>(input)  several = Greater(sizes, one)
+    condition = Squeeze(several, axis)  """
+ELSE = "else_branch = e () => (float[n, 4] t) {{ t = Tanh(r{i}) }}>(condition)  "
 
-def weight(*shape):
-    return RNG.uniform(-0.5, 0.5, shape).astype(np.float32)
-
-
-def chain(count):
-    """Layers with parameters of their own."""
-    nodes, constants = [], {}
-    for i in range(count):
-        constants |= {f"w{i}": weight(4, 4), f"b{i}": weight(4)}
-        nodes += [
-            helper.make_node("MatMul", [f"r{i}", f"w{i}"], [f"h{i}"]),
-            helper.make_node("Add", [f"h{i}", f"b{i}"], [f"a{i}"]),
-            helper.make_node("Relu", [f"a{i}"], [f"r{i + 1}"]),
-        ]
-    return nodes, constants, f"r{count}"
-
-
-def elementwise(count):
-    """One layer and a chain without parameters."""
-    nodes = [helper.make_node("MatMul", ["r0", "w"], ["t0"])]
-    nodes += [helper.make_node("Tanh", [f"t{i}"], [f"t{i + 1}"]) for i in range(2 * count)]
-    return nodes, {"w": weight(4, 4)}, f"t{2 * count}"
-
-
-def heads(count):
-    """Many layers on one input, concatenated."""
-    nodes = [helper.make_node("MatMul", ["r0", f"w{i}"], [f"h{i}"]) for i in range(count)]
-    nodes.append(helper.make_node("Concat", [f"h{i}" for i in range(count)], ["y"], axis=1))
-    return nodes, {f"w{i}": weight(4, 2) for i in range(count)}, "y"
-
-
-def fan_out(count):
-    """Many readers of one value."""
-    nodes = [helper.make_node("MatMul", ["r0", "w"], ["h"])]
-    nodes += [helper.make_node("Tanh", ["h"], [f"t{i}"]) for i in range(count)]
-    nodes.append(helper.make_node("Sum", [f"t{i}" for i in range(count)], ["y"]))
-    return nodes, {"w": weight(4, 4)}, "y"
-
-
-def shared(count):
-    """Many uses of one weight."""
-    nodes = []
-    for i in range(count):
-        nodes.append(helper.make_node("MatMul", [f"r{i}", "w"], [f"h{i}"]))
-        nodes.append(helper.make_node("Tanh", [f"h{i}"], [f"r{i + 1}"]))
-    return nodes, {"w": weight(4, 4)}, f"r{count}"
-
-
-def norms(count):
-    """Normalizations with scales and shifts."""
-    nodes, constants = [], {}
-    for i in range(count):
-        constants |= {f"g{i}": 1 + weight(4), f"b{i}": weight(4)}
-        operands = [f"r{i}", f"g{i}", f"b{i}"]
-        nodes.append(helper.make_node("LayerNormalization", operands, [f"h{i}"]))
-        nodes.append(helper.make_node("Tanh", [f"h{i}"], [f"r{i + 1}"]))
-    return nodes, constants, f"r{count}"
-
-
-def branch(name, nodes, result):
-    value = helper.make_tensor_value_info(result, TensorProto.FLOAT, None)
-    return helper.make_graph(nodes, name, [], [value])
-
-
-def decided():
-    """Nodes and constants of a condition that a size decides."""
-    nodes = [
-        helper.make_node("Shape", ["r0"], ["sizes"], start=1),
-        helper.make_node("Greater", ["sizes", "one"], ["several"]),
-        helper.make_node("Squeeze", ["several", "axis"], ["condition"]),
-    ]
-    return nodes, {"one": np.ones(1, np.int64), "axis": np.zeros(1, np.int64)}
-
-
-def branches(count):
-    """Many If nodes, each around a layer."""
-    nodes, constants = decided()
-    for i in range(count):
-        constants[f"w{i}"] = weight(4, 4)
-        product = helper.make_node("MatMul", [f"r{i}", f"w{i}"], ["h"])
-        bodies = {
-            "then_branch": branch("t", [product, helper.make_node("Tanh", ["h"], ["t"])], "t"),
-            "else_branch": branch("e", [helper.make_node("Tanh", [f"r{i}"], ["t"])], "t"),
-        }
-        nodes.append(helper.make_node("If", ["condition"], [f"r{i + 1}"], **bodies))
-    return nodes, constants, f"r{count}"
-
-
-def large_branch(count):
-    """One If node around all layers."""
-    nodes, constants = decided()
-    inner, weights, result = chain(count)
-    bodies = {
-        "then_branch": branch("t", inner, result),
-        "else_branch": branch("e", [helper.make_node("Tanh", ["r0"], ["t"])], "t"),
-    }
-    nodes.append(helper.make_node("If", ["condition"], ["y"], **bodies))
-    return nodes, constants | weights, "y"
-
-
-SHAPES = (chain, elementwise, heads, fan_out, shared, norms, branches, large_branch)
+# What a model of ``n`` layers has once, n times and at its end.
+SHAPES = {
+    # Layers with parameters of their own.
+    "chain": ("w{i}(4,4) b{i}(4)", START, CHAIN, END),
+    # One layer and a chain without parameters.
+    "elementwise": (
+        "w(4,4)",
+        "r0 = MatMul(input, w)  ",
+        "t{i} = Tanh(r{i})  r{next} = Tanh(t{i})  ",
+        END,
+    ),
+    # Many layers on one input, concatenated.
+    "heads": ("w{i}(4,2)", "", "h{i} = MatMul(input, w{i})  ", "output = Concat<axis=1>({all})"),
+    # Many readers of one value.
+    "fan out": ("w(4,4)", "h = MatMul(input, w)  ", "h{i} = Tanh(h)  ", "output = Sum({all})"),
+    # Many uses of one weight.
+    "shared": ("w(4,4)", START, "h{i} = MatMul(r{i}, w)  r{next} = Tanh(h{i})  ", END),
+    # Normalizations with scales and shifts.
+    "norms": (
+        "g{i}(4) b{i}(4)",
+        START,
+        "h{i} = LayerNormalization(r{i}, g{i}, b{i})  r{next} = Tanh(h{i})  ",
+        END,
+    ),
+    # Many If nodes, each around a layer.
+    "branches": (
+        "w{i}(4,4) one=1 axis=0",
+        START + DECIDED,
+        """r{next} = If<then_branch = t () => (float[n, 4] t) {{
+            h = MatMul(r{i}, w{i})  t = Tanh(h) }}, """
+        + ELSE,
+        END,
+    ),
+    # One If node around all layers.
+    "large branch": (
+        "w{i}(4,4) b{i}(4) one=1 axis=0",
+        START + DECIDED + "output = If<then_branch = t () => (float[n, 4] r{n}) {{ ",
+        CHAIN,
+        "}}, " + ELSE.replace("{i}", "0"),
+    ),
+}
 
 
 def calls(action):
@@ -135,18 +80,16 @@ def calls(action):
 
 def model(shape, count):
     """The bytes of a model, and a batch with targets."""
-    nodes, constants, output = shape(count)
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("r0", TensorProto.FLOAT, ["n", 4])],
-        [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    constants, start, each, end = SHAPES[shape]
+    ends = {"n": count, "all": ", ".join(f"h{i}" for i in range(count))}
+    constants, each = (
+        [text.format(i=i, next=i + 1) for i in range(count)] for text in (constants, each)
     )
-    version = helper.make_opsetid("", 18)
-    data = helper.make_model(graph, opset_imports=[version], ir_version=10).SerializeToString()
-    inputs = {"r0": RNG.uniform(0.1, 0.9, (4, 4)).astype(np.float32)}
-    return data, (inputs, np.zeros(4, np.int64))
+    nodes = "".join([start.format(**ends), *each, end.format(**ends)])
+    constants = " ".join(dict.fromkeys(" ".join(constants).split()))
+    x = np.random.default_rng(0).uniform(0.1, 0.9, (4, 4)).astype(np.float32)
+    proto = models.written("n,4 -> n,classes", constants, nodes)
+    return proto.SerializeToString(), ({"input": x}, np.zeros(4, np.int64))
 
 
 def counted(shape, count):
@@ -178,7 +121,7 @@ class Name(str):
         return str.__eq__(self, other)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_calls_of_build_and_step_grow_linearly(shape):
     counted(shape, 4)  # imports and caches
     small, large = counted(shape, 100), counted(shape, 200)
@@ -186,14 +129,14 @@ def test_calls_of_build_and_step_grow_linearly(shape):
         assert after <= GROWTH * before
 
 
-@pytest.mark.parametrize("shape", [fan_out, shared], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("shape", ["fan out", "shared"])
 def test_uses_above_recursion_limit_are_supported(shape):
     uses = 1200
     assert uses > sys.getrecursionlimit()
     assert min(counted(shape, uses)) > uses  # every use is visited, and no call overflows the stack
 
 
-@pytest.mark.parametrize("shape", [chain, norms], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("shape", ["chain", "norms"])
 @pytest.mark.parametrize("optimizer", [ke.AdamW, ke.KfacOptimizer])
 def test_calls_of_first_steps_grow_linearly_with_arrays(optimizer, shape):
     counted_training(optimizer, shape, 4)  # imports and caches
@@ -204,7 +147,7 @@ def test_calls_of_first_steps_grow_linearly_with_arrays(optimizer, shape):
 
 def test_comparisons_of_names_grow_linearly_with_arrays():
     def comparisons(count):
-        engine = ke.Engine.from_onnx(model(norms, count)[0], loss="categorical", threads=1)
+        engine = ke.Engine.from_onnx(model("norms", count)[0], loss="categorical", threads=1)
         names = tuple(map(Name, engine.parameters))
         Name.compared = 0
         assert len(Units(engine, names, lambda _: False).split(engine.parameters)) == 2 * count

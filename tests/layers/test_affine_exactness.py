@@ -13,221 +13,112 @@ from tests import models, oracle
 # float32 sums of a few hundred terms, relative to the largest entry.
 SINGLE = 2e-5
 BATCH = 5  # unlike all other sides
-SIDES = ("batch", 4, 3)  # of input and output, but where a case says otherwise
 
+# Behind a Tanh gradients differ from position to position.
+NORMAL = "LayerNormalization<epsilon=0.1>"
+TWICE = "x = Sin(y)  z = {}  output = Tanh(z)"
+IN_STEPS = "x = Transpose<perm=[1, 0, 2]>(input)  "
+OF_STEPS = "  t = Tanh(y)  output = Transpose<perm=[1, 0, 2]>(t)"
+# One row for all examples before those of each, as vision transformers have it.
+TOKEN = """size = Shape<end=1>(input)  times = Concat<axis=0>(size, ones)  token = {}(b, times)
+    rows = Concat<axis=1>(token, input)  t = Tanh(rows)  mean = ReduceMean(t, one)
+    s = Mul(mean, input)  output = Tanh(s)"""
+# What a LayerNormalization subtracts, its difference, and the inverse of its deviation.
+DEVIATIONS = """mean = ReduceMean(input, axis)  centred = Sub(input, mean)
+    square = Mul(centred, centred)  moment = ReduceMean(square, axis)
+    v = Add(moment, epsilon)  root = Sqrt(v)  rsqrt = Reciprocal(root)  """
+# The products are ``x·(r·scale) + (b − mean·(r·scale))``: blocks of their own.
+KERAS = """scaled = Mul(rsqrt, scale)  shifted = Mul(mean, scaled)  rest = Sub(b, shifted)
+    product = Mul(input, scaled)  y = Add(product, rest)  output = Tanh(y)"""
+OF_KERAS = "scale(3) b(3) axis=2 epsilon:0.1", DEVIATIONS + KERAS
+UPSAMPLED, BOTH = "batch,4,3 -> batch,2,6", ("scale", "b")
 
-def tanh(net, value, to="output"):
-    """Through a Tanh gradients differ from position to position."""
-    return net.op("Tanh", value, to=to)
-
-
-def slope_a_channel(net):
-    tanh(net, net.op("PRelu", "input", net.weight("slope", 4, 1), to="y"))
-
-
-def slope_of_all(net):
-    tanh(net, net.op("PRelu", "input", net.weight("slope", 1), to="y"))
-
-
-def slopes_used_twice(net):
-    net.weight("slope", 4, 1)
-    x = net.op("Sin", net.op("PRelu", "input", "slope", to="y0"), to="x1")
-    tanh(net, net.op("PRelu", x, "slope", to="y1"))
-
-
-def behind_frozen_product(net):
-    x = net.op("MatMul", "input", net.weight("frozen", 3, 3), to="product")
-    tanh(net, net.op("Add", x, net.weight("b", 3), to="y"))
-
-
-def of_frozen_gemm(net):
-    rows = net.op("Flatten", "input", to="rows")
-    net.op("Gemm", rows, net.weight("frozen", 12, 2), net.weight("b", 1, 2), to="s")
-    tanh(net, "s")
-
-
-def of_frozen_convolution(net):
-    net.op("Conv", "input", net.weight("frozen", 2, 4, 1), net.weight("b", 2), to="s")
-    tanh(net, "s")
-
-
-def of_frozen_normalization(net):
-    ones = net.constant("frozen", np.ones(3, np.float32))
-    net.op("LayerNormalization", "input", ones, net.weight("b", 3), to="y", epsilon=0.1)
-    tanh(net, "y")
-
-
-def of_transposed_convolution(net):
-    w = net.weight("w", 4, 2, 2)
-    tanh(net, net.op("ConvTranspose", "input", w, net.weight("b", 2), to="s", strides=[2]))
-
-
-def added_to_transposed_convolution(net):
-    s = net.op("ConvTranspose", "input", net.weight("w", 4, 2, 2), to="s", strides=[2])
-    tanh(net, net.op("Add", s, net.weight("b", 1, 2, 1), to="y"))
-
-
-def table_of_positions(net):
-    tanh(net, net.op("Add", net.weight("b", 1, 4, 3), "input", to="y"))
-
-
-def subtracted_from(net):
-    tanh(net, net.op("Sub", net.weight("b", 3), "input", to="y"))
-
-
-def subtracted(net):
-    tanh(net, net.op("Sub", "input", net.weight("b", 4, 1), to="y"))
-
-
-def class_token(net, op="Expand"):
-    """One row for all examples before those of each, as vision transformers have it."""
-    ones = net.constant("ones", np.array([1, 1]))
-    one = net.constant("one", np.array([1]))
-    batch = net.op("Shape", "input", to="batch size", end=1)
-    times = net.op("Concat", batch, ones, to="times", axis=0)
-    token = net.op(op, net.weight("b", 1, 1, 3), times, to="token")
-    x = net.op("Concat", token, "input", to="rows", axis=1)
-    mean = net.op("ReduceMean", tanh(net, x, "t"), one, to="mean", keepdims=1)
-    tanh(net, net.op("Mul", mean, "input", to="product"))
-
-
-def repeated_class_token(net):
-    class_token(net, "Tile")
-
-
-def shift_used_twice(net):
-    net.weight("b", 3)
-    x = net.op("Sin", net.op("Add", "input", "b", to="y0"), to="x1")
-    tanh(net, net.op("Add", "b", x, to="y1"))
-
-
-def scale_used_twice(net):
-    net.positive("scale", 3)
-    tanh(net, net.op("Mul", net.op("Mul", "input", "scale", to="y0"), "scale", to="y1"))
-
-
-def normalization_used_twice(net):
-    names = net.positive("scale", 3), net.weight("b", 3)
-    x = net.op("LayerNormalization", "input", *names, to="y0", epsilon=0.1)
-    x = net.op("Add", net.op("Sin", x, to="x1"), "input", to="x2")
-    tanh(net, net.op("LayerNormalization", x, *names, to="y1", epsilon=0.1))
-
-
-def scale_that_stretches(net):
-    mean = net.op("ReduceMean", "input", net.constant("axis", np.array([2])), to="mean")
-    tanh(net, net.op("Mul", mean, net.positive("scale", 3), to="y"))
-
-
-def deviations(net):
-    """What a LayerNormalization subtracts, its difference, and the inverse of its deviation."""
-    axis, epsilon = net.constant("axis", np.array([2])), net.constant("epsilon", np.float32(0.1))
-    mean = net.op("ReduceMean", "input", axis, to="mean")
-    centred = net.op("Sub", "input", mean, to="centred")
-    square = net.op("Mul", centred, centred, to="square")
-    variance = net.op("Add", net.op("ReduceMean", square, axis, to="mean square"), epsilon, to="v")
-    return mean, centred, net.op("Reciprocal", net.op("Sqrt", variance, to="root"), to="rsqrt")
-
-
-def normalization_of_flax(net):
-    _, centred, rsqrt = deviations(net)
-    scaled = net.op("Mul", rsqrt, net.positive("scale", 1, 1, 3), to="scaled")
-    product = net.op("Mul", centred, scaled, to="product")
-    tanh(net, net.op("Add", product, net.weight("b", 1, 1, 3), to="y"))
-
-
-def instance_normalization_of_flax(net):
-    """The scale meets what is smaller than the data: one deviation for all positions."""
-    axis = net.constant("axis", np.array([1]))
-    rsqrt = net.op("Exp", net.op("ReduceMean", "input", axis, to="mean"), to="rsqrt")
-    scaled = net.op("Mul", rsqrt, net.positive("scale", 3), to="scaled")
-    product = net.op("Mul", scaled, "input", to="product")
-    tanh(net, net.op("Add", product, net.weight("b", 3), to="y"))
-
-
-def shift_of_a_normalization_and_a_sum(net):
-    names = net.positive("scale", 3), net.weight("b", 3)
-    x = net.op("LayerNormalization", "input", *names, to="y0", epsilon=0.1)
-    tanh(net, net.op("Add", net.op("Sin", x, to="x1"), "b", to="y1"))
-
-
-def normalization_of_keras(net):
-    """``x·(r·scale) + (b − mean·(r·scale))``: blocks of their own."""
-    mean, _, rsqrt = deviations(net)
-    scaled = net.op("Mul", rsqrt, net.positive("scale", 3), to="scaled")
-    rest = net.op("Sub", net.weight("b", 3), net.op("Mul", mean, scaled, to="shifted"), to="rest")
-    tanh(net, net.op("Add", net.op("Mul", "input", scaled, to="product"), rest, to="y"))
-
-
-def time_major(build):
-    """A case with the examples on axis 1."""
-
-    def built(net):
-        build(net)
-        last = net._nodes[-1]
-        for node in net._nodes:
-            node.input[:] = ["steps" if name == "input" else name for name in node.input]
-        last.output[0] = "steps out"
-        net.op("Transpose", "input", to="steps", perm=[1, 0, 2])
-        net._nodes.insert(0, net._nodes.pop())
-        net.op("Transpose", "steps out", to="output", perm=[1, 0, 2])
-
-    return built
-
-
-def normalization(net):
-    names = net.positive("scale", 3), net.weight("b", 3)
-    tanh(net, net.op("LayerNormalization", "input", *names, to="y", epsilon=0.1))
-
-
-def slopes_of_steps(net):
-    """One number a step and a feature, the batch between them."""
-    tanh(net, net.op("PRelu", "input", net.weight("slope", 4, 1, 3), to="y"))
-
-
-# Name to builder, the parameters of its block, and sides of the output.
+# Name to the parameters of its block, and what ``models.written`` makes a model of: constants and
+# nodes, behind them the sides where those of the output are others.
+# fmt: off
 CASES = {
-    "slope a channel": (slope_a_channel, "slope", SIDES),
-    "slope of all": (slope_of_all, "slope", SIDES),
-    "slopes used twice": (slopes_used_twice, "slope", SIDES),
-    "behind a frozen product": (behind_frozen_product, "b", SIDES),
-    "of a frozen Gemm": (of_frozen_gemm, "b", ("batch", 2)),
-    "of a frozen convolution": (of_frozen_convolution, "b", ("batch", 2, 3)),
-    "of a frozen normalization": (of_frozen_normalization, "b", SIDES),
-    "of a transposed convolution": (of_transposed_convolution, "b", ("batch", 2, 6)),
-    "added to a transposed convolution": (added_to_transposed_convolution, "b", ("batch", 2, 6)),
-    "table of positions": (table_of_positions, "b", SIDES),
-    "subtracted from": (subtracted_from, "b", SIDES),
-    "subtracted": (subtracted, "b", SIDES),
-    "class token": (class_token, "b", SIDES),
-    "repeated class token": (repeated_class_token, "b", SIDES),
-    "shift used twice": (shift_used_twice, "b", SIDES),
-    "scale used twice": (scale_used_twice, "scale", SIDES),
-    "scale that stretches": (scale_that_stretches, "scale", SIDES),
-    "normalization used twice": (normalization_used_twice, ("scale", "b"), SIDES),
-    "normalization of Flax": (normalization_of_flax, ("scale", "b"), SIDES),
-    "instance normalization of Flax": (instance_normalization_of_flax, ("scale", "b"), SIDES),
-    "of a normalization and a sum": (shift_of_a_normalization_and_a_sum, "b", SIDES),
-    "scale of Keras": (normalization_of_keras, "scale", SIDES),
-    "shift of Keras": (normalization_of_keras, "b", SIDES),
-    "time-major normalization": (time_major(normalization), ("scale", "b"), SIDES),
-    "time-major table": (time_major(shift_used_twice), "b", SIDES),
-    "time-major slopes of steps": (time_major(slopes_of_steps), "slope", SIDES),
+    "slope a channel": ("slope", "slope(4,1)", "s = PRelu(input, slope)  output = Tanh(s)"),
+    "slope of all": ("slope", "slope(1)", "s = PRelu(input, slope)  output = Tanh(s)"),
+    "slopes used twice": (
+        "slope", "slope(4,1)", "y = PRelu(input, slope)  " + TWICE.format("PRelu(x, slope)")
+    ),
+    "behind a frozen product": (
+        "b", "frozen(3,3) b(3)", "x = MatMul(input, frozen)  s = Add(x, b)  output = Tanh(s)"
+    ),
+    "of a frozen Gemm": (
+        "b", "frozen(12,2) b(1,2)", "x = Flatten(input)  s = Gemm(x, frozen, b)  output = Tanh(s)",
+        "batch,4,3 -> batch,2",
+    ),
+    "of a frozen convolution": (
+        "b", "frozen(2,4,1) b(2)", "s = Conv(input, frozen, b)  output = Tanh(s)",
+        "batch,4,3 -> batch,2,3",
+    ),
+    "of a frozen normalization": (
+        "b", "frozen=1.,1.,1. b(3)", f"s = {NORMAL}(input, frozen, b)  output = Tanh(s)"
+    ),
+    "of a transposed convolution": (
+        "b", "w(4,2,2) b(2)", "s = ConvTranspose<strides=[2]>(input, w, b)  output = Tanh(s)",
+        UPSAMPLED,
+    ),
+    "added to a transposed convolution": (
+        "b", "w(4,2,2) b(1,2,1)",
+        "s = ConvTranspose<strides=[2]>(input, w)  y = Add(s, b)  output = Tanh(y)", UPSAMPLED,
+    ),
+    "table of positions": ("b", "b(1,4,3)", "y = Add(b, input)  output = Tanh(y)"),
+    "subtracted from": ("b", "b(3)", "y = Sub(b, input)  output = Tanh(y)"),
+    "subtracted": ("b", "b(4,1)", "y = Sub(input, b)  output = Tanh(y)"),
+    "class token": ("b", "b(1,1,3) ones=1,1 one=1", TOKEN.format("Expand")),
+    "repeated class token": ("b", "b(1,1,3) ones=1,1 one=1", TOKEN.format("Tile")),
+    "shift used twice": ("b", "b(3)", "y = Add(input, b)  " + TWICE.format("Add(b, x)")),
+    "scale used twice": (
+        "scale", "scale(3)", "x = Mul(input, scale)  y = Mul(x, scale)  output = Tanh(y)"
+    ),
+    "scale that stretches": (
+        "scale", "scale(3) axis=2",
+        "mean = ReduceMean(input, axis)  y = Mul(mean, scale)  output = Tanh(y)",
+    ),
+    "normalization used twice": (
+        BOTH, "scale(3) b(3)",
+        f"""y = {NORMAL}(input, scale, b)  x = Sin(y)  v = Add(x, input)
+            z = {NORMAL}(v, scale, b)  output = Tanh(z)""",
+    ),
+    "normalization of Flax": (
+        BOTH, "scale(1,1,3) b(1,1,3) axis=2 epsilon:0.1",
+        DEVIATIONS + """scaled = Mul(rsqrt, scale)  product = Mul(centred, scaled)
+            y = Add(product, b)  output = Tanh(y)""",
+    ),
+    # The scale meets what is smaller than the data: one deviation for all positions.
+    "instance normalization of Flax": (
+        BOTH, "scale(3) b(3) axis=1",
+        """mean = ReduceMean(input, axis)  rsqrt = Exp(mean)  scaled = Mul(rsqrt, scale)
+           product = Mul(scaled, input)  y = Add(product, b)  output = Tanh(y)""",
+    ),
+    "of a normalization and a sum": (
+        "b", "scale(3) b(3)", f"y = {NORMAL}(input, scale, b)  " + TWICE.format("Add(x, b)")
+    ),
+    "scale of Keras": ("scale", *OF_KERAS),
+    "shift of Keras": ("b", *OF_KERAS),
+    "time-major normalization": (
+        BOTH, "scale(3) b(3)", f"{IN_STEPS}y = {NORMAL}(x, scale, b){OF_STEPS}"
+    ),
+    "time-major table": (
+        "b", "b(3)", f"{IN_STEPS}s = Add(x, b)  v = Sin(s)  y = Add(b, v){OF_STEPS}"
+    ),
+    # One number a step and a feature, the batch between them.
+    "time-major slopes of steps": (
+        "slope", "slope(4,1,3)", f"{IN_STEPS}y = PRelu(x, slope){OF_STEPS}"
+    ),
 }
-
-
-def built(name):
-    build, key, outputs = CASES[name]
-    net = models.Net()
-    build(net)
-    return net.model({"input": SIDES}, {"output": outputs}), key
+# fmt: on
 
 
 @pytest.mark.parametrize("approximation", ["full", "diagonal"])
 @pytest.mark.parametrize("name", CASES)
 def test_block_equals_dense_fisher_matrix(name, approximation):
-    proto, key = built(name)
+    key, constants, nodes, *sides = CASES[name]
+    proto = models.written(*(sides or ["batch,4,3"]), constants, nodes)
     names = (key,) if isinstance(key, str) else key
-    constants = {entry.name for entry in proto.graph.initializer}
+    values = {entry.name for entry in proto.graph.initializer}
     kinds = dict.fromkeys(("scale_and_shift", "shift"), approximation)
     feeds = models.random_inputs(proto, BATCH)
     engine = ke.Engine.from_onnx(
@@ -235,7 +126,7 @@ def test_block_equals_dense_fisher_matrix(name, approximation):
         loss="normal",
         estimation_mode="exact",
         reduction="batch_mean",
-        trainable=sorted(constants & {"scale", "b", "slope", "w"}),
+        trainable=sorted(values & {"scale", "b", "slope", "w"}),
         approximations=kinds,
     )
     (layer,) = [entry for entry in engine.layers if entry.key == key]
