@@ -99,20 +99,23 @@ def written(sides: str, constants: str, nodes: str, fed: str = "float") -> onnx.
 
     Args:
         sides: Of the input; behind an arrow, those of the output, if they are others.
-        constants: ``w(3,4)`` is a float32 weight, ``axis=1,2`` a vector of numbers and ``one:1`` a
-            number. They are integers unless they have a point.
+        constants: ``w(3,4)`` is a weight, ``axis=1,2`` a vector of numbers and ``one:1`` a number.
+            They are integers unless they have a point.
         nodes: From ``input`` to ``output``.
-        fed: Element type of the input.
+        fed: Element type of the input. Those of weights and output are floats unless this is
+            ``"double"``.
     """
+    number = "double" if fed == "double" else "float"
     before, _, after = sides.partition(" -> ")
     model = onnx.parser.parse_model(
         f"""<ir_version: 8, opset_import: ["": {OPSET}]>
-        test_model ({fed}[{before}] input) => (float[{after or before}] output) {{ {nodes} }}"""
+        test_model ({fed}[{before}] input) => ({number}[{after or before}] output) {{ {nodes} }}"""
     )
     rng = np.random.default_rng(0)
     for name, form, text in re.findall(r"(\w+)([(=:])([-.\d,]+)", constants):
         numbers = [float(n) if "." in n else int(n) for n in text.split(",")]
-        kind = np.float32 if "." in text or form == "(" else np.int64
+        weight = "float32" if number == "float" else "float64"
+        kind = weight if "." in text or form == "(" else "int64"
         values = 0.5 * rng.standard_normal(numbers) if form == "(" else numbers
         array = np.array(values[0] if form == ":" else values, kind)
         model.graph.initializer.append(numpy_helper.from_array(array, name))

@@ -34,6 +34,9 @@ COUNT = "t = Shape<start=1, end=2>(input)  ids = Slice(numbers, zero, t, zero)  
 COUNT += "rows = Gather(table, ids)  "
 RANGE = "t = Shape<start=1, end=2>(input)  n = Squeeze(t)  ids = Range(first, n, one)  "
 APART = {"scale": "scale_and_shift", "b": "shift"}
+SPLIT = """joined = Concat<axis=1>(u, w)  left, right = Split<axis=1>(joined, sizes)
+    s = MatMul(input, left)  t = MatMul(input, right)  """
+JOINED = {"u": "operand 0 of Concat", "w": "operand 1 of Concat"}
 
 CASES = {
     # Shifts and slopes of the positions of all examples.
@@ -238,6 +241,38 @@ CASES = {
         "batch,4 -> batch,3", "least(4) divisor(4) w(4,3)",
         "x = Max(input, least)  moved = Div(x, divisor)  output = MatMul(moved, w)",
         {"least": "operand 1 of Max", "divisor": "operand 1 of Div", "w": "fully_connected"},
+    ),
+    # Joined weights.
+    "entries that repeat": (
+        "batch,4 -> batch,2", "w(4,1)", "both = Concat<axis=1>(w, w)  output = MatMul(input, both)",
+        {"w": TWICE.format("Concat")},
+    ),
+    "columns that are constant": (
+        "batch,4 -> batch,2", "w(4,1) counts=0,1,2,3 axis=1",
+        "column = Unsqueeze(counts, axis)  other = CastLike(column, input)  "
+        "both = Concat<axis=1>(w, other)  output = MatMul(input, both)",
+        {"w": "operand 0 of Concat"},
+    ),
+    "two parameters of one weight": (
+        "batch,4 -> batch,3", "u(4,1) w(4,2)",
+        "joined = Concat<axis=1>(u, w)  output = MatMul(input, joined)", JOINED,
+    ),
+    "two parameters, split at their border": (
+        "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=2,1", SPLIT + "output = Mul(s, t)",
+        {"u": "fully_connected", "w": "fully_connected"},
+    ),
+    # One piece holds entries of both.
+    "two parameters, split elsewhere": (
+        "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=1,2", SPLIT + "output = Mul(s, t)",
+        {"u": "read in parts that overlap", "w": "operand 1 of Concat"},
+    ),
+    "two parameters, also read whole": (
+        "batch,4 -> batch,2", "u(4,2) w(4,1) sizes=2,1 last(3,1)",
+        SPLIT + "p = Mul(s, t)  x = MatMul(input, joined)  y = Gemm(x, last)  output = Mul(p, y)",
+        {
+            "u": TWICE.format("Concat, MatMul"), "w": TWICE.format("Concat, MatMul"),
+            "last": "fully_connected",
+        },
     ),
 }  # fmt: skip
 

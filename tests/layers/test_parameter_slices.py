@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.layers import parameter_slices
@@ -13,108 +13,61 @@ from tests.backend import cupy_standin
 # float32 sums of a few dozen terms, relative to the largest entry.
 SINGLE = 1e-4
 BATCH, WIDTH = 6, 4
-SIDES = ["batch", WIDTH]
 
 
-def whole(net):
-    """Two dense layers and their product, all weights and biases written plainly."""
-    x, y = (
-        net.op("Tanh", net.op("Gemm", "input", f"w{i}", f"b{i}", to=f"s{i}"), to=f"t{i}")
-        for i in range(2)
-    )
-    net.op("Add", x, y, to="output")
+# Two dense layers and their sum, and the nodes that make their weights of what the file keeps.
+WHOLE = """s0 = Gemm(input, w0, b0)  t0 = Tanh(s0)  s1 = Gemm(input, w1, b1)  t1 = Tanh(s1)
+    output = Add(t0, t1)"""
+CASES = {
+    "by slices": (
+        "w(4,8) b(8) last=-1 one=1 zero=0 four=4 eight=8",
+        """w0 = Slice(w, zero, four, one)  b0 = Slice(b, zero, four, last)
+           w1 = Slice(w, four, eight, one)  b1 = Slice(b, four, eight, last)""",
+    ),
+    "by split": (
+        "w(8,4) b(8)",
+        """u0, u1 = Split<axis=0, num_outputs=2>(w)  b0, b1 = Split<num_outputs=2>(b)
+           w0 = Transpose(u0)  w1 = Transpose(u1)""",
+    ),
+    "stacked": (
+        "w(2,4,4) b(2,4) zero:0 one:1",
+        """w0 = Gather(w, zero)  b0 = Gather(b, zero)
+           w1 = Gather(w, one)  b1 = Gather(b, one)""",
+    ),
+    # All weights in one vector, as optimisers of flat parameters leave them.
+    "flat": (
+        "w(32) b(8) square=4,4 zero=0 four=4 eight=8 half=16 end=32",
+        """u0 = Slice(w, zero, half, zero)  w0 = Reshape(u0, square)
+           u1 = Slice(w, half, end, zero)  w1 = Reshape(u1, square)
+           b0 = Slice(b, zero, four, zero)  b1 = Slice(b, four, eight, zero)""",
+    ),
+    "relayed": (
+        "u(1,4,4) v(4) x(1,4,4) y(4) zero=0",
+        """w0 = Squeeze(u, zero)  b0 = Identity(v)  w1 = Squeeze(x, zero)  b1 = Identity(y)""",
+    ),
+    # Even columns make one layer, odd ones the other.
+    "interleaved": (
+        f"w(4,8) b(8) zero=0 one=1 two=2 end={2**62}",
+        """w0 = Slice(w, zero, end, one, two)  b0 = Slice(b, zero, end, zero, two)
+           w1 = Slice(w, one, end, one, two)  b1 = Slice(b, one, end, zero, two)""",
+    ),
+    # Bounds that operators compute of constants, as exporters write them.
+    "by computed bounds": (
+        "w(4,8) b(8) line=-1 less:-1 zero:0 two:2 four:4",
+        """u = Add(zero, zero)  v = Add(two, two)  x = Add(four, four)  y = Add(less, zero)
+           from = Reshape(u, line)  middle = Reshape(v, line)
+           to = Reshape(x, line)  last = Reshape(y, line)
+           w2 = Slice(w, from, middle, last)  b2 = Slice(b, from, middle, last)
+           w3 = Slice(w, middle, to, last)  b3 = Slice(b, middle, to, last)
+           w0 = CastLike(w2, input)  b0 = CastLike(b2, input)
+           w1 = CastLike(w3, input)  b1 = CastLike(b3, input)""",
+    ),
+}
 
 
-def cut(net, value, axis, start, end, to):
-    bounds = [net.constant(f"{to} {k}", np.array([v])) for k, v in
-              (("start", start), ("end", end), ("axis", axis))]  # fmt: skip
-    return net.op("Slice", value, *bounds, to=to)
-
-
-def by_slices(net):
-    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
-    for i in range(2):
-        cut(net, w, 1, i * WIDTH, (i + 1) * WIDTH, f"w{i}")
-        cut(net, b, -1, i * WIDTH, (i + 1) * WIDTH, f"b{i}")
-
-
-def by_split(net):
-    w, b = net.weight("w", 2 * WIDTH, WIDTH), net.weight("b", 2 * WIDTH)
-    net.several("Split", w, to=("u0", "u1"), axis=0, num_outputs=2)
-    net.several("Split", b, to=("b0", "b1"), num_outputs=2)
-    for i in range(2):
-        net.op("Transpose", f"u{i}", to=f"w{i}")
-
-
-def stacked(net):
-    w, b = net.weight("w", 2, WIDTH, WIDTH), net.weight("b", 2, WIDTH)
-    for i in range(2):
-        at = net.constant(f"at{i}", np.array(i))
-        net.op("Gather", w, at, to=f"w{i}")
-        net.op("Gather", b, at, to=f"b{i}")
-
-
-def flat(net):
-    """All weights in one vector, as optimisers of flat parameters leave them."""
-    w, b = net.weight("w", 2 * WIDTH**2), net.weight("b", 2 * WIDTH)
-    square = net.constant("square", np.array([WIDTH, WIDTH]))
-    for i in range(2):
-        part = cut(net, w, 0, i * WIDTH**2, (i + 1) * WIDTH**2, f"part{i}")
-        net.op("Reshape", part, square, to=f"w{i}")
-        cut(net, b, 0, i * WIDTH, (i + 1) * WIDTH, f"b{i}")
-
-
-def relayed(net):
-    one = net.constant("one", np.array([0]))
-    for i in range(2):
-        net.op("Squeeze", net.weight(f"w {i}", 1, WIDTH, WIDTH), one, to=f"w{i}")
-        net.op("Identity", net.weight(f"b {i}", WIDTH), to=f"b{i}")
-
-
-def interleaved(net):
-    """Even columns make one layer, odd ones the other."""
-    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
-    two, end = net.constant("two", np.array([2])), net.constant("end", np.array([2**62]))
-    for i in range(2):
-        start = net.constant(f"start{i}", np.array([i]))
-        for name, axis in ((w, 1), (b, 0)):
-            at = net.constant(f"axis {name}{i}", np.array([axis]))
-            net.op("Slice", name, start, end, at, two, to=f"{name}{i}")
-
-
-def by_computed_bounds(net):
-    """Bounds that operators compute of constants, as exporters write them."""
-    w, b = net.weight("w", WIDTH, 2 * WIDTH), net.weight("b", 2 * WIDTH)
-    line = net.constant("line", np.array([-1]))
-    for i in range(2):
-        bounds = []
-        for name, value in (("start", i * WIDTH), ("end", (i + 1) * WIDTH), ("axis", -1)):
-            number = net.constant(f"{name}{i}", np.array(value // 2))
-            scalar = net.op(
-                "Add",
-                number,
-                net.constant(f"{name}{i} rest", np.array(value - value // 2)),
-                to=f"{name}{i} sum",
-            )
-            bounds.append(net.op("Reshape", scalar, line, to=f"{name}{i} line"))
-        for name in (w, b):
-            part = net.op("Slice", name, *bounds, to=f"{name}{i} cut")
-            net.op("CastLike", part, "input", to=f"{name}{i}")
-
-
-class PartsNet(models.Net):
-    """A net whose nodes may have several results."""
-
-    def several(self, op, *inputs, to, **attributes):
-        self._nodes.append(helper.make_node(op, inputs, to, name=f"node_{to[0]}", **attributes))
-
-
-CASES = (by_slices, by_split, stacked, flat, relayed, interleaved, by_computed_bounds)
-
-
-def finished(net):
-    whole(net)
-    return net.model({"input": SIDES}, {"output": SIDES})
+def sliced(name):
+    constants, nodes = CASES[name]
+    return models.written("batch,4", constants, f"{nodes} {WHOLE}")
 
 
 def step(model, **options):
@@ -123,17 +76,14 @@ def step(model, **options):
     return engine, engine.step(feeds, np.zeros((BATCH, WIDTH), np.float32))
 
 
-@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
-def test_sliced_weights_have_natural_gradients_of_separate_weights(build):
-    net = PartsNet()
-    build(net)
-    model = finished(net)
+@pytest.mark.parametrize("name", CASES)
+def test_sliced_weights_have_natural_gradients_of_separate_weights(name):
+    model = sliced(name)
     values = ["w0", "b0", "w1", "b1"]
     trace = ke.load_model(model).run(models.random_inputs(model, BATCH))
-    plain = models.Net()
-    for name in values:
-        plain.constant(name, np.array(trace[name]))
-    expected = step(finished(plain))[1]
+    plain = models.written("batch,4", "", WHOLE)
+    plain.graph.initializer.extend(numpy_helper.from_array(trace[v], v) for v in values)
+    expected = step(plain)[1]
     engine, found = step(model)
     assert [layer.kind for layer in engine.layers] == ["fully_connected"] * 2
     # What the graph makes of natural gradients in place of the weights: theirs, moved about.
@@ -148,9 +98,7 @@ def test_sliced_weights_have_natural_gradients_of_separate_weights(build):
 
 
 def test_report_lists_slices_of_parameters():
-    net = PartsNet()
-    by_slices(net)
-    engine = ke.Engine.from_onnx(finished(net), loss="normal")
+    engine = ke.Engine.from_onnx(sliced("by slices"), loss="normal")
     assert [(layer.parameters, layer.parts, layer.key) for layer in engine.layers] == [
         (("w", "b"), ("[:, 0:4]", "[0:4]"), ("w0", "b0")),
         (("w", "b"), ("[:, 4:8]", "[4:8]"), ("w1", "b1")),
@@ -158,35 +106,33 @@ def test_report_lists_slices_of_parameters():
 
 
 def test_unread_entries_are_divided_by_damping():
-    net = models.Net()
-    cut(net, net.weight("w", WIDTH, WIDTH + 2), 1, 0, WIDTH, "cut")
-    net.op("MatMul", "input", "cut", to="output")
-    engine, result = step(net.model({"input": SIDES}, {"output": SIDES}), damping=0.5)
+    nodes = "cut = Slice(w, zero, four, one)  output = MatMul(input, cut)"
+    model = models.written("batch,4", "w(4,6) zero=0 four=4 one=1", nodes)
+    engine, result = step(model, damping=0.5)
     assert not result.natural_gradients["w"][:, WIDTH:].any()
     ones = np.ones((WIDTH, WIDTH + 2), np.float32)
     np.testing.assert_array_equal(engine.precondition({"w": ones})["w"][:, WIDTH:], 2)
 
 
 def test_parameter_with_overlapping_slices_is_generic():
-    net = models.Net()
-    w = net.weight("w", WIDTH, WIDTH + 1)
-    for i in range(2):
-        net.op("MatMul", "input", cut(net, w, 1, i, WIDTH + i, f"w{i}"), to=f"s{i}")
-    net.op("Add", "s0", "s1", to="output")
-    engine = ke.Engine.from_onnx(net.model({"input": SIDES}, {"output": SIDES}), loss="normal")
-    (layer,) = engine.layers
+    model = models.written(
+        "batch,4",
+        "w(4,5) zero=0 one=1 four=4 five=5",
+        """w0 = Slice(w, zero, four, one)  s0 = MatMul(input, w0)
+           w1 = Slice(w, one, five, one)  s1 = MatMul(input, w1)  output = Add(s0, s1)""",
+    )
+    (layer,) = ke.Engine.from_onnx(model, loss="normal").layers
     assert (layer.kind, layer.reason) == ("generic", "read in parts that overlap")
 
 
 def test_slice_without_layer_is_generic():
-    net = models.Net()
-    w = net.weight("w", 2, WIDTH, WIDTH)
-    first, second = (
-        net.op("Gather", w, net.constant(f"at{i}", np.array(i)), to=f"w{i}") for i in range(2)
+    model = models.written(
+        "batch,4",
+        "w(2,4,4) zero:0 one:1",
+        """first = Gather(w, zero)  s = MatMul(input, first)  second = Gather(w, one)
+           sum = ReduceSum<keepdims=0>(second)  output = Mul(sum, s)""",
     )
-    net.op("MatMul", "input", first, to="s")
-    net.op("Mul", net.op("ReduceSum", second, to="sum", keepdims=0), "s", to="output")
-    engine, result = step(net.model({"input": SIDES}, {"output": SIDES}), damping=0.5)
+    engine, result = step(model, damping=0.5)
     dense, rest = engine.layers
     assert (dense.kind, dense.parts) == ("fully_connected", ("[0:1, :, :]",))
     assert (rest.kind, rest.parts, rest.parameters) == ("generic", ("[1:2, :, :]",), ("w",))
@@ -245,41 +191,37 @@ def test_slice_copies_index_to_device_once(monkeypatch):
 
 
 def test_whole_slice_used_several_times_keeps_name():
-    net = models.Net()
-    w = cut(net, net.weight("w", WIDTH, WIDTH), 0, 0, 2**40, "all")
-    x = net.op("Tanh", net.op("MatMul", "input", w, to="s"), to="t")
-    net.op("MatMul", x, w, to="output")
-    engine, _ = step(net.model({"input": SIDES}, {"output": SIDES}))
+    nodes = """all = Slice(w, zero, end, zero)  s = MatMul(input, all)  t = Tanh(s)
+        output = MatMul(t, all)"""
+    engine, _ = step(models.written("batch,4", f"w(4,4) zero=0 end={2**40}", nodes))
     (layer,) = engine.layers
     assert (layer.kind, layer.key, layer.parts) == ("fully_connected_multi", "w", ("",))
 
 
-def recurrence(op, gates, **attributes):
+def recurrence(op, gates, options=""):
     """A recurrence over five steps and a dense layer on its last state."""
-    net = PartsNet()
-    x = net.op("Transpose", "input", to="steps", perm=[1, 0, 2])
-    w, r = net.weight("W", 1, gates * 3, WIDTH), net.weight("R", 1, gates * 3, 3)
-    b = net.weight("B", 1, 6 * gates)
-    net.several(op, x, w, r, b, to=("all", "last"), hidden_size=3, **attributes)
-    flat = net.op("Flatten", "last", to="flat", axis=2)
-    state = net.op("Reshape", flat, net.constant("sides", np.array([-1, 3])), to="state")
-    net.op("Gemm", state, net.weight("w", 3, 2), net.weight("b", 2), to="output")
-    return net.model({"input": ["batch", 5, WIDTH]}, {"output": ["batch", 2]})
+    return models.written(
+        f"batch,5,{WIDTH} -> batch,2",
+        f"W(1,{3 * gates},{WIDTH}) R(1,{3 * gates},3) B(1,{6 * gates}) w(3,2) b(2) sides=-1,3",
+        f"""steps = Transpose<perm=[1, 0, 2]>(input)
+            all, last = {op}<hidden_size=3{options}>(steps, W, R, B)
+            flat = Flatten<axis=2>(last)  state = Reshape(flat, sides)
+            output = Gemm(state, w, b)""",
+    )
 
 
 RECURRENCES = {
-    "LSTM": ("LSTM", 4, {}),
-    "GRU": ("GRU", 3, {}),
-    "GRU, reset after": ("GRU", 3, {"linear_before_reset": 1}),
-    "RNN": ("RNN", 1, {}),
+    "LSTM": ("LSTM", 4),
+    "GRU": ("GRU", 3),
+    "GRU, reset after": ("GRU", 3, ", linear_before_reset=1"),
+    "RNN": ("RNN", 1),
 }
 
 
 @pytest.mark.parametrize("approximation", ["kron_indep", "kron_series_1"])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_recurrence_weights_have_one_use_per_step(name, approximation):
-    op, gates, attributes = RECURRENCES[name]
-    model = recurrence(op, gates, **attributes)
+    model = recurrence(*RECURRENCES[name])
     engine = ke.Engine.from_onnx(
         model, loss="normal", damping=1.0, approximations={"fully_connected_multi": approximation}
     )
@@ -294,53 +236,39 @@ def test_recurrence_weights_have_one_use_per_step(name, approximation):
         np.testing.assert_allclose(back[key], gradient, atol=1e-4 * np.abs(gradient).max())
 
 
+# Of the sums of step {t}, its state and, of the LSTM, its cell. Gates in the order of ONNX: input,
+# output, forget, cell.
+STEPS = {
+    "RNN": "h{t} = Tanh(s{t})  ",
+    "LSTM": """i{t}, o{t}, f{t}, a{t} = Split<axis=1, num_outputs=4>(s{t})
+        i_{t} = Sigmoid(i{t})  o_{t} = Sigmoid(o{t})  f_{t} = Sigmoid(f{t})  a_{t} = Tanh(a{t})
+        new{t} = Mul(i_{t}, a_{t})  kept{t} = Mul(f_{t}, c{before})  c{t} = Add(kept{t}, new{t})
+        bent{t} = Tanh(c{t})  h{t} = Mul(o_{t}, bent{t})  """,
+}
+
+
 def unrolled(op):
     """The same recurrence step by step, of plain dense layers with a bias each."""
-    source = recurrence(*RECURRENCES[op][:2])
-    initializers = {entry.name: numpy_helper.to_array(entry) for entry in source.graph.initializer}
-    net = models.Net()
-    names = {
-        "W": initializers["W"][0],
-        "R": initializers["R"][0],
-        "w": initializers["w"],
-        "b": initializers["b"],
+    arrays = {
+        e.name: numpy_helper.to_array(e) for e in recurrence(*RECURRENCES[op]).graph.initializer
     }
-    names |= dict(zip(("Wb", "Rb"), np.split(initializers["B"][0], 2), strict=True))
-    for name, values in names.items():
-        net.constant(name, values)
-    net.constant("nothing", np.zeros((WIDTH, 3), np.float32))
-    h = c = ""
-    for t in range(5):
-        at = net.constant(f"at {t}", np.array(t))
-        x = net.op("Gather", "input", at, to=f"x {t}", axis=1)
-        h = h or net.op("MatMul", x, "nothing", to="zero")
-        both = [net.op("Gemm", x, "W", "Wb", to=f"W {t}", transB=1),
-                net.op("Gemm", h, "R", "Rb", to=f"R {t}", transB=1)]  # fmt: skip
-        s = net.op("Add", *both, to=f"s {t}")
-        h, c = _STEPS[op](net, s, c, t)
-    net.op("Gemm", h, "w", "b", to="output")
-    return net.model({"input": ["batch", 5, WIDTH]}, {"output": ["batch", 2]})
+    arrays["Wb"], arrays["Rb"] = np.split(arrays.pop("B")[0], 2)
+    arrays |= {"W": arrays["W"][0], "R": arrays["R"][0], "nothing": np.zeros((WIDTH, 3), "f4")}
+    steps = """x{t} = Gather<axis=1>(input, at{t})  w{t} = Gemm<transB=1>(x{t}, W, Wb)
+        r{t} = Gemm<transB=1>(h{before}, R, Rb)  s{t} = Add(w{t}, r{t})  """
+    nodes = "first = Gather<axis=1>(input, at1)  h0 = MatMul(first, nothing)  c0 = Identity(h0)  "
+    for t in range(1, 6):
+        nodes += (steps + STEPS[op]).format(t=t, before=t - 1)
+    model = models.written(
+        f"batch,5,{WIDTH} -> batch,2",
+        "at1:0 at2:1 at3:2 at4:3 at5:4",
+        nodes + "output = Gemm(h5, w, b)",
+    )
+    model.graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in arrays.items())
+    return model
 
 
-def _plain_step(net, s, c, t):
-    return net.op("Tanh", s, to=f"h {t}"), c
-
-
-def _gated_step(net, s, c, t):
-    """Gates in the order of ONNX: input, output, forget, cell."""
-    cuts = [net.op("Slice", s, *(net.constant(f"{name} {t} {k}", np.array([v])) for name, v in
-            (("from", 3 * k), ("to", 3 * k + 3), ("along", 1))), to=f"gate {t} {k}")
-            for k in range(4)]  # fmt: skip
-    i, o, f = (net.op("Sigmoid", cut, to=f"{cut} open") for cut in cuts[:3])
-    new = net.op("Mul", i, net.op("Tanh", cuts[3], to=f"cell {t}"), to=f"new {t}")
-    c = net.op("Add", net.op("Mul", f, c, to=f"kept {t}"), new, to=f"c {t}") if c else new
-    return net.op("Mul", o, net.op("Tanh", c, to=f"bent {t}"), to=f"h {t}"), c
-
-
-_STEPS = {"RNN": _plain_step, "LSTM": _gated_step}
-
-
-@pytest.mark.parametrize("op", _STEPS)
+@pytest.mark.parametrize("op", STEPS)
 def test_recurrence_has_natural_gradients_of_unrolled_dense_layers(op):
     options = {"approximations": {"fully_connected_multi": "kron_indep"}}
     targets = np.random.default_rng(1).standard_normal((BATCH, 2)).astype(np.float32)
@@ -356,7 +284,7 @@ def test_recurrence_has_natural_gradients_of_unrolled_dense_layers(op):
             **options,
         ).natural_gradients
         for model, trainable in (
-            (recurrence(*RECURRENCES[op][:2]), None),
+            (recurrence(*RECURRENCES[op]), None),
             (unrolled(op), ["W", "R", "Wb", "Rb", "w", "b"]),
         )
     )
