@@ -37,6 +37,40 @@ UPSAMPLED, BOTH = "batch,4,3 -> batch,2,6", ("scale", "b")
 # nodes, behind them the sides where those of the output are others.
 # fmt: off
 CASES = {
+    "normalization": (BOTH, "scale(3) b(3)", f"s = {NORMAL}(input, scale, b)  output = Tanh(s)"),
+    "normalization over two axes": (
+        "scale", "scale(4,3)",
+        "s = LayerNormalization<epsilon=0.1, axis=-2>(input, scale)  output = Tanh(s)",
+    ),
+    "normalization whose shift is used elsewhere": (
+        "scale", "scale(3) b(3)", f"y = {NORMAL}(input, scale, b)  s = Mul(y, b)  output = Tanh(s)"
+    ),
+    "instance normalization": (
+        BOTH, "scale(4) b(4)",
+        "s = InstanceNormalization<epsilon=0.1>(input, scale, b)  output = Tanh(s)",
+    ),
+    "batch normalization": (
+        BOTH, "scale(4) b(4) mean=0.1,-0.2,0.3,-0.4 var=0.5,1.,1.5,2.",
+        "s = BatchNormalization<epsilon=0.1>(input, scale, b, mean, var)  output = Tanh(s)",
+    ),
+    "group normalization": (
+        BOTH, "scale(2) b(2)",
+        "s = GroupNormalization<num_groups=2, epsilon=0.1>(input, scale, b)  output = Tanh(s)",
+    ),
+    "product and sum": (
+        BOTH, "scale(3) b(4,1)", "x = Mul(scale, input)  s = Add(x, b)  output = Tanh(s)"
+    ),
+    "product": ("scale", "scale(4,1)", "s = Mul(input, scale)  output = Tanh(s)"),
+    "single number": ("scale", "scale(1,1)", "s = Mul(input, scale)  output = Tanh(s)"),
+    "views": (
+        BOTH, "scale(4) b(4) axis=1 sides=1,4,1",
+        """u = Unsqueeze(scale, axis)  v = Reshape(b, sides)  x = Mul(input, u)  s = Add(v, x)
+           output = Tanh(s)""",
+    ),
+    "sum whose shift is used elsewhere": (
+        "scale", "scale(3) b(3)",
+        "y = Mul(input, scale)  x = Add(y, b)  s = Mul(x, b)  output = Tanh(s)",
+    ),
     "slope a channel": ("slope", "slope(4,1)", "s = PRelu(input, slope)  output = Tanh(s)"),
     "slope of all": ("slope", "slope(1)", "s = PRelu(input, slope)  output = Tanh(s)"),
     "slopes used twice": (

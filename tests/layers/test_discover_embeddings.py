@@ -11,45 +11,28 @@ SINGLE = 2e-5
 BATCH, VOCABULARY, WIDTH = 5, models.VOCABULARY, 3
 
 
-def vector_of_ids(net):
-    net.op("Gather", net.weight("table", VOCABULARY, WIDTH), "input", to="y")
-    return ["y"]
-
-
-def sentences(net):
-    net.op("Gather", net.weight("table", VOCABULARY, WIDTH), "input", to="y")
-    return ["y"]
-
-
-def two_uses(net):
-    """The ids, and one more than the ids."""
-    table = net.weight("table", VOCABULARY + 1, WIDTH)
-    first = net.op("Gather", table, "input", to="y0")
-    following = net.op("Add", "input", net.constant("one", np.array(1)), to="following")
-    net.op("Mul", first, net.op("Gather", table, following, to="y1"), to="y")
-    return ["y0", "y1"]
-
-
-# Name to builder, sides of the ids, kind, and the rows of each use as ids.
+ONE = f"table({VOCABULARY},{WIDTH})", "y = Gather(table, input)  ", ["y"]
+# The ids, and one more than the ids.
+TWO = (
+    f"table({VOCABULARY + 1},{WIDTH}) one:1",
+    """y0 = Gather(table, input)  following = Add(input, one)  y1 = Gather(table, following)
+       y = Mul(y0, y1)  """,
+    ["y0", "y1"],
+)
+# Sides of the ids, kind, constants and nodes, and the rows of each use.
 CASES = {
-    "vector": (vector_of_ids, ("batch",), "embedding"),
-    "sentences": (sentences, ("batch", 4), "embedding"),
-    "two_uses": (two_uses, ("batch", 4), "embedding_multi"),
-    "two_uses_of_a_vector": (two_uses, ("batch",), "embedding_multi"),
+    "vector": ("batch", "embedding", *ONE),
+    "sentences": ("batch,4", "embedding", *ONE),
+    "two_uses": ("batch,4", "embedding_multi", *TWO),
+    "two_uses_of_a_vector": ("batch", "embedding_multi", *TWO),
 }
-
-
-def finished(build, sides):
-    net = models.Net()
-    outputs = build(net)
-    net.op("Tanh", net._nodes[-1].output[0], to="output")
-    return net.model({"input": list(sides)}, {"output": [*sides, WIDTH]}, "int64"), outputs
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_embedding_block_is_id_frequency_times_gradient_moment(name):
-    build, sides, kind = CASES[name]
-    proto, values = finished(build, sides)
+    sides, kind, constants, nodes, values = CASES[name]
+    sides = f"{sides} -> {sides},{WIDTH}"
+    proto = models.written(sides, constants, nodes + "output = Tanh(y)", "int64")
     feeds = models.random_inputs(proto, BATCH)
     engine = ke.Engine.from_onnx(
         proto, loss="normal", estimation_mode="empirical", reduction="batch_mean"
@@ -68,18 +51,18 @@ def test_embedding_block_is_id_frequency_times_gradient_moment(name):
     np.testing.assert_allclose(found, expected, atol=SINGLE * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", ["int64", "float32"])
-@pytest.mark.parametrize("sides", [("batch",), ("batch", 4)], ids=["vector", "sentences"])
+@pytest.mark.parametrize("kind", ["int64", "float"])
+@pytest.mark.parametrize("sides", ["batch", "batch,4"], ids=["vector", "sentences"])
 def test_one_hot_rows_of_ids_outside_the_table_are_zero(sides, kind):
-    net = models.Net()
-    depth, values = np.array(VOCABULARY, kind), np.array([0, 1], np.float32)
-    hot = net.op("OneHot", "input", net.constant("n", depth), net.constant("v", values), to="hot")
-    net.op("MatMul", hot, net.weight("table", VOCABULARY, WIDTH), to="y")
-    net.op("Tanh", "y", to="output")
-    model = net.model({"input": list(sides)}, {"output": [*sides, WIDTH]}, kind)
-    shape = (BATCH, *sides[1:])
+    model = models.written(
+        f"{sides} -> {sides},{WIDTH}",
+        f"n:{VOCABULARY}{'.' if kind == 'float' else ''} v=0.,1. table({VOCABULARY},{WIDTH})",
+        "hot = OneHot(input, n, v)  y = MatMul(hot, table)  output = Tanh(y)",
+        kind,
+    )
+    shape = (BATCH, 4) if "4" in sides else (BATCH,)
     ids = np.random.default_rng(0).integers(-2 * VOCABULARY, 2 * VOCABULARY, shape)
-    feeds = {"input": ids.astype(kind)}
+    feeds = {"input": ids.astype(kind.replace("float", "float32"))}
     engine = ke.Engine.from_onnx(
         model, loss="normal", estimation_mode="empirical", reduction="batch_mean"
     )
