@@ -6,59 +6,45 @@ import warnings
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 import kfac_engine as ke
+from tests import models
 
 EPSILON = 0.3
 # Rounding of float32 (6e-8) times condition numbers of at most 1 + rows / √EPSILON < 100, and sums.
 ROUNDING = 2e-5
 
 
-def network(scale=1.0, dead=False):
+def network(dead=False):
     """Return a model: a convolution of two groups, tanh, two dense layers."""
-    rng = np.random.default_rng(3)
-    values = {
-        "filter": rng.standard_normal((4, 1, 2, 2)),
-        "first": rng.standard_normal((5, 36)) / 6,
-        "bias": rng.standard_normal(5),
-        "last": np.zeros((3, 5)) if dead else rng.standard_normal((3, 5)),
-        "scale": np.array(scale),
-    }
-    nodes = [
-        helper.make_node("Conv", ["x", "filter"], ["s"], group=2),
-        helper.make_node("Tanh", ["s"], ["a"]),
-        helper.make_node("Flatten", ["a"], ["rows"]),
-        helper.make_node("Gemm", ["rows", "first", "bias"], ["hidden"], transB=1),
-        helper.make_node("Tanh", ["hidden"], ["b"]),
-        helper.make_node("Gemm", ["b", "last"], ["y"], transB=1),
-        helper.make_node("Mul", ["y", "scale"], ["out"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 4, 4])],
-        [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["n", 3])],
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()],
+    model = models.written(
+        "n,2,4,4 -> n,3",
+        "last(3,5) filter(4,1,2,2) first(5,36) bias(5)",
+        """s = Conv<group=2>(input, filter)  a = Tanh(s)  rows = Flatten(a)
+           hidden = Gemm<transB=1>(rows, first, bias)  b = Tanh(hidden)
+           output = Gemm<transB=1>(b, last)""",
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    if dead:
+        zeros = numpy_helper.from_array(np.zeros((3, 5), np.float32), "last")
+        model.graph.initializer[0].CopyFrom(zeros)
+    return model
 
 
-def observed(damping, approximation="kron", scale=1.0, dead=False):
+def observed(damping, approximation="kron", dead=False):
     """Return an engine after one batch, and the result of the batch."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((7, 2, 4, 4)).astype(np.float32)
     y = rng.standard_normal((7, 3)).astype(np.float32)
     approximations = {"fully_connected": approximation}
     engine = ke.Engine.from_onnx(
-        network(scale, dead),
+        network(dead),
         loss="normal",
         damping=damping,
         approximations=approximations,
-        freeze=["scale"],
         estimation_mode="exact",
     )
-    return engine, engine.step({"x": x}, y)
+    return engine, engine.step({"input": x}, y)
 
 
 def mean_eigenvalue(matrix):
@@ -111,40 +97,21 @@ def test_a_diagonal_block_is_damped_by_its_mean_entry():
     )
 
 
-def table(units, biased):
-    """Return an MLP of columns that have units of their own, and an engine after one batch."""
+def measured(units, damping, biased, exps):
+    """An engine after one batch of columns that have units of their own, and the block of W."""
     rng = np.random.default_rng(8)
-    values = {"W": rng.standard_normal((6, 5)) / units[:, None], "b": np.zeros(5)}
-    values["V"] = rng.standard_normal((5, 2))
-    nodes = [
-        helper.make_node("Gemm", ["x", "W", "b"] if biased else ["x", "W"], ["s"]),
-        helper.make_node("Tanh", ["s"], ["a"]),
-        helper.make_node("MatMul", ["a", "V"], ["y"]),
-    ]
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size])
-        for name, size in (("x", 6), ("y", 2))
+    x, y = rng.standard_normal((9, 6)) * units, rng.standard_normal((9, 2))
+    model = models.written(
+        "n,6 -> n,2",
+        "V(5,2) b(5)" if biased else "V(5,2)",
+        f"s = Gemm(input, W{', b' * biased})  a = Tanh(s)  output = MatMul(a, V)",
     )
-    read = {name for node in nodes for name in node.input}
-    weights = [
-        numpy_helper.from_array(value.astype(np.float32), name)
-        for name, value in values.items()
-        if name in read
-    ]
-    model = helper.make_model(
-        helper.make_graph(nodes, "table", [x], [y], weights),
-        opset_imports=[helper.make_opsetid("", 17)],
-        ir_version=9,
-    )
-    return rng.standard_normal((9, 6)) * units, rng.standard_normal((9, 2)), model
-
-
-def measured(units, damping, biased=True, exps=(-1,)):
-    x, y, model = table(units, biased)
+    W = (rng.standard_normal((6, 5)) / units[:, None]).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(W, "W"))
     engine = ke.Engine.from_onnx(
         model, loss="normal", damping=damping, estimation_mode="exact", exps=exps
     )
-    result = engine.step({"x": x.astype(np.float32)}, y.astype(np.float32))
+    result = engine.step({"input": x.astype(np.float32)}, y.astype(np.float32))
     key = ("W", "b") if biased else "W"
     return engine, engine.collection.fisher_blocks[key], result
 
@@ -271,7 +238,7 @@ def test_an_optimizer_keeps_a_relative_damping(rate, tmp_path):
         for _ in range(2)
     ]
     made[0].damping *= 2
-    report = made[0].step({"x": x}, y)
+    report = made[0].step({"input": x}, y)
     assert type(report.damping) is float
     made[0].save(tmp_path / "state")
     made[1].load(tmp_path / "state")
