@@ -27,10 +27,8 @@ def runs(model, feeds):
 
 def squeezed():
     """One number an example, with axes of one that ``Squeeze`` takes away without naming them."""
-    net = models.Net()
-    y = net.op("MatMul", "input", net.weight("w", 3, 1), to="rows")
-    net.op("Squeeze", y, to="output")
-    model = net.model({"input": ["batch", 3]}, {"output": ["batch"]})
+    nodes = "rows = MatMul(input, w)  output = Squeeze(rows)"
+    model = models.written("batch,3 -> batch", "w(3,1)", nodes)
     model.graph.output[0].type.tensor_type.ClearField("shape")
     return model
 
@@ -51,13 +49,10 @@ def test_squeeze_without_axes_runs_for_all_batch_sizes(sample, size):
 
 
 def test_squeeze_with_axes_is_unchanged():
-    net = models.Net()
-    y = net.op("MatMul", "input", net.weight("w", 3, 1), to="rows")
-    net.op("Squeeze", y, net.constant("axes", np.array([1])), to="output")
-    loaded = load_model(net.model({"input": ["batch", 3]}, {"output": ["batch"]}))
-    assert [node.inputs for node in loaded.graph.nodes if node.op == "Squeeze"] == [
-        ("rows", "axes")
-    ]
+    nodes = "rows = MatMul(input, w)  output = Squeeze(rows, axes)"
+    loaded = load_model(models.written("batch,3 -> batch", "w(3,1) axes=1", nodes))
+    (node,) = (node for node in loaded.graph.nodes if node.op == "Squeeze")
+    assert node.inputs == ("rows", "axes")
 
 
 # -- symbols ---------------------------------------------------------------------------------------
@@ -97,11 +92,13 @@ def test_different_sizes_of_one_symbol_run_with_note():
     assert engine.step({"input": floats(4, 1, 8, 8)}, np.zeros(4, int)).notes == ()
 
 
-def two_inputs():
-    net = models.Net()
-    net.op("MatMul", "a", net.weight("w", 3, 2), to="rows")
-    net.op("Add", "rows", "b", to="output")
-    return net.model({"a": ["batch", 3], "b": ["batch", 2]}, {"output": ["batch", 2]})
+def two_inputs(columns=2):
+    return parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]>
+        m (float[batch,3] a, float[batch,{columns}] b) => (float[batch,{columns}] output)
+        <float[3,{columns}] w = {{{", ".join(map(str, range(3 * columns)))}}}>
+        {{ rows = MatMul(a, w)  output = Add(rows, b) }}"""
+    )
 
 
 def test_incompatible_inputs_error_lists_sizes():
@@ -119,23 +116,14 @@ def test_incompatible_inputs_error_lists_sizes():
 
 def traced_with_one(symbols):
     """Tokens of one example whose batch a trace has baked in, as rows."""
-    net = models.Net()
-    rows = net.op("Reshape", "input", net.constant("to", np.array([-1, 3])), to="rows_of")
-    y = net.op("MatMul", rows, net.weight("w", 3, 2), to="rows")
-    one = net.constant("one", np.array([1, -1, 2]))
-    y = net.op("Reshape", y, one, to="tokens")
-    # Two examples make a different length: this Add fails for them.
-    length = net.op("Shape", "input", to="length", start=1, end=2)
-    shape = net.op(
-        "Concat",
-        net.constant("first", np.array([1])),
-        length,
-        net.constant("last", np.array([2])),
-        to="wanted",
-        axis=0,
+    return models.written(
+        f"{symbols},3 -> 1,seq,2",
+        "w(3,2) to=-1,3 one=1,-1,2 first=1 last=2",
+        # Two examples make a different length: the Add fails for them.
+        """x = Reshape(input, to)  rows = MatMul(x, w)  tokens = Reshape(rows, one)
+           length = Shape<start=1, end=2>(input)  wanted = Concat<axis=0>(first, length, last)
+           zeros = ConstantOfShape(wanted)  output = Add(tokens, zeros)""",
     )
-    net.op("Add", y, net.op("ConstantOfShape", shape, to="zeros"), to="output")
-    return net.model({"input": [*symbols, 3]}, {"output": [1, "seq", 2]})
 
 
 def located(model, inputs=None, axes=None):
@@ -145,17 +133,14 @@ def located(model, inputs=None, axes=None):
 
 @pytest.mark.parametrize("inputs", [None, {"input": floats(1, 5, 3)}])
 def test_axis_named_batch_with_single_valid_size_has_one_example(inputs):
-    batch = located(traced_with_one(("batch", "seq")), inputs)
-    assert (batch.size, batch.inputs, batch.places["output"]) == (
-        1,
-        {"input": 0},
-        ExampleAxis(0, 1),
-    )
+    batch = located(traced_with_one("batch,seq"), inputs)
+    assert (batch.size, batch.inputs) == (1, {"input": 0})
+    assert batch.places["output"] == ExampleAxis(0, 1)
     assert "fixes the batch size at 1" in batch.fixed
 
 
 def test_growing_axis_with_other_name_is_batch_with_note():
-    batch = located(traced_with_one(("first", "second")))
+    batch = located(traced_with_one("first,second"))
     assert batch.inputs == {"input": 1}
     assert "the model runs with a single size of axis 0 of 'input'" in batch.note
 
@@ -163,42 +148,34 @@ def test_growing_axis_with_other_name_is_batch_with_note():
 # -- axes that the user names ----------------------------------------------------------------------
 
 
-def fixed_columns():
-    """A weight from the left of a MatMul: examples are columns of the input; sizes are fixed."""
-    net = models.Net()
-    columns = net.op("MatMul", net.weight("w", 3, 3), "input", to="columns")
-    net.op("Transpose", columns, to="output")
-    return net.model({"input": [3, 4]}, {"output": [4, 3]})
-
-
-def fixed_transposed():
-    """Gemm with transA: examples are columns of the input and rows of the output."""
-    net = models.Net()
-    net.op("Gemm", "input", net.weight("w", 3, 2), to="output", transA=1)
-    return net.model({"input": [3, 3]}, {"output": [3, 2]})
-
-
-def fixed_recurrence():
-    """Time first, of an LSTM as PyTorch writes it, all sizes fixed."""
-    net = models.Net()
-    w, r = net.weight("w", 1, 8, 3), net.weight("r", 1, 8, 2)
-    net.op("LSTM", "input", w, r, to="states", hidden_size=2)
-    net.op("Squeeze", "states", net.constant("axes", np.array([1])), to="output")
-    return net.model({"input": [4, 2, 3]}, {"output": [4, 2, 2]})
+# Files of fixed sizes, with the examples on the second axis of the input.
+FIXED = {
+    # A weight from the left of a MatMul: examples are columns of the input.
+    "columns": ("3,4 -> 4,3", "w(3,3)", "columns = MatMul(w, input)  output = Transpose(columns)"),
+    # Examples are columns of the input and rows of the output.
+    "transposed": ("3,3 -> 3,2", "w(3,2)", "output = Gemm<transA=1>(input, w)"),
+    # Time first, of an LSTM as PyTorch writes it.
+    "recurrence": (
+        "4,2,3 -> 4,2,2",
+        "w(1,8,3) r(1,8,2) axes=1",
+        "states = LSTM<hidden_size=2>(input, w, r)  output = Squeeze(states, axes)",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "place", "size"),
+    ("name", "place", "size", "same"),
     [
-        (fixed_columns, ExampleAxis(0, 1), 4),
-        (fixed_transposed, ExampleAxis(0, 1), 3),
-        (fixed_recurrence, ExampleAxis(1, 1), 2),
+        ("columns", ExampleAxis(0, 1), 4, -1),
+        ("transposed", ExampleAxis(0, 1), 3, -1),
+        ("recurrence", ExampleAxis(1, 1), 2, -2),
     ],
 )
-def test_batch_axes_option_applies_to_fixed_sizes(make, place, size):
-    batch = located(make(), axes={"input": 1})
+def test_batch_axes_option_applies_to_fixed_sizes(name, place, size, same):
+    model = models.written(*FIXED[name])
+    batch = located(model, axes={"input": 1})
     assert (batch.inputs, batch.places["output"], batch.size) == ({"input": 1}, place, size)
-    assert located(make(), axes={"input": -2 if make is fixed_recurrence else -1}) == batch
+    assert located(model, axes={"input": same}) == batch
     assert batch.note == ""
 
 
@@ -206,7 +183,7 @@ def test_loss_and_gradients_use_named_batch_axis():
     """Squared errors of four columns: their mean is over four examples, not three."""
     x, t = floats(3, 4), floats(4, 3)
     engine = ke.Engine.from_onnx(
-        fixed_columns(),
+        models.written(*FIXED["columns"]),
         loss="normal",
         batch_axes={"input": 1},
         reduction="batch_mean",
@@ -219,15 +196,13 @@ def test_loss_and_gradients_use_named_batch_axis():
 
 
 def test_axis_of_independent_examples_is_that_of_the_batch():
-    (report,) = ke.Engine.from_onnx(fixed_recurrence(), loss="normal").losses
+    (report,) = ke.Engine.from_onnx(models.written(*FIXED["recurrence"]), loss="normal").losses
     assert (report.batch_axis, report.doubts) == (1, ())
 
 
 def test_coupled_examples_note_names_batch_axes_option():
-    net = models.Net()
-    rows = net.op("MatMul", "input", net.weight("w", 3, 2), to="rows")
-    net.op("Softmax", rows, to="output", axis=0)
-    model = net.model({"input": [5, 3]}, {"output": [5, 2]})
+    nodes = "rows = MatMul(input, w)  output = Softmax<axis=0>(rows)"
+    model = models.written("5,3 -> 5,2", "w(3,2)", nodes)
     (report,) = ke.Engine.from_onnx(model, loss="normal").losses
     assert "depend on each other; if it is another axis" in report.doubts[0]
     assert "batch_axes" in report.doubts[0]
@@ -235,10 +210,8 @@ def test_coupled_examples_note_names_batch_axes_option():
 
 def test_unknown_batch_axis_error_names_option():
     """The largest entry of each row belongs to one example or another."""
-    net = models.Net()
-    columns = net.op("MatMul", net.weight("w", 2, 3), "input", to="columns")
-    net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="output")
-    model = net.model({"input": [3, 5]}, {"output": [2, 1]})
+    nodes = "columns = MatMul(w, input)  output = ReduceMax(columns, axes)"
+    model = models.written("3,5 -> 2,1", "w(2,3) axes=1", nodes)
     with pytest.raises(ke.ShapeError, match=r"name the axis of the examples .* batch_axes"):
         ke.Engine.from_onnx(model, loss="normal")
 
@@ -253,18 +226,14 @@ def test_unknown_batch_axis_error_names_option():
     ],
 )
 def test_batch_axes_that_do_not_fit_inputs_raise_error(axes, error, said):
-    net = models.Net()
-    net.op("MatMul", "a", net.weight("w", 3, 5), to="rows")
-    net.op("Add", "rows", "b", to="output")
-    model = net.model({"a": ["n", 3], "b": ["n", 5]}, {"output": ["n", 5]})
     with pytest.raises(error, match=said):
-        ke.Engine.from_onnx(model, loss="normal", batch_axes=axes)
+        ke.Engine.from_onnx(two_inputs(5), loss="normal", batch_axes=axes)
 
 
 def test_named_dynamic_axis_is_batch_for_any_symbol():
-    net = models.Net()
-    net.op("MatMul", "input", net.weight("w", 3, 2), to="output")
-    model = net.model({"input": ["batch", "tokens", 3]}, {"output": ["batch", "tokens", 2]})
+    model = models.written(
+        "batch,tokens,3 -> batch,tokens,2", "w(3,2)", "output = MatMul(input, w)"
+    )
     batch = located(model, axes={"input": 1})
     assert (batch.inputs, batch.places["output"]) == ({"input": 1}, ExampleAxis(1, 1))
     assert located(model).inputs == {"input": 0}
@@ -275,18 +244,16 @@ def test_gradient_model_uses_named_batch_axis():
 
     x, t = floats(3, 4), floats(4, 3)
     model = ke.differentiate(
-        fixed_columns(), "normal", batch_axes={"input": 1}, reduction="batch_mean"
+        models.written(*FIXED["columns"]), "normal", batch_axes={"input": 1}, reduction="batch_mean"
     )
     gradient = ReferenceEvaluator(model).run(["gradient/w"], {"input": x, "targets": t})[0]
-    w = load_model(fixed_columns()).parameters["w"].astype(np.float64)
+    w = load_model(models.written(*FIXED["columns"])).parameters["w"].astype(np.float64)
     np.testing.assert_allclose(gradient, 2 * (w @ x - t.T) @ x.T / 4, rtol=1e-4, atol=1e-5)
 
 
 def test_failed_sample_run_asks_for_sample_inputs():
-    net = models.Net()
-    x = net.op("Reshape", "input", net.constant("to", np.array([-1, 55])), to="rows_of")
-    net.op("MatMul", x, net.weight("w", 55, 2), to="output")
-    model = net.model({"input": ["batch", "side", "side2"]}, {"output": ["batch", 2]})
+    nodes = "x = Reshape(input, to)  output = MatMul(x, w)"
+    model = models.written("batch,side,side2 -> batch,2", "w(55,2) to=-1,55", nodes)
     with pytest.raises(ke.ModelError, match="pass sample_inputs, a real batch") as caught:
         ke.Engine.from_onnx(model, loss="normal")
     assert "trainable" not in str(caught.value)
@@ -315,13 +282,15 @@ def test_unnamed_dynamic_axes_of_equal_length_are_batch():
 
 def pooled(side):
     """Three poolings by two: images must have eight pixels a side, and sixteen after a stride."""
-    net = models.Net()
-    x = net.conv("conv", "input", 1, 2, 1, strides=[2, 2])
-    for index in range(3):
-        x = net.op("MaxPool", x, to=f"pool{index}", kernel_shape=[2, 2], strides=[2, 2])
-    x = net.op("GlobalAveragePool", x, to="mean")
-    net.op("Flatten", x, to="output")
-    return net.model({"input": ["batch", 1, side, side]}, {"output": ["batch", 2]})
+    pools = "".join(
+        f"p{i + 1} = MaxPool<kernel_shape=[2, 2], strides=[2, 2]>(p{i})  " for i in range(3)
+    )
+    return models.written(
+        f"batch,1,{side},{side} -> batch,2",
+        "w(2,1,1,1)",
+        f"p0 = Conv<strides=[2, 2]>(input, w)  {pools}mean = GlobalAveragePool(p3)  "
+        "output = Flatten(mean)",
+    )
 
 
 def test_generated_images_fit_pooling_windows():
