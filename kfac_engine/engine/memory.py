@@ -25,6 +25,12 @@ from kfac_engine.system.memory_limits import spelled
 # more a node for an LSTM of 400 steps (33,000 nodes), 7.8 for one of 50, 11 for a ResNet-20.
 _LIBRARIES = 12 << 20
 _NODE = 8 << 10
+# Work memory of OpenBLAS; small products touch a part of it.
+_BLAS = 32 << 20
+# Sizes of arrays that the C library (glibc) takes from its heap and whose freed memory smaller
+# arrays divide: each step replaces them. Smaller gaps are filled again, and larger arrays are
+# returned to the system.
+_LEAST_GAP, _LARGEST_GAP = 5_000_000, 32 << 20
 
 _FLOAT = 4
 
@@ -39,7 +45,8 @@ class MemoryReport:
         activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
-        sessions: Memory of ONNX Runtime and of graphs, and copies of frozen constants.
+        sessions: Memory of ONNX Runtime, BLAS and graphs, copies of frozen constants, and gaps in
+            the heap between large arrays.
         optimizer: The state of an optimizer, for its own ``memory`` only.
         device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
             all parts but sessions if the model runs on the GPU.
@@ -204,6 +211,9 @@ class Footprint:
         copies = 2 * frozen if frozen <= MOST_COPIED_BYTES else 0  # in both sessions
         vectors = 2 if self.layers else 1  # gradients, and natural gradients
         gradients = vectors * sum(array.nbytes for array in model.parameters.values())
+        sizes = (array.nbytes for array in model.parameters.values())
+        gaps = vectors * sum(size for size in sizes if _LEAST_GAP <= size <= _LARGEST_GAP)
+        blas = min(_BLAS, parameters + activations)
         moved = 0 if model.memory_space is HOST else parameters + gradients + activations
         return MemoryReport(
             parameters=parameters,
@@ -211,7 +221,7 @@ class Footprint:
             activations=activations,
             factors=factors,
             scratch=scratch,
-            sessions=_LIBRARIES + _NODE * sum(map(len, nodes)) + copies,
+            sessions=_LIBRARIES + blas + _NODE * sum(map(len, nodes)) + copies + gaps,
             device=factors + scratch + moved if on_device else 0,
         )
 

@@ -179,6 +179,13 @@ def _llama(*, length: int, **sizes: Any) -> nn.Module:
     return hub("LlamaForCausalLM", {"words": "vocab_size"}, **fixed)(**sizes)
 
 
+def _efficientnet(*, side: int, **sizes: Any) -> nn.Module:
+    module = hub("EfficientNetForImageClassification", num_labels=CLASSES)(image_size=side, **sizes)
+    # Transformers averages over a window of 1,280 pixels, wider than the image.
+    module.efficientnet.pooler = nn.AdaptiveAvgPool2d(1)
+    return module
+
+
 NETWORKS: Mapping[str, Network] = {
     "distilbert": Network(
         _encoder,
@@ -204,6 +211,15 @@ NETWORKS: Mapping[str, Network] = {
     ),
     "lstm": Network(
         lambda **sizes: Recurrent("LSTM", **sizes),
+        text,
+        {
+            "real": {"words": 10000, "length": 35, "width": 650},
+            "small": {"words": 100, "length": 6, "width": 16},
+        },
+        16,
+    ),
+    "gru": Network(
+        lambda **sizes: Recurrent("GRU", **sizes),
         text,
         {
             "real": {"words": 10000, "length": 35, "width": 650},
@@ -237,6 +253,17 @@ NETWORKS: Mapping[str, Network] = {
         lambda side, **sizes: hub("MobileNetV2ForImageClassification", num_labels=CLASSES)(**sizes),
         images("pixel_values"),
         {"real": {"side": 224}, "small": {"side": 32, "depth_multiplier": 0.25}},
+        8,
+    ),
+    "efficientnet": Network(
+        _efficientnet,
+        images("pixel_values"),
+        {
+            "real": {"side": 224, "width_coefficient": 1.0, "depth_coefficient": 1.0,
+                     "hidden_dim": 1280},
+            "small": {"side": 32, "width_coefficient": 0.25, "depth_coefficient": 0.5,
+                      "hidden_dim": 320},
+        },
         8,
     ),
     "unet": Network(
