@@ -47,16 +47,14 @@ class VjpBuilder(NodeBuilder):
 
     # -- adding nodes -----------------------------------------------------------------------------
 
-    def forward(
-        self, op: str, *inputs: str, outputs: int = 1, **attributes: AttributeValue
-    ) -> tuple[str, ...]:
-        """Add a node to the *forward* graph and return the names of its results.
+    def forward(self, op: str, *inputs: str, **attributes: AttributeValue) -> str:
+        """Add a node to the *forward* graph and return the name of its result.
 
         Its operands are forward values and constants. Names are hashes of the content, so equal
         calls share one node, also of different builders. Only results that backward nodes read are
         saved. Attributes must be hashable (numbers, strings, tuples).
         """
-        return self._forward(op, inputs, outputs, attributes)
+        return self._forward(op, inputs, 1, attributes)[0]
 
     def repeat(self, node: Node, *inputs: str, outputs: int = 1) -> tuple[str, ...]:
         """Add ``node`` with other operands to the forward graph; return the result names."""
@@ -120,13 +118,21 @@ class VjpBuilder(NodeBuilder):
         """Write the run-time shape of a forward value, ``(rank,)``, int64."""
         if name in self.graph.constants:
             return self.constant(self.sample_shape(name), "int64")
-        return self.forward("Shape", name)[0]
+        return self.forward("Shape", name)
 
     def count(self, name: str, axes: Sequence[int]) -> str:
         """Write the run-time number of entries of a value along ``axes``, 0-d, in its type."""
-        sizes = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))[0]
-        product = self.forward("ReduceProd", sizes, keepdims=0)[0]
-        return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])[0]
+        sizes = self.forward("Gather", self.shape(name), self.constant(axes, "int64"))
+        product = self.forward("ReduceProd", sizes, keepdims=0)
+        return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])
+
+    def indices(self, size: str) -> str:
+        """Write the numbers from zero to a 0-d size, which they exclude, in the forward graph."""
+        return self.forward("Range", self.constant(0), size, self.constant(1))
+
+    def halves(self, vector: str) -> tuple[str, ...]:
+        """Write the halves of a forward vector."""
+        return self._forward("Split", (vector,), 2, {"axis": 0, "num_outputs": 2})
 
     # -- shared pieces of rules --------------------------------------------------------------------
 
@@ -141,11 +147,9 @@ class VjpBuilder(NodeBuilder):
         # permutes wrong entries. The node therefore has pads for all axes, in order.
         known = self.constants.get(axes, self.graph.constants.get(axes))
         if known is None:
-            begin = self.forward(
-                "Mod", self.forward("Cast", axes, to=_INT64)[0], self.constant(rank)
-            )
-            end = self.forward("Add", begin[0], self.constant(rank))
-            places = self.forward("Concat", *begin, *end, axis=0)[0]
+            begin = self.forward("Mod", self.forward("Cast", axes, to=_INT64), self.constant(rank))
+            end = self.forward("Add", begin, self.constant(rank))
+            places = self.forward("Concat", begin, end, axis=0)
         else:
             places = self.constant([*(known % rank), *(known % rank + rank)])
         none = self.constant([0] * 2 * rank)

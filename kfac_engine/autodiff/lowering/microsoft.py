@@ -27,9 +27,7 @@ def quick_gelu(b: LoweringBuilder, node: Node) -> None:
 def gelu(b: LoweringBuilder, node: Node) -> None:
     """Write ``x (1 + erf(x/√2)) / 2``; ``x`` is the sum of the operands."""
     x, like = _with_bias(b, node), node.inputs[0]
-    bell = b.op("Erf", b.op("Mul", x, b.scalar(1 / sqrt(2), like)))
-    half = b.op("Mul", x, b.scalar(0.5, like))
-    b.op("Mul", half, b.op("Add", bell, b.scalar(1, like)), result=node.outputs[0])
+    _weigh(b, node, x, b.op("Erf", b.op("Mul", x, b.scalar(1 / sqrt(2), like))))
 
 
 @lowering("com.microsoft::FastGelu")
@@ -38,7 +36,12 @@ def fast_gelu(b: LoweringBuilder, node: Node) -> None:
     x, like = _with_bias(b, node), node.inputs[0]
     square = b.op("Mul", b.op("Mul", x, x), b.scalar(0.044715, like))
     inner = b.op("Mul", x, b.op("Add", square, b.scalar(1, like)))
-    bell = b.op("Tanh", b.op("Mul", inner, b.scalar(sqrt(2 / pi), like)))
+    _weigh(b, node, x, b.op("Tanh", b.op("Mul", inner, b.scalar(sqrt(2 / pi), like))))
+
+
+def _weigh(b: LoweringBuilder, node: Node, x: str, bell: str) -> None:
+    """Write ``x (1 + bell) / 2``."""
+    like = node.inputs[0]
     half = b.op("Mul", x, b.scalar(0.5, like))
     b.op("Mul", half, b.op("Add", bell, b.scalar(1, like)), result=node.outputs[0])
 

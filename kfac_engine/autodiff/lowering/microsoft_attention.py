@@ -28,7 +28,7 @@ class _Form:
     """
 
     scale: float
-    masked: float = -10000.0
+    masked: float = 0.0
     causal: bool = False
     window: int = -1
     softcap: float = 0.0
@@ -60,11 +60,7 @@ def attention(b: LoweringBuilder, node: Node) -> None:
     projected = b.op("Add", projected, bias) if bias else projected
     parts = b.multi("Split", [projected, b.constant(sizes)], ("", "", ""), axis=-1)
     q, k, v = (_heads(b, part, heads) for part in parts)
-    form = _Form(
-        scale=number(node, "scale", 0.0),
-        masked=number(node, "mask_filter_value", -10000.0),
-        causal=bool(integer(node, "unidirectional", 0)),
-    )
+    form = _padded_form(node)
     _attend(b, node, (q, k, v), form, [_padding(b, node, mask, k, form), added], y)
     if present:
         front = b.constant([0])
@@ -83,14 +79,8 @@ def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
     q, k, v = _projected(b, node, (query, key, value), bias, heads)
     if past_k:
         k, v = (b.op("Concat", past, new, axis=2) for past, new in ((past_k, k), (past_v, v)))
-    for part, present in ((k, present_k), (v, present_v)):
-        if present:
-            b.op("Identity", part, result=present)
-    form = _Form(
-        scale=number(node, "scale", 0.0),
-        masked=number(node, "mask_filter_value", -10000.0),
-        causal=bool(integer(node, "unidirectional", 0)),
-    )
+    _present(b, (k, present_k), (v, present_v))
+    form = _padded_form(node)
     _attend(b, node, (q, k, v), form, [_padding(b, node, mask, k, form), added], y)
 
 
@@ -114,9 +104,7 @@ def group_query_attention(b: LoweringBuilder, node: Node) -> None:
         width = 2 * b.facts[cos].shape[-1]
         interleaved = bool(integer(node, "rotary_interleaved", 0))
         q, k = (rotated(b, part, waves, width, interleaved) for part in (q, k))
-    for part, present in ((k, present_k), (v, present_v)):
-        if present:
-            b.op("Identity", part, result=present)
+    _present(b, (k, present_k), (v, present_v))
     form = _Form(
         scale=number(node, "scale", 0.0),
         causal=bool(integer(node, "causal", 1)),
@@ -136,6 +124,21 @@ def _operands(b: LoweringBuilder, node: Node) -> list[str]:
         if name.startswith("-") and value:
             raise b.refuse(node, f"its operand '{name[1:]}' is not supported")
     return [value for name, value in zip(names, values, strict=True) if name[0] != "-"]
+
+
+def _padded_form(node: Node) -> _Form:
+    return _Form(
+        scale=number(node, "scale", 0.0),
+        masked=number(node, "mask_filter_value", -10000.0),
+        causal=bool(integer(node, "unidirectional", 0)),
+    )
+
+
+def _present(b: LoweringBuilder, *pairs: tuple[str, str]) -> None:
+    """Write keys and values as results, where the node has them."""
+    for part, result in pairs:
+        if result:
+            b.op("Identity", part, result=result)
 
 
 # -- heads -----------------------------------------------------------------------------------------
@@ -283,10 +286,7 @@ def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
         raise b.refuse(node, "packed batches are not supported")
     shape, size = b.facts[x].shape, 2 * b.facts[cos].shape[-1]
     heads, flat = integer(node, "num_heads", 0) or shape[-1] // size, len(shape) == 3
-    split = x
-    if flat:
-        apart = b.op("Reshape", x, b.constant([0, 0, heads, -1]))
-        split = b.op("Transpose", apart, perm=_TO_HEADS)
+    split = _heads(b, x, heads) if flat else x
     places = ids if len(b.facts[ids].shape) == 2 else consecutive(b, ids, split)
     waves = angles(b, cos, sin, places)
     interleaved = bool(integer(node, "interleaved", 0))

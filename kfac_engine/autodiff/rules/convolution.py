@@ -69,16 +69,16 @@ def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
     """Write the cotangent, padded to all pixels of the taps if the crop depends on its size."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
-    size = b.forward("Shape", y, start=2)[0]
-    steps = b.forward("Sub", b.forward("Shape", x, start=2)[0], b.constant([1]))[0]
-    reached = b.forward("Mul", steps, b.constant(window.strides))[0]
-    reached = b.forward("Add", reached, b.constant([reach + 1 for reach in window.reaches]))[0]
-    missing = b.forward("Sub", reached, size)[0]
-    total = b.forward("Max", b.forward("Add", missing, b.constant(added))[0], b.constant([0]))[0]
-    begin = b.forward("Div", total, b.constant([2]))[0]
+    size = b.forward("Shape", y, start=2)
+    steps = b.forward("Sub", b.forward("Shape", x, start=2), b.constant([1]))
+    reached = b.forward("Mul", steps, b.constant(window.strides))
+    reached = b.forward("Add", reached, b.constant([reach + 1 for reach in window.reaches]))
+    missing = b.forward("Sub", reached, size)
+    total = b.forward("Max", b.forward("Add", missing, b.constant(added)), b.constant([0]))
+    begin = b.forward("Div", total, b.constant([2]))
     if text(node, "auto_pad", "NOTSET") != "SAME_UPPER":
-        begin = b.forward("Sub", total, begin)[0]
-    pads = b.forward("Concat", begin, b.forward("Sub", missing, begin)[0], axis=0)[0]
+        begin = b.forward("Sub", total, begin)
+    pads = b.forward("Concat", begin, b.forward("Sub", missing, begin), axis=0)
     return b.pad(g, pads, b.constant(window.axes), 2 + len(window.kernel))
 
 
@@ -305,7 +305,7 @@ def _padded(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> str:
     """Write the image with explicit padding."""
     pads = b.constant(window.begins + window.ends)
     if window.same:
-        pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)[0]
+        pads = b.forward("Concat", *same_padding(b, window, x, y), axis=0)
     elif not any(window.begins + window.ends):
         return x
     return b.pad(x, pads, b.constant(window.axes), 2 + len(window.axes))

@@ -237,7 +237,7 @@ def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
     """Return the gradient of the scale in y = (x − zero point) · scale: a sum over entries."""
     x, scale, *zero_point = node.inputs
     # With a scale of one, the operator returns the integers.
-    one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))[0]
+    one = b.forward("Expand", b.scalar(1, scale), b.shape(scale))
     whole = b.repeat(node, x, one, *zero_point)[0]
     wide = b.cast_like(b.op("Mul", g[0], whole), scale)
     if b.rank(scale) == 0 or (b.rank(scale) == 1 and b.sample_shape(scale) == (1,)):
@@ -251,13 +251,13 @@ def dequantize(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
 
 def _sum_of_blocks(b: VjpBuilder, wide: str, x: str, axis: int, block: int) -> str:
     """Write sums over blocks along an axis of ``x``; the last block may be shorter."""
-    side = b.forward("Gather", b.shape(x), b.constant([axis]))[0]
-    missing = b.forward("Mod", b.forward("Neg", side)[0], b.constant([block]))[0]
-    pads = b.forward("Concat", b.constant([0]), missing, axis=0)[0]
+    side = b.forward("Gather", b.shape(x), b.constant([axis]))
+    missing = b.forward("Mod", b.forward("Neg", side), b.constant([block]))
+    pads = b.forward("Concat", b.constant([0]), missing, axis=0)
     whole = b.pad(wide, pads, b.constant([axis]), b.rank(x))
     before, after = (
-        b.forward("Gather", b.shape(x), b.constant(axes, "int64"))[0]
+        b.forward("Gather", b.shape(x), b.constant(axes, "int64"))
         for axes in (range(axis), range(axis + 1, b.rank(x)))
     )
-    shape = b.forward("Concat", before, b.constant([-1, block]), after, axis=0)[0]
+    shape = b.forward("Concat", before, b.constant([-1, block]), after, axis=0)
     return b.op("ReduceSum", b.op("Reshape", whole, shape), b.constant([axis + 1]), keepdims=0)

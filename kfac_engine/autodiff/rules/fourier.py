@@ -25,7 +25,7 @@ def dft(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     x, length = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else ""
     spectrum, points = g[0], _side(b, x, axis)
     if length:
-        points = b.forward("Reshape", length, b.constant([1]))[0]
+        points = b.forward("Reshape", length, b.constant([1]))
     if onesided:
         spectrum = _fitted(b, spectrum, _side(b, node.outputs[0], axis), points, (axis, b.rank(x)))
     back = _transformed(b, node, spectrum, axis, 1 - inverse)
@@ -47,16 +47,16 @@ def _real_result(b: VjpBuilder, node: Node, g: str, axis: int) -> str:
             f"{outputs // 2 + 1} for {outputs} output points. Slice the spectrum first."
         )
     one, two, points = b.constant([1]), b.constant([2]), _side(b, y, axis)
-    half = b.forward("Add", b.forward("Div", points, two)[0], one)[0]
-    last = b.forward("Reshape", half, b.constant([], "int64"))[0]
-    numbers = b.forward("Range", b.constant(0), last, b.constant(1))[0]
-    opposite = b.forward("Mod", b.forward("Sub", points, numbers)[0], points)[0]
-    alone = b.forward("Equal", numbers, opposite)[0]
-    counts = b.forward("Where", alone, one, two)[0]
-    weights = b.forward("Div", _float(b, counts, x), _float(b, points, x))[0]
+    half = b.forward("Add", b.forward("Div", points, two), one)
+    last = b.forward("Reshape", half, b.constant([], "int64"))
+    numbers = b.indices(last)
+    opposite = b.forward("Mod", b.forward("Sub", points, numbers), points)
+    alone = b.forward("Equal", numbers, opposite)
+    counts = b.forward("Where", alone, one, two)
+    weights = b.forward("Div", _float(b, counts, x), _float(b, points, x))
     shape = b.constant([-1] + [1] * (b.rank(x) - 1 - axis))
     spectrum = _transformed(b, node, g, axis, 0)
-    weighted = b.op("Mul", spectrum, b.forward("Reshape", weights, shape)[0])
+    weighted = b.op("Mul", spectrum, b.forward("Reshape", weights, shape))
     return _fitted(b, weighted, half, _side(b, x, axis), (axis, b.rank(x)))
 
 
@@ -84,16 +84,16 @@ def _transformed(b: VjpBuilder, node: Node, signal: str, axis: int, inverse: int
 
 
 def _side(b: VjpBuilder, name: str, axis: int) -> str:
-    return b.forward("Gather", b.shape(name), b.constant([axis]))[0]
+    return b.forward("Gather", b.shape(name), b.constant([axis]))
 
 
 def _float(b: VjpBuilder, value: str, like: str) -> str:
-    return b.forward("Cast", value, to=FLOAT_CODES[b.dtype(like).name])[0]
+    return b.forward("Cast", value, to=FLOAT_CODES[b.dtype(like).name])
 
 
 def _fitted(b: VjpBuilder, value: str, old: str, new: str, place: tuple[int, int]) -> str:
     """Write ``value`` cropped or padded from ``old`` to ``new`` entries along an axis."""
     axis, rank = place
-    more = b.forward("Sub", new, old)[0]
-    pads = b.forward("Concat", b.constant([0]), more, axis=0)[0]
+    more = b.forward("Sub", new, old)
+    pads = b.forward("Concat", b.constant([0]), more, axis=0)
     return b.pad(value, pads, b.constant([axis]), rank)

@@ -64,13 +64,13 @@ def same_padding(b: VjpBuilder, window: SlidingWindow, x: str, y: str) -> tuple[
     size for each spatial axis.
     """
     one, two, zero = b.constant([1]), b.constant([2]), b.constant([0])
-    last = b.forward("Sub", b.forward("Shape", y, start=2)[0], one)[0]
-    last = b.forward("Mul", last, b.constant(window.strides))[0]
-    seen = b.forward("Add", last, b.constant([reach + 1 for reach in window.reaches]))[0]
-    out = b.forward("Sub", seen, b.forward("Shape", x, start=2)[0])[0]
-    total = b.forward("Max", out, zero)[0]
-    less = b.forward("Div", total, two)[0]
-    more = b.forward("Sub", total, less)[0]
+    last = b.forward("Sub", b.forward("Shape", y, start=2), one)
+    last = b.forward("Mul", last, b.constant(window.strides))
+    seen = b.forward("Add", last, b.constant([reach + 1 for reach in window.reaches]))
+    out = b.forward("Sub", seen, b.forward("Shape", x, start=2))
+    total = b.forward("Max", out, zero)
+    less = b.forward("Div", total, two)
+    more = b.forward("Sub", total, less)
     return (less, more) if window.same == "SAME_UPPER" else (more, less)
 
 
@@ -104,10 +104,10 @@ def spread(
         return seen
     # The windows may end before or after the last pixel, so the result is cropped to the image and
     # padded with zeros.
-    pixels, axes = b.forward("Shape", x, start=2)[0], b.constant(window.axes)
+    pixels, axes = b.forward("Shape", x, start=2), b.constant(window.axes)
     if window.same or any(window.begins + window.ends) or window.ceil_mode:
         begin = same_padding(b, window, x, y)[0] if window.same else b.constant(window.begins)
-        seen = b.op("Slice", seen, begin, b.forward("Add", begin, pixels)[0], axes)
+        seen = b.op("Slice", seen, begin, b.forward("Add", begin, pixels), axes)
     unseen = any(s - 1 > end for s, end in zip(window.strides, window.ends, strict=True))
     return _filled(b, seen, pixels, axes, none) if unseen else seen
 

@@ -18,12 +18,16 @@ def rearranged(b: VjpBuilder, node: Node, g: str, *, narrow: bool = False) -> st
     operator must support integers; ``narrow`` says that ONNX Runtime supports int32 and not int64.
     """
     x, *others = node.inputs
-    everything = b.constant([-1])
     elements = numbers(b, x)
     if narrow:
-        elements = b.forward("Cast", elements, to=_INT32)[0]
+        elements = b.forward("Cast", elements, to=_INT32)
     sources = b.repeat(node, elements, *others)[0]
-    flat = (b.op("Reshape", value, everything) for value in (b.zeros(x), sources, g))
+    return added(b, x, sources, g)
+
+
+def added(b: VjpBuilder, x: str, places: str, g: str) -> str:
+    """Write ``x``'s cotangent: each entry of ``g`` is added at its row-major index in ``x``."""
+    flat = [b.op("Reshape", value, b.constant([-1])) for value in (b.zeros(x), places, g)]
     return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
 
 
@@ -32,9 +36,9 @@ _INT32 = 6  # TensorProto.INT32
 
 def numbers(b: VjpBuilder, x: str) -> str:
     """Write the row-major index of each entry of the forward value ``x``, int64."""
-    size = b.forward("ReduceProd", b.shape(x), keepdims=0)[0]
-    line = b.forward("Range", b.constant(0), size, b.constant(1))[0]
-    return b.forward("Reshape", line, b.shape(x))[0]
+    size = b.forward("ReduceProd", b.shape(x), keepdims=0)
+    line = b.indices(size)
+    return b.forward("Reshape", line, b.shape(x))
 
 
 @vjp_rule("Gather")
@@ -47,8 +51,8 @@ def gather(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     # The indices are flattened along the gathered axis, so that updates have the rank of the
     # operand.
     before, after = [0] * axis, range(axis + 1, b.rank(x))
-    behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))[0]
-    shape = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)[0]
+    behind = b.forward("Gather", b.shape(x), b.constant(after, "int64"))
+    shape = b.forward("Concat", b.constant([*before, -1]), behind, axis=0)
     updates = b.op("Reshape", g[0], shape)
     line = b.op("Reshape", indices, b.constant([1] * axis + [-1] + [1] * len(after)))
     places = b.op("Expand", line, b.op("Shape", updates))
@@ -60,12 +64,12 @@ def _added_rows(b: VjpBuilder, x: str, indices: str, g: str) -> str:
     # ScatterElements on a flat vector takes 14 ms for 2048 rows of 256 numbers, and 37 ms on a
     # table. Negative indices remain correct.
     everything = b.constant([-1])
-    width = b.forward("ReduceProd", b.forward("Shape", x, start=1)[0], keepdims=0)[0]
+    width = b.forward("ReduceProd", b.forward("Shape", x, start=1), keepdims=0)
     column = b.op("Reshape", b.op("Cast", indices, to=_INT64), b.constant([-1, 1]))
     along = b.op("Range", b.constant(0), width, b.constant(1))
     places = b.op("Reshape", b.op("Add", b.op("Mul", column, width), along), everything)
     # Of a size that is known when the graph runs: a session would store zeros of a constant size.
-    size = b.forward("ReduceProd", b.forward("Shape", x)[0])[0]
+    size = b.forward("ReduceProd", b.forward("Shape", x))
     zeros = b.op("ConstantOfShape", size, value=np.zeros(1, dtype=b.dtype(x)))
     updates = b.op("Reshape", g, everything)
     added = b.op("ScatterElements", zeros, places, updates, axis=0, reduction="add")
@@ -130,7 +134,7 @@ def one_hot(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     indices, depth, values = node.inputs
     axis = integer(node, "axis", -1)
     bits = b.constant([0, 1], b.dtype(values).name)
-    shown = b.op("Mul", g[0], b.forward("OneHot", indices, depth, bits, axis=axis)[0])
+    shown = b.op("Mul", g[0], b.forward("OneHot", indices, depth, bits, axis=axis))
     on, total = (b.op("ReduceSum", part, keepdims=0) for part in (shown, g[0]))
     one = b.constant([1])
     both = [b.op("Reshape", part, one) for part in (b.op("Sub", total, on), on)]
@@ -146,8 +150,8 @@ def range_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
         gradients[0] = b.op("ReduceSum", g[0], keepdims=0)
     if 2 in wanted:
         # The numbers i are counted, because a division by a small delta would be inaccurate.
-        count = b.forward("Squeeze", b.shape(y))[0]
-        numbers = b.forward("Range", b.constant(0), count, b.constant(1))[0]
+        count = b.forward("Squeeze", b.shape(y))
+        numbers = b.indices(count)
         steps = b.op("Mul", g[0], b.cast_like(numbers, start))
         gradients[2] = b.op("ReduceSum", steps, keepdims=0)
     return gradients
@@ -159,35 +163,21 @@ def range_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
 # update. ScatterElements and ScatterND then have the same form.
 
 
-@vjp_rule("ScatterElements")
-def scatter_elements(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+@vjp_rule("ScatterElements", "ScatterND")
+def scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Gather the cotangents of updates from their targets, by the kind of reduction."""
     x, indices, updates = node.inputs
-    axis = integer(node, "axis", 0)
+    gather, along = "GatherND", {}
+    if node.op == "ScatterElements":
+        gather, along = "GatherElements", {"axis": integer(node, "axis", 0)}
     reduction = text(node, "reduction", "none")
     if reduction in _REDUCED:
-        places = b.forward("GatherElements", numbers(b, x), indices, axis=axis)[0]
-        return _reduced(b, node, g[0], places)
+        return _reduced(b, node, g[0], b.forward(gather, numbers(b, x), indices, **along))
     gradients = {0: g[0]}
     if 0 in wanted and reduction == "none":
-        gradients[0] = b.op("ScatterElements", g[0], indices, b.zeros(updates), axis=axis)
+        gradients[0] = b.write(node.op, (g[0], indices, b.zeros(updates)), ("",), along)[0]
     if 2 in wanted:
-        gradients[2] = b.op("GatherElements", g[0], indices, axis=axis)
-    return gradients
-
-
-@vjp_rule("ScatterND")
-def scatter_nd(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Gather the cotangents of updates from their targets, by the kind of reduction."""
-    x, indices, updates = node.inputs
-    reduction = text(node, "reduction", "none")
-    if reduction in _REDUCED:
-        return _reduced(b, node, g[0], b.forward("GatherND", numbers(b, x), indices)[0])
-    gradients = {0: g[0]}
-    if 0 in wanted and reduction == "none":
-        gradients[0] = b.op("ScatterND", g[0], indices, b.zeros(updates))
-    if 2 in wanted:
-        gradients[2] = b.op("GatherND", g[0], indices)
+        gradients[2] = b.write(gather, (g[0], indices), ("",), along)[0]
     return gradients
 
 
@@ -203,12 +193,12 @@ def tensor_scatter(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> 
         )  # fmt: skip
     if 1 in wanted:
         # The index of each result in the update, and −1 for results of the cache.
-        nowhere = b.forward("Expand", b.constant(-1), b.shape(cache))[0]
+        nowhere = b.forward("Expand", b.constant(-1), b.shape(cache))
         sources = b.repeat(node, nowhere, numbers(b, update), *start)[0]
-        size = b.forward("ReduceProd", b.shape(update))[0]
+        size = b.forward("ReduceProd", b.shape(update))
         longer = b.op(
             "ConstantOfShape",
-            b.forward("Add", size, b.constant(1))[0],
+            b.forward("Add", size, b.constant(1)),
             value=np.zeros(1, b.dtype(update)),
         )
         flat = (b.op("Reshape", value, b.constant([-1])) for value in (sources, g[0]))

@@ -212,14 +212,14 @@ def _in_order(factors: Sequence[_Factor], result: Sequence[str]) -> Sequence[_Fa
 
 def _diagonal(b: VjpBuilder, x: str, first: int, second: int) -> str:
     """Write ones where two axes of ``x`` have equal indices, and zeros elsewhere."""
-    size = b.forward("Gather", b.shape(x), b.constant(first))[0]
-    line = b.forward("Range", b.constant(0), size, b.constant(1))[0]
+    size = b.forward("Gather", b.shape(x), b.constant(first))
+    line = b.indices(size)
     rank = b.rank(x)
     along = [
         b.forward("Unsqueeze", line, b.constant([other for other in range(rank) if other != axis]))
         for axis in (first, second)
     ]
-    return b.cast_like(b.forward("Equal", along[0][0], along[1][0])[0], x)
+    return b.cast_like(b.forward("Equal", *along), x)
 
 
 def _narrowed(b: VjpBuilder, value: str, like: str, letters: str) -> _Factor:
@@ -280,37 +280,31 @@ def determinant(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gra
         return {0: b.op("Mul", b.op("Unsqueeze", g[0], matrix), _cofactors(b, x))}
     # The cofactors of a regular matrix are det(X) X⁻ᵀ. A singular matrix gives infinity or NaN.
     scaled = b.op("Unsqueeze", b.op("Mul", g[0], y), matrix)
-    rank = b.rank(x)
-    transposed = b.op("Transpose", x, perm=(*range(rank - 2), rank - 1, rank - 2))
+    transposed = _swap_last(b, x, b.rank(x))
     return {0: b.op("Mul", scaled, b.op("Inverse", transposed, domain="com.microsoft"))}
 
 
 def _cofactors(b: VjpBuilder, x: str) -> str:
     rank, one = b.rank(x), b.constant(1)
-    n = b.forward("Gather", b.shape(x), b.constant(rank - 1))[0]
-    column = b.forward("Unsqueeze", _count(b, n), b.constant([1]))[0]
-    shorter = _count(b, b.forward("Sub", n, one)[0])
+    n = b.forward("Gather", b.shape(x), b.constant(rank - 1))
+    column = b.forward("Unsqueeze", b.indices(n), b.constant([1]))
+    shorter = b.indices(b.forward("Sub", n, one))
     # Row i contains all numbers below n except i.
-    behind = b.forward("GreaterOrEqual", shorter, column)[0]
-    rest = b.forward("Add", shorter, b.forward("Cast", behind, to=_INT64)[0])[0]
+    behind = b.forward("GreaterOrEqual", shorter, column)
+    rest = b.forward("Add", shorter, b.forward("Cast", behind, to=_INT64))
     rows = b.op("Gather", x, rest, axis=rank - 2)
     minors = b.op("Gather", rows, rest, axis=rank)
     batch = range(rank - 2)
     minors = b.op("Transpose", minors, perm=(*batch, rank - 2, rank, rank - 1, rank + 1))
     # The signs alternate along both axes.
-    place = b.forward("Mod", b.forward("Add", column, _count(b, n))[0], b.constant(2))[0]
-    sign = b.forward("Sub", one, b.forward("Add", place, place)[0])[0]
+    place = b.forward("Mod", b.forward("Add", column, b.indices(n)), b.constant(2))
+    sign = b.forward("Sub", one, b.forward("Add", place, place))
     return b.op("Mul", b.op("Det", minors), b.cast_like(sign, x))
-
-
-def _count(b: VjpBuilder, limit: str) -> str:
-    return b.forward("Range", b.constant(0), limit, b.constant(1))[0]
 
 
 @vjp_rule("com.microsoft::Inverse")
 def inverse(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     """Return −Yᵀ G Yᵀ for each matrix of a batch."""
     y = node.outputs[0]
-    rank = b.rank(y)
-    transposed = b.op("Transpose", y, perm=(*range(rank - 2), rank - 1, rank - 2))
+    transposed = _swap_last(b, y, b.rank(y))
     return {0: b.op("Neg", b.op("MatMul", b.op("MatMul", transposed, g[0]), transposed))}

@@ -176,8 +176,8 @@ def local_response_normalization(
 
 def _mean_of_channels(b: VjpBuilder, value: str, x: str, size: int) -> str:
     """Write the means over windows of channels with zero padding, in the shape of ``x``."""
-    channels = b.forward("Gather", b.shape(x), b.constant([1]))[0]
-    shape = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)[0]
+    channels = b.forward("Gather", b.shape(x), b.constant([1]))
+    shape = b.forward("Concat", b.constant([0, 1]), channels, b.constant([-1]), axis=0)
     half = size // 2
     mean = b.op(
         "AveragePool", b.op("Reshape", value, shape), kernel_shape=(size, 1),

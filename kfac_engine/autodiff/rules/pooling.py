@@ -7,6 +7,7 @@ import numpy as np
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import sliding, spread
+from kfac_engine.autodiff.rules.indexing import added
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.errors import ModelError, UnsupportedOpError
@@ -26,8 +27,7 @@ def _by_index(b: VjpBuilder, node: Node, g: str) -> str:
     # In the default storage order, indices count the pixels of the whole batch, row by row.
     geometry = {k: v for k, v in node.attributes.items() if k != "storage_order"}
     winners = b.repeat(replace(node, attributes=geometry), x, outputs=2)[1]
-    flat = [b.op("Reshape", value, b.constant([-1])) for value in (b.zeros(x), winners, g)]
-    return b.reshape_like(b.op("ScatterElements", *flat, axis=0, reduction="add"), x)
+    return added(b, x, winners, g)
 
 
 def _compared(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
@@ -49,7 +49,7 @@ def _tiled(b: VjpBuilder, value: str, x: str, window: SlidingWindow) -> str:
         "Resize", value, "", scales, mode="nearest",
         coordinate_transformation_mode="asymmetric", nearest_mode="floor",
     )  # fmt: skip
-    rest = b.op("Sub", b.forward("Shape", x, start=2)[0], b.op("Shape", tiles, start=2))
+    rest = b.op("Sub", b.forward("Shape", x, start=2), b.op("Shape", tiles, start=2))
     pads = b.op("Concat", b.constant([0] * len(window.kernel)), rest, axis=0)
     return b.pad(tiles, pads, b.constant(window.axes), b.rank(x))
 
@@ -111,8 +111,8 @@ def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str
         )
         return b.op("Mul", mean, b.scalar(window.taps, x))
     # Channels become examples, so that one kernel of ones is correct for any number of channels.
-    positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2)[0], axis=0)
-    images = b.op("Reshape", g, positions[0])
+    positions = b.forward("Concat", b.constant([-1, 1]), b.forward("Shape", y, start=2), axis=0)
+    images = b.op("Reshape", g, positions)
     return b.reshape_like(spread(b, window, images, _kernel_of_ones(b, x, window), x, y), x)
 
 
@@ -155,15 +155,15 @@ def _weight_of_pixels(b: VjpBuilder, node: Node, window: SlidingWindow) -> str:
     if not window.padded:
         _refuse_larger(b, node, window)
         return b.scalar(1 / window.taps, x)
-    shape = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2)[0], axis=0)[0]
-    ones = b.forward("Expand", b.scalar(1, x), shape)[0]
+    shape = b.forward("Concat", b.constant([1, 1]), b.forward("Shape", x, start=2), axis=0)
+    ones = b.forward("Expand", b.scalar(1, x), shape)
     total = b.repeat(node, ones)[0]
     pixels = _count_pixels(b, ones, _kernel_of_ones(b, x, window), window)
     if window.ceil_mode:
         none = b.constant([0] * len(window.kernel))
-        positions = b.forward("Shape", y, start=2)[0]
-        pixels = b.forward("Slice", pixels, none, positions, b.constant(window.axes))[0]
-    return b.forward("Div", total, pixels)[0]
+        positions = b.forward("Shape", y, start=2)
+        pixels = b.forward("Slice", pixels, none, positions, b.constant(window.axes))
+    return b.forward("Div", total, pixels)
 
 
 def _count_pixels(b: VjpBuilder, ones: str, kernel: str, window: SlidingWindow) -> str:
@@ -172,13 +172,13 @@ def _count_pixels(b: VjpBuilder, ones: str, kernel: str, window: SlidingWindow) 
         return b.forward(
             "Conv", ones, kernel, auto_pad=window.same,
             strides=window.strides, dilations=window.dilations,
-        )[0]  # fmt: skip
+        )  # fmt: skip
     further = [s - 1 if window.ceil_mode else 0 for s in window.strides]
     ends = tuple(end + more for end, more in zip(window.ends, further, strict=True))
     return b.forward(
         "Conv", ones, kernel, pads=window.begins + ends,
         strides=window.strides, dilations=window.dilations,
-    )[0]  # fmt: skip
+    )  # fmt: skip
 
 
 def _kernel_of_ones(b: VjpBuilder, x: str, window: SlidingWindow) -> str:
@@ -211,13 +211,13 @@ def max_unpool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Grad
     """Return, for each value, the cotangent of its pixel; zero for overwritten values."""
     x, indices, y = *node.inputs[:2], node.outputs[0]
     everything = b.constant([-1])
-    places = b.forward("Reshape", indices, everything)[0]
-    count = b.forward("ReduceProd", b.shape(indices), keepdims=0)[0]
-    numbers = b.forward("Range", b.constant(0), count, b.constant(1))[0]
-    pixels = b.forward("ReduceProd", b.shape(y), keepdims=1)[0]
-    nobody = b.forward("Expand", b.constant([-1]), pixels)[0]
-    owners = b.forward("ScatterElements", nobody, places, numbers, axis=0)[0]
-    owns = b.forward("Equal", b.forward("GatherElements", owners, places, axis=0)[0], numbers)[0]
+    places = b.forward("Reshape", indices, everything)
+    count = b.forward("ReduceProd", b.shape(indices), keepdims=0)
+    numbers = b.indices(count)
+    pixels = b.forward("ReduceProd", b.shape(y), keepdims=1)
+    nobody = b.forward("Expand", b.constant([-1]), pixels)
+    owners = b.forward("ScatterElements", nobody, places, numbers, axis=0)
+    owns = b.forward("Equal", b.forward("GatherElements", owners, places, axis=0), numbers)
     picked = b.op("GatherElements", b.op("Reshape", g[0], everything), places, axis=0)
     return {0: b.reshape_like(b.op("Mul", picked, b.cast_like(owns, x)), x)}
 
@@ -234,8 +234,8 @@ def col2im(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     kernel = tuple(int(size) for size in b.graph.constants[block])
     window = sliding(node, kernel)
     taps = np.eye(window.taps, dtype=b.dtype(x)).reshape(window.taps, 1, *kernel)
-    pixels = b.forward("Shape", node.outputs[0], start=2)[0]
-    shape = b.forward("Concat", b.constant([-1, 1]), pixels, axis=0)[0]
+    pixels = b.forward("Shape", node.outputs[0], start=2)
+    shape = b.forward("Concat", b.constant([-1, 1]), pixels, axis=0)
     patches = b.op(
         "Conv", b.op("Reshape", g[0], shape), b.constant(taps),
         pads=window.begins + window.ends, strides=window.strides, dilations=window.dilations,

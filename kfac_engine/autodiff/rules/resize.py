@@ -79,7 +79,7 @@ def _by_matrices(b: VjpBuilder, node: Node, g: str) -> str:
     for axis in sorted(_resized(b, node), reverse=True):
         matrix = _matrix(b, node, axis)
         if axis == last:
-            g = b.op("MatMul", g, b.forward("Transpose", matrix, perm=(1, 0))[0])
+            g = b.op("MatMul", g, b.forward("Transpose", matrix, perm=(1, 0)))
         else:
             # All later axes are merged, so that their sizes do not matter and products are large.
             columns = b.op("Reshape", g, b.constant([0] * (axis + 1) + [-1]))
@@ -112,14 +112,14 @@ def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
     """Write the transposed matrix of one axis, ``(old size, new size)``."""
     x, y = node.inputs[0], node.outputs[0]
     at = b.constant([axis])
-    old, new = (b.forward("Gather", b.shape(name), at)[0] for name in (x, y))
-    square = b.forward("ConstantOfShape", b.forward("Concat", old, old, axis=0)[0])[0]
-    identity = b.forward("EyeLike", square, dtype=FLOAT_CODES[b.dtype(x).name])[0]
+    old, new = (b.forward("Gather", b.shape(name), at) for name in (x, y))
+    square = b.forward("ConstantOfShape", b.forward("Concat", old, old, axis=0))
+    identity = b.forward("EyeLike", square, dtype=FLOAT_CODES[b.dtype(x).name])
     if text(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
         resized = _resized_whole(b, node, identity, axis)
     else:
         resized = _resized_alone(b, node, identity, axis)
-    return b.forward("Reshape", resized, b.forward("Concat", old, new, axis=0)[0])[0]
+    return b.forward("Reshape", resized, b.forward("Concat", old, new, axis=0))
 
 
 def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
@@ -127,27 +127,27 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
     x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
     place = b.constant([_named_axes(b, node).index(axis)])
     one, whole = b.constant([1]), b.constant([1], "float32")
-    images = b.forward("Unsqueeze", identity, b.constant([0, 3]))[0]
+    images = b.forward("Unsqueeze", identity, b.constant([0, 3]))
     region = target = size = ""
     if roi and _coordinates(node) == "tf_crop_and_resize":
         region = _region(b, node, roi, place)
     if scales and b.sample_shape(scales) != (0,):
-        scale = b.forward("Gather", scales, place)[0]
-        target = b.forward("Concat", whole, whole, scale, whole, axis=0)[0]
+        scale = b.forward("Gather", scales, place)
+        target = b.forward("Concat", whole, whole, scale, whole, axis=0)
     else:
         at = b.constant([axis])
-        sizes = (b.forward("Gather", b.shape(name), at)[0] for name in (x, node.outputs[0]))
-        size = b.forward("Concat", one, *sizes, one, axis=0)[0]
+        sizes = (b.forward("Gather", b.shape(name), at) for name in (x, node.outputs[0]))
+        size = b.forward("Concat", one, *sizes, one, axis=0)
     return b.repeat(_of_images(node), images, region, target, size)[0]
 
 
 def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
     """Write the region of interest of one axis, with three complete axes."""
-    ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))[0]
-    begin, end = (b.forward("Gather", roi, at)[0] for at in (place, ends))
+    ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))
+    begin, end = (b.forward("Gather", roi, at) for at in (place, ends))
     zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))
     zero, one = (b.constant([n], b.dtype(roi).name) for n in (0, 1))
-    return b.forward("Concat", zeros, begin, zero, ones, end, one, axis=0)[0]
+    return b.forward("Concat", zeros, begin, zero, ones, end, one, axis=0)
 
 
 def _of_images(node: Node) -> Node:
@@ -167,12 +167,12 @@ def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
             f"node '{node.name}'; name the spatial axes in its attribute 'axes'."
         )
     others = [a for a in range(1, rank) if a != axis]
-    line = b.forward("Unsqueeze", identity, b.constant(others))[0]
+    line = b.forward("Unsqueeze", identity, b.constant(others))
     one = b.constant([1])
-    sizes = [b.forward("Gather", b.shape(x), b.constant([axis]))[0]]
+    sizes = [b.forward("Gather", b.shape(x), b.constant([axis]))]
     for a in range(1, rank):
-        sizes += [b.forward("Gather", b.shape(x), b.constant([a]))[0] if a in named else one]
-    images = b.forward("Expand", line, b.forward("Concat", *sizes, axis=0)[0])[0]
+        sizes += [b.forward("Gather", b.shape(x), b.constant([a])) if a in named else one]
+    images = b.forward("Expand", line, b.forward("Concat", *sizes, axis=0))
     resized = b.repeat(node, images, *node.inputs[1:])[0]
     ends = b.constant([0] * len(others)), b.constant([1] * len(others))
-    return b.forward("Slice", resized, *ends, b.constant(others))[0]
+    return b.forward("Slice", resized, *ends, b.constant(others))

@@ -63,8 +63,8 @@ def concat(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
     """Return the parts of the cotangent along the axis."""
     axis = integer(node, "axis", 0)
     at = b.constant([axis])
-    sizes = [b.forward("Gather", b.shape(name), at)[0] for name in node.inputs]
-    cuts = b.forward("Concat", *sizes, axis=0)[0]
+    sizes = [b.forward("Gather", b.shape(name), at) for name in node.inputs]
+    cuts = b.forward("Concat", *sizes, axis=0)
     pieces = b.multi("Split", [g[0], cuts], ("",) * len(sizes), axis=axis)
     return {i: pieces[i] for i in wanted}
 
@@ -92,9 +92,9 @@ def tile(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     # Each axis of g has copies as outer and entries as inner index, so split it and sum over the
     # copies.
     one = b.constant([1])
-    columns = [b.forward("Unsqueeze", name, one)[0] for name in (repeats, b.shape(x))]
-    pairs = b.forward("Concat", *columns, axis=1)[0]
-    apart = b.op("Reshape", g[0], b.forward("Reshape", pairs, b.constant([-1]))[0])
+    columns = [b.forward("Unsqueeze", name, one) for name in (repeats, b.shape(x))]
+    pairs = b.forward("Concat", *columns, axis=1)
+    apart = b.op("Reshape", g[0], b.forward("Reshape", pairs, b.constant([-1])))
     copies = b.constant(range(0, 2 * b.rank(x), 2))
     return {0: b.op("ReduceSum", apart, copies, keepdims=0)}
 
@@ -111,14 +111,14 @@ def slice_(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradient
         return {0: rearranged(b, node, g[0])}
     at = axes or b.constant(range(b.sample_shape(starts)[0]))
     zero = b.constant([0])
-    sizes = b.forward("Gather", b.shape(x), at)[0]
-    begin = b.forward("Cast", starts, to=_INT64)[0]
-    from_end = b.forward("Less", begin, zero)[0]
-    begin = b.forward("Where", from_end, b.forward("Add", begin, sizes)[0], begin)[0]
-    begin = b.forward("Min", b.forward("Max", begin, zero)[0], sizes)[0]
-    length = b.forward("Gather", b.shape(node.outputs[0]), at)[0]
-    end = b.forward("Sub", b.forward("Sub", sizes, begin)[0], length)[0]
-    pads = b.forward("Concat", begin, end, axis=0)[0]
+    sizes = b.forward("Gather", b.shape(x), at)
+    begin = b.forward("Cast", starts, to=_INT64)
+    from_end = b.forward("Less", begin, zero)
+    begin = b.forward("Where", from_end, b.forward("Add", begin, sizes), begin)
+    begin = b.forward("Min", b.forward("Max", begin, zero), sizes)
+    length = b.forward("Gather", b.shape(node.outputs[0]), at)
+    end = b.forward("Sub", b.forward("Sub", sizes, begin), length)
+    pads = b.forward("Concat", begin, end, axis=0)
     return {0: b.pad(g[0], pads, at, b.rank(x))}
 
 
@@ -131,17 +131,17 @@ def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
     y, zero = node.outputs[0], b.constant([0])
     at = _wide(b, axes) if axes else b.constant(range(b.rank(x)))
     # Negative padding removes pixels, whose cotangents are zero.
-    added = b.forward("Max", pads, zero)[0]
-    begin, end = b.forward("Split", added, outputs=2, axis=0, num_outputs=2)
-    sizes = b.forward("Gather", b.shape(y), at)[0]
-    pixels = b.op("Slice", g[0], begin, b.forward("Sub", sizes, end)[0], at)
+    added = b.forward("Max", pads, zero)
+    begin, end = b.halves(added)
+    sizes = b.forward("Gather", b.shape(y), at)
+    pixels = b.op("Slice", g[0], begin, b.forward("Sub", sizes, end), at)
     gradients = {}
     if 0 in wanted:
         frozen = b.graph.constants.get(pads)
         if frozen is not None and (frozen >= 0).all():
             gradients[0] = pixels
         else:
-            cut = b.forward("Max", b.forward("Neg", pads)[0], zero)[0]
+            cut = b.forward("Max", b.forward("Neg", pads), zero)
             gradients[0] = b.pad(pixels, cut, at, b.rank(x))
     if 2 in wanted:
         border = b.op("Sub", *(b.op("ReduceSum", v, keepdims=0) for v in (g[0], pixels)))
@@ -152,7 +152,7 @@ def pad(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 def _wide(b: VjpBuilder, axes: str) -> str:
     """Write axes as int64, as a constant if they are constant."""
     frozen = b.graph.constants.get(axes)
-    return b.forward("Cast", axes, to=_INT64)[0] if frozen is None else b.constant(frozen, "int64")
+    return b.forward("Cast", axes, to=_INT64) if frozen is None else b.constant(frozen, "int64")
 
 
 _INT64 = 7  # TensorProto.INT64
