@@ -181,10 +181,10 @@ class _OptionalUses(KroneckerProductFB):
 
     _num_uses: int | None = None
 
-    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+    def add_part(self, inputs: Names, outputs: Names) -> None:
         if not isinstance(inputs, str) or not isinstance(outputs, str):
             self._num_uses = count_uses(self._num_uses, inputs, outputs)
-        super().register_additional_tower(inputs, outputs)
+        super().add_part(inputs, outputs)
 
     @property
     def num_uses(self) -> int:

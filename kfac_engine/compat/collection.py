@@ -60,13 +60,23 @@ def _setter(kind: str) -> Callable[["LayerCollection", str], None]:
 
 
 class LayerCollection(LossMethods, core.LayerCollection):
-    """The layers and losses of a model, registered by the methods of TensorFlow's K-FAC library.
+    """The layers and losses of a model with their blocks and shared factors.
+
+    A collection belongs to one estimator. ``engine.collection`` is the general class, without the
+    methods of TensorFlow's K-FAC library.
 
     Args:
         graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.
         name: For messages.
         config: Options of averages, damping and inverses.
         backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
+
+    Attributes:
+        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
+        fisher_factors: (class, arguments) to factor, in the order of creation.
+        graph: The model, or the shapes.
+        subgraph: The part of the model that the losses depend on; None before
+            ``create_subgraph``, and without a model.
     """
 
     def __init__(

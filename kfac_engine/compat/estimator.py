@@ -46,12 +46,26 @@ class FisherEstimator(core.FisherEstimator):
         colocate_gradients_with_ops: Whether the backward pass runs where the forward pass does;
             otherwise it runs on the CPU. ONNX Runtime runs both there, so the numbers are the same.
         name: For messages.
-        compute_cholesky: As in the base class, as all that follow.
-        compute_cholesky_inverse: Whether to store inverses of Cholesky factors.
+        compute_cholesky: Whether to store Cholesky factors, for ``multiply_cholesky``.
+        compute_cholesky_inverse: Whether to store their inverses, for
+            ``multiply_cholesky_inverse``.
         compute_params_stats: Whether ``params_stats`` is computed.
-        batch_size: Size of a mini-batch over all towers; needed for ``params_stats``.
+        batch_size: Size of a mini-batch over all towers, which every update must have; needed for
+            ``params_stats``.
         seed: Seed of sampled targets and random signs.
-        examples: Computes gradients of single examples.
+        examples: Computes gradients of single examples: called with a trace, cotangents and names
+            of parameters, it yields a mapping from name to gradient for each example. Without it,
+            blocks of parameters without a layer use the gradient of the batch.
+
+    Attributes:
+        blocks: The blocks of the collection.
+        factors: The factors of the collection.
+
+    Raises:
+        InputError: No loss is registered, the mode is unknown, the decay is outside [0, 1], or the
+            batch size is missing.
+        RegistrationError: The variables are not the registered ones, or the collection serves
+            another estimator.
     """
 
     def __init__(  # noqa: PLR0913 (the specification's signature)

@@ -209,7 +209,7 @@ class LayerCollection(FactorOwner):
         approx = self._resolve(kind, approx, key)
         row = (kind, approx, form)
         block = self._registered(key, row_of(kind, approx).build(self, form), row)
-        block.register_additional_tower(inputs, outputs)
+        block.add_part(inputs, outputs)
         self._enter(key, block, row, max(len(uses(inputs)), len(uses(outputs))))
 
     def register_generic(
@@ -228,7 +228,7 @@ class LayerCollection(FactorOwner):
         approx = self._resolve("generic", approx, key)
         row, block = ("generic", approx), row_of("generic", approx).build(self, key)
         registered = self._registered(key, block, row, exact=True)
-        registered.register_additional_tower(batch_size)  # type: ignore[call-arg, arg-type] # the type of `block`
+        registered.add_part(batch_size)  # type: ignore[call-arg, arg-type] # the type of `block`
         self._enter(key, registered, row, inf)
 
     def register_block(

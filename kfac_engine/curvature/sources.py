@@ -29,6 +29,9 @@ class Trace(Protocol):
 
 # Loss input to the factor of its cotangents: a number, or an array that broadcasts to the input.
 Scales: TypeAlias = Mapping[str, float | Array]
+# Names of the values of a trace that factors read, and name of a gradient, as factors read it, to
+# the differentiated value.
+Reads: TypeAlias = tuple[tuple[str, ...], Mapping[str, str]]
 ExampleGradients: TypeAlias = Callable[
     [Any, Mapping[str, Array], Sequence[str]], Iterator[Mapping[str, Array]]
 ]
@@ -49,19 +52,6 @@ class MeasuredBatch:
     scales: Scales
     weights: ExampleWeights | None = None
     draws: Draws | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Names of the values that factors read.
-
-    Attributes:
-        forward: Values of the trace.
-        gradients: Name of a gradient, as factors read it, to the differentiated value.
-    """
-
-    forward: tuple[str, ...]
-    gradients: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -132,12 +122,12 @@ class Sources:
         No other reference to a gradient remains. ``stats`` receives the sum of the gradients of
         each variable over sources.
         """
-        reads, backend = self._reads_of(factors), self.backend
+        (names, differentiated), backend = self._reads_of(factors), self.backend
         trace, weights = batch.trace, batch.weights
-        forward = take(trace, reads.forward, backend)
-        wrt = tuple(dict.fromkeys((*reads.gradients.values(), *self.variables)))
+        forward = take(trace, names, backend)
+        wrt = tuple(dict.fromkeys((*differentiated.values(), *self.variables)))
         layers = self._layers_of(forward) if weights else ()
-        read = {*reads.gradients.values()}
+        read = {*differentiated.values()}
         probed = any(not read.issuperset(layer.outputs) for layer in layers)
         if weights and weights.by_gradient:
             probed = probed or not self.mode.one_source
@@ -148,7 +138,7 @@ class Sources:
             for name in self.variables:
                 gradient = gradients[name]
                 stats[name] = stats[name] + gradient if name in stats else gradient
-            values = forward | {n: gradients[value] for n, value in reads.gradients.items()}
+            values = forward | {n: gradients[value] for n, value in differentiated.items()}
             if weights and not probed:
                 values |= weights.of_rows(layers, gradients, backend)
             if self.mode.one_source:
@@ -200,15 +190,15 @@ class Sources:
         if not factors or self.examples is None:
             return []
         generator, backend = self.rng.bit_generator.state, self.backend
-        reads = self._reads_of(factors)
-        forward = take(batch.trace, reads.forward, backend)
-        names = tuple(reads.gradients.values())
+        read, differentiated = self._reads_of(factors)
+        forward = take(batch.trace, read, backend)
+        names = tuple(differentiated.values())
         measured: list[Measured] = []
         try:
             for cotangents in self._cotangents(batch):
                 for gradients in self.examples(batch.trace, cotangents, names):
                     arrays = take(gradients, names, backend)
-                    values = forward | {n: arrays[value] for n, value in reads.gradients.items()}
+                    values = forward | {n: arrays[value] for n, value in differentiated.items()}
                     sizes = [factor.check(values) for factor in factors]
                     for _, measurement in measured:
                         measurement.add(values)
@@ -227,13 +217,13 @@ class Sources:
         propagated: dict[str, Array],
     ) -> Iterator[dict[str, Array]]:
         """Yield the values of the only source of a mode, from gradients that exist already."""
-        reads = self._reads_of(factors)
-        values = take(batch.trace, reads.forward, self.backend)
-        arrays = take(propagated, reads.gradients.values(), self.backend)
+        read, differentiated = self._reads_of(factors)
+        values = take(batch.trace, read, self.backend)
+        arrays = take(propagated, differentiated.values(), self.backend)
         propagated.clear()
         if batch.weights:
             values |= batch.weights.of_rows(self._layers_of(values), arrays, self.backend)
-        values.update((name, arrays.pop(value)) for name, value in reads.gradients.items())
+        values.update((name, arrays.pop(value)) for name, value in differentiated.items())
         yield values
 
     def _reads_of(self, factors: tuple[FisherFactor, ...]) -> Reads:
@@ -243,7 +233,7 @@ class Sources:
             names = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
             gradients = {name: value for name, value in self.gradients.items() if name in names}
             forward = tuple(name for name in names if name not in gradients)
-            self._reads[factors] = Reads(forward, gradients)
+            self._reads[factors] = forward, gradients
         return self._reads[factors]
 
 

@@ -22,8 +22,8 @@ from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.distributed.sizes import Periods
-from kfac_engine.engine.backward import BackwardResult
 from kfac_engine.engine.batch_parts import Inputs, parts_of
+from kfac_engine.engine.batch_passes import BackwardResult
 from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state

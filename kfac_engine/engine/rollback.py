@@ -19,24 +19,21 @@ from kfac_engine.curvature.factors.base import FisherFactor
 _MARGIN = 1e-6
 
 
-class _Saved:
-    """Copy of the state of a factor."""
+def _saved(factor: FisherFactor) -> Callable[[], None]:
+    """Copy the state of a factor; return a function that restores it."""
+    factor.wait()
+    narrowest, divided, traces = factor.narrowest, factor.average.divided, factor.traces_of_average
+    factor.average.divided = False
+    arrays = {name: np.array(array) for name, array in factor.arrays().items()}
+    factor.average.divided = divided
+    weight, repeats = factor.average.weight, factor.repeats
 
-    def __init__(self, factor: FisherFactor) -> None:
-        factor.wait()
-        self._factor, self._narrowest = factor, factor.narrowest
-        self._divided, factor.average.divided = factor.average.divided, False
-        self._arrays = {name: np.array(array) for name, array in factor.arrays().items()}
-        factor.average.divided = self._divided
-        self._numbers = factor.average.weight, factor.repeats
-        self._traces = factor.traces_of_average
+    def restore() -> None:
+        factor.restore(arrays, weight, repeats)
+        factor.narrowest, factor.traces_of_average = narrowest, traces
+        factor.average.divided = divided
 
-    def restore(self) -> None:
-        """Restore the state of the factor."""
-        self._factor.restore(self._arrays, *self._numbers)
-        self._factor.narrowest = self._narrowest
-        self._factor.traces_of_average = self._traces
-        self._factor.average.divided = self._divided
+    return restore
 
 
 class Undo:
@@ -66,15 +63,15 @@ class Undo:
         """
         if not _may_overflow(self._estimator, gradients, types or {}, exp, norm):
             return
-        saved = [_Saved(factor) for factor in self._estimator.factors]
+        saved = [_saved(factor) for factor in self._estimator.factors]
         restore_division = self._estimator.refreshes.division.snapshot()
 
         def restore() -> None:
             # A pending refresh reads averages that are replaced below.
             for moved in self._estimator.factors:
                 moved.set_pending(None)
-            for factor in saved:
-                factor.restore()
+            for restore_factor in saved:
+                restore_factor()
             restore_division()
 
         self._restore = restore

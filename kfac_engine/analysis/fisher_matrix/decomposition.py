@@ -8,8 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import InputMoment, Part
-from kfac_engine.analysis.fisher_matrix.packed import packed
-from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places
+from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places, packed
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.factors.base import FisherFactor

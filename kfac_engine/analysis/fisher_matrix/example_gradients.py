@@ -19,8 +19,7 @@ from kfac_engine.analysis.fisher_matrix.gradient_forms import (
     Gradients,
     WholeGradients,
 )
-from kfac_engine.analysis.fisher_matrix.packed import packed
-from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
+from kfac_engine.analysis.fisher_matrix.parameter_vector import Places, packed
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.curvature.blocks.base import FisherBlock, uses

@@ -1,6 +1,6 @@
 """Measures the curvature of a model on a data set, in passes that are not training."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -10,10 +10,10 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.assembly import assembled
 from kfac_engine.analysis.fisher_matrix.blocks import Block
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
-from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients
-from kfac_engine.analysis.fisher_matrix.example_moments import ExampleMoments, whole_matrix
+from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients, whole_rows
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
+from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
@@ -33,6 +33,72 @@ from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.base import RegisteredLoss
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system import memory_limits
+
+# The matrix, a product that is added to it, its eigenvectors and the work space of LAPACK.
+_MATRICES_OF_ALL = 5
+
+
+@dataclass(slots=True)
+class ExampleMoments:
+    """Sums over examples.
+
+    Attributes:
+        gradients: Computes gradients of single examples.
+        places: For each layer, the places of its entries among all parameters.
+        scratch_bytes: Bound of the memory of the gradients of a tile of examples.
+        matrix: ``Σ g gᵀ`` over all parameters, ``(size, size)``; None if it is not measured.
+        squares: Number of a layer to ``Σ g²``, packed, for the layers that are measured.
+    """
+
+    gradients: LayerGradients
+    places: list[Places]
+    scratch_bytes: int
+    matrix: Float | None = None
+    squares: dict[int, Float] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is measured."""
+        return self.matrix is not None or bool(self.squares)
+
+    def add(self, trace: Trace, sources: Iterator[Mapping[str, Array]]) -> None:
+        """Add a batch.
+
+        Args:
+            trace: The batch.
+            sources: The cotangents of each source.
+        """
+        for cotangents in sources:
+            readers = self.gradients.read(trace, [cotangents])
+            for number, total in self.squares.items():
+                reader = readers[number]
+                for tile in reader.tiles(reader.step(self.scratch_bytes, whole=True)):
+                    total += (tile.matrices()[:, 0] ** 2).sum(axis=0)
+            if self.matrix is not None:
+                for rows in whole_rows(readers, self.places, len(self.matrix), self.scratch_bytes):
+                    self.matrix += rows[:, 0].T @ rows[:, 0]
+
+
+def whole_matrix(shapes: Mapping[str, tuple[int, ...]]) -> Float:
+    """Return a matrix of zeros over all parameters.
+
+    Args:
+        shapes: Parameter name to shape.
+
+    Returns:
+        ``(size, size)`` in float64.
+
+    Raises:
+        MemoryLimitError: The matrix and its eigenvectors do not fit into the available memory.
+    """
+    size = sum(map(prod, shapes.values()))
+    memory_limits.require_memory(
+        _MATRICES_OF_ALL * _BYTES * size**2,
+        f"structure='full' of {size} parameters",
+        "use structure='kron', or fewer parameters by layers='last' or trainable",
+    )
+    return np.zeros((size, size))
+
 
 # Averages have float32 at least, eigenvectors float64.
 _AVERAGE_BYTES, _BYTES = 4, 8

@@ -19,7 +19,7 @@ from kfac_engine.analysis.fisher_matrix.gradient_forms import (
     WholeGradients,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
-from kfac_engine.analysis.fisher_matrix.packed import packed
+from kfac_engine.analysis.fisher_matrix.parameter_vector import packed
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.export_backward import (
     PREFIX,
@@ -28,6 +28,7 @@ from kfac_engine.analysis.laplace.export_backward import (
     stacked_gradients,
 )
 from kfac_engine.analysis.laplace.export_gradients import Recording, Recordings
+from kfac_engine.analysis.laplace.export_last_layer import export_last_layer, is_last_layer
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.export.gradient_model import declared_shape, joint_model
@@ -39,6 +40,32 @@ from kfac_engine.recording.operations import new_tape
 from kfac_engine.recording.recorded import Symbol
 from kfac_engine.runtime.batch_axis import find_coupling
 from kfac_engine.system.writing import checked_path
+
+
+def export_variance(
+    layout: Layout, blocks: Sequence[tuple[Block, Float]], path: str | Path, node_limit: int
+) -> None:
+    """Write the model with the output ``variance``, ``(n, k, k)``.
+
+    The variance under an uncertain last layer needs no backward pass.
+
+    Args:
+        layout: The model with its layers.
+        blocks: The blocks, each with the eigenvalues of the covariance of its parameters.
+        path: File to write.
+        node_limit: Largest number of nodes of a file with backward passes.
+
+    Raises:
+        UnsupportedError: The gradients of examples cannot be written for a layer or the model.
+        InputError: The path is wrong, the file would have more nodes, or it has a value
+            ``variance`` already.
+    """
+    if is_last_layer(layout) and len(blocks) == 1:
+        (layer, _), (block, variances) = layout.layers[0], blocks[0]
+        export_last_layer(layout, layer, block, variances, path)
+    else:
+        export_network(layout, blocks, path, node_limit)
+
 
 OUTPUT = "variance"
 

@@ -12,7 +12,7 @@ from kfac_engine.analysis.fisher_matrix.blocks import Block, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.evidence import Evidence, Prior, checked_positive
-from kfac_engine.analysis.laplace.export import export_variance
+from kfac_engine.analysis.laplace.export_network import export_variance
 from kfac_engine.analysis.laplace.likelihood import Likelihood
 from kfac_engine.analysis.laplace.links import LINKS
 from kfac_engine.analysis.laplace.predictive import Linearization, Predictive

@@ -96,11 +96,11 @@ class FisherBlock(ABC):
     # -- registration ---------------------------------------------------------------------------
 
     @property
-    def num_registered_towers(self) -> int:
+    def num_parts(self) -> int:
         """Number of registered parts of the batch."""
         return len(self._tensors)
 
-    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+    def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch.
 
         Args:
@@ -135,7 +135,7 @@ class FisherBlock(ABC):
             InputError: The damping is negative or not finite.
             NotReadyError: No part of the batch was registered.
         """
-        if not self.num_registered_towers:
+        if not self.num_parts:
             raise NotReadyError(f"register tensors of the block of {self.params} first.")
         if not callable(damping):
             fixed = self._checked_damping(damping)
@@ -303,6 +303,17 @@ class FisherBlock(ABC):
     @abstractmethod
     def full_fisher_block(self) -> Array:
         """Return the undamped block as a dense matrix, in the order of the packed parameters."""
+
+    # -- parts of the batch by their name in TensorFlow's K-FAC -----------------------------------
+
+    @property
+    def num_registered_towers(self) -> int:
+        """Number of registered parts of the batch."""
+        return self.num_parts
+
+    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+        """Add a part of the batch; see ``add_part``."""
+        self.add_part(inputs, outputs)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -57,8 +57,7 @@ from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
-from kfac_engine.layers.uses import rows_per_example
-from kfac_engine.layers.views import PatchView, RowView, View
+from kfac_engine.layers.views import PatchView, RowView, View, rows_per_example
 
 # Factors whose powers are stored matrices of the size of their side.
 _MATRICES = (DenseSquareMatrixFactor, SampledFactor)

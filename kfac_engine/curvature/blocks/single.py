@@ -154,12 +154,16 @@ class NaiveFullFB(SingleFactorFB):
         self._batch: list[int | str] = []
 
     @property
-    def num_registered_towers(self) -> int:
+    def num_parts(self) -> int:
         return len(self._batch)
 
-    def register_additional_tower(self, batch_size: int | str) -> None:  # type: ignore[override] # a generic block reads no tensors of a layer
+    def add_part(self, batch_size: int | str) -> None:  # type: ignore[override] # no tensors of a layer
         """Add a part of the batch: its size, or the name of a value whose first axis it is."""
         self._batch.append(batch_size)
+
+    def register_additional_tower(self, batch_size: int | str) -> None:  # type: ignore[override] # likewise
+        """Add a part of the batch; see ``add_part``."""
+        self.add_part(batch_size)
 
     def tensors_to_compute_grads(self) -> tuple[Names, ...]:
         return self._params
@@ -224,14 +228,14 @@ class LayerDiagonalFB(SingleFactorFB):
         self.form = form
         self._statistic = statistic
 
-    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+    def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch; raise a RegistrationError for several uses."""
         if len(uses(inputs)) != 1 or len(uses(outputs)) != 1:
             raise RegistrationError(
                 f"the block of {self.params} takes one use of its layer, got {inputs} and "
                 f"{outputs}."
             )
-        super().register_additional_tower(inputs, outputs)
+        super().add_part(inputs, outputs)
 
     @property
     def packing(self) -> Packing:
@@ -373,7 +377,7 @@ class ScaleShiftFB(SingleFactorFB):
         self._statistic = statistic
         self._factor_class = factor
 
-    def register_additional_tower(self, inputs: Names, outputs: Names) -> None:
+    def add_part(self, inputs: Names, outputs: Names) -> None:
         """Add a part of the batch.
 
         Args:
@@ -389,7 +393,7 @@ class ScaleShiftFB(SingleFactorFB):
                 f"the block of {self.params} takes an input for each of {counts[1]} output(s) of a "
                 f"scale, and none without a scale; got {counts[0]}."
             )
-        super().register_additional_tower(inputs, outputs)
+        super().add_part(inputs, outputs)
 
     def read_examples(self, reader: ExampleReader[Found]) -> Found:
         return reader.sums(self.form)

@@ -20,8 +20,7 @@ from kfac_engine.backend.namespace import array_module, as_array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.factors.statistics import Uses, rows_name
 from kfac_engine.errors import UnsupportedError
-from kfac_engine.layers.uses import folded_shape
-from kfac_engine.layers.views import View
+from kfac_engine.layers.views import View, folded_shape
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.checks import Named
 
