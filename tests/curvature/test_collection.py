@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.curvature import collection as core
+from kfac_engine.layers.layer_forms import dense_form
+from tests.lifecycle import observe, second_moment
 
 LAYERS = {
     "dense": lambda lc, key: lc.register_fully_connected(key, "x", "s"),
@@ -85,3 +88,40 @@ def test_collections_share_nothing():
     other.register_fully_connected("w", "x", "s")
     assert other.approximation_of("w") == "kron"
     assert one.approximation_of("w") == "diagonal"
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+def test_a_layer_is_registered_by_its_form(uses):
+    rng = np.random.default_rng(0)
+    x, ds = rng.normal(size=(uses, 8, 3)), rng.normal(size=(uses, 8, 2))
+    lc = core.LayerCollection()
+    kind = "fully_connected" if uses == 1 else "fully_connected_multi"
+    form = dense_form("IO", True, num_uses=uses)
+    names = [f"x{i}" for i in range(uses)], [f"s{i}" for i in range(uses)]
+    lc.register(kind, ("w", "b"), form, *names)
+    gradients = tuple(f"d{i}" for i in range(uses))
+    values = {f"x{i}": x[i] for i in range(uses)} | {f"d{i}": ds[i] for i in range(uses)}
+    block = observe(lc, [[gradients]], [values])
+    rows = np.concatenate([x.reshape(-1, 3), np.ones((8 * uses, 1))], axis=1)
+    expected = uses * np.kron(second_moment(rows), second_moment(ds.reshape(-1, 2)))
+    np.testing.assert_allclose(block.full_fisher_block(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "approx", "error", "message"),
+    [
+        ("dens", "w", None, ke.UnknownNameError, "unknown kind of layer 'dens'"),
+        ("fully_connected", ("w", "b"), None, ke.RegistrationError, r"has 1 parameter\(s\)"),
+        ("fully_connected", "w", "kron_indep", ke.InputError, "Bad value 'kron_indep'"),
+    ],
+)
+def test_a_form_that_does_not_fit_changes_nothing(kind, params, approx, error, message):
+    lc = core.LayerCollection()
+    with pytest.raises(error, match=message):
+        lc.register(kind, params, dense_form("IO", False), "x", "s", approx)
+    assert lc.get_blocks() == ()
+
+
+def test_collection_of_an_engine_has_no_names_of_tensorflow():
+    assert not hasattr(core.LayerCollection, "register_conv2d")
+    assert issubclass(ke.LayerCollection, core.LayerCollection)
