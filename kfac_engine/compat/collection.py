@@ -62,8 +62,7 @@ def _setter(kind: str) -> Callable[["LayerCollection", str], None]:
 class LayerCollection(LossMethods, core.LayerCollection):
     """The layers and losses of a model with their blocks and shared factors.
 
-    A collection belongs to one estimator. ``engine.collection`` is the general class, without the
-    methods of TensorFlow's K-FAC library.
+    A collection belongs to one estimator.
 
     Args:
         graph: The model, or shapes of named tensors (``{"w": (4, 3)}``) for use without one.

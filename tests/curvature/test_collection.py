@@ -122,6 +122,6 @@ def test_a_form_that_does_not_fit_changes_nothing(kind, params, approx, error, m
     assert lc.get_blocks() == ()
 
 
-def test_collection_of_an_engine_has_no_names_of_tensorflow():
+def test_general_collection_has_no_names_of_tensorflow():
     assert not hasattr(core.LayerCollection, "register_conv2d")
     assert issubclass(ke.LayerCollection, core.LayerCollection)
