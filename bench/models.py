@@ -134,7 +134,7 @@ def measure(path: str, optimizer: str) -> Answer:
     engine = Engine.from_onnx(path, loss="categorical", threads=1)
     chosen = _OPTIMIZERS[optimizer](engine)
     build = process_time() - start
-    announced = engine.memory(len(targets)).total if optimizer == "K-FAC" else 0
+    announced = chosen.memory(len(targets)).total
     forget_peak()
     seconds, losses = [], []
     for _ in range(STEPS):

@@ -35,10 +35,10 @@ def test_steps_are_those_of_the_optimizers(folder, monkeypatch) -> None:
         answer = models.measure(str(path), name)
         expected = [optimizer.step(inputs, targets).loss for _ in range(3)]
         assert answer.losses == pytest.approx(expected)
+        assert answer.announced == make(engine).memory(6).total
         assert answer.parameters == sum(array.size for array in engine.parameters.values())
         assert len(answer.seconds) == 3
         assert min(answer.seconds) > 0
-    assert answer.announced == engine.memory(6).total
 
 
 def test_each_optimizer_has_a_row_from_its_own_process(folder, monkeypatch) -> None:

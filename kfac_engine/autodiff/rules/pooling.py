@@ -101,6 +101,8 @@ def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str
     """Write the sum of the cotangents of all windows of ``y`` at their pixels of ``x``."""
     if _tiles(window):
         return _tiled(b, g, x, window)
+    if _covers(b, x, y, window):
+        return b.op("Expand", g, b.forward("Shape", x))
     if window.unit_strides and max(window.dilations) == 1:
         begins, ends = (
             tuple(reach - pad for reach, pad in zip(window.reaches, pads, strict=True))
@@ -119,6 +121,22 @@ def _shared(b: VjpBuilder, g: str, x: str, y: str, window: SlidingWindow) -> str
 def _tiles(window: SlidingWindow) -> bool:
     """Return whether the windows are adjacent tiles."""
     return window.kernel == window.strides and not window.padded and max(window.dilations) == 1
+
+
+def _covers(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> bool:
+    """Return whether the only window is cut off by the image, which it covers.
+
+    A window of thousands of pixels is the usual way to average images of any size. On a larger
+    image, ``ceil_mode`` adds windows, and the cotangents have another shape than is expanded.
+    """
+    padded = any(window.begins + window.ends) or window.same
+    images, windows = (b.sample_shape(value)[2:] for value in (x, y))
+    return (
+        window.ceil_mode
+        and not padded
+        and max(*window.dilations, *windows) == 1
+        and all(size <= k for size, k in zip(images, window.kernel, strict=True))
+    )
 
 
 def _refuse_misplaced(node: Node, window: SlidingWindow) -> None:
