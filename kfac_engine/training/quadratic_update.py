@@ -90,9 +90,9 @@ class QuadraticUpdate:
     """``v ← μ v − α p``, ``θ ← θ − v`` for the natural gradient p, with α from the quadratic model.
 
     The model is that of the update ``α p + μ d`` with the previous update ``d = −v``. Its curvature
-    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given. Both
-    are multiplied by a part if a parameter would otherwise change by more than its norm, in a
-    network of several layers.
+    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given; where
+    the model rises with a given μ, that step has μ = 0. Both are multiplied by a part if a
+    parameter would otherwise change by more than its norm, in a network of several layers.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
 
@@ -127,6 +127,8 @@ class QuadraticUpdate:
         # The velocity is the negative previous update.
         last = None if step.momentum is None or not moves else -step.momentum
         x = model.minimum(last)
+        if last is not None and model.change(x) > 0:
+            x = model.minimum(0.0)
         mu = -float(x[1]) if moves else step.momentum or 0.0
         for name, array in natural.items():
             combine(new[name], mu, old[name], -float(x[0]), array)

@@ -50,7 +50,7 @@ _POOLS = [
          pads=(1, 0, 1, 1), opset=19),
     case("AveragePool", "exact_tiles", x(N, 2, 4, 3), kernel_shape=(2, 3), strides=(2, 3)),
     *(
-        case(op, "one_window_beyond_the_image", x(N, 2, 4, 3, draw=distinct), ceil_mode=1,
+        case(op, f"one_window_beyond_the_image_{opset}", x(N, 2, 4, 3, draw=distinct), ceil_mode=1,
              kernel_shape=(900, 900), strides=(900, 900), opset=opset)
         for op, opset in (("AveragePool", 18), ("AveragePool", 19), ("LpPool", 18))
     ),

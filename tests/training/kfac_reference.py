@@ -97,6 +97,7 @@ class Reference:
             self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
         self.natural = None
         self.multiples = {"w1": 1.0, "w2": 1.0}
+        self.uphill = []
         self.sums = {layer: [0.0, 0.0] for layer in LAYERS}
         self.weight = 0.0
         self.last = [None, None]
@@ -231,6 +232,10 @@ class Reference:
             sol /= m[0, 0] * m[1, 1] - m[0, 1] ** 2
         else:
             sol = np.array([-(self.momentum * m[0, 1] + c[0]) / m[0, 0], self.momentum])
+            surplus = (1 - self.l2 / damping) * 0.5 * sol @ b @ sol
+            self.uphill.append(0.5 * sol @ m @ sol - surplus + c @ sol > 0)
+            if self.uphill[-1]:
+                sol = np.array([-c[0] / m[0, 0], 0.0])
         whole = sol.copy()
         step = {n: rescale * (sol[1] * self.v[n] - sol[0] * p[n]) for n in g}
         norms = {n: max(1.0, np.linalg.norm(self.theta[n])) for n in g}

@@ -97,6 +97,8 @@ def test_the_optimizer_follows_the_reference(case):
             assert report.momentum == pytest.approx(momentum, rel=1e-6, abs=1e-12)
             if ratio is not None or not reference.decay:
                 assert report.predicted_change == pytest.approx(change, rel=1e-6)
+    # With its momentum, the model of some steps rises.
+    assert any(reference.uphill) == (reference.quadratic == "rate")
 
 
 @pytest.mark.parametrize("case", CASES)

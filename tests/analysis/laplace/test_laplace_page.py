@@ -7,6 +7,8 @@ import onnx
 import pytest
 
 from scripts import draw_uncertainty
+from scripts.measure_pruning import read_results
+from scripts.measure_uncertainty import RESULTS, Predicted
 from tests.test_docs import execute
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "laplace.md"
@@ -21,7 +23,7 @@ def test_examples_and_commands_of_the_page_run_in_order(tmp_path, monkeypatch, c
 
 
 def test_table_of_the_page_is_that_of_the_measurements():
-    entries = draw_uncertainty.read()
+    entries = read_results(RESULTS, Predicted)
     assert "\n".join(draw_uncertainty.table(entries)) in PAGE.read_text(encoding="utf-8")
     for data in {entry.data for entry in entries}:
         by_method = {
