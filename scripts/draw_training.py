@@ -11,7 +11,7 @@ from pathlib import Path
 from kfac_engine.system.writing import write_rendered
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = ROOT / "bench/results/2026-11-23-train-runs.jsonl"
+RUNS = ROOT / "bench/results/2026-11-26-train-runs.jsonl"
 PICTURE = ROOT / "docs/pictures/training.png"
 # Task of the suite to the title of its panel.
 PANELS = {
