@@ -14,7 +14,7 @@ from kfac_engine.bench.step_networks import NETWORKS
 
 
 def _step(network: str, batch: int, kind: str) -> Run:
-    """Return the run of one step; its result is the gradient."""
+    """Return a function that runs one step and returns the gradient."""
     net, periods = NETWORKS[network](), STEPS[kind]
     module = with_weights(network, net.weights)
     data = torch.from_numpy(net.inputs(batch)["x"]), torch.from_numpy(net.targets(batch))

@@ -26,7 +26,7 @@ Add: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], None]
 
 
 def step(network: str, batch: int, kind: str) -> Run:
-    """Return the run of one step; its result is the gradient."""
+    """Return a function that runs one step and returns the gradient."""
     return _run(network, batch, kind, add_rows)
 
 

@@ -152,7 +152,7 @@ def print_curvature(
 
 
 def write_spectra(path: Path, name: str, curvature: "ke.Curvature", damping: float) -> None:
-    """Draw the eigenvalues of the blocks into a file, in the format of its name."""
+    """Write a picture of the eigenvalues of the blocks; the suffix of the name is its format."""
     from kfac_engine.cli.spectra import write_picture
 
     title = f"Eigenvalues of the curvature of {name}"

@@ -286,7 +286,10 @@ class LayerCollection(FactorOwner):
         return known
 
     def _resolve(self, kind: str, approx: str | None, key: Params) -> str:
-        """Return the approximation of a layer: the named or the default one, checked."""
+        """Return the named approximation, or the default of the kind.
+
+        An approximation that the kind does not have is an InputError.
+        """
         del key
         chosen = self._defaults[kind] if approx is None else approx
         if chosen not in accepted(kind):

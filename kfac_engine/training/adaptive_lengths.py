@@ -65,12 +65,12 @@ def input_moment(block: FisherBlock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What an update computes in one call; see ``groups``.
+    """Names whose arrays an update computes in one call, as one array; see ``groups``.
 
     Attributes:
-        means: Parameters whose averages are.
-        by_adam: Units that are no weights.
-        lengths: Weights whose lengths are.
+        means: Parameters whose gradients are averaged together.
+        by_adam: Units that Adam updates together.
+        lengths: Weights whose step sizes are computed together.
     """
 
     means: Sequence[tuple[str, ...]]
@@ -78,7 +78,7 @@ class Together:
     lengths: Sequence[tuple[str, ...]]
 
     def alone(self) -> "Together":
-        """Return a call for each parameter, unit and weight."""
+        """Return the same names, each in a call of its own."""
         return Together(
             *(
                 [(n,) for names in every for n in names]
@@ -120,7 +120,7 @@ class AdaptiveLengthUpdate:
 
     The matrices of a deep network may each be short enough, and all together far too long. Where
     the loss rises along the last updates by more than itself, and by more than three times the fall
-    at their start, ``−Σ s ⟨g, p⟩ > max(|loss|, 3 Σ s ⟨g', p⟩)`` with the step sizes s of the last
+    at their start, ``−Σ α ⟨g, p⟩ > max(|loss|, 3 Σ α ⟨g', p⟩)`` with the step sizes α of the last
     step, log k of each matrix falls by 1.
 
     Predictions of means have the unit of their targets. The length of the matrix of a layer whose
@@ -141,7 +141,7 @@ class AdaptiveLengthUpdate:
         sides: Smaller side of the matrices of each weight.
         widths: Sum of the sides of the factors of each weight.
         blocks: The block of the layer of each weight.
-        groups: Number of each weight and of each parameter that has one. Parameters have equal
+        groups: Number of each weight and of each parameter with weights. Parameters have equal
             numbers if a block or several blocks join them.
         moved: The units of the parameters that have weights.
         matmul: The product of two matrices.
@@ -521,10 +521,7 @@ def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]
 
 
 def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Return the number of each weight, and of each parameter that has one.
-
-    The numbers are equal where blocks join parameters.
-    """
+    """Number the weights and the parameters with weights; a block joins its own by one number."""
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
     first = {name: name for name in pieces}

@@ -40,7 +40,7 @@ _MATRICES_OF_ALL = 5
 
 @dataclass(slots=True)
 class ExampleMoments:
-    """Sums over examples.
+    """Sums of products and squares of the gradients of single examples.
 
     Attributes:
         gradients: Computes gradients of single examples.

@@ -77,7 +77,7 @@ def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
 
 
 def _record_rows(b: VjpBuilder, product: str, sides: tuple[str, str], node: Node) -> None:
-    """Record a product ``leftᵀ · right`` whose result has more entries than its operands."""
+    """List a product ``leftᵀ · right`` in ``row_products`` if few rows make a large result."""
     *counts, ins = b.sample_shape(node.inputs[0])
     outs = b.sample_shape(node.outputs[0])[-1]
     if _BATCH * prod(counts) * (ins + outs) <= ins * outs:

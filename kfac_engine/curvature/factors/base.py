@@ -284,7 +284,7 @@ class Measurement:
 
 
 def computed(measurement: Measurement) -> Measurement:
-    """Return a measurement after it has read its values, without a reference to them."""
+    """Compute the array of a measurement, which then keeps no value of the batch; return it."""
     _ = measurement.array
     return measurement
 
