@@ -67,6 +67,9 @@ class MemorySpace(Protocol):
     def ordered(self) -> AbstractContextManager[object]:
         """Return a context whose work runs after all earlier work and before all later work."""
 
+    def wait(self) -> None:
+        """Wait until the device has done the work of ONNX Runtime."""
+
     def release(self) -> bool:
         """Release unused memory; return whether a failed allocation may be repeated."""
 
@@ -104,6 +107,9 @@ class HostMemory:
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def wait(self) -> None:
+        return
 
     def release(self) -> bool:
         return False

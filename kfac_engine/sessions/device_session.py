@@ -7,6 +7,7 @@ Runtime would copy each of them back.
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import onnxruntime as ort
@@ -79,6 +80,9 @@ class DeviceSession(session.Uncopied):
                 f"ONNX Runtime {ort.__version__} cannot load its {provider}; its own message above "
                 f"names the reason"
             )
+        # A run leaves a callback on the stream that frees pinned memory. ONNX Runtime 1.31 ends the
+        # program (CUDA failure 800) if the session is released before this callback.
+        finalize(self, memory_space.wait)
         self.output_dtypes: dict[str, DType] = session.array_types(self._session.get_outputs())
         self._hosted = frozenset(self._host_outputs())
 
@@ -180,9 +184,8 @@ class DeviceSession(session.Uncopied):
         }
 
     def _evaluate(self, binding: Any) -> None:
-        # A run that does not wait for the device (disable_synchronize_execution_providers) keeps
-        # its pinned memory until the session ends. ONNX Runtime 1.31 then frees it in a callback of
-        # CUDA, which may end the program.
+        # A run that does not wait for the device (disable_synchronize_execution_providers) would
+        # keep its pinned memory until the session is released.
         try:
             self._attempt(binding)
         except RuntimeError as failure:  # the exception of bound runs

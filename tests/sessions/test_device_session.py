@@ -188,14 +188,17 @@ def test_programs_survive_sessions_that_are_released_early() -> None:
     assert (ended.returncode, ended.stdout) == (0, "finished\n"), ended.stderr
 
 
-# -- memory ---------------------------------------------------------------------------------------
+# -- memory and release ----------------------------------------------------------------------------
 
 
 class Short(HostMemory):
     """A memory space whose memory is released once."""
 
     name = "a small GPU"
-    released = 0
+    released = waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
 
     def release(self) -> bool:
         self.released += 1
@@ -216,6 +219,15 @@ def test_memory_shortage_releases_memory_then_raises_error() -> None:
     ):
         made.run(("y",), {"x": x, "w": w})
     assert memory_space.released == 1
+
+
+def test_released_session_waits_for_device() -> None:
+    memory_space = Short()
+    made = session(memory_space)
+    made.run(("y",), {"x": X, "w": W})
+    assert memory_space.waits == 0
+    del made
+    assert memory_space.waits == 1
 
 
 # -- the choice -----------------------------------------------------------------------------------

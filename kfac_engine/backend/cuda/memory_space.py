@@ -81,6 +81,9 @@ class CupyMemorySpace:
         finally:  # a failed run may have launched work
             current.wait_event(self._stream.record())
 
+    def wait(self) -> None:
+        self._stream.synchronize()
+
     def release(self) -> bool:
         self._backend.xp.get_default_memory_pool().free_all_blocks()
         return True
