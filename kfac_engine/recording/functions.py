@@ -44,6 +44,9 @@ class Namespace:
     def ones(self, shape: Any, dtype: Any = None) -> Symbol:
         return self.zeros(shape, dtype) + 1
 
+    def eye(self, size: int, dtype: Any = None) -> Symbol:
+        return identity_like(self.zeros((size, size), dtype))
+
     def arange(self, stop: Any) -> Any:
         if not isinstance(stop, Size):
             return np.arange(stop)

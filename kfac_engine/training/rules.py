@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.layers.pieces import Piece
 from kfac_engine.training.vectors import add_multiple, combine
 
@@ -211,12 +212,19 @@ def orthogonalize(
     if tall:
         X = X.swapaxes(-2, -1)
     fixed = isinstance(iterations, int)
+    one = array_module(X).eye(X.shape[-2], dtype=X.dtype)
+    a_one, b_one = a * one, b * one
     for i in range(iterations if fixed else _ITERATIONS):
         gram = matmul(X, X.swapaxes(-2, -1))
         if bound and i == 0:
             norm = np.linalg.norm(gram, axis=(-2, -1), keepdims=True)
             norm += norm == 0
             gram, X = gram / norm, X / norm**0.5
-        closer = a * X + matmul(b * gram + c * matmul(gram, gram), X)
+        # a X + b G X + c G² X with operations on G alone, the smaller matrix.
+        inner = c * gram
+        inner += b_one
+        outer = matmul(gram, inner)
+        outer += a_one
+        closer = matmul(outer, X)
         X = closer if fixed else np.where(iterations >= i + 1, closer, X)
     return X.swapaxes(-2, -1) if tall else X
