@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.cpu.reductions import each_finite
+from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.backend.namespace import as_array
 
 
@@ -84,11 +84,10 @@ class HostMemory:
     name = "the CPU"
 
     def as_feed(self, value: Any) -> Array:
-        array = np.asarray(as_array(value))
+        array = value if type(value) is np.ndarray else np.asarray(as_array(value))
         return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
-    def to_device(self, value: Any) -> Array:
-        return self.as_feed(value)
+    to_device = as_feed
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         return np.empty(tuple(shape), dtype)
@@ -103,7 +102,7 @@ class HostMemory:
         return array
 
     def finite(self, arrays: Sequence[Array]) -> list[bool]:
-        return each_finite(arrays)
+        return [all_finite(array) for array in arrays]
 
     def ordered(self) -> AbstractContextManager[object]:
         return nullcontext()

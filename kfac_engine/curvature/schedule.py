@@ -335,17 +335,20 @@ def _in_slots(planner: Planner) -> Choice:
 
     spreads = any(slots.values())
 
-    def is_due(planner: Planner, call: Call, key: str, slot: int) -> bool:
-        period = planner.periods[key]
-        if call.bound is None:
-            return call.counter % period == slot
-        # Works have equal ages when the bound reaches their period. Their slots then spread them.
-        reached = spreads and call.bound >= period and call.counter % period == slot
-        return reached or planner.age(key, call.counter) >= call.bounded(period)
+    def chosen(planner: Planner, call: Call) -> Iterator[str]:
+        counter, bound, refreshed = call.counter, call.bound, planner.state.refreshed
+        for key, slot in slots.items():
+            period = planner.periods[key]
+            in_slot = counter % period == slot
+            # Works have equal ages when the bound reaches their period. Their slots spread them.
+            if bound is None or (in_slot and spreads and bound >= period):
+                due = in_slot
+            else:
+                due = counter - refreshed.get(key, -inf) >= min(period, bound)
+            if due:
+                yield key
 
-    return lambda planner, call: (
-        key for key, slot in slots.items() if is_due(planner, call, key, slot)
-    )
+    return chosen
 
 
 def _by_drift(planner: Planner, call: Call) -> Iterator[str]:

@@ -34,20 +34,19 @@ class Agreement:
     Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
     two votes may fail on one rank; code after the last vote must not. A message that is no vote
     cannot exchange errors: one rank raises them alone, and its program has to end (``exchanging``).
+
+    Attributes:
+        communicator: The ranks.
+        alone: Whether there is one rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self.communicator, self.alone = communicator, communicator.size == 1
 
     @property
     def rank(self) -> int:
         """Number of this process."""
         return self.communicator.rank
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one rank."""
-        return self.communicator.size == 1
 
     def vote(self, *numbers: float, place: str = "") -> Array:
         """Meet all ranks, and return the numbers of all ranks, ``(ranks, len(numbers))``, float64.

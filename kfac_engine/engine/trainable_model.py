@@ -329,11 +329,13 @@ class TrainableModel(Sealed):
         """Return ``gradients``, with running statistics, and the residuals of all processes."""
         residuals = Residuals()
         result = self._with_residuals(inputs, None, True, residuals)
-        sums, vote = {}, self._shards.agreement.vote
-        for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.terms):
-            observed, expected, *unit = map(float, residuals.sums.get(name, (0.0, 0.0)))
-            table = vote(observed, expected, *(unit or (0.0,)), place="residuals")
-            sums[name] = tuple(map(float, table.sum(axis=0)))
+        sums = {name: tuple(map(float, numbers)) for name, numbers in residuals.sums.items()}
+        if not self._shards.alone:
+            for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.terms):
+                observed, expected, *unit = sums.get(name, (0.0, 0.0))
+                numbers = observed, expected, *(unit or (0.0,))
+                table = self._shards.agreement.vote(*numbers, place="residuals")
+                sums[name] = tuple(map(float, table.sum(axis=0)))
         return result, Residuals(sums)
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:

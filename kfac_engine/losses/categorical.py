@@ -310,7 +310,7 @@ class _Softmax:
     def of(cls, z: Array, axis: int) -> "_Softmax":
         """Return the softmax of logits with the classes on an axis."""
         xp, largest = array_module(z), _entries(z.argmax(axis=axis), z, axis)
-        top = xp.expand_dims(z.take(largest), axis)
+        top = z.take(largest).reshape(*z.shape[:axis], 1, *z.shape[axis + 1 :])
         p = z - top
         xp.exp(p, out=p)
         p.put(largest, 0)

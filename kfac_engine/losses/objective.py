@@ -126,8 +126,8 @@ class Residuals:
 
     def size(self) -> Any:
         """Return the root of the sum of squares, as a part of the expected one."""
-        observed, expected = (sum(row[i] for row in self.sums.values()) for i in (0, 1))
-        return np.sqrt(observed / np.where(np.greater(expected, 0), expected, 1.0))
+        observed, expected, *_ = map(sum, zip(*self.sums.values(), strict=False))
+        return (observed / (expected + (expected == 0))) ** 0.5
 
     def spreads(self) -> dict[str, Any]:
         """Return the spread of the targets of each loss whose predictions have their unit.
@@ -157,6 +157,7 @@ class Objective:
         prepare: Map from the name of targets to the function that computes them from the array of
             the caller, where they differ.
         terms: The loss functions of all losses, one for each part of the batch.
+        inputs: Names of the values that the losses read, each once.
     """
 
     losses: tuple[RegisteredLoss, ...]
@@ -166,16 +167,14 @@ class Objective:
     axes: Mapping[str, int] = field(default_factory=dict)
     prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
     terms: tuple[LossFunction, ...] = field(init=False)
+    inputs: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Collect the terms."""
         terms = tuple(term for loss in self.losses for term in loss.parts)
         object.__setattr__(self, "terms", terms)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values that the losses read, each once."""
-        return tuple(dict.fromkeys(name for term in self.terms for name in term.inputs))
+        names = dict.fromkeys(name for term in terms for name in term.inputs)
+        object.__setattr__(self, "inputs", tuple(names))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.

@@ -153,9 +153,11 @@ def check_parameters(
                 f"'{name}'{suggestion(name, parameters)} is not a trainable parameter of model "
                 f"'{model}'; its parameters are: {', '.join(parameters)}."
             )
-        old = parameters[name]
-        read = numeric(f"parameter '{name}'", memory_space.to_device(value))
-        array = read.astype(old.dtype, copy=copy)
+        old, array = parameters[name], memory_space.to_device(value)
+        if array.dtype != old.dtype:
+            array = numeric(f"parameter '{name}'", array).astype(old.dtype)
+        elif copy:
+            array = array.copy()
         if array.shape != old.shape:
             raise ShapeError(f"parameter '{name}' has shape {old.shape}, got {array.shape}.")
         checked[name] = array

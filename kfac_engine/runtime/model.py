@@ -228,7 +228,8 @@ class OnnxModel:
         """
         checked = check_inputs(self.graph, inputs)
         feeds = {name: self.memory_space.as_feed(array) for name, array in checked.items()}
-        feeds |= self._stored
+        feeds |= self.parameters
+        feeds |= self.buffers
         if parameters is not None:
             feeds |= self._checked(parameters)
         named = targets if isinstance(targets, Mapping) else {"targets": targets}

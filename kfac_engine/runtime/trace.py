@@ -132,8 +132,8 @@ class Trace(Mapping[str, Array]):
             NonFiniteError: A value contains NaN or infinity, and an input does.
         """
         bad = [name for name in names if self._suspects and not finite(self[name])]
-        with self.explain():
-            if bad:
+        if bad:
+            with self.explain():
                 raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity.")
         return self
 
@@ -212,8 +212,9 @@ class Trace(Mapping[str, Array]):
         )
         gradients = backward.gradients
         feeds = self._saved(backward) | self._cotangents(backward, cotangents)
+        empty = self._model.memory_space.empty
         results = {
-            gradients[name]: self._model.memory_space.empty(self[name].shape, self[name].dtype)
+            gradients[name]: empty((value := self[name]).shape, value.dtype)
             for name in writable
             if name in gradients and gradients[name] not in feeds
         }

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from operator import attrgetter
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -57,6 +58,7 @@ FAILURES: tuple[type[Exception], ...] = (
 
 # Largest number of feeds, and of their bytes, for a run without a binding.
 _FEW, _SMALL_BYTES = 64, 1 << 19
+_BYTES = attrgetter("nbytes")
 
 
 class Uncopied:
@@ -142,7 +144,7 @@ class Session(Uncopied):
         result has another shape than its array.
         """
         few = len(feeds) <= _FEW and not self._fed
-        if few and sum(array.nbytes for array in feeds.values()) <= _SMALL_BYTES:
+        if few and sum(map(_BYTES, feeds.values())) <= _SMALL_BYTES:
             return self._run_copied(results, feeds, others)
         # Unlike other calls of ONNX Runtime, a binding does not compare each input with all feeds.
         binding = self._session.io_binding()

@@ -32,11 +32,9 @@ class _Handling(ABC):
     def __enter__(self) -> Self:
         if current_thread() is main_thread():
             try:
-                for number in self._numbers:
-                    older = _handler_of(number)
-                    if self._replaces(older):
-                        self._older[number] = older
-                        _set_handler(number, self._received)
+                for number, older in self._replaced():
+                    self._older[number] = older
+                    _set_handler(number, self._received)
             except BaseException:  # a signal that is not replaced yet
                 self._restore()
                 raise
@@ -65,8 +63,8 @@ class _Handling(ABC):
             signal.raise_signal(number)
 
     @abstractmethod
-    def _replaces(self, older: object) -> bool:
-        """Return whether the context replaces a handler."""
+    def _replaced(self) -> list[tuple[int, Any]]:
+        """Return the signals whose handlers the context replaces, with the handlers."""
 
     @abstractmethod
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -100,8 +98,9 @@ class DeferredSignals(_Handling):
         if self.received is not None:
             signal.raise_signal(self.received)
 
-    def _replaces(self, older: object) -> bool:
-        return older not in {signal.SIG_IGN, None}
+    def _replaced(self) -> list[tuple[int, Any]]:
+        unchanged = {signal.SIG_IGN, None}
+        return [(n, older) for n in self._numbers if (older := _handler_of(n)) not in unchanged]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -138,8 +137,8 @@ class HeldInterrupts(_Handling):
         if self._held is not None and error is not self._held:
             raise self._held
 
-    def _replaces(self, older: object) -> bool:
-        return callable(older)
+    def _replaced(self) -> list[tuple[int, Any]]:
+        return [(n, older) for n in self._numbers if callable(older := _handler_of(n))]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from kfac_engine.training.vectors import (
     joined,
     separated,
 )
+
+# Weights to the inner products of all their matrices, on one axis.
+Products: TypeAlias = Mapping[tuple[str, ...], Array]
 
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
 # zero, or scale single features.
@@ -204,17 +207,17 @@ class AdaptiveLengthUpdate:
         vectors = (step.gradients, step.parameters, step.new_slots["momentum"])
         gradients, parameters, means = map(self.units.split, vectors)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
-        due = {name: self._is_due(name, step, last[name]) for name in self.roots}
+        due = {name: self._is_due(name, step, last) for name in self.roots}
         with step.clock("precondition"):
             natural = self._natural_gradients(means, step, due)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
-        sizes = self._step_sizes(step, last, slopes, squares, due)
+        self._write_step_sizes(step, last, slopes, squares, due)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         # The memory of a gradient that is not needed any more receives the new value.
-        for name, size in sizes.items():
-            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, size)
+        for name in self.roots:
+            self._by_matrix(name, gradients[name], natural[name], parameters[name], step)
         for names in self.together.by_adam:
             value, mean = joined(gradients, names), joined(means, names)
             self._by_adam(names, value, mean, joined(parameters, names), step)
@@ -224,20 +227,21 @@ class AdaptiveLengthUpdate:
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
 
-    def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[dict[str, Array]]:
-        """Return the inner products of the matrices of each weight, on the host.
+    def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
+        """Return the inner products of the matrices of all weights, on the host.
 
         Args:
             step: The step.
             pairs: Pairs of vectors; the weights are those of the second one.
 
         Returns:
-            For each pair, name to inner products. A device is read once.
+            The inner products for each pair. A device is read once.
         """
+        slopes = step.slots["slope"]
         results: list[dict[str, Any]] = [
             {
                 name: np.vdot(left[name], p)
-                if self._is_single(step, name)
+                if slopes[name].ndim == 0  # one matrix
                 else _inner_products(self.units.weights[name], left[name], p)
                 for name, p in right.items()
             }
@@ -247,15 +251,16 @@ class AdaptiveLengthUpdate:
         if every and on_device(every[0]):
             on_host = iter(self.engine.collection.backend.download(every))
             results = [{name: next(on_host) for name in pair} for pair in results]
-        return results
+        counts = {names: block_of(slopes, names).size for names in self.together.lengths}
+        return [{n: _numbers(pair, n, count) for n, count in counts.items()} for pair in results]
 
-    def _is_due(self, name: str, step: StepInputs, last: Array) -> Any:
+    def _is_due(self, name: str, step: StepInputs, last: Products) -> Any:
         """Return whether a weight has a new direction in a step, or a recorded truth value.
 
         Args:
             name: The weight.
             step: The step.
-            last: Inner products of the gradient with the last direction.
+            last: Inner products of the gradient with the last directions.
         """
         if self.widths[name] <= _NARROW:
             return True
@@ -264,14 +269,11 @@ class AdaptiveLengthUpdate:
             return True
         number: Any = step.step
         number = number.astype(np.int64) if is_recorded(number) else number
-        overshot = (last + step.slots["slope"][name]).min() < 0  # c < -1
+        (names,) = (names for names in last if name in names)
+        slopes = {n: step.slots["slope"][n] for n in names}
+        along = separated(last[names], slopes) if names[1:] else {name: last[names]}
+        overshot = (along[name] + slopes[name]).min() < 0  # c < -1
         return np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
-
-    @staticmethod
-    def _is_single(step: StepInputs, name: str) -> bool:
-        """Return whether a weight is one matrix."""
-        single: bool = step.slots["slope"][name].ndim == 0
-        return single
 
     def _rows(self, name: str, examples: Any) -> Any:
         """Return the number of rows of a batch in the factors of a weight."""
@@ -283,7 +285,10 @@ class AdaptiveLengthUpdate:
     ) -> dict[str, Array]:
         """Return the orthogonalized natural gradients of the weights, or their last directions."""
         last = step.slots["natural_gradient"]
-        wanted = [name for name, is_due in due.items() if is_recorded(is_due) or is_due]
+        recorded = {
+            name for name, is_due in due.items() if is_due is not True and is_recorded(is_due)
+        }
+        wanted = [name for name, is_due in due.items() if name in recorded or is_due]
         groups = {self.groups[name] for name in wanted}
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
         alone = {n: means[n] if n in self.roots else np.zeros_like(means[n]) for n in self.moved}
@@ -291,7 +296,7 @@ class AdaptiveLengthUpdate:
         natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
         now = {name: natural[name] for name in wanted}
         new = {
-            n: np.where(due[n], direction, last[n]) if is_recorded(due[n]) else direction
+            n: np.where(due[n], direction, last[n]) if n in recorded else direction
             for n, direction in self._directions(now, means, step.examples).items()
         }
         return {**last, **new}
@@ -306,7 +311,7 @@ class AdaptiveLengthUpdate:
         """
         weights, directions = self.units.weights, dict(natural)
         numbers = {name: self._iterations(name, examples) for name in natural}
-        iterations = {name: n for name, n in numbers.items() if is_recorded(n) or n}
+        iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
         kinds = {name: (matrices[name].shape[1:], n) for name, n in iterations.items()}
         for names in groups(matrices, kinds):
@@ -340,9 +345,9 @@ class AdaptiveLengthUpdate:
         old, new = (block_of(slots["second_moment"], names) for slots in both)
         direction = self.adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
-        units = [self._unit(name, step) for name in names]
+        units = [self._unit(name, step) for name in names if step.spreads]
         if len(names) == 1:
-            rate = rate * units[0]
+            rate = rate * (units[0] if units else 1.0)
         elif any(unit != 1 for unit in units):
             sizes = [step.slots["second_moment"][name].size for name in names]
             direction *= array_module(value).asarray(np.repeat(units, sizes), value.dtype)
@@ -353,15 +358,15 @@ class AdaptiveLengthUpdate:
         spread = step.spreads.get(self.predictions.get(name, ""))
         return 1.0 if spread is None else np.maximum(spread, 1.0)
 
-    def _step_sizes(
+    def _write_step_sizes(
         self,
         step: StepInputs,
-        last: Vector,
-        slopes: Vector,
-        squares: Vector,
+        last: Products,
+        slopes: Products,
+        squares: Products,
         due: Mapping[str, Any],
-    ) -> dict[str, Array]:
-        """Write the new slopes, lengths and step sizes; return the step sizes of each weight.
+    ) -> None:
+        """Write the new slopes, lengths and step sizes.
 
         Args:
             step: The step.
@@ -369,40 +374,39 @@ class AdaptiveLengthUpdate:
             slopes: Inner products of the gradient with the directions.
             squares: Squared norms of the directions.
             due: Whether the direction of a weight is new.
-
-        Returns:
-            Name of a weight to the step sizes of its matrices.
         """
         old, new = step.slots, step.new_slots
-        sizes: dict[str, Array] = {}
         cut = np.where(self._were_far_too_long(step, last), _CUT, 0.0)
         for names in self.together.lengths:
             slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
-            logs = _next_logs(log_length, slope, _numbers(last, names), step.scale, cut)
+            logs = _next_logs(log_length, slope, last[names], step.scale, cut)
             block_of(new["log_length"], names)[...] = logs
-            norms = _numbers(squares, names) ** 0.5
-            rates: Any = [self._rate(name, step) for name in names]
-            rates = np.repeat(rates, [slopes[n].size for n in names]) if names[1:] else rates[0]
-            scaled = rates * np.exp(logs) / (norms + (norms == 0))
-            like = {name: slopes[name] for name in names}
+            norms = squares[names] ** 0.5
+            scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
             block_of(new["step_size"], names)[...] = scaled
-            sizes |= separated(scaled, like) if names[1:] else {names[0]: scaled}
+            block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
-                # A direction of several steps has the slope of the first one.
-                of_first = slopes[name]
                 if due[name] is not True:
-                    of_first = np.where(due[name], of_first, old["slope"][name])
-                new["slope"][name][...] = of_first
-        return sizes
+                    # A direction of several steps has the slope of the first one.
+                    of_first = new["slope"][name]
+                    of_first[...] = np.where(due[name], of_first, old["slope"][name])
 
-    def _were_far_too_long(self, step: StepInputs, last: Vector) -> Any:
+    def _were_far_too_long(self, step: StepInputs, last: Products) -> Any:
         """Return whether the last updates went far beyond the minimum along them, all together."""
         rise, fall = 0.0, 0.0
-        for names in self.together.lengths:
+        for names, products in last.items():
             slope, size = (block_of(step.slots[slot], names) for slot in ("slope", "step_size"))
-            rise = rise - (size * _numbers(last, names)).sum()
+            rise = rise - (size * products).sum()
             fall = fall + (size * slope).sum()
         return rise > np.maximum(np.abs(step.loss), _FAR * fall)
+
+    def _rates(self, names: Sequence[str], step: StepInputs) -> Any:
+        """Return the lengths of the updates of the matrices of weights with k = 1."""
+        rates = [self._rate(name, step) for name in names]
+        if len(names) == 1:
+            return rates[0]
+        counts = [step.slots["slope"][name].size for name in names]
+        return np.array(rates) if max(counts) == 1 else np.repeat(rates, counts)
 
     def _rate(self, name: str, step: StepInputs) -> Any:
         """Return the length of the update of a matrix of a weight with k = 1."""
@@ -419,12 +423,11 @@ class AdaptiveLengthUpdate:
         natural: Array,
         parameter: Array,
         step: StepInputs,
-        sizes: Array,
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
-        weight = self.units.weights[name]
+        weight, sizes = self.units.weights[name], step.new_slots["step_size"][name]
         shrunk = 1 - step.rate * step.decay * self.weight_decay
-        if self._is_single(step, name):
+        if sizes.ndim == 0:  # one matrix
             combine(value, -sizes.item(), natural, shrunk, parameter)
         else:
             scales = array_module(natural).asarray(sizes, natural.dtype)[:, None, None]
@@ -437,10 +440,14 @@ def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
     return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
 
 
-def _numbers(products: Vector, names: Sequence[str]) -> Array:
-    """Return the inner products of weights on one axis; those of a single weight unchanged."""
-    several = len(names) > 1 and not any(products[name].ndim for name in names)
-    return np.array([products[n] for n in names]) if several else joined(products, names)
+def _numbers(products: Vector, names: Sequence[str], count: int) -> Array:
+    """Return the inner products of weights, ``count`` in all, on one axis.
+
+    The inner products of a single weight are returned unchanged.
+    """
+    if count > len(names) or len(names) == 1:
+        return joined(products, names)
+    return np.array([products[name] for name in names])
 
 
 def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float, cut: Any) -> Array:

@@ -71,9 +71,8 @@ class SeenExamples:
         count, last = self.count + len(fingerprints), _KEPT - 1
         places = np.minimum(self.least.searchsorted(fingerprints), last)
         known = self.least[places] == fingerprints
-        least, times = self.least, self.times + np.bincount(places[known], minlength=_KEPT)
-        new = fingerprints[~known & (fingerprints < least[last])]
-        if len(new):
+        least, times = self.least, self.times + np.bincount(places, known, _KEPT)
+        if not known.all() and len(new := fingerprints[~known & (fingerprints < least[last])]):
             values, repeats = np.unique(new, return_counts=True)
             least, times = np.append(least, values), np.append(times, repeats)
             order = np.argsort(least, kind="stable")[:_KEPT]
@@ -113,7 +112,8 @@ def fingerprints(
         Numbers in (0, 1), equal for examples with equal inputs. There are none if no input has an
         axis of examples.
     """
-    shard = np.concatenate([_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch])
+    parts = [_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
+    shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if communicator.size == 1:
         return shard
     whole, start = np.zeros(sum(counts)), sum(counts[: communicator.rank])
@@ -147,13 +147,13 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
         rows = np.vectorize(_hash_of_text, otypes=[np.uint32])(rows)
     size = gcd(8, rows.shape[1] * rows.dtype.itemsize)  # of the widest words that fill a row
     bits = rows.view(np.uint8).view(f"u{size}")
-    result: Array = xp.zeros(len(bits), np.uint64)
+    sums: list[Array] = []
     for start in range(0, bits.shape[1], _WORDS):
         words = bits[:, start : start + _WORDS].astype(np.uint64, copy=False)
-        words = words ^ (words >> _HALF)
-        odd = xp.asarray(_odd(seed + start, words.shape[1]))
-        result += words @ odd
-    return result
+        if size == words.itemsize:
+            words = words ^ (words >> _HALF)
+        sums.append(words @ xp.asarray(_odd(seed + start, words.shape[1])))
+    return sum(sums[1:], sums[0]) if sums else xp.zeros(len(bits), np.uint64)
 
 
 def _hash_of_text(text: object) -> int:

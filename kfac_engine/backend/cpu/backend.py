@@ -1,8 +1,9 @@
 """The NumPy backend, which defines every operation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from kfac_engine.backend.window import Window
 from kfac_engine.errors import BackendError
 
 SCRATCH_BYTES = 64 << 20
+
+Number = TypeVar("Number", float, bool)
 
 
 class NumpyBackend:
@@ -62,7 +65,7 @@ class NumpyBackend:
         del stored  # the host allocates memory as it is used
 
     def asarray(self, value: object, dtype: npt.DTypeLike | None = None) -> Array:
-        array = as_array(value)
+        array = value if type(value) is np.ndarray else as_array(value)
         if not isinstance(array, np.ndarray):
             raise BackendError(
                 f"the numpy backend cannot read a {type(array).__module__} array on a device; copy "
@@ -169,27 +172,24 @@ class NumpyBackend:
         channel_groups.add_scaled(out, measured, alpha, beta)
 
     def squared_norms(self, arrays: Sequence[Array]) -> list[float]:
-        norms: dict[int, float] = {}
-
-        def measure(index: int, array: Array) -> None:
-            norms[index] = reductions.squared_norm(array)
-
-        tasks = [Task(TO_READ * x.size, partial(measure, i, x)) for i, x in enumerate(arrays)]
-        self.run_parallel(tasks)
-        return [norms[index] for index in range(len(arrays))]
+        return self._reduced(reductions.squared_norm, arrays)
 
     def are_finite(self, arrays: Sequence[Array]) -> Array:
-        if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
-            return np.array(reductions.each_finite(arrays), bool)
-        flags: dict[int, bool] = {}
+        return np.array(self._reduced(reductions.all_finite, arrays), bool)
 
-        def judge(index: int, array: Array) -> None:
-            flags[index] = reductions.all_finite(array)
+    def _reduced(self, reduced: Callable[[Array], Number], arrays: Sequence[Array]) -> list[Number]:
+        """Return a number of each array; threads divide many large arrays."""
+        if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
+            return [reduced(array) for array in arrays]
+        numbers: dict[int, Number] = {}
+
+        def compute(index: int, array: Array) -> None:
+            numbers[index] = reduced(array)
 
         self.run_parallel(
-            [Task(TO_READ * x.size, partial(judge, i, x)) for i, x in enumerate(arrays)]
+            [Task(TO_READ * x.size, partial(compute, i, x)) for i, x in enumerate(arrays)]
         )
-        return np.array([flags[index] for index in range(len(arrays))], bool)
+        return [numbers[index] for index in range(len(arrays))]
 
     def _scratch(self) -> int:
         """Return the scratch memory of an operation, which is a part of the bound inside a task."""

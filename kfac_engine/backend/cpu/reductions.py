@@ -1,13 +1,10 @@
 """Reductions of NumPy arrays in one pass without copies."""
 
-from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
 
 from kfac_engine._types import Array, DType
-
-# Number of entries below which a call takes longer than a copy.
-_SMALL = 4096
 
 
 def squared_norm(x: Array) -> float:
@@ -15,10 +12,11 @@ def squared_norm(x: Array) -> float:
 
     Half precision is summed in float32, integers in float64, and other types in their own type.
     """
+    if x.dtype.char in "fd":
+        flat = x if x.flags.c_contiguous else _flat(x)
+        if flat is not None:  # unlike others, this product does not warn of an overflow
+            return float(np.vdot(flat, flat))
     with np.errstate(over="ignore", invalid="ignore"):
-        flat = _flat(x)
-        if flat is not None and x.dtype.char in "fd":
-            return float(np.dot(flat, flat))
         axes = list(range(x.ndim))
         return float(np.einsum(x, axes, x, axes, [], dtype=summed_in(x.dtype)))
 
@@ -30,27 +28,8 @@ def summed_in(dtype: DType) -> DType:
 
 def all_finite(x: Array) -> bool:
     """Return whether all entries of an array are finite."""
-    if x.size <= _SMALL:
-        return bool(np.isfinite(x).all())
     # Squares of large numbers overflow, so an infinite sum needs a second check.
-    return bool(np.isfinite(squared_norm(x))) or between_infinities(x)
-
-
-def each_finite(arrays: Sequence[Array]) -> list[bool]:
-    """Return whether each array is finite; small arrays of one type are first checked together."""
-    small: dict[str, list[Array]] = {}
-    for array in arrays:
-        if array.size <= _SMALL:
-            small.setdefault(array.dtype.char, []).append(array)
-    proven = {
-        char
-        for char, few in small.items()
-        if len(few) > 2 and all_finite(np.concatenate([array.reshape(-1) for array in few]))
-    }
-    return [
-        (array.size <= _SMALL and array.dtype.char in proven) or all_finite(array)
-        for array in arrays
-    ]
+    return isfinite(squared_norm(x)) or between_infinities(x)
 
 
 def between_infinities(x: Array) -> bool:
@@ -77,8 +56,6 @@ def example_sums(x: Array, ds: Array, summed: tuple[int, ...]) -> Array:
 
 def _flat(x: Array) -> Array | None:
     """Return a flat view of an array in memory order; None for an array with gaps."""
-    if x.flags.c_contiguous:
-        return x.reshape(-1)
     order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
     transposed = x.transpose(order)
     return transposed.reshape(-1) if transposed.flags.c_contiguous else None

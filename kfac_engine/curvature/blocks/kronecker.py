@@ -221,8 +221,9 @@ class KroneckerProductFB(FisherBlock):
         Raises:
             NotReadyError: No batch was measured, and the shape of the output was not declared.
         """
-        if self.output_factor.repeats is not None:
-            return self.output_factor.repeats
+        measured = self.factors[1].average.repeats
+        if measured is not None:
+            return measured
         shapes = [self._collection.shape_of(name) for name in self._tensors.outputs[0]]
         if not shapes or any(shape is None for shape in shapes):
             raise NotReadyError(
@@ -375,7 +376,7 @@ class KroneckerProductFB(FisherBlock):
         backend = self._collection.backend
         parts = packing.parts(vector, self.params)
         dtype = backend.xp.result_type(left, right, *parts)
-        parts = tuple(part.astype(dtype, copy=False) for part in parts)
+        parts = tuple([part.astype(dtype, copy=False) for part in parts])
         out = packing.empty_parts(parts, dtype, backend.xp)
         multiply_parts(left, right, parts, out, backend, scale=scale)
         return packing.joined(out, vector)
