@@ -328,8 +328,12 @@ class KroneckerProductFB(FisherBlock):
         if left is None or right is None:
             return super().multiply_weight(weight, exp)
         left = left[:-1, :-1] if self.packing.has_bias else left
-        scale = float(self.repeats) ** exp
-        return self._between(left, right, weight, scale, self._of_weight)  # type: ignore[return-value] # one array
+        (V,) = self._of_weight.parts(weight, self.params)
+        matmul, by_row = self._collection.backend.matmul, V.flags.c_contiguous
+        # Both powers are symmetric: columns in a row of memory are rows of the transposed product.
+        product = matmul(matmul(left, V), right) if by_row else matmul(matmul(right, V.T), left).T
+        product *= float(self.repeats) ** exp
+        return self._of_weight.joined((product,), weight)  # type: ignore[return-value] # one array
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
         vector = self._operand(vector)
