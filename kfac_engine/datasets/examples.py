@@ -261,11 +261,15 @@ def numbered_in_data(batches: Sequence[Batch]) -> Iterator[None]:
     try:
         yield
     except KfacError as error:
-        batch = batches[-1] if batches else None
-        located = batch.located(error) if isinstance(batch, NumberedBatch) else error
+        located = numbered(error, batches[-1] if batches else None)
         if located is error:
             raise
         raise located from error
+
+
+def numbered(error: KfacError, batch: Batch | None) -> KfacError:
+    """Return an error of a batch that says which example of the data is wrong, if that is known."""
+    return batch.located(error) if isinstance(batch, NumberedBatch) else error
 
 
 def _concatenated(arrays: Sequence[Array], axis: int) -> Array:

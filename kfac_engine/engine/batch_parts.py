@@ -5,14 +5,13 @@ all parts together. Each part has its rows in the batch, so that it draws the ra
 batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered_in_data
+from kfac_engine.datasets.examples import Batch, ExampleAxes, numbered
 from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.batch_shards import BatchShards
@@ -51,18 +50,14 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
     return parts
 
 
-@contextmanager
-def part_named(parts: Sequence[Batch], index: int) -> Iterator[None]:
-    """Return a context whose errors say which part of a batch is wrong, if there are several."""
-    try:
-        with numbered_in_data(parts[: index + 1]):
-            yield
-    except KfacError as error:
-        if len(parts) == 1 or raised_by_all_ranks(error):
-            raise
-        message = f"{error} It is in part {index + 1} of the {len(parts)} parts of the batch."
-        named = type(error)(message)
-        raise (named.at(*error.place) if error.place else named) from error
+def _with_part(error: KfacError, parts: Sequence[Batch], index: int) -> KfacError:
+    """Return an error that says which part of a batch is wrong, if there are several."""
+    error = numbered(error, parts[index])
+    if len(parts) == 1 or raised_by_all_ranks(error):
+        return error
+    message = f"{error} It is in part {index + 1} of the {len(parts)} parts of the batch."
+    named = type(error)(message)
+    return named.at(*error.place) if error.place else named
 
 
 @dataclass(slots=True)
@@ -101,12 +96,17 @@ class TracedParts:
     def each(self, do: Callable[[Trace], None]) -> None:
         """Call a function with the evaluation of each part, one after the other."""
         for index, part in enumerate(self.parts):
-            with part_named(self.parts, index):
+            try:
                 trace = self._only or self.evaluate(*part)
                 if len(self.parts) == 1:
                     self._only = trace
                 do(trace)
                 del trace
+            except KfacError as error:
+                named = _with_part(error, self.parts, index)
+                if named is error:
+                    raise
+                raise named from error
 
     def count(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import NoReturn
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.datasets.examples import Batch
@@ -193,8 +194,11 @@ class BatchPasses:
 
     def observe(self, trace: Trace, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; see ``Objective.observe``."""
-        with self._origin_named(trace):
-            return self.objective.observe(trace, targets=targets)
+        try:
+            with quiet():
+                return self.objective.observe(trace, targets=targets)
+        except NonFiniteError as error:
+            self._raise_with_origin(error, trace)
 
     def check_loss(self, trace: Trace, observation: Observation | None = None) -> None:
         """Check the targets and the loss of a batch."""
@@ -248,9 +252,14 @@ class BatchPasses:
     ) -> BackwardResult:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters, objective = tuple(self._model.parameters), self.objective
-        with self._origin_named(trace):
-            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
-            check_finite(backward.gradients, self._model.memory_space)
+        try:
+            with quiet():
+                backward = run_backward(
+                    trace, objective, observation, parameters, outputs, residuals
+                )
+                check_finite(backward.gradients, self._model.memory_space)
+        except NonFiniteError as error:
+            self._raise_with_origin(error, trace)
         return BackwardResult(
             backward.loss,
             self.arrays.for_backend(backward.gradients),
@@ -294,16 +303,11 @@ class BatchPasses:
             check_finite(buffers, self._model.memory_space, "the running statistic")
         return buffers
 
-    @contextmanager
-    def _origin_named(self, trace: Trace) -> Iterator[None]:
-        """Return a context of ``explained`` whose error names the first node as well."""
-        try:
-            with quiet():
-                yield
-        except NonFiniteError:
-            origin = origin_named(self._model, trace, self.objective)
-            with quiet(), self.explained(trace), origin:
-                raise
+    def _raise_with_origin(self, error: NonFiniteError, trace: Trace) -> NoReturn:
+        """Raise an error as in a context of ``explained``, with the first node as well."""
+        origin = origin_named(self._model, trace, self.objective)
+        with quiet(), self.explained(trace), origin:
+            raise error
 
     def _joined(
         self, traced: TracedParts, differentiate: Callable[[Trace, Observation], BackwardResult]

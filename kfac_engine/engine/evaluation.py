@@ -15,10 +15,10 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_batch_size
-from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.errors import BackendError, InputError, NonFiniteError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.losses.observed import Targets
-from kfac_engine.runtime.inputs import check_inputs, explained, finite, naming, not_finite
+from kfac_engine.runtime.inputs import check_inputs, finite, naming, not_finite, require_agreement
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.model_sessions import open_forward
 from kfac_engine.sessions.device_session import DeviceSession
@@ -155,8 +155,11 @@ class InferenceModel:
         computed = tuple(name for name in dict.fromkeys(names) if name not in known)
         results: dict[str, Array] = {}
         if computed:
-            with explained(model.graph, checked):
+            try:
                 results = self._session(computed).run(computed, feeds)
+            except BackendError as failure:
+                require_agreement(model.graph, checked, failure)
+                raise
             suspects = not_finite(checked)
             bad = [name for name in computed if suspects and not finite(results[name])]
             with naming(suspects):

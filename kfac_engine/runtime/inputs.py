@@ -102,18 +102,10 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
     )
 
 
-@contextmanager
-def explained(graph: Graph, inputs: Mapping[str, Array]) -> Iterator[None]:
-    """Return a context that adds axes of different sizes to the error of a failed run.
-
-    A ``BackendError`` becomes a ``ShapeError`` if axes of one symbol differ in size.
-    """
-    try:
-        yield
-    except BackendError as failure:
-        differing = disagreements(graph, inputs)
-        if not differing:
-            raise
+def require_agreement(graph: Graph, inputs: Mapping[str, Array], failure: BackendError) -> None:
+    """Raise a ``ShapeError`` if axes of one symbol differ in size, as the cause of a failed run."""
+    differing = disagreements(graph, inputs)
+    if differing:
         raise ShapeError(f"{failure} {'; '.join(differing)}.") from failure
 
 

@@ -23,6 +23,7 @@ from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
 from kfac_engine.autodiff.training_form import joined_statistics, with_running_statistics
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
+from kfac_engine.errors import BackendError
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
@@ -32,7 +33,12 @@ from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_type
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
-from kfac_engine.runtime.inputs import check_inputs, check_parameters, explained, not_finite
+from kfac_engine.runtime.inputs import (
+    check_inputs,
+    check_parameters,
+    not_finite,
+    require_agreement,
+)
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.runtime.model_sessions import BackwardSession, open_backward, open_forward
 from kfac_engine.runtime.sample_run import measured_facts, sample_facts
@@ -234,8 +240,11 @@ class OnnxModel:
             feeds |= self._checked(parameters)
         named = targets if isinstance(targets, Mapping) else {"targets": targets}
         extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
-        with explained(self.graph, checked):
+        try:
             return Trace(self, feeds, extra, not_finite(checked))
+        except BackendError as failure:
+            require_agreement(self.graph, checked, failure)
+            raise
 
     def set_parameters(self, values: Mapping[str, Array], *, copy: bool = True) -> None:
         """Replace the values of parameters, or none of them if an error is raised.
