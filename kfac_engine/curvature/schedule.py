@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kfac_engine.arguments import flag, is_amount, is_count, one_of, positive, whole
 from kfac_engine.distributed.owners import Load, slots
@@ -101,8 +101,7 @@ class Work:
     ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call whose refreshes are planned.
 
     Attributes:

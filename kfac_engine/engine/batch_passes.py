@@ -8,9 +8,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from math import isfinite
-from typing import NoReturn
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.datasets.examples import Batch
@@ -34,8 +34,7 @@ from kfac_engine.runtime.trace import Trace
 _EQUAL = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardResult:
+class BackwardResult(NamedTuple):
     """Loss and gradients of a batch.
 
     Attributes:
@@ -50,7 +49,7 @@ class BackwardResult:
     loss: float
     gradients: dict[str, Array]
     outputs: dict[str, Array] | None = None
-    buffers: Mapping[str, Array] = field(default_factory=dict)
+    buffers: Mapping[str, Array] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
     def plus(self, other: "BackwardResult") -> "BackwardResult":

@@ -10,9 +10,9 @@ amplifies such an error, because the gradient sums to zero along the null direct
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -288,8 +288,7 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
         self._check_probabilities(values, targets)
 
 
-@dataclass(frozen=True, slots=True)
-class _Softmax:
+class _Softmax(NamedTuple):
     """Probabilities, in the one array of the size of the logits that is made.
 
     Attributes:

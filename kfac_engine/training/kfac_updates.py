@@ -1,9 +1,10 @@
 """The updates of the K-FAC optimizer at a learning rate, and the base of all its updates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch
@@ -13,8 +14,7 @@ from kfac_engine.training.optimizer import SlotArrays
 from kfac_engine.training.vectors import Vector, Zeros, combine, dot
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """The inputs of an update.
 
     Attributes:
@@ -53,11 +53,10 @@ class StepInputs:
     predicts: bool
     clock: StageClock
     decay: float = 1.0
-    spreads: Mapping[str, Any] = field(default_factory=dict)
+    spreads: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """The result of an update, which is not applied yet.
 
     Attributes:

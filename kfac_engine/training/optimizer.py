@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import nan
 from pathlib import Path
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -92,8 +92,7 @@ _DIVISORS = {"second_moment"}
 _RESTRAINT = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The result of a step that is not applied yet.
 
     Attributes:
