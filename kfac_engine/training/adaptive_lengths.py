@@ -25,6 +25,7 @@ from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import (
     Vector,
     Zeros,
+    add_multiple,
     block_of,
     combine,
     groups,
@@ -93,6 +94,9 @@ class Together:
 @dataclass(frozen=True, slots=True)
 class AdaptiveLengthUpdate:
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
+
+    The average of a matrix is that of Nesterov's momentum, ``μ v + (1 − μ) g`` with the averaged
+    gradient ``v ← μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam takes v.
 
     The direction p of a matrix is its natural gradient with singular values close to one. Averages
     of few rows have eigenvalues that are too small. The natural gradient is too long along these
@@ -199,17 +203,13 @@ class AdaptiveLengthUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
-        for names in self.together.means:
-            mean, old = (
-                block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
-            )
-            combine(mean, self.momentum, old, 1 - self.momentum, joined(step.gradients, names))
-        vectors = (step.gradients, step.parameters, step.new_slots["momentum"])
-        gradients, parameters, means = map(self.units.split, vectors)
+        ahead = self._averages_ahead(step)
+        vectors = (step.gradients, step.parameters, step.new_slots["momentum"], ahead)
+        gradients, parameters, means, ahead = map(self.units.split, vectors)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
         due = {name: self._is_due(name, step, last) for name in self.roots}
         with step.clock("precondition"):
-            natural = self._natural_gradients(means, step, due)
+            natural = self._natural_gradients(ahead, step, due)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
         self._write_step_sizes(step, last, slopes, squares, due)
         step.new_slots["natural_gradient"].update(natural)
@@ -226,6 +226,23 @@ class AdaptiveLengthUpdate:
         values = self.units.join(gradients, step.parameters)
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
+
+    def _averages_ahead(self, step: StepInputs) -> dict[str, Array]:
+        """Write the averages of the gradients; return the averages of a step ahead."""
+        momentum, rest = self.momentum, 1 - self.momentum
+        ahead: dict[str, Array] = dict(step.new_slots["momentum"])
+        for names in self.together.means:
+            mean, old = (
+                block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
+            )
+            gradient = joined(step.gradients, names)
+            combine(mean, momentum, old, rest, gradient)
+            if names[0] in self.groups:
+                value = momentum * mean
+                add_multiple(value, rest, gradient)
+                like = {name: ahead[name] for name in names}
+                ahead |= separated(value, like) if names[1:] else {names[0]: value}
+        return ahead
 
     def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
         """Return the inner products of the matrices of all weights, on the host.
@@ -281,7 +298,7 @@ class AdaptiveLengthUpdate:
         return examples * (factor.repeats or self.repeats.get(name, 1.0))
 
     def _natural_gradients(
-        self, means: Vector, step: StepInputs, due: Mapping[str, Any]
+        self, ahead: Vector, step: StepInputs, due: Mapping[str, Any]
     ) -> dict[str, Array]:
         """Return the orthogonalized natural gradients of the weights, or their last directions."""
         last = step.slots["natural_gradient"]
@@ -291,22 +308,22 @@ class AdaptiveLengthUpdate:
         wanted = [name for name, is_due in due.items() if name in recorded or is_due]
         groups = {self.groups[name] for name in wanted}
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
-        alone = {n: means[n] if n in self.roots else np.zeros_like(means[n]) for n in self.moved}
+        alone = {n: ahead[n] if n in self.roots else np.zeros_like(ahead[n]) for n in self.moved}
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
         natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
         now = {name: natural[name] for name in wanted}
         new = {
             n: np.where(due[n], direction, last[n]) if n in recorded else direction
-            for n, direction in self._directions(now, means, step.examples).items()
+            for n, direction in self._directions(now, ahead, step.examples).items()
         }
         return {**last, **new}
 
-    def _directions(self, natural: Vector, means: Vector, examples: int) -> dict[str, Array]:
+    def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
         """Return the directions of weights; the norms of their matrices mean nothing.
 
         Args:
-            natural: The natural gradient of the averaged gradient of each weight.
-            means: The averaged gradients.
+            natural: The natural gradient of the average of each weight.
+            ahead: The averages.
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
@@ -319,7 +336,7 @@ class AdaptiveLengthUpdate:
             stack = joined(matrices, names).reshape(-1, *shape)
             operand = stack[0] if len(stack) == 1 else stack  # as for Muon
             equal = orthogonalize(operand, self.matmul, count, bound=True).reshape(stack.shape)
-            averaged = {name: weights[name].matrices(means[name]) for name in names}
+            averaged = {name: weights[name].matrices(ahead[name]) for name in names}
             products = joined(averaged, names).reshape(stack.shape) * equal
             descends = products.sum(axis=(1, 2), keepdims=True) > 0
             chosen = array_module(stack).where(descends, equal, stack)
@@ -482,12 +499,12 @@ def adaptive_lengths(
         for name, block in blocks.items()
     }
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
+    numbers = _groups(engine, units)
     together = Together(
-        [*groups(parameters, dict.fromkeys(parameters, "mean"))],
+        [*groups(parameters, {name: name in numbers for name in parameters})],
         [*groups(by_adam, dict.fromkeys(by_adam, "Adam"))],
         [*groups({n: np.empty(0) for n in roots}, dict.fromkeys(roots, "length"))],
     )
-    numbers = _groups(engine, units)
     return AdaptiveLengthUpdate(
         engine,
         partial(natural_gradients, engine),

@@ -67,6 +67,8 @@ _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
 _LARGE_RATE = 1e6
 # Weight decay of "auto".
 _WEIGHT_DECAY = 0.05
+# Momentum of "auto", and of the other learning rates.
+_AVERAGE, _MOMENTUM = 0.85, 0.9
 # Number of examples that come again and again, for which the decay doubles, and its largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
 # Part of the residuals to expect, below which the updates of "auto" become shorter. It grows with
@@ -81,15 +83,16 @@ class KfacOptimizer(Optimizer):
     ``θ ← θ − η (u + w θ)``. The type ``"regular"`` averages natural gradients:
     ``v ← μ v + (F + λ)⁻¹ g``, ``u = v``.
 
-    With ``"auto"``, gradients are averaged with weight ``1 − μ``. The natural gradient of each
-    matrix receives singular values close to one and is scaled to the Frobenius norm
-    ``k · update_length · √outputs``. The multiple k of a matrix grows while its gradients agree
-    with its last update, and returns to 1 in noise (``AdaptiveLengthUpdate``). Vectors, embeddings
-    and parameters without a layer are updated by Adam with ``adam_rate``. All lengths fall with the
-    residuals: where the root of the mean square of the loss's gradients is less than a tenth of
-    what the least certain predictions expect (``Residuals``), they are
-    multiplied by ten times this part. Where few examples come again and again (``SeenExamples``),
-    weights shrink more and lengths fall earlier. The damping is relative (``RelativeDamping``).
+    With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the average is taken one step
+    ahead (Nesterov). The natural gradient of each matrix receives singular values close to one and
+    is scaled to the Frobenius norm ``k · update_length · √outputs``. The multiple k of a matrix
+    grows while its gradients agree with its last update, and returns to 1 in noise
+    (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
+    Adam with ``adam_rate``. All lengths fall with the residuals: where the root of the mean square
+    of the loss's gradients is less than a tenth of what the least certain predictions expect
+    (``Residuals``), they are multiplied by ten times this part. Where few examples come again and
+    again (``SeenExamples``), weights shrink more and lengths fall earlier. The damping is relative
+    (``RelativeDamping``).
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -107,7 +110,7 @@ class KfacOptimizer(Optimizer):
             ``RelativeDamping``, 0.1 if None. A learning rate that is given takes a
             ``RelativeDamping`` as well.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
-            this learning rate.
+            this learning rate. None is 0.85 with ``"auto"``, otherwise 0.9.
         weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
             times ``update_length`` or ``adam_rate``, more with few examples; otherwise w is 0 if
             None.
@@ -148,7 +151,7 @@ class KfacOptimizer(Optimizer):
         engine: Engine,
         learning_rate: Rate | Literal["auto", "quadratic"] = "auto",
         damping: float | None = None,
-        momentum: Rate | Literal["quadratic"] = 0.9,
+        momentum: Rate | Literal["quadratic"] | None = None,
         weight_decay: float | None = None,
         *,
         l2: float = 0.0,
@@ -156,7 +159,7 @@ class KfacOptimizer(Optimizer):
         norm_constraint: float | None = None,
         adapt_damping: bool | DampingAdaptation = False,
         damping_multiple: float = 1.0,
-        update_length: float = 0.025,
+        update_length: float = 0.03,
         adam_rate: Rate = 0.004,
         statistics_every: int = 10,
         statistics_part: float = 0.25,
@@ -175,6 +178,8 @@ class KfacOptimizer(Optimizer):
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
             weight_decay = _WEIGHT_DECAY if rule == AUTO else 0.0
+        if momentum is None:
+            momentum = _AVERAGE if rule == AUTO else _MOMENTUM
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
         at_least_zero("l2", l2)
         positive("damping_multiple", damping_multiple)

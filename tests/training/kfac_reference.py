@@ -68,14 +68,14 @@ class Reference:
 
     rate: float | None = None  # None for adaptive lengths
     damping: float | None = None
-    momentum: float = 0.9
+    momentum: float | None = None
     decay: float | None = None
     regular: bool = False
     constraint: float | None = None
     part: float = 0.25
     every: tuple = (10, 25)
     interval: int | None = None
-    length: float = 0.025
+    length: float = 0.03
     adam_rate: float = 0.004
     quadratic: str = ""  # "both" or "rate": SPEC's types with a solved model
     curvature_part: float = 0.25
@@ -93,6 +93,8 @@ class Reference:
         self.relative = self.rate is None and self.interval is None and not self.quadratic
         if self.damping is None:
             self.damping = 0.1 if self.relative else 0.01
+        if self.momentum is None:
+            self.momentum = 0.85 if self.rate is None and not self.quadratic else 0.9
         if self.decay is None:
             self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
         self.natural = None
@@ -297,10 +299,11 @@ class Reference:
         self.v = {n: b * self.v[n] + (1 - b) * g[n] for n in g}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
         mean = {n: v / (1 - b ** (self.t + 1)) for n, v in self.v.items()}
-        p, update = self.precondition({n: m * (m.ndim == 2) for n, m in mean.items()}), {}
+        ahead = {n: b * v + (1 - b) * g[n] for n, v in self.v.items()}  # Nesterov
+        p, update = self.precondition({n: m * (m.ndim == 2) for n, m in ahead.items()}), {}
         kept = self.kept(g)
         p = {
-            n: self.natural[n] if n in kept else self.equalized(p[n], mean[n])
+            n: self.natural[n] if n in kept else self.equalized(p[n], ahead[n])
             for n in g
             if g[n].ndim == 2
         }

@@ -206,4 +206,4 @@ def test_the_first_step_has_the_singular_values_and_lengths_of_the_matrices(name
     steps = [np.sqrt(max(1, len(m) / m.shape[1])) * by_svd(m) for m in matrices(gradient)]
     np.testing.assert_allclose(changes[0], -0.03 * back(steps), rtol=1e-3, atol=1e-5)
     lengths = [np.linalg.norm(m) for m in matrices(changes[1])]
-    np.testing.assert_allclose(lengths, [0.025 * np.sqrt(len(m)) for m in steps], rtol=1e-4)
+    np.testing.assert_allclose(lengths, [0.03 * np.sqrt(len(m)) for m in steps], rtol=1e-4)

@@ -356,7 +356,7 @@ def test_updates_of_files_end_with_the_residuals(accumulate, tmp_path):
     engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
     x, t = random_inputs(model, 8, seed=0), np.zeros(8, np.int64)
     rate = ke.KfacOptimizer(engine).step(x, t).learning_rate
-    assert rate < 1e-3 < 0.025
+    assert rate < 1e-3 < 0.03
     before = files.read(state := files.initial())["fc.weight"]
     results = files.step(state, x, t)
     moved = np.linalg.norm(results["new fc.weight"] - before * (1 - 0.05 * rate))
