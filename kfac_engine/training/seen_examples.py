@@ -68,11 +68,11 @@ class SeenExamples:
 
     def after(self, fingerprints: Array) -> "SeenExamples":
         """Return the examples with those of one more step."""
-        count, last = self.count + len(fingerprints), _KEPT - 1
-        places = np.minimum(self.least.searchsorted(fingerprints), last)
+        count = self.count + len(fingerprints)
+        places = self.least[:-1].searchsorted(fingerprints)
         known = self.least[places] == fingerprints
         least, times = self.least, self.times + np.bincount(places, known, _KEPT)
-        if not known.all() and len(new := fingerprints[~known & (fingerprints < least[last])]):
+        if not known.all() and len(new := fingerprints[~known & (fingerprints < least[-1])]):
             values, repeats = np.unique(new, return_counts=True)
             least, times = np.append(least, values), np.append(times, repeats)
             order = np.argsort(least, kind="stable")[:_KEPT]
@@ -123,13 +123,14 @@ def fingerprints(
 
 
 def _of_part(inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Backend) -> Array:
-    hashes: Array | int = 0
+    every: list[Array] = []
     for name in sorted(axes.keys() & inputs.keys()):
         array = inputs[name]
         array = array if isinstance(array, np.ndarray) else backend.asarray(array)
-        hashes = hashes + _hashes(array, axes[name], crc32(name.encode()))
-    if isinstance(hashes, int):
+        every.append(_hashes(array, axes[name], crc32(name.encode())))
+    if not every:
         return np.empty(0)
+    hashes = sum(every[1:], every[0])
     hashes ^= hashes >> _SHIFT
     hashes *= _MIX
     hashes ^= hashes >> _SHIFT
