@@ -197,7 +197,7 @@ class Planner:
         if counter == 0 or (bound is not None and not self.state.refreshed):
             return tuple(work.key for work in self.works)
         chosen = frozenset(self._choose(self, Call(counter, drifts or {}, bound)))
-        return tuple(work.key for work in self.works if work.key in chosen)
+        return tuple(work.key for work in self.works if work.key in chosen) if chosen else ()
 
     def advance(self, counter: int, refreshed: Sequence[str], elapsed: float, spent: float) -> None:
         """Record a call that has succeeded.

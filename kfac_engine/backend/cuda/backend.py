@@ -113,7 +113,7 @@ class CupyBackend:
             self.xp.concatenate([arrays[i].reshape(-1) for i in which]).astype(np.float64)
             for which in kinds.values()
         ]
-        host = self.device.download(self.xp.concatenate(wide))
+        host = self.device.download(wide[0] if len(wide) == 1 else self.xp.concatenate(wide))
         ends = np.cumsum([arrays[i].size for i in order])
         parts = dict(zip(order, np.split(host, ends[:-1]), strict=True))
         return [parts[i].reshape(array.shape) for i, array in enumerate(arrays)]

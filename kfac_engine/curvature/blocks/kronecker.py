@@ -332,7 +332,9 @@ class KroneckerProductFB(FisherBlock):
         matmul, by_row = self._collection.backend.matmul, V.flags.c_contiguous
         # Both powers are symmetric: columns in a row of memory are rows of the transposed product.
         product = matmul(matmul(left, V), right) if by_row else matmul(matmul(right, V.T), left).T
-        product *= float(self.repeats) ** exp
+        scale = float(self.repeats) ** exp
+        if scale != 1.0:
+            product *= scale
         return self._of_weight.joined((product,), weight)  # type: ignore[return-value] # one array
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
