@@ -203,7 +203,7 @@ class AdaptiveLengthUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
-        ahead = self._averages_ahead(step)
+        ahead, grouped = self._averages_ahead(step)
         vectors = (step.gradients, step.parameters, step.new_slots["momentum"], ahead)
         gradients, parameters, means, ahead = map(self.units.split, vectors)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
@@ -219,7 +219,7 @@ class AdaptiveLengthUpdate:
         for name in self.roots:
             self._by_matrix(name, gradients[name], natural[name], parameters[name], step)
         for names in self.together.by_adam:
-            value, mean = joined(gradients, names), joined(means, names)
+            value, mean = grouped.get(names) or (joined(gradients, names), joined(means, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
@@ -227,10 +227,18 @@ class AdaptiveLengthUpdate:
         predicted = quadratic_change(self.engine, step, values) if step.predicts else None
         return Move(values, predicted)
 
-    def _averages_ahead(self, step: StepInputs) -> dict[str, Array]:
-        """Write the averages of the gradients; return the averages of a step ahead."""
+    def _averages_ahead(
+        self, step: StepInputs
+    ) -> tuple[dict[str, Array], dict[tuple[str, ...], tuple[Array, Array]]]:
+        """Write the averages of the gradients.
+
+        Returns:
+            The averages of a step ahead; and for each group of several parameters, a copy of the
+            gradients and the averages, each on one axis.
+        """
         momentum, rest = self.momentum, 1 - self.momentum
         ahead: dict[str, Array] = dict(step.new_slots["momentum"])
+        grouped = {}
         for names in self.together.means:
             mean, old = (
                 block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
@@ -242,7 +250,9 @@ class AdaptiveLengthUpdate:
                 add_multiple(value, rest, gradient)
                 like = {name: ahead[name] for name in names}
                 ahead |= separated(value, like) if names[1:] else {names[0]: value}
-        return ahead
+            if names[1:]:
+                grouped[names] = gradient, mean
+        return ahead, grouped
 
     def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
         """Return the inner products of the matrices of all weights, on the host.
