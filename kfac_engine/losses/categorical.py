@@ -130,7 +130,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         xp, softmax = array_module(z), _Softmax.of(z, axis)
         if targets.ndim == z.ndim:
             return self._with_probabilities(softmax, axis, targets)
-        entries = _entries(targets, z, axis)
+        entries = _entries(targets, z, axis, softmax.first)
         p, log_total = softmax.p, xp.log1p(softmax.rest)
         terms = log_total - (z.take(entries).reshape(log_total.shape) - softmax.top)
         q_largest = softmax.others.reshape(entries.shape)
@@ -293,6 +293,7 @@ class _Softmax(NamedTuple):
 
     Attributes:
         logits: The logits.
+        first: Flat index of the first class in each row, without a class axis.
         top: The largest logit of each row, with a class axis of size 1.
         p: The probabilities.
         largest: Flat index of the first largest entry in each row, without a class axis.
@@ -300,6 +301,7 @@ class _Softmax(NamedTuple):
     """
 
     logits: Array
+    first: Array
     top: Array
     p: Array
     largest: Array
@@ -308,7 +310,8 @@ class _Softmax(NamedTuple):
     @classmethod
     def of(cls, z: Array, axis: int) -> "_Softmax":
         """Return the softmax of logits with the classes on an axis."""
-        xp, largest = array_module(z), _entries(z.argmax(axis=axis), z, axis)
+        xp, first = array_module(z), _first_entries(z, axis)
+        largest = _entries(z.argmax(axis=axis), z, axis, first)
         top = z.take(largest).reshape(*z.shape[:axis], 1, *z.shape[axis + 1 :])
         p = z - top
         xp.exp(p, out=p)
@@ -316,7 +319,7 @@ class _Softmax(NamedTuple):
         rest = p.sum(axis=axis, keepdims=True)
         p.put(largest, 1)
         p /= 1 + rest
-        return cls(z, top, p, largest, rest)
+        return cls(z, first, top, p, largest, rest)
 
     @property
     def others(self) -> Array:
@@ -337,22 +340,26 @@ class _Softmax(NamedTuple):
         return q
 
 
-def _entries(ids: Array, like: Array, axis: int) -> Array:
+def _entries(ids: Array, like: Array, axis: int, first: Array) -> Array:
     """Return flat indices of the class ``ids`` of each row in ``like``, in the shape of ``ids``."""
-    xp, inner = array_module(like), prod(like.shape[axis + 1 :])
     ids = ids.astype(np.int64, copy=False)  # uint64 would become float64
-    rows = xp.arange(ids.size).reshape(ids.shape)
-    if inner > 1:
-        rows = rows // inner * (inner * like.shape[axis]) + rows % inner
-        ids = ids * inner
-    else:
-        rows = rows * like.shape[axis]
-    result: Array = rows + ids
+    inner = prod(like.shape[axis + 1 :])
+    result: Array = first + (ids * inner if inner > 1 else ids)
     return result
+
+
+def _first_entries(like: Array, axis: int) -> Array:
+    """Return flat indices of the first class of each row in ``like``, without its class axis."""
+    shape, inner = like.shape, prod(like.shape[axis + 1 :])
+    classes = shape[axis]
+    rows: Array = array_module(like).arange(like.size // classes)
+    places = rows // inner * (inner * classes) + rows % inner if inner > 1 else rows * classes
+    first: Array = places.reshape(*shape[:axis], *shape[axis + 1 :])
+    return first
 
 
 def _one_hot_rows(ids: Array, like: Array, axis: int) -> Array:
     """Return class ids as one-hot rows in the shape and element type of ``like``."""
     rows: Array = array_module(like).zeros_like(like)
-    rows.put(_entries(ids, like, axis), 1)
+    rows.put(_entries(ids, like, axis, _first_entries(like, axis)), 1)
     return rows
