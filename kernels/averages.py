@@ -4,6 +4,7 @@ import numpy as np
 
 from kfac_engine.kernels.launch import (
     BLOCK,
+    INPUTS,
     Array,
     Device,
     blocks_for,
@@ -11,7 +12,6 @@ from kfac_engine.kernels.launch import (
     int32,
     kernel,
 )
-from kfac_engine.kernels.variants import INPUTS
 
 
 def update_average(

@@ -4,14 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kfac_engine.kernels.launch import (
-    BLOCK,
-    Array,
-    Device,
-    blocks_for,
-    kernel,
-)
-from kfac_engine.kernels.variants import INPUTS
+from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, blocks_for, kernel
 
 # Largest number of arrays of one launch, which is the bound of a grid axis.
 _MOST = 65535

@@ -8,6 +8,8 @@ import numpy as np
 from kfac_engine.kernels.geometry import WORK, Geometry, Struct, one_to_one
 from kfac_engine.kernels.launch import (
     BLOCK,
+    INPUTS,
+    MACROS,
     Array,
     Device,
     blocks_for,
@@ -15,7 +17,6 @@ from kfac_engine.kernels.launch import (
     int32,
     kernel,
 )
-from kfac_engine.kernels.variants import INPUTS, MACROS
 
 # Largest number of features for the small tile, because a large tile would be mostly empty.
 _FEW = 32

@@ -1,19 +1,42 @@
-"""The interface of a device that runs kernels, and the sources of the kernels."""
+"""The interface of a device that runs kernels, and the kernel sources with their variants."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kfac_engine.kernels.variants import options
-
 # An array of the library of the device.
 Array: TypeAlias = Any
 
 BLOCK = 256
+
+# Values of the macro INPUT of prelude.cuh, by the element type of images.
+INPUTS = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
+
+_IMAGES = (0, 1, 2)  # input types for which kernels accumulate in float32
+
+# Macros of each source with their values. All launches use options of this table.
+MACROS: Mapping[str, Mapping[str, Sequence[int]]] = {
+    "patch_products": {
+        "SPLIT": (0, 1, 3),
+        "ALIGNED": (0, 1),
+        "INPUT": _IMAGES,
+    },
+    "moment": {},
+    "patch_sums": {"SQUARED": (0, 1), "ACROSS": (0, 1), "INPUT": _IMAGES},
+    "patches": {"INPUT": tuple(INPUTS.values())},
+    "finite": {"INPUT": (0, 3)},
+    "symmetric": {"INPUT": (0, 3)},
+    "averages": {"INPUT": _IMAGES},
+    "group_products": {"SQUARE": (0, 1), "SIDE": (16, 64), "INPUT": _IMAGES},
+    "few_products": {"ROWS": (5, 10), "INPUT": _IMAGES},
+    "example_sums": {"ACROSS": (0, 1), "INPUT": _IMAGES},
+    "classes": {"LANES": (1, 32), "INPUT": _IMAGES},
+}
 
 
 class Launch(Protocol):
@@ -58,6 +81,21 @@ def source(name: str) -> str:
 def kernel(device: Device, file: str, name: str, **macros: int) -> Launch:
     """Return the kernel ``name`` of ``file.cu``, compiled with these macros."""
     return device.function(source(file), name, options(file, **macros))
+
+
+def options(name: str, **macros: int) -> tuple[str, ...]:
+    """Return macros of a source as compiler options; they must be values of ``MACROS``."""
+    listed = MACROS[name]
+    assert macros.keys() == listed.keys(), (name, macros)
+    assert all(macros[macro] in values for macro, values in listed.items()), (name, macros)
+    return tuple(f"-D{macro}={macros[macro]}" for macro in listed)
+
+
+def variants(name: str) -> Iterator[tuple[str, ...]]:
+    """Yield all sets of compiler options of a source."""
+    macros = MACROS[name]
+    for values in product(*macros.values()):
+        yield options(name, **dict(zip(macros, values, strict=True)))
 
 
 def blocks_for(numbers: int, device: Device) -> int:

@@ -6,15 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfac_engine.kernels.geometry import Geometry
-from kfac_engine.kernels.launch import (
-    BLOCK,
-    Array,
-    Device,
-    float32,
-    int32,
-    kernel,
-)
-from kfac_engine.kernels.variants import INPUTS
+from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, float32, int32, kernel
 
 TILE = 64  # size of a tile in the sources
 _SUBTILE = 32  # size of the tile of a block of assemble_moment and mirror

@@ -5,14 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kfac_engine.kernels.launch import (
-    BLOCK,
-    Array,
-    Device,
-    int32,
-    kernel,
-)
-from kfac_engine.kernels.variants import INPUTS
+from kfac_engine.kernels.launch import BLOCK, INPUTS, Array, Device, int32, kernel
 
 # Number of entries of the struct Facts: finite, zero, damping, trace of the undamped matrix.
 FACTS = 4

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kfac_engine.kernels.launch import source
-from kfac_engine.kernels.variants import MACROS, variants
+from kfac_engine.kernels.launch import MACROS, source, variants
 from tests.cuda_on_cpu import nvrtc
 
 TABLE = Path(__file__).parents[1] / "kernels" / "compiled.json"

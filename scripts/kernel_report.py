@@ -14,8 +14,8 @@ from kfac_engine.backend.channel_groups import Accumulation
 from kfac_engine.backend.cuda.gram import GroupProducts, PatchMoments
 from kfac_engine.backend.window import Window
 from kfac_engine.kernels.groups import draw_classes, sum_examples
+from kfac_engine.kernels.launch import MACROS
 from kfac_engine.kernels.symmetric import Floor, widen
-from kfac_engine.kernels.variants import MACROS
 from scripts import markdown
 from scripts.compile_kernels import Compiled, compiled
 from tests.backend.truths import patches

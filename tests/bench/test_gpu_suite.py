@@ -15,8 +15,7 @@ from kfac_engine.bench import data, gpu, gpu_counts, gpu_kernels, gpu_meter, gpu
 from kfac_engine.bench.gpu_counts import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
-from kfac_engine.kernels.launch import source
-from kfac_engine.kernels.variants import MACROS
+from kfac_engine.kernels.launch import MACROS, source
 from scripts import bench_tables
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler

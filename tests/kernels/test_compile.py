@@ -5,8 +5,7 @@
 
 import pytest
 
-from kfac_engine.kernels.launch import source
-from kfac_engine.kernels.variants import MACROS, variants
+from kfac_engine.kernels.launch import MACROS, source, variants
 from scripts import compile_kernels
 from tests.cuda_on_cpu import nvrtc
 

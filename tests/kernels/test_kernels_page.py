@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kfac_engine.kernels.launch import source
-from kfac_engine.kernels.variants import MACROS
+from kfac_engine.kernels.launch import MACROS, source
 from scripts import kernel_report
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.module import ORDERS, compiler

@@ -15,11 +15,10 @@ from kfac_engine.backend.window import Window
 from kfac_engine.kernels.averages import count_ids, update_average
 from kfac_engine.kernels.finite import find_infinite
 from kfac_engine.kernels.groups import draw_classes, sum_examples
-from kfac_engine.kernels.launch import Launch, source
+from kfac_engine.kernels.launch import MACROS, Launch, options, source, variants
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.patches import write_patches
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
-from kfac_engine.kernels.variants import MACROS, options, variants
 
 COMPUTED = (np.float32, np.float16, ml_dtypes.bfloat16)
 SCRATCH = 4 << 20

@@ -12,7 +12,7 @@ from kfac_engine.kernels.geometry import AXES, Geometry, WindowShape, geometry, 
 from kfac_engine.kernels.groups import Groups, add_group_moments, add_squares
 from kfac_engine.kernels.launch import Device
 from kfac_engine.kernels.moments import Pass, Scales, add_products
-from kfac_engine.kernels.patch_sums import add_border, add_patch_squares
+from kfac_engine.kernels.patches import add_border, add_patch_squares
 
 # Largest number of positions of a launch, which kernels count in 32 bits.
 MOST_POSITIONS = 2**31 - 2**16
