@@ -8,39 +8,23 @@ import kfac_engine as ke
 from kfac_engine.runtime.model import load_model
 from tests import models
 
-RATIO = 0.25
 # Float32 sums of four products.
 ROUNDING = 1e-5
 
 
-def dropped(training, **attributes):
-    """``y = dropout(x w) v``, the mask hidden; with ``training`` None it is an input."""
-    rng = np.random.default_rng(0)
-    constants = {
-        "w": rng.normal(size=(3, 8)).astype("float32"),
-        "v": rng.normal(size=(8, 2)).astype("float32"),
-        "ratio": np.float32(RATIO),
-    }
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])]
-    if training is None:
-        inputs.append(helper.make_tensor_value_info("training", TensorProto.BOOL, []))
-    else:
-        constants["training"] = np.array(training)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["s"]),
-        helper.make_node(
-            "Dropout", ["s", "ratio", "training"], ["kept"], name="drop", **attributes
-        ),
-        helper.make_node("MatMul", ["kept", "v"], ["y"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "dropped",
-        inputs,
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+def dropped(training):
+    """``output = dropout(input w) v``, the mask hidden; with ``training`` None it is an input."""
+    model = models.written(
+        "n,3 -> n,2",
+        "w(3,8) v(8,2) ratio:0.25",
+        "s = MatMul (input, w)  kept = Dropout (s, ratio, training)  output = MatMul (kept, v)",
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    if training is None:
+        entry = helper.make_tensor_value_info("training", TensorProto.BOOL, [])
+        model.graph.input.append(entry)
+    else:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(training), "training"))
+    return model
 
 
 @pytest.fixture
@@ -52,11 +36,11 @@ def batch():
 @pytest.mark.parametrize("mode", ["constant", "fed", "fed_off"])
 def test_dropout_gradient_uses_mask_of_forward_pass(mode, batch):
     model = load_model(dropped(True if mode == "constant" else None))
-    feeds = {"x": batch["x"]}
+    feeds = {"input": batch["x"]}
     if mode != "constant":
         feeds["training"] = np.array(mode == "fed")
     trace = model.run(feeds)
-    found = trace.vjp({"y": batch["g"]}, ["w", "s"])
+    found = trace.vjp({"output": batch["g"]}, ["w", "s"])
     kept = trace["kept"] / trace["s"]
     drops = mode != "fed_off"
     assert set(np.unique(kept.round(5))) == ({0, np.float32(4 / 3).round(5)} if drops else {1})
@@ -71,8 +55,8 @@ def test_dropout_in_inference_model_is_unchanged():
 
 
 def test_layers_before_and_after_dropout_are_discovered(batch):
-    engine = ke.Engine.from_onnx(dropped(True), loss="normal", output="y")
-    result = engine.step({"x": batch["x"]}, np.zeros((5, 2), "float32"))
+    engine = ke.Engine.from_onnx(dropped(True), loss="normal")
+    result = engine.step({"input": batch["x"]}, np.zeros((5, 2), "float32"))
     assert sorted(result.natural_gradients) == ["v", "w"]
 
 

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import parser
 
 import kfac_engine as ke
 from kfac_engine.sessions.session import Session
@@ -119,17 +119,12 @@ def test_forward_graph_above_node_limit_is_not_optimized(monkeypatch, count, opt
 
     monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 3)
     monkeypatch.setattr("kfac_engine.sessions.placement.Session", session)
-    nodes = [helper.make_node("MatMul", ["r0", "w"], ["r1"])]
-    nodes += [helper.make_node("Tanh", [f"r{i}"], [f"r{i + 1}"]) for i in range(1, count)]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("r0", TensorProto.FLOAT, ["n", 2])],
-        [helper.make_tensor_value_info(f"r{count}", TensorProto.FLOAT, ["n", 2])],
-        [numpy_helper.from_array(np.full((2, 2), 0.25, np.float32), "w")],
+    links = "  ".join(f"r{i + 1} = Tanh (r{i})" for i in range(1, count))
+    proto = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 18]> g (float[n,2] r0) => (float[n,2] r{count})
+        <float[2,2] w = {{0.25, 0.25, 0.25, 0.25}}> {{ r1 = MatMul (r0, w)  {links} }}"""
     )
-    version = helper.make_opsetid("", 18)
-    model = ke.load_model(helper.make_model(graph, opset_imports=[version], ir_version=10))
+    model = ke.load_model(proto)
     x = np.float32([[0.5, 1.5], [-1.0, 0.25]])
     expected = x @ np.full((2, 2), 0.25)
     for _ in range(count - 1):

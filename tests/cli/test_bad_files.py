@@ -6,7 +6,7 @@ import click
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, parser
+from onnx import parser
 from safetensors.numpy import save_file
 
 from kfac_engine.__main__ import main
@@ -19,12 +19,9 @@ X, Y = np.zeros((6, 4), np.float32), np.zeros(6, np.int64)
 
 def relu_only():
     """A model without any parameter."""
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [None, 4]) for n in "xy"]
-    nodes = [helper.make_node("Relu", ["x"], ["y"])]
-    return helper.make_model(
-        helper.make_graph(nodes, "relu", values[:1], values[1:]),
-        opset_imports=[helper.make_opsetid("", 18)],
-        ir_version=10,
+    return parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        relu (float[n,4] x) => (float[n,4] y) { y = Relu (x) }"""
     )
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 import kfac_engine as ke
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.sessions.session import FAILURES
+from tests.models import written
 
 # A declared shape that contradicts the one that is inferred, in an operator set that is upgraded.
 FALSE_SHAPE = """
@@ -112,27 +112,18 @@ def test_onnxruntime_exceptions_are_converted():
     assert raised <= set(FAILURES)
 
 
-def resized(scales):
-    layer = helper.make_node("Conv", ["x", "one"], ["same"])
-    scaled = helper.make_node("Resize", ["same", "", "scales"], ["y"], mode="nearest")
-    graph = helper.make_graph(
-        [layer, scaled],
-        "resize",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 1, 4, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            numpy_helper.from_array(np.array(scales, np.float32), "scales"),
-            numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "one"),
-        ],
+def resized(sides):
+    return onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]> g (float[n,1,4,4] x) => (float[] y)
+        <float[1,1,1,1] one = {{1}}, float[{sides}] scales = {{1,1,2,2}}>
+        {{ same = Conv(x, one)  y = Resize <mode = "nearest"> (same, "", scales) }}"""
     )
-    opset = [helper.make_opsetid("", 18)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=8)
 
 
-@pytest.mark.parametrize("scales", [[1, 1, 2, 2], [[1, 1, 2, 2]]], ids=["vector", "matrix"])
-def test_resize_scales_may_be_matrix(scales):
+@pytest.mark.parametrize("sides", ["4", "1,4"], ids=["vector", "matrix"])
+def test_resize_scales_may_be_matrix(sides):
     """ONNX Runtime takes them; each pixel is read by four."""
-    model = ke.load_model(resized(scales))
+    model = ke.load_model(resized(sides))
     trace = model.run({"x": np.zeros((2, 1, 4, 4), np.float32)})
     found = trace.vjp({"y": np.ones((2, 1, 8, 8), np.float32)}, ["x"])["x"]
     np.testing.assert_array_equal(found, np.full((2, 1, 4, 4), 4, np.float32))
@@ -152,30 +143,23 @@ def test_model_with_text_input_can_be_inspected():
 
 def test_negative_seed_raises_error():
     with pytest.raises(ke.InputError, match=r"seed must be .*at least 0, got -1"):
-        ke.Engine.from_onnx(resized([1, 1, 2, 2]), loss="normal", seed=-1)
+        ke.Engine.from_onnx(resized("4"), loss="normal", seed=-1)
 
 
 @pytest.mark.parametrize("transposed", ["transA", "transB"])
 def test_gemm_transposes_for_any_nonzero_flag(transposed):
     """As ONNX says; the gradient is that of the flag 1."""
-    rng = np.random.default_rng(0)
-    w = rng.standard_normal((3, 3)).astype(np.float32)
-    x = rng.standard_normal((3, 3)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32)
+    g = np.arange(9, dtype=np.float32).reshape(3, 3)
     found = []
     for flag in (1, 2, -1):
-        graph = helper.make_graph(
-            [helper.make_node("Gemm", ["x", "w"], ["y"], **{transposed: flag})],
-            "product",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 3])],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 3])],
-            [numpy_helper.from_array(w, "w")],
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-        cotangent = {"y": np.arange(9, dtype=np.float32).reshape(3, 3)}
-        found.append(ke.load_model(model).run({"x": x}).vjp(cotangent, ["x", "w"]))
-    g, wt = cotangent["y"], w.T if transposed == "transB" else w
+        node = f"output = Gemm <{transposed} = {flag}> (input, w)"
+        model = ke.load_model(written("3,3", "w(3,3)", node))
+        found.append(model.run({"input": x}).vjp({"output": g}, ["input", "w"]))
+    w = model.parameters["w"]
+    wt = w.T if transposed == "transB" else w
     left = g @ wt.T
-    wanted = {"x": left.T if transposed == "transA" else left}
+    wanted = {"input": left.T if transposed == "transA" else left}
     wanted["w"] = (g.T @ x) if transposed == "transB" else (x @ g)
     for gradients in found:
         for name, truth in wanted.items():

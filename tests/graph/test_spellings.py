@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper, parser
+from onnx import parser
 
 import kfac_engine as ke
 
@@ -14,6 +14,7 @@ X = np.asarray([[1.0, 2.0, 3.0], [-1.0, 0.5, 4.0]], np.float32)
 COTANGENT = np.asarray([[1.0, -1.0], [2.0, 0.5]], np.float32)
 HEAD = "m (float[N,3] x) => (float[N,2] y)"
 VALUES = "{1, -2, 0.5, 3, -1, 0.25}"
+PRODUCT = "[product] y = MatMul (x, w)"
 LIST = "[1.0, -2.0, 0.5, 3.0, -1.0, 0.25]"
 
 
@@ -23,52 +24,14 @@ def text(body: str, opset: int = 18, more: str = "") -> onnx.ModelProto:
     )
 
 
-def held(*nodes: onnx.NodeProto, opset: int = 18, ir: int = 8) -> onnx.ModelProto:
-    """Nodes around the initializer ``w``; the last one makes ``y``."""
-    graph = helper.make_graph(
-        nodes,
-        "m",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
-        [numpy_helper.from_array(WEIGHT, "w")],
+def held(
+    nodes: str = PRODUCT, opset: int = 18, ir: int = 8, inputs: str = "", more: str = ""
+) -> onnx.ModelProto:
+    """Nodes that make ``y``, around the initializer ``w``."""
+    return parser.parse_model(
+        f"""<ir_version: {ir}, opset_import: ["": {opset}]>
+        m (float[N,3] x{inputs}) => (float[N,2] y) <float[3,2] w = {VALUES}{more}> {{ {nodes} }}"""
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
-
-
-def product(weight: str = "w", name: str = "product") -> onnx.NodeProto:
-    return helper.make_node("MatMul", ["x", weight], ["y"], name)
-
-
-def as_input() -> onnx.ModelProto:
-    model = held(product(), opset=7, ir=3)
-    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [3, 2]))
-    return model
-
-
-def cast_chain() -> onnx.ModelProto:
-    return held(
-        helper.make_node("Identity", ["w"], ["a"]),
-        helper.make_node("Cast", ["a"], ["b"], to=TensorProto.DOUBLE),
-        helper.make_node("Cast", ["b"], ["c"], to=TensorProto.FLOAT),
-        product("c"),
-    )
-
-
-def same_node_names() -> onnx.ModelProto:
-    return held(helper.make_node("Identity", ["w"], ["a"], "product"), product("a"))
-
-
-def disordered() -> onnx.ModelProto:
-    return held(product("b"), helper.make_node("Identity", ["a"], ["b"]),
-                helper.make_node("Identity", ["w"], ["a"]))  # fmt: skip
-
-
-def with_empty_and_unread() -> onnx.ModelProto:
-    model = held(product())
-    for name, array in (("empty", np.zeros((0, 2))), ("unread", np.ones(3))):
-        tensor = numpy_helper.from_array(array.astype(np.float32), name)
-        model.graph.initializer.append(tensor)
-    return model
 
 
 def nested_functions() -> onnx.ModelProto:
@@ -82,20 +45,24 @@ def nested_functions() -> onnx.ModelProto:
 
 
 SPELLINGS: dict[str, Callable[[], onnx.ModelProto]] = {
-    "initializer": lambda: held(product()),
-    "initializer among the inputs": as_input,
+    "initializer": held,
+    "initializer among the inputs": lambda: held(opset=7, ir=3, inputs=", float[3,2] w"),
     "Constant": lambda: text(f"w = Constant <value = float[3,2] {VALUES}> () y = MatMul (x, w)"),
     "Constant of floats": lambda: text(
         f"w = Constant <value_floats = {LIST}> () s = Constant <value_ints = [3, 2]> () "
         f"v = Reshape (w, s) y = MatMul (x, v)"
     ),
-    "Identity and Cast": cast_chain,
-    "equal node names": same_node_names,
-    "disordered nodes": disordered,
-    "beside empty and unread ones": with_empty_and_unread,
+    "Identity and Cast": lambda: held(
+        "a = Identity (w)  b = Cast <to = 11> (a)  c = Cast <to = 1> (b)  y = MatMul (x, c)"
+    ),
+    "equal node names": lambda: held("[product] a = Identity (w)  [product] y = MatMul (x, a)"),
+    "disordered nodes": lambda: held("y = MatMul (x, b)  b = Identity (a)  a = Identity (w)"),
+    "beside empty and unread ones": lambda: held(
+        more=", float[0,2] empty = {}, float[3] unread = {1, 1, 1}"
+    ),
     "inside functions": nested_functions,
     **{
-        f"operator set {opset}": lambda opset=opset: held(product(), opset=opset, ir=10)
+        f"operator set {opset}": lambda opset=opset: held(opset=opset, ir=10)
         for opset in (1, 6, 8, 9, 11, 13, 17, 21, 26)
     },
 }

@@ -1,9 +1,10 @@
 """Every operator that is rewritten gives the value and the gradient of what it was."""
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.graph.load import load_graph
@@ -14,21 +15,15 @@ STEP = 1e-3
 TOLERANCE = 3e-3
 
 
-def quick_gelu_model() -> object:
-    w = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["s"]),
-        helper.make_node("QuickGelu", ["s"], ["y"], domain="com.microsoft", alpha=1.5),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "quick",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])],
-        [numpy_helper.from_array(w, "w")],
+def quick_gelu_model() -> onnx.ModelProto:
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
+        quick (float[n,3] x) => (float[n,4] y)
+        { s = MatMul (x, w)  y = com.microsoft.QuickGelu <alpha = 1.5> (s) }"""
     )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    w = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    return model
 
 
 def test_fused_activation_gradient_equals_runtime_kernel() -> None:

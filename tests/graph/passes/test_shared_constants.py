@@ -3,44 +3,29 @@
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
+from tests.models import written
 
 ROUNDING = 1e-6
 
 
 def model(shared: bool) -> onnx.ModelProto:
     """A product, a normalization that never saw data, and a product."""
-    rng = np.random.default_rng(0)
-    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
-    arrays = {
-        "w": rng.normal(size=(3, 4)).astype(np.float32),
-        "v": rng.normal(size=(4, 2)).astype(np.float32),
-        "scale": ones,
-        "shift": zeros,
-    }
-    statistics = ["shift", "scale"] if shared else ["mean", "variance"]
-    if not shared:
-        arrays |= {"mean": zeros, "variance": ones}
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["s"]),
-        helper.make_node("BatchNormalization", ["s", "scale", "shift", *statistics], ["b"]),
-        helper.make_node("MatMul", ["b", "v"], ["y"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "shared",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
-        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    zeros, ones = "0.,0.,0.,0.", "1.,1.,1.,1."
+    apart = "" if shared else f" mean={zeros} variance={ones}"
+    statistics = "shift, scale" if shared else "mean, variance"
+    return written(
+        "n,3 -> n,2",
+        f"w(3,4) v(4,2) scale={ones} shift={zeros}{apart}",
+        f"s = MatMul (input, w)  b = BatchNormalization (s, scale, shift, {statistics})"
+        "  output = MatMul (b, v)",
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def test_shared_statistics_have_gradients_of_separate_constants() -> None:
     rng = np.random.default_rng(1)
-    x, targets = {"x": rng.normal(size=(5, 3)).astype(np.float32)}, rng.integers(0, 2, 5)
+    x, targets = {"input": rng.normal(size=(5, 3)).astype(np.float32)}, rng.integers(0, 2, 5)
     found, wanted = (
         ke.Engine.from_onnx(model(shared), loss="categorical", damping=0.1).step(x, targets)
         for shared in (True, False)
@@ -56,7 +41,7 @@ def test_new_scale_does_not_change_exported_statistics(tmp_path) -> None:
     engine.set_parameters({"scale": np.full(4, 2, np.float32), "shift": np.ones(4, np.float32)})
     engine.export(tmp_path / "new.onnx")
     x = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
-    (found,) = ort.InferenceSession(tmp_path / "new.onnx").run(None, {"x": x})
+    (found,) = ort.InferenceSession(tmp_path / "new.onnx").run(None, {"input": x})
     w, v = engine.parameters["w"], engine.parameters["v"]
     np.testing.assert_allclose(found, (2 * (x @ w) / np.sqrt(1 + 1e-5) + 1) @ v, rtol=1e-5)
 
