@@ -50,21 +50,6 @@ _PIXEL_COST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Resources:
-    """Threads and block size of a sum of Gram matrices of groups.
-
-    Attributes:
-        threads: Number of threads that the work occupies.
-        numbers: Entries that one thread multiplies at a time.
-        workers: Available threads.
-    """
-
-    threads: int
-    numbers: int
-    workers: Workers
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     """The sums over positions, and the entries of the result that they are added to.
 
@@ -110,7 +95,8 @@ def grouped_second_moment(
     scale(out, how.beta)
     d = out.shape[1] - homogeneous
     chunk = min(_CHUNK_BYTES, spare // 4) // out.itemsize
-    _add_pixels(by_group, out[:, :d, :d], plan, alpha, _Resources(threads, chunk, workers))
+    small = _pixel_tasks(by_group, out[:, :d, :d], plan, alpha, chunk, threads)
+    run_tasks(small, threads, workers)
     if homogeneous:
         sums = patch_sums(x, window, out.dtype, np)[None, None]
         out[:, d, :d] += alpha * split_features(sums, groups, window.taps)[0, :, 0]
@@ -133,13 +119,10 @@ def squared_gradients(
     edges = [examples * i // parts for i in range(parts + 1)]
     first, *others = (slice(a, b) for a, b in pairwise(edges))
     results = [np.empty(out.shape, out.dtype) for _ in others]
-    tasks = [
-        partial(add, part, products_of_lines, 0.0)
-        for part, products_of_lines in zip(others, results, strict=True)
-    ]
+    tasks = [partial(add, part, result, 0.0) for part, result in zip(others, results, strict=True)]
     run_tasks([partial(add, first, out, beta), *tasks], parts, workers)
-    for products_of_lines in results:
-        out += products_of_lines
+    for result in results:
+        out += result
 
 
 def _sums_are_faster(x: Array, plan: _Plan, window: Window) -> bool:
@@ -148,21 +131,22 @@ def _sums_are_faster(x: Array, plan: _Plan, window: Window) -> bool:
     return bool(_PIXEL * len(plan.shifts) * x.size <= alone)
 
 
-def _add_pixels(x: Array, out: Array, plan: _Plan, alpha: float, resources: _Resources) -> None:
-    """Add ``alpha`` times the Gram matrices of small groups to ``out``.
+def _pixel_tasks(
+    x: Array, out: Array, plan: _Plan, alpha: float, numbers: int, threads: int
+) -> list[Callable[[], None]]:
+    """Return tasks that add ``alpha`` times the Gram matrices of small groups to ``out``.
 
     ``x`` is ``(n, groups, size, *spatial_shape)``. The matrices and rows of ``out``,
-    ``(groups, d, d)``, may have gaps.
+    ``(groups, d, d)``, may have gaps. A task multiplies ``numbers`` entries at a time.
     """
     n, groups = x.shape[:2]
     image = prod(x.shape[2:])
-    count = max(1, min(n, _SUM_IMAGES, resources.numbers // image))
-    step = max(1, min(resources.numbers // (count * image), -(-groups // resources.threads)))
-    tasks = [
+    count = max(1, min(n, _SUM_IMAGES, numbers // image))
+    step = max(1, min(numbers // (count * image), -(-groups // threads)))
+    return [
         partial(_add_groups, x[:, g : g + step], out[g : g + step], plan, alpha, count)
         for g in range(0, groups, step)
     ]
-    run_tasks(tasks, resources.threads, resources.workers)
 
 
 def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> None:
