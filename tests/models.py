@@ -122,6 +122,16 @@ def written(sides: str, constants: str, nodes: str, fed: str = "float") -> onnx.
     return model
 
 
+def parsed(
+    graph: str, constants: Mapping[str, Any], opsets: str = f'"": {OPSET}'
+) -> onnx.ModelProto:
+    """The graph of a text, as onnx's parser reads it, with more constants."""
+    model = onnx.parser.parse_model(f"<ir_version: {IR_VERSION}, opset_import: [{opsets}]> {graph}")
+    for name, array in constants.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    return model
+
+
 def random_inputs(model: onnx.ModelProto, batch: int = 3, seed: int = 0) -> dict[str, np.ndarray]:
     """Normal numbers, or ids below ``VOCABULARY``, for every data input of ``model``."""
     rng = np.random.default_rng(seed)

@@ -5,11 +5,12 @@ from math import prod
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from scipy import special
 from scipy.stats import norm
 
 from tests import models, oracle
+from tests.models import parsed
 
 LINEAR = 1e-12  # Differences of a linear function lose rounding only.
 SMOOTH = 1e-9  # Extrapolation of analytic functions, far better in practice.
@@ -134,11 +135,12 @@ def test_loss_and_gradient_follow_the_reduction(reduction):
 
 def test_class_axis_moves_the_classes_last():
     x = np.random.default_rng(0).standard_normal((2, 3, 2, 2))
-    nodes = [
-        helper.make_node("Mul", ["x", "w"], ["channels_first"]),
-        helper.make_node("Transpose", ["channels_first"], ["channels_last"], perm=[0, 2, 3, 1]),
-    ]
-    model = one_graph(nodes, {"w": np.random.default_rng(1).standard_normal((3, 1, 1))})
+    model = parsed(
+        """graph (double[] x) => (double[] channels_last)
+        { channels_first = Mul (x, w)
+          channels_last = Transpose <perm = [0, 2, 3, 1]> (channels_first) }""",
+        {"w": np.random.default_rng(1).standard_normal((3, 1, 1))},
+    )
     first = oracle.dense_fisher(
         model, {"x": x}, "channels_first", ["w"], "categorical", class_axis=1
     )
@@ -147,33 +149,31 @@ def test_class_axis_moves_the_classes_last():
 
 
 def test_every_constant_of_a_model_is_widened():
-    tensor = numpy_helper.from_array(np.array([0.1], np.float32))
-    nodes = [
-        helper.make_node("Constant", [], ["a"], value_float=0.1),
-        helper.make_node("Constant", [], ["b"], value=tensor),
-        helper.make_node("Constant", [], ["c"], value_floats=[0.1]),
-        helper.make_node("ConstantOfShape", ["shape"], ["d"]),
-        helper.make_node("Cast", ["shape"], ["e"], to=TensorProto.FLOAT),
-        helper.make_node("Sum", ["a", "b", "c", "d", "e", "w", "x"], ["y"]),
-    ]
-    constants = {"shape": np.array([1]), "w": np.array([0.1], np.float32)}
-    y = oracle.evaluate(one_graph(nodes, constants), {"x": np.zeros(1, np.float32)}, "y")[0]
+    model = parsed(
+        """graph (double[] x) => (double[] y) {
+          a = Constant <value_float = 0.1> ()  b = Constant <value = float[1] {0.1}> ()
+          c = Constant <value_floats = [0.1]> ()  d = ConstantOfShape (shape)
+          e = Cast <to = 1> (shape)  y = Sum (a, b, c, d, e, w, x)
+        }""",
+        {"shape": [1], "w": np.array([0.1], np.float32)},
+    )
+    y = oracle.evaluate(model, {"x": np.zeros(1, np.float32)}, "y")[0]
     assert y.dtype == np.float64
     assert y[0] == pytest.approx(1 + 4 * float(np.float32(0.1)), abs=1e-15)
 
 
 @pytest.mark.parametrize(
-    ("op", "attributes", "truth"),
+    ("op", "truth"),
     [
-        ("Erf", {}, special.erf),
-        ("Gelu", {}, lambda x: x * norm.cdf(x)),
-        ("Gelu", {"approximate": "tanh"}, lambda x: x * special.expit(gelu_argument(x))),
+        ("Erf", special.erf),
+        ("Gelu", lambda x: x * norm.cdf(x)),
+        ('Gelu <approximate = "tanh">', lambda x: x * special.expit(gelu_argument(x))),
     ],
     ids=["erf", "gelu", "gelu by tanh"],
 )
-def test_special_functions_run_in_double_precision(op, attributes, truth):
+def test_special_functions_run_in_double_precision(op, truth):
     x = np.linspace(-3, 3, 7)
-    model = one_graph([helper.make_node(op, ["x"], ["y"], **attributes)], {})
+    model = parsed(f"graph (double[] x) => (double[] y) {{ y = {op} (x) }}", {}, '"": 20')
     found = oracle.evaluate(model, {"x": x}, "y")[0]
     np.testing.assert_allclose(found, truth(x), rtol=0, atol=LINEAR)
 
@@ -198,28 +198,14 @@ def test_parameter_slices_follow_the_given_order():
 def test_patches_times_filter_are_the_convolution(strides, dilations, begins, ends):
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((2, 3, 6, 5)), rng.standard_normal((4, 3, 2, 3))
-    conv = helper.make_node(
-        "Conv", ["x", "w"], ["y"], strides=strides, dilations=dilations, pads=[*begins, *ends]
-    )
-    expected = oracle.evaluate(one_graph([conv], {"w": w}), {"x": x}, "y")[0]
+    options = f"strides = {[*strides]}, dilations = {[*dilations]}, pads = {[*begins, *ends]}"
+    graph = f"graph (double[] x) => (double[] y) {{ y = Conv <{options}> (x, w) }}"
+    expected = oracle.evaluate(parsed(graph, {"w": w}), {"x": x}, "y")[0]
     patches = oracle.conv_patches(x, (2, 3), strides, dilations, begins, ends)
     found = patches @ w.transpose(2, 3, 1, 0).reshape(-1, 4)
     np.testing.assert_allclose(
         found.swapaxes(1, 2).reshape(expected.shape), expected, rtol=0, atol=LINEAR
     )
-
-
-def one_graph(nodes, constants):
-    """A model around ``nodes`` with the input ``x`` and its last result as output."""
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [value("x", TensorProto.DOUBLE, None)],
-        [value(nodes[-1].output[0], TensorProto.DOUBLE, None)],
-        [numpy_helper.from_array(array, name) for name, array in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
 
 
 def test_oracle_models_are_onnx():

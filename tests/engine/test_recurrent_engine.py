@@ -5,10 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto
 
 import kfac_engine as ke
 from tests.autodiff.recurrences import GATES, recurrence
+from tests.models import parsed
 
 STEPS, EXAMPLES, D_IN, HIDDEN, CLASSES = 4, 6, 2, 3, 3
 # A loss of order one in float32, through four steps.
@@ -32,20 +33,13 @@ def weights(op: str) -> dict[str, NDArray]:
 
 def classifier(op: str) -> ModelProto:
     """The last state of a recurrence, and a dense layer on it."""
-    nodes = [
-        helper.make_node(op, ["x", "W", "R", "B"], ["", "h"], name="memory", hidden_size=HIDDEN),
-        helper.make_node("Squeeze", ["h", "axes"], ["last"]),
-        helper.make_node("Gemm", ["last", "V", "c"], ["logits"]),
-    ]
-    held = {**weights(op), "axes": np.asarray([0])}
-    graph = helper.make_graph(
-        nodes,
-        "classifier",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [STEPS, "n", D_IN])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["n", CLASSES])],
-        [numpy_helper.from_array(array, name) for name, array in held.items()],
+    return parsed(
+        f"""classifier (float[{STEPS},n,{D_IN}] x) => (float[n,{CLASSES}] logits) {{
+          [memory] "", h = {op} <hidden_size = {HIDDEN}> (x, W, R, B)
+          last = Squeeze (h, axes)  logits = Gemm (last, V, c)
+        }}""",
+        {**weights(op), "axes": [0]},
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 def cross_entropy(op: str, x: NDArray, t: NDArray, values: Mapping[str, NDArray]) -> float:

@@ -4,11 +4,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.graph.load import load_graph
 from kfac_engine.runtime.lower import lowered
+from tests.models import parsed
 
 STEP = 1e-3
 # Central differences of float32 results with this step are right to about 1e-3.
@@ -16,14 +16,13 @@ TOLERANCE = 3e-3
 
 
 def quick_gelu_model() -> onnx.ModelProto:
-    model = parser.parse_model(
-        """<ir_version: 10, opset_import: ["": 18, "com.microsoft": 1]>
-        quick (float[n,3] x) => (float[n,4] y)
-        { s = MatMul (x, w)  y = com.microsoft.QuickGelu <alpha = 1.5> (s) }"""
-    )
     w = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
-    return model
+    return parsed(
+        """quick (float[n,3] x) => (float[n,4] y)
+        { s = MatMul (x, w)  y = com.microsoft.QuickGelu <alpha = 1.5> (s) }""",
+        {"w": w},
+        '"": 18, "com.microsoft": 1',
+    )
 
 
 def test_fused_activation_gradient_equals_runtime_kernel() -> None:

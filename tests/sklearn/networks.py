@@ -1,10 +1,11 @@
-"""Models for estimators, written with the helpers of the onnx package."""
+"""Models for estimators."""
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
-CODES = {"float32": TensorProto.FLOAT, "float64": TensorProto.DOUBLE, "int64": TensorProto.INT64}
+from tests.models import parsed
+
+ELEMENTS = {"float32": "float", "float64": "double", "int64": "int64"}
 
 
 def network(
@@ -25,34 +26,20 @@ def network(
         "w2": rng.standard_normal((16, outputs)) / 4,
         "b2": np.zeros(outputs),
     }
-    nodes = [
-        helper.make_node("Flatten", ["x"], ["flat"]),
-        helper.make_node("Gemm", ["flat", "w1", "b1"], ["s1"]),
-        helper.make_node("Relu", ["s1"], ["a1"]),
-        helper.make_node("Gemm", ["a1", "w2", "b2"], ["s2"]),
-        helper.make_node(last or "Identity", ["s2"], ["p"]),
-        helper.make_node("Identity", ["p"], ["z"])
-        if column
-        else helper.make_node("Reshape", ["p", "flat_shape"], ["z"]),
-    ]
-    weights = [numpy_helper.from_array(a.astype(dtype), name) for name, a in arrays.items()]
-    if not column:
-        weights.append(numpy_helper.from_array(np.array([-1]), "flat_shape"))
-    result = ["n", outputs] if column else ["n"]
-    return written(nodes, weights, ("n", *(shape or (features,))), result, dtype)
+    weights = {name: array.astype(dtype) for name, array in arrays.items()}
+    last = last or "Identity"
+    end = "z = Identity (p)" if column else "z = Reshape (p, flat_shape)"
+    nodes = f"""flat = Flatten (x)  s1 = Gemm (flat, w1, b1)  a1 = Relu (s1)
+      s2 = Gemm (a1, w2, b2)  p = {last} (s2)  {end}"""
+    sides = ",".join(map(str, shape or (features,)))
+    element, result = ELEMENTS[dtype], "double" if dtype == "float64" else "float"
+    ends = f"network ({element}[n,{sides}] x) => ({result}[n{f',{outputs}' if column else ''}] z)"
+    return checked(f"{ends} {{ {nodes} }}", weights if column else weights | {"flat_shape": [-1]})
 
 
-def written(nodes, weights, shape, result, dtype="float32", inputs="x"):
-    """A checked model with equal inputs, and the output ``z``."""
-    graph = helper.make_graph(
-        nodes,
-        "network",
-        [helper.make_tensor_value_info(name, CODES[dtype], shape) for name in inputs],
-        [helper.make_tensor_value_info("z", CODES["float64" if dtype == "float64" else "float32"],
-                                       result)],
-        weights,
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+def checked(graph, constants):
+    """A model from text, checked."""
+    model = parsed(graph, constants)
     onnx.checker.check_model(model, full_check=True)
     return model
 

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from onnx import helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.sklearn import OnnxClassifier
 from kfac_engine.sklearn.example_input import ExampleInput, as_rows
-from tests.sklearn.networks import network, written
+from tests.sklearn.networks import checked, network
 
 FLOAT, INTEGER = np.dtype("float32"), np.dtype("int64")
 ROWS = np.arange(24.0).reshape(2, 12)
@@ -61,39 +60,31 @@ def test_integer_inputs_refuse_fractions_and_large_numbers():
 
 def test_a_network_of_tokens_learns_which_token_appears():
     rng = np.random.default_rng(0)
-    arrays = {"table": rng.standard_normal((5, 3)), "w": rng.standard_normal((3, 2)), "axes": [1]}
-    dtypes = {"table": "float32", "w": "float32", "axes": "int64"}
-    weights = [numpy_helper.from_array(np.asarray(a, dtypes[n]), n) for n, a in arrays.items()]
-    nodes = [
-        helper.make_node("Gather", ["table", "x"], ["e"]),
-        helper.make_node("ReduceMean", ["e", "axes"], ["m"], keepdims=0),
-        helper.make_node("MatMul", ["m", "w"], ["z"]),
-    ]
+    table, w = (rng.standard_normal(sides).astype(np.float32) for sides in ((5, 3), (3, 2)))
+    model = checked(
+        """tokens (int64[n,t] x) => (float[n,2] z)
+        { e = Gather (table, x)  m = ReduceMean <keepdims = 0> (e, axes)  z = MatMul (m, w) }""",
+        {"table": table, "w": w, "axes": [1]},
+    )
     tokens = rng.integers(0, 4, (200, 6))
     labels = (tokens == 3).any(axis=1)
-    classifier = OnnxClassifier(written(nodes, weights, ("n", "t"), ["n", 2], "int64"), epochs=40)
+    classifier = OnnxClassifier(model, epochs=40)
     assert classifier.fit(tokens, labels).score(tokens, labels) > 0.9
     assert classifier.classes_.dtype == bool
 
 
 def test_models_of_several_inputs_are_refused():
-    nodes = [
-        helper.make_node("Add", ["x", "y"], ["s"]),
-        helper.make_node("MatMul", ["s", "w"], ["z"]),
-    ]
-    weights = [numpy_helper.from_array(np.ones((6, 2), np.float32), "w")]
-    model = written(nodes, weights, ("n", 6), ["n", 2], inputs="xy")
+    ends = "network (float[n,6] x, float[n,6] y) => (float[n,2] z)"
+    model = checked(
+        f"{ends} {{ s = Add (x, y)  z = MatMul (s, w) }}", {"w": np.ones((6, 2), np.float32)}
+    )
     with pytest.raises(ke.UnsupportedError, match="one input; 'network' has: 'x', 'y'"):
         OnnxClassifier(model).fit(np.ones((4, 6)), [0, 1, 0, 1])
 
 
 def test_models_with_examples_on_another_axis_are_refused():
-    nodes = [
-        helper.make_node("Transpose", ["x"], ["xt"]),
-        helper.make_node("MatMul", ["xt", "w"], ["z"]),
-    ]
-    weights = [numpy_helper.from_array(np.eye(6, 2, dtype=np.float32), "w")]
-    model = written(nodes, weights, (6, "n"), ["n", 2])
+    graph = "turned (float[6,n] x) => (float[n,2] z) { xt = Transpose (x)  z = MatMul (xt, w) }"
+    model = checked(graph, {"w": np.eye(6, 2, dtype=np.float32)})
     with pytest.raises(ke.UnsupportedError, match="examples on axis 0"):
         OnnxClassifier(model).fit(np.ones((4, 4)), [0, 1, 0, 1])
 

@@ -1,9 +1,9 @@
 """A two-layer softmax classifier in NumPy with its derivatives, and the same model in ONNX."""
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
+from tests.models import parsed
 
 D, H, K, N = 5, 4, 3, 12  # inputs, hidden units, classes, examples
 
@@ -21,20 +21,13 @@ def batch(seed=0, dtype="float64", n=N):
 
 
 def model(dtype="float64", seed=0):
-    element = {"float64": TensorProto.DOUBLE, "float32": TensorProto.FLOAT}[dtype]
-    nodes = [
-        helper.make_node("Gemm", ["x", "w1", "b1"], ["s1"], transB=1),
-        helper.make_node("Tanh", ["s1"], ["h"]),
-        helper.make_node("Gemm", ["h", "w2", "b2"], ["z"], transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", element, ["batch", D])],
-        [helper.make_tensor_value_info("z", element, ["batch", K])],
-        [numpy_helper.from_array(v, n) for n, v in weights(dtype, seed).items()],
+    element = {"float64": "double", "float32": "float"}[dtype]
+    return parsed(
+        f"""net ({element}[batch,{D}] x) => ({element}[batch,{K}] z) {{
+          s1 = Gemm <transB = 1> (x, w1, b1)  h = Tanh (s1)  z = Gemm <transB = 1> (h, w2, b2)
+        }}""",
+        weights(dtype, seed),
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 def engine(dtype="float64", **options):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from onnx import save as save_model
 
 import kfac_engine as ke
 from kfac_engine.training.batches import run_data
+from tests.models import parsed
 from tests.nightly import nightly_but
 from tests.training import softmax_net as net
 
@@ -334,13 +334,9 @@ print(len(history.records), int(peak) // 1024)
 
 
 def wide_model(path):
-    weight = numpy_helper.from_array(np.zeros((FEATURES, 2), np.float32), "w")
-    sizes = {"x": ["batch", FEATURES], "z": ["batch", 2]}
-    x, z = (helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in sizes.items())
-    node = helper.make_node("MatMul", ["x", "w"], ["z"])
-    graph = helper.make_graph([node], "net", [x], [z], [weight])
-    opset = [helper.make_opsetid("", 18)]
-    save_model(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+    weight = np.zeros((FEATURES, 2), np.float32)
+    graph = f"net (float[n,{FEATURES}] x) => (float[n,2] z) {{ z = MatMul (x, w) }}"
+    save_model(parsed(graph, {"w": weight}), path)
 
 
 def sparse_npy(file):

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 import kfac_engine as ke
+from tests.models import parsed
 from tests.training import softmax_net as net
 
 T, N, D, K = 5, 12, 3, 4  # time steps, examples, features, classes
@@ -13,25 +13,11 @@ T, N, D, K = 5, 12, 3, 4  # time steps, examples, features, classes
 def time_first(batch="batch"):
     """Mean over time of a dense layer of ``x`` ``(T, batch, D)``, plus an offset input ``(K,)``."""
     weight = np.random.default_rng(0).standard_normal((D, K)).astype(np.float32)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["s"]),
-        helper.make_node("ReduceMean", ["s", "axes"], ["m"], keepdims=0),
-        helper.make_node("Add", ["m", "offset"], ["z"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, [T, batch, D]),
-            helper.make_tensor_value_info("offset", TensorProto.FLOAT, [K]),
-        ],
-        [helper.make_tensor_value_info("z", TensorProto.FLOAT, [batch, K])],
-        [
-            numpy_helper.from_array(weight, "w"),
-            numpy_helper.from_array(np.array([0]), "axes"),
-        ],
+    return parsed(
+        f"""net (float[{T},{batch},{D}] x, float[{K}] offset) => (float[{batch},{K}] z)
+        {{ s = MatMul (x, w)  m = ReduceMean <keepdims = 0> (s, axes)  z = Add (m, offset) }}""",
+        {"w": weight, "axes": [0]},
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 @pytest.fixture

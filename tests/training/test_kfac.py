@@ -3,7 +3,6 @@
 from itertools import product
 
 import numpy as np
-import onnx
 import pytest
 
 import kfac_engine as ke
@@ -11,6 +10,7 @@ from kfac_engine.curvature.schedule import GrowingPlanner
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.training import adaptive_lengths
 from kfac_engine.training.curvature_updates import rotating_part
+from tests.models import parsed
 from tests.training import softmax_net as net
 from tests.training.kfac_reference import Reference
 
@@ -262,13 +262,7 @@ def test_updates_that_were_far_too_long_together_are_cut_at_once():
 
 def linear_model():
     weight = np.random.default_rng(1).standard_normal((3, 3))
-    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])]
-    shapes = [onnx.helper.make_tensor_value_info(n, 11, ["n", 3]) for n in "xy"]
-    graph = onnx.helper.make_graph(
-        nodes, "linear", shapes[:1], shapes[1:], [onnx.numpy_helper.from_array(weight, "w")]
-    )
-    opset = onnx.helper.make_opsetid("", 18)
-    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
+    return parsed("linear (double[n,3] x) => (double[n,3] y) { y = MatMul (x, w) }", {"w": weight})
 
 
 def test_an_adapted_damping_has_a_lower_bound():

@@ -2,22 +2,17 @@
 
 import numpy as np
 import pytest
-from onnx import numpy_helper, parser
 
 from kfac_engine.errors import ModelError
 from kfac_engine.graph.load import load_graph
+from tests.models import parsed
 
 FOREVER = 2**63 - 1  # exporters write it for loops that a condition ends
 
 
 def model(nodes, functions="", **constants):
-    made = parser.parse_model(
-        f"""<ir_version: 10, opset_import: ["": 18, "my": 1]>
-        g (float[n,4] x) => (float[] y) {{ {nodes} }} {functions}"""
-    )
-    tensors = [numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items()]
-    made.graph.initializer.extend(tensors)
-    return made
+    graph = f"g (float[n,4] x) => (float[] y) {{ {nodes} }} {functions}"
+    return parsed(graph, constants, '"": 18, "my": 1')
 
 
 def doubling(count):
