@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from kfac_engine.data import MODELS, demo_model, digits
 from kfac_engine.errors import UnknownNameError
-from scripts import make_demo_models
+from scripts import make_demo_data
 
 # Examples of each class in the test set, from the description at the UCI repository.
 CLASS_COUNTS = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
@@ -39,7 +39,7 @@ def test_digits_equal_those_of_scikit_learn():
 
 
 def test_digits_file_is_compressed_without_pickle():
-    path = Path(make_demo_models.TARGET) / "digits.npz"
+    path = Path(make_demo_data.TARGET) / "digits.npz"
     with ZipFile(path) as archive:
         assert all(entry.compress_size < entry.file_size / 2 for entry in archive.infolist()[:1])
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
@@ -48,7 +48,7 @@ def test_digits_file_is_compressed_without_pickle():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_script_reproduces_shipped_models(name, tmp_path):
-    make_demo_models.write(tmp_path)
+    make_demo_data.write_models(tmp_path)
     again, shipped = (
         onnx.load_from_string(data)
         for data in ((tmp_path / f"{name}.onnx").read_bytes(), demo_model(name))

@@ -1,9 +1,10 @@
-"""Writes the ONNX models of the demo: two small untrained classifiers of 8×8 images.
+"""Writes the data of the demo: two small untrained classifiers of 8×8 images, and the digits.
 
-Run from the repository root: ``python -m scripts.make_demo_models``. The same seed gives the same
-bytes.
+Run from the repository root: ``python -m scripts.make_demo_data``. The same seed gives the same
+bytes. The digits are those of scikit-learn, and stay as they are if it is not installed.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,7 @@ def cnn() -> onnx.ModelProto:
     return network.dense("dense2", (64, CLASSES)).model()
 
 
-def write(folder: Path = TARGET) -> list[Path]:
+def write_models(folder: Path = TARGET) -> list[Path]:
     """Write both models into a folder and return their paths."""
     paths = []
     for make in (mlp, cnn):
@@ -106,6 +107,20 @@ def write(folder: Path = TARGET) -> list[Path]:
     return paths
 
 
+def write_digits(path: Path) -> Path:
+    """Write images and labels as bytes to one compressed file, and return its path."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    np.savez_compressed(
+        path, images=digits.images.astype(np.uint8), labels=digits.target.astype(np.uint8)
+    )
+    return path
+
+
 if __name__ == "__main__":
-    for written in write():
+    paths = write_models()
+    if find_spec("sklearn"):
+        paths.append(write_digits(TARGET / "digits.npz"))
+    for written in paths:
         print(f"{written}: {written.stat().st_size} bytes")
