@@ -22,7 +22,7 @@ from kfac_engine.bench.jobs import (
 from kfac_engine.bench.step_networks import NETWORKS
 from kfac_engine.curvature.block_products import BlockProducts
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.factors.refresh import refresh
+from kfac_engine.curvature.factors.base import refresh
 from kfac_engine.curvature.factors.stacked import GroupedMoment
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.curvature.schedule import Schedule

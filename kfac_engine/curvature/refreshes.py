@@ -17,8 +17,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
-from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division, begin_refresh
+from kfac_engine.curvature.factors.base import FisherFactor, begin_refresh
+from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division
 from kfac_engine.curvature.schedule import (
     ADAPTIVE,
     POLICIES,
@@ -103,7 +103,7 @@ class Refreshes:
         return passes / refresh, products / refresh
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
-        """Begin refreshes of works, by default all; see ``factors.refresh.begin_refresh``.
+        """Begin refreshes of works, by default all; see ``factors.base.begin_refresh``.
 
         The returned function waits for the results and stores them.
         """

@@ -8,7 +8,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device
-from kfac_engine.curvature.factors.refresh import begin_refresh
+from kfac_engine.curvature.factors.base import begin_refresh
 from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler

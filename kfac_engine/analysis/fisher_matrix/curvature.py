@@ -1,6 +1,9 @@
 """The curvature of a model at its parameters: a block-diagonal Fisher matrix with its spectrum."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.analysis.fisher_matrix.assembly import assembled
 from kfac_engine.analysis.fisher_matrix.block_gradients import gradient_sources, jacobian_sources
 from kfac_engine.analysis.fisher_matrix.blocks import Block, checked_damping
-from kfac_engine.analysis.fisher_matrix.example_tiles import ExampleTile, tiles
+from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients, numbered
 from kfac_engine.analysis.fisher_matrix.files import (
     NUMBERS,
     CurvatureFile,
@@ -18,6 +21,7 @@ from kfac_engine.analysis.fisher_matrix.files import (
     weight_hashes,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
+from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.backend.namespace import on_host
@@ -27,8 +31,30 @@ from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.observed import Targets
+from kfac_engine.runtime.trace import Trace
 
 Damping = float | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExampleTile:
+    """Derivatives of consecutive examples with respect to the parameters of one layer.
+
+    Attributes:
+        examples: Numbers of the examples in the batch.
+        arrays: Parameter name to derivatives in float64. Gradients are ``(m, *shape)`` for ``m``
+            examples, rows of Jacobians ``(m, k, *shape)`` for ``k`` values of an example. If
+            several layers have parts of a parameter, the entries of other layers are zero.
+            ``Curvature.multiply`` needs all parameters of a block, so that such a tile has the
+            parameters of the other layers as well, as zeros.
+    """
+
+    examples: slice
+    arrays: Mapping[str, Array]
+
+    def without_sources(self) -> "ExampleTile":
+        """Return the sum over the axis of the sources."""
+        return ExampleTile(self.examples, {n: a.sum(axis=1) for n, a in self.arrays.items()})
 
 
 class Curvature:
@@ -284,7 +310,7 @@ class Curvature:
                 message names it.
         """
         with single_threaded_blas(), quiet():
-            for tile in tiles(self.layout, *gradient_sources(self.layout, inputs, targets)):
+            for tile in _tiles(self.layout, *gradient_sources(self.layout, inputs, targets)):
                 yield tile.without_sources()
 
     def example_jacobians(self, inputs: Mapping[str, Array]) -> Iterator[ExampleTile]:
@@ -306,7 +332,7 @@ class Curvature:
                 first axis of the value.
         """
         with single_threaded_blas(), quiet():
-            yield from tiles(self.layout, *jacobian_sources(self.layout, inputs))
+            yield from _tiles(self.layout, *jacobian_sources(self.layout, inputs))
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -392,3 +418,54 @@ def checked_curvature(value: object, use: str) -> Curvature:
             f"{use} needs the result of kfac_engine.curvature, got {type(value).__name__}."
         )
     return value
+
+
+def _tiles(
+    layout: Layout, trace: Trace, sources: Sequence[Mapping[str, Array]]
+) -> Iterator[ExampleTile]:
+    """Yield the derivatives of a batch, layer by layer and in tiles of examples.
+
+    Args:
+        layout: The model with its layers.
+        trace: The batch.
+        sources: Cotangents of each row of a Jacobian.
+
+    Yields:
+        Derivatives with an axis for the sources after that of the examples.
+    """
+    vector, scratch_bytes = layout.vector, layout.assembly.collection.backend.scratch_bytes
+    readers = LayerGradients(layout.assembly).read(trace, sources)
+    groups = _groups(layout)
+    for (layer, block), reader in zip(layout.layers, readers, strict=True):
+        places = layout.decomposer.places(block)
+        owner = vector.parameter_of(layer.parameters[0])
+        names = next(group for group in groups if owner in group)
+        whole = sum(prod(vector.shapes[name]) for name in names)
+        part_bytes = scratch_bytes * places.size // max(whole, 1)
+        for examples, tile in numbered(reader, part_bytes, whole=True):
+            yield ExampleTile(examples, _by_parameter(vector, names, places, tile.matrices()))
+
+
+def _groups(layout: Layout) -> list[tuple[str, ...]]:
+    """Return the parameters that share layers: the blocks of a group have all its parameters."""
+    groups: list[tuple[str, ...]] = []
+    for layer, _ in layout.layers:
+        names = tuple(map(layout.vector.parameter_of, layer.parameters))
+        joined = [group for group in groups if not set(names).isdisjoint(group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append(tuple(dict.fromkeys(chain(*joined, names))))
+    return groups
+
+
+def _by_parameter(
+    vector: ParameterVector, names: Sequence[str], places: Places, rows: Float
+) -> dict[str, Array]:
+    """Return packed vectors ``(m, k, g, d_in, d_out)`` as arrays ``(m, k, *shape)``."""
+    arrays: dict[str, Array] = {}
+    for name in names:
+        start, shape = vector.starts[name], vector.shapes[name]
+        inside = (start <= places) & (places < start + prod(shape))
+        flat = np.zeros((*rows.shape[:2], prod(shape)))
+        flat[:, :, places[inside] - start] = rows[:, :, inside]
+        arrays[name] = flat.reshape(*rows.shape[:2], *shape)
+    return arrays

@@ -12,6 +12,7 @@ into the average, so that an update in one process allocates no second matrix.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, prod, sqrt
 from typing import Any, TypeAlias
 
@@ -22,7 +23,13 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, refresh
+from kfac_engine.curvature.factors.refresh import (
+    UNDIVIDED,
+    Damping,
+    Division,
+    RefreshTask,
+    begin_requests,
+)
 from kfac_engine.curvature.factors.statistics import Sizes, Statistic
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import (
@@ -765,3 +772,73 @@ class FisherFactor(ABC):
 
 def _real(array: Array) -> bool:
     return bool(array.dtype.kind == "f")
+
+
+def refresh(factors: Sequence[FisherFactor], backend: Backend) -> None:
+    """Recompute everything registered with factors from their averages and dampings.
+
+    Results are stored after all of them were computed. A factor that stores nothing is skipped.
+
+    Raises:
+        NotReadyError: A factor has no average yet.
+        NonFiniteError: An average contains NaN or infinity.
+        InputError: A damping is wrong, or a damped matrix has no such power.
+    """
+    begin_refresh(factors, backend)()
+
+
+def begin_refresh(
+    factors: Sequence[FisherFactor], backend: Backend, division: Division = UNDIVIDED
+) -> Callable[[], None]:
+    """Begin a refresh, so that a device computes inverses while the host continues.
+
+    The returned function waits for the results and stores them at its first call. A factor calls it
+    before its average changes. Errors are as for ``refresh``; the function raises the
+    ``InputError``.
+    """
+    due = [factor for factor in factors if factor.has_inverses]
+    if not due:
+        return lambda: None
+    for factor in due:
+        factor.wait()
+    due = list(division.hand_over(due))
+    if not due:
+        return lambda: None
+    _measure_traces(due, backend)
+    tasks = [factor.refresh_task() for factor in due]
+    results = division.compute(due, tasks, partial(begin_requests, backend))
+
+    def finish() -> None:
+        for factor in due:
+            factor.set_pending(None)
+        computed = results()
+        for task in tasks:
+            task.store([computed[request] for request in task.requests])
+
+    for factor in due:
+        factor.set_pending(finish)
+    return due[0].wait
+
+
+def _measure_traces(due: Sequence[FisherFactor], backend: Backend) -> None:
+    """Check that averages are finite, and measure the traces that dampings depend on.
+
+    One transfer from a device serves all averages and traces. ``NonFiniteError`` is raised if an
+    average contains NaN or infinity.
+    """
+    averages = list({id(a): a for factor in due for a in factor.averages}.values())
+    partners = list({id(p): p for factor in due for p in factor.partners}.values())
+    lower = [average.lower() for average in averages]
+    partners = [factor for factor in partners if factor.traces_of_average is None]
+    traces = [factor.measured_traces() for factor in partners]
+    finite, *traces = backend.download([backend.are_finite(lower), *traces])
+    for average, is_finite in zip(averages, finite, strict=True):
+        # Entries above the diagonal are not defined before ``read``.
+        if not is_finite and not _is_finite(average.read(), backend):
+            raise NonFiniteError(f"the average of {average.name} holds NaN or infinity.")
+    for factor, of_factor in zip(partners, traces, strict=True):
+        factor.traces_of_average = of_factor
+
+
+def _is_finite(array: Array, backend: Backend) -> bool:
+    return bool(backend.download([backend.are_finite([array])])[0].all())

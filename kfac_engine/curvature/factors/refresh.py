@@ -1,25 +1,23 @@
-"""Refresh of many factors: recompute the inverses and powers that factors store.
+"""Requests of a refresh: the inverses and powers that factors store, computed for many at once.
 
 A factor returns a ``RefreshTask``: requests for inverses and powers of its average, and a function
 that stores the results. Requests of one operation are computed together for all factors, so that a
 backend can stack matrices of equal shape and read a device once.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.linalg.spectral import eigh_power
 from kfac_engine.distributed.messages import Form
-from kfac_engine.errors import NonFiniteError
 
 # Returns the current damping; called at each refresh. Two callables with equal hashable attributes
 # ``func_id`` are the same registration.
@@ -75,36 +73,6 @@ class RefreshTask:
     store: Callable[[Sequence[Result]], None]
 
 
-class Refreshable(Protocol):
-    """The part of a factor that a refresh uses; see ``FisherFactor`` for each member."""
-
-    traces_of_average: Array | None
-
-    @property
-    def has_inverses(self) -> bool:
-        """Whether anything is stored beside the average."""
-
-    @property
-    def averages(self) -> Iterable[MovingAverage]:
-        """The averages that a refresh reads."""
-
-    @property
-    def partners(self) -> "Iterable[Refreshable]":
-        """The factors of all blocks that use the factor."""
-
-    def measured_traces(self) -> Array:
-        """Compute the traces of the average."""
-
-    def refresh_task(self) -> RefreshTask:
-        """Return the refresh of the current average."""
-
-    def wait(self) -> None:
-        """Complete a refresh that was begun."""
-
-    def set_pending(self, finish: Callable[[], None] | None) -> None:
-        """Set the function that ``wait`` calls."""
-
-
 # Starts to compute requests; returns a function that waits for their results.
 Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request, Result]]]
 
@@ -158,77 +126,9 @@ class Division:
 UNDIVIDED = Division()
 
 
-def refresh(factors: Sequence[Refreshable], backend: Backend) -> None:
-    """Recompute everything registered with factors from their averages and dampings.
-
-    Results are stored after all of them were computed. A factor that stores nothing is skipped.
-
-    Raises:
-        NotReadyError: A factor has no average yet.
-        NonFiniteError: An average contains NaN or infinity.
-        InputError: A damping is wrong, or a damped matrix has no such power.
-    """
-    begin_refresh(factors, backend)()
-
-
-def begin_refresh(
-    factors: Sequence[Refreshable], backend: Backend, division: Division = UNDIVIDED
-) -> Callable[[], None]:
-    """Begin a refresh, so that a device computes inverses while the host continues.
-
-    The returned function waits for the results and stores them at its first call. A factor calls it
-    before its average changes. Errors are as for ``refresh``; the function raises the
-    ``InputError``.
-    """
-    due = [factor for factor in factors if factor.has_inverses]
-    if not due:
-        return lambda: None
-    for factor in due:
-        factor.wait()
-    due = list(division.hand_over(due))
-    if not due:
-        return lambda: None
-    _measure(due, backend)
-    tasks = [factor.refresh_task() for factor in due]
-    results = division.compute(due, tasks, partial(_begin, backend))
-
-    def finish() -> None:
-        for factor in due:
-            factor.set_pending(None)
-        computed = results()
-        for task in tasks:
-            task.store([computed[request] for request in task.requests])
-
-    for factor in due:
-        factor.set_pending(finish)
-    return due[0].wait
-
-
-def _measure(due: Sequence[Refreshable], backend: Backend) -> None:
-    """Check that averages are finite, and measure the traces that dampings depend on.
-
-    One transfer from a device serves all averages and traces. ``NonFiniteError`` is raised if an
-    average contains NaN or infinity.
-    """
-    averages = list({id(a): a for factor in due for a in factor.averages}.values())
-    partners = list({id(p): p for factor in due for p in factor.partners}.values())
-    lower = [average.lower() for average in averages]
-    partners = [factor for factor in partners if factor.traces_of_average is None]
-    traces = [factor.measured_traces() for factor in partners]
-    finite, *traces = backend.download([backend.are_finite(lower), *traces])
-    for average, is_finite in zip(averages, finite, strict=True):
-        # Entries above the diagonal are not defined before ``read``.
-        if not is_finite and not _is_finite(average.read(), backend):
-            raise NonFiniteError(f"the average of {average.name} holds NaN or infinity.")
-    for factor, of_factor in zip(partners, traces, strict=True):
-        factor.traces_of_average = of_factor
-
-
-def _is_finite(array: Array, backend: Backend) -> bool:
-    return bool(backend.download([backend.are_finite([array])])[0].all())
-
-
-def _begin(backend: Backend, requests: Sequence[Request]) -> Callable[[], Mapping[Request, Result]]:
+def begin_requests(
+    backend: Backend, requests: Sequence[Request]
+) -> Callable[[], Mapping[Request, Result]]:
     """Begin all requests by operation; return a function that waits for their results."""
     groups = []
     for operation, start in OPERATIONS.items():

@@ -11,8 +11,8 @@ from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.factors.base import refresh
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
-from kfac_engine.curvature.factors.refresh import refresh
 from kfac_engine.curvature.factors.statistics import KroneckerMoment
 from kfac_engine.errors import InputError, NonFiniteError, NotReadyError
 from kfac_engine.layers.views import RowView
