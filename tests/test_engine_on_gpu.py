@@ -89,32 +89,17 @@ OTHERS = {
 
 def convolution(channels: int, groups: int) -> onnx.ModelProto:
     """Images through a grouped filter, its bias, and a mean over pixels."""
-    node = onnx.helper.make_node
-    body = [
-        node("Conv", ["x", "w", "b"], ["c"], group=groups, pads=[1, 1, 1, 1]),
-        node("Tanh", ["c"], ["t"]),
-        node("GlobalAveragePool", ["t"], ["p"]),
-        node("Flatten", ["p"], ["y"]),
-    ]
+    body = f"""c = Conv <group = {groups}, pads = [1, 1, 1, 1]> (x, w, b)  t = Tanh (c)
+      p = GlobalAveragePool (t)  y = Flatten (p)"""
     shapes = {"w": (channels, channels // groups, 3, 3), "b": (channels,)}
-    return made(body, {"x": [channels, 6, 6], "y": [channels]}, shapes)
+    return made(f"(float[n,{channels},6,6] x) => (float[n,{channels}] y) {{ {body} }}", shapes)
 
 
-def made(
-    body: list[onnx.NodeProto], ends: dict[str, list[int]], shapes: dict[str, tuple[int, ...]]
-) -> onnx.ModelProto:
-    """A model of one input and one output, with random weights."""
+def made(graph: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """A model from text, with random weights."""
     rng = np.random.default_rng(0)
-    weights = [
-        onnx.numpy_helper.from_array((rng.normal(size=shape) / 2).astype(np.float32), name)
-        for name, shape in shapes.items()
-    ]
-    x, y = (
-        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", *sides])
-        for name, sides in ends.items()
-    )
-    graph = onnx.helper.make_graph(body, "made", [x], [y], weights)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])
+    weights = {n: (rng.normal(size=s) / 2).astype(np.float32) for n, s in shapes.items()}
+    return models.parsed(f"made {graph}", weights)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -195,15 +180,11 @@ def test_step_reads_gpu_four_times_for_any_number_of_layers(
 
 def chain(layers: int) -> onnx.ModelProto:
     """Dense layers of four features."""
-    body = []
-    for i in range(layers):
-        last = i == layers - 1
-        inputs, output = [f"x{i}", f"w{i}", f"b{i}"], "y" if last else f"s{i}"
-        body.append(onnx.helper.make_node("Gemm", inputs, [output]))
-        if not last:
-            body.append(onnx.helper.make_node("Tanh", [output], [f"x{i + 1}"]))
+    nodes = [f"s{i} = Gemm (x{i}, w{i}, b{i})  x{i + 1} = Tanh (s{i})" for i in range(layers - 1)]
+    last = layers - 1
+    nodes.append(f"y = Gemm (x{last}, w{last}, b{last})")
     shapes = {f"w{i}": (4, 4) for i in range(layers)} | {f"b{i}": (4,) for i in range(layers)}
-    return made(body, {"x0": [4], "y": [4]}, shapes)
+    return made(f"(float[n,4] x0) => (float[n,4] y) {{ {'  '.join(nodes)} }}", shapes)
 
 
 POWERS_AND_BLOCKS = {

@@ -322,11 +322,8 @@ def test_unknown_gradient_dtype_raises_error() -> None:
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_reading_bits_of_half_precision_raises_error(kind: str) -> None:
     code = helper.np_dtype_to_tensor_dtype(DTYPES[kind])
-    nodes = [helper.make_node("BitCast", ["x"], ["y"], "bits", to=code)]
-    x = helper.make_tensor_value_info("x", TensorProto.INT16, ["n"])
-    y = helper.make_tensor_value_info("y", code, ["n"])
-    graph = helper.make_graph(nodes, "g", [x], [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 26)], ir_version=13)
+    graph = f"g (int16[n] x) => ({kind}[n] y) {{ [bits] y = BitCast <to = {code}> (x) }}"
+    model = models.parsed(graph, {}, '"": 26')
     with pytest.raises(UnsupportedError, match="BitCast node 'bits' reads the bits"):
         load_graph(model)
 

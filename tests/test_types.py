@@ -108,17 +108,17 @@ def test_model_with_only_quantized_weights_raises_error(activations: bool) -> No
 
 
 def test_tree_models_have_no_parameters() -> None:
-    node = helper.make_node(
-        "TreeEnsembleRegressor", ["input"], ["output"], "trees", domain="ai.onnx.ml",
-        n_targets=1, nodes_treeids=[0], nodes_nodeids=[0], nodes_featureids=[0],
-        nodes_modes=["LEAF"], nodes_values=[0.0], nodes_truenodeids=[0], nodes_falsenodeids=[0],
-        target_treeids=[0], target_nodeids=[0], target_ids=[0], target_weights=[1.0],
-    )  # fmt: skip
-    x = helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 4])
-    y = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 1])
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("ai.onnx.ml", 3)]
-    graph = helper.make_graph([node], "forest", [x], [y])
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    model = models.parsed(
+        """forest (float[batch,4] input) => (float[batch,1] output) {
+          [trees] output = ai.onnx.ml.TreeEnsembleRegressor <
+            n_targets = 1, nodes_treeids = [0], nodes_nodeids = [0], nodes_featureids = [0],
+            nodes_modes = ["LEAF"], nodes_values = [0.0], nodes_truenodeids = [0],
+            nodes_falsenodeids = [0], target_treeids = [0], target_nodeids = [0],
+            target_ids = [0], target_weights = [1.0]> (input)
+        }""",
+        {},
+        '"": 18, "ai.onnx.ml": 3',
+    )
     with pytest.raises(ModelError, match=r"TreeEnsembleRegressor node 'trees' stores .*'nodes_val"):
         ke.Engine.from_onnx(model, loss="normal")
 

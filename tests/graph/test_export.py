@@ -59,12 +59,9 @@ def test_export_keeps_operator_set_and_format() -> None:
 @pytest.mark.parametrize("kind", ["FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE"])
 def test_exported_values_have_element_type_of_file(kind: str) -> None:
     code = TensorProto.DataType.Value(kind)
-    x, y = (helper.make_tensor_value_info(name, code, [2, 2]) for name in "xy")
-    weight = helper.make_tensor("w", code, [2, 2], [1.0, 2.0, 3.0, 4.0])
-    node = helper.make_node("MatMul", ["x", "w"], ["y"])
-    graph = helper.make_graph([node], "m", [x], [y], [weight])
-    opset = [helper.make_opsetid("", 18)]
-    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
+    graph = f"m ({kind.lower()}[2,2] x) => ({kind.lower()}[2,2] y) {{ y = MatMul (x, w) }}"
+    model = models.parsed(graph, {})
+    model.graph.initializer.append(helper.make_tensor("w", code, [2, 2], [1.0, 2.0, 3.0, 4.0]))
     exported = exported_model(load_model(model), {"w": np.full((2, 2), 0.5)})
     assert exported.graph.initializer[0].data_type == code
     assert (stored(exported)["w"] == 0.5).all()
