@@ -94,12 +94,12 @@ if TYPE_CHECKING:
     from kfac_engine.distributed.nccl import over_nccl as over_nccl
     from kfac_engine.distributed.protocol import Communicator as Communicator
     from kfac_engine.engine.engine import Engine as Engine
+    from kfac_engine.engine.engine import precondition as precondition
     from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
     from kfac_engine.engine.factor_view import FactorView as FactorView
     from kfac_engine.engine.factors import Factors as Factors
     from kfac_engine.engine.factors import ParameterFactors as ParameterFactors
     from kfac_engine.engine.memory import MemoryReport as MemoryReport
-    from kfac_engine.engine.one_batch import precondition as precondition
     from kfac_engine.engine.options import EngineOptions as EngineOptions
     from kfac_engine.engine.parameter_matches import ParameterMatches as ParameterMatches
     from kfac_engine.engine.parameter_matches import match_parameters as match_parameters
@@ -204,7 +204,7 @@ _HOMES = {
     "Schedule": "curvature.schedule",
     "Engine": "engine.engine",
     "EngineOptions": "engine.options",
-    "precondition": "engine.one_batch",
+    "precondition": "engine.engine",
     "differentiate": "export.gradient_model",
     "export_training": "training_files.export",
     "TrainingFiles": "training_files.files",

@@ -28,6 +28,7 @@ from kfac_engine.engine.block_fisher import BlockFisher
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_state, save_state
 from kfac_engine.engine.factors import Factors
+from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
 from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.options import (
@@ -36,6 +37,7 @@ from kfac_engine.engine.options import (
     Gathering,
     by_keyword,
     check_damping,
+    check_names,
     check_schedule,
 )
 from kfac_engine.engine.parameter_entries import ParameterEntries
@@ -613,3 +615,30 @@ class Engine(Summarized, TrainableModel):
             return Footprint(self._assembly)
         sums = self.estimator.sums_sources + (parts > 1)
         return Footprint(self._assembly, self.layers, self._exps, sums, float(statistics))
+
+
+def precondition(
+    model: ModelSource,
+    inputs: Mapping[str, Array],
+    targets: Targets,
+    loss: LossChoices,
+    **options: object,
+) -> Result:
+    """Return gradients and natural gradients of one batch, from a temporary engine.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        inputs: Input name to array.
+        targets: The targets of the loss.
+        loss: As for ``Engine.from_onnx``.
+        **options: Further options of ``Engine.from_onnx``.
+
+    Returns:
+        Loss, gradients, natural gradients.
+
+    Raises:
+        UnknownNameError: An option is unknown.
+    """
+    check_names(precondition.__name__, options, [field.name for field in fields(EngineOptions)])
+    engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
+    return engine.step(inputs, targets)
