@@ -47,8 +47,9 @@ _BETA2, _EPSILON = 0.999, 1e-8
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
 _DECAY, _GAIN = 0.1, 0.4
 _LEAST, _LARGEST = 0.1, 20.0
-# log k falls by this number where all updates, together, were far too long: where the loss rises
-# along them by more than this multiple of the fall at their start, and by more than the loss.
+# A step goes back, and log k falls by this number, where all updates together were far too long:
+# the loss rises along them by more than this multiple of the fall at their start, and by more than
+# the loss.
 _CUT, _FAR = 1.0, 3.0
 
 # Largest number of Newton–Schulz iterations of a matrix.
@@ -127,8 +128,10 @@ class AdaptiveLengthUpdate:
 
     The matrices of a deep network may each be short enough, and all together far too long. Where
     the loss rises along the last updates by more than itself, and by more than three times the fall
-    at their start, ``−Σ α ⟨g, p⟩ > max(|loss|, 3 Σ α ⟨g', p⟩)`` with the step sizes α of the last
-    step, log k of each matrix falls by 1.
+    at their start, ``R > max(|loss|, 3 F)`` with ``R = −Σ α ⟨g, p⟩``, ``F = Σ α ⟨g', p⟩`` and the
+    step sizes α of the last step, the step takes the part ``R / (F + R)`` of the last updates back,
+    to the minimum of the parabola with these slopes. log k of each matrix falls by 1. The gradient,
+    which is large far from the minimum, counts as zero in the averages.
 
     Predictions of means have the unit of their targets. The length of the matrix of a layer whose
     outputs they are is multiplied by ``u / max(1, v)``, and the rate of its bias by u. u is the
@@ -203,29 +206,34 @@ class AdaptiveLengthUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new state."""
         step.new_slots["natural_gradient"].clear()  # new arrays take the place of the last but one
-        ahead, grouped = self._averages_ahead(step)
-        vectors = (step.gradients, step.parameters, step.new_slots["momentum"], ahead)
-        gradients, parameters, means, ahead = map(self.units.split, vectors)
+        gradients = self.units.split(step.gradients)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
-        due = {name: self._is_due(name, step, last) for name in self.roots}
+        back = self._part_back(step, last)
+        if is_recorded(back) or back:
+            step = _without_gradients(step, back > 0)
+            gradients = self.units.split(step.gradients)
+        ahead, grouped = self._averages_ahead(step)
+        vectors = (step.parameters, step.new_slots["momentum"], ahead)
+        parameters, means, ahead = map(self.units.split, vectors)
+        due = {name: self._is_due(name, step, last, back > 0) for name in self.roots}
         with step.clock("precondition"):
             natural = self._natural_gradients(ahead, step, due)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
-        self._write_step_sizes(step, last, slopes, squares, due)
+        self._write_step_sizes(step, (last, slopes, squares), due, back)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         # The memory of a gradient that is not needed any more receives the new value.
         for name in self.roots:
-            self._by_matrix(name, gradients[name], natural[name], parameters[name], step)
+            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, back)
         for names in self.together.by_adam:
             value, mean = grouped.get(names) or (joined(gradients, names), joined(means, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
         values = self.units.join(gradients, step.parameters)
-        predicted = quadratic_change(self.engine, step, values) if step.predicts else None
-        return Move(values, predicted)
+        predicts = step.predicts and not back
+        return Move(values, quadratic_change(self.engine, step, values) if predicts else None)
 
     def _averages_ahead(
         self, step: StepInputs
@@ -281,26 +289,29 @@ class AdaptiveLengthUpdate:
         counts = {names: block_of(slopes, names).size for names in self.together.lengths}
         return [{n: _numbers(pair, n, count) for n, count in counts.items()} for pair in results]
 
-    def _is_due(self, name: str, step: StepInputs, last: Products) -> Any:
+    def _is_due(self, name: str, step: StepInputs, last: Products, goes_back: Any) -> Any:
         """Return whether a weight has a new direction in a step, or a recorded truth value.
 
         Args:
             name: The weight.
             step: The step.
             last: Inner products of the gradient with the last directions.
+            goes_back: Whether the step goes back.
         """
-        if self.widths[name] <= _NARROW:
-            return True
+        onward = np.logical_not(goes_back) if is_recorded(goes_back) else not goes_back
+        if onward is False or self.widths[name] <= _NARROW:
+            return onward
         always = self._rows(name, step.examples) >= self.widths[name]
         if not is_recorded(always) and always:
-            return True
+            return onward
         number: Any = step.step
         number = number.astype(np.int64) if is_recorded(number) else number
         (names,) = (names for names in last if name in names)
         slopes = {n: step.slots["slope"][n] for n in names}
         along = separated(last[names], slopes) if names[1:] else {name: last[names]}
         overshot = (along[name] + slopes[name]).min() < 0  # c < -1
-        return np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
+        turns = np.logical_or(always, np.logical_or(number % 2 == 0, overshot))
+        return turns if onward is True else np.logical_and(turns, onward)
 
     def _rows(self, name: str, examples: Any) -> Any:
         """Return the number of rows of a batch in the factors of a weight."""
@@ -388,29 +399,28 @@ class AdaptiveLengthUpdate:
     def _write_step_sizes(
         self,
         step: StepInputs,
-        last: Products,
-        slopes: Products,
-        squares: Products,
+        products: tuple[Products, Products, Products],
         due: Mapping[str, Any],
+        back: Any,
     ) -> None:
         """Write the new slopes, lengths and step sizes.
 
         Args:
             step: The step.
-            last: Inner products of the gradient with the last directions.
-            slopes: Inner products of the gradient with the directions.
-            squares: Squared norms of the directions.
+            products: Inner products of the gradient with the last directions and with the
+                directions, and the squared norms of the directions.
             due: Whether the direction of a weight is new.
+            back: Part of the last updates that the step takes back.
         """
-        old, new = step.slots, step.new_slots
-        cut = np.where(self._were_far_too_long(step, last), _CUT, 0.0)
+        last, slopes, squares = products
+        old, new, goes_back = step.slots, step.new_slots, back > 0
         for names in self.together.lengths:
             slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
-            logs = _next_logs(log_length, slope, last[names], step.scale, cut)
+            logs = _next_logs(log_length, slope, last[names], step.scale, goes_back)
             block_of(new["log_length"], names)[...] = logs
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
-            block_of(new["step_size"], names)[...] = scaled
+            block_of(new["step_size"], names)[...] = np.where(goes_back, 0.0, scaled)
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
@@ -418,14 +428,20 @@ class AdaptiveLengthUpdate:
                     of_first = new["slope"][name]
                     of_first[...] = np.where(due[name], of_first, old["slope"][name])
 
-    def _were_far_too_long(self, step: StepInputs, last: Products) -> Any:
-        """Return whether the last updates went far beyond the minimum along them, all together."""
+    def _part_back(self, step: StepInputs, last: Products) -> Any:
+        """Return the part of the last updates that a step takes back; 0 for a step onward.
+
+        If the last updates went far beyond the minimum along them, all together, the step goes back
+        to the minimum of the parabola with their slopes.
+        """
         rise, fall = 0.0, 0.0
         for names, products in last.items():
             slope, size = (block_of(step.slots[slot], names) for slot in ("slope", "step_size"))
             rise = rise - (size * products).sum()
             fall = fall + (size * slope).sum()
-        return rise > np.maximum(np.abs(step.loss), _FAR * fall)
+        far = rise > np.maximum(np.abs(step.loss), _FAR * fall)
+        part = 1 / (1 + np.maximum(fall, 0.0) / np.where(far, rise, 1.0))
+        return np.where(far, part, 0.0)
 
     def _rates(self, names: Sequence[str], step: StepInputs) -> Any:
         """Return the lengths of the updates of the matrices of weights with k = 1."""
@@ -450,9 +466,12 @@ class AdaptiveLengthUpdate:
         natural: Array,
         parameter: Array,
         step: StepInputs,
+        back: Any,
     ) -> None:
         """Write the new value of a weight in place of its gradient."""
         weight, sizes = self.units.weights[name], step.new_slots["step_size"][name]
+        if is_recorded(back) or back:
+            sizes = sizes - back * step.slots["step_size"][name]
         shrunk = 1 - step.rate * step.decay * self.weight_decay
         if sizes.ndim == 0:  # one matrix
             combine(value, -sizes.item(), natural, shrunk, parameter)
@@ -460,6 +479,16 @@ class AdaptiveLengthUpdate:
             scales = array_module(natural).asarray(sizes, natural.dtype)[:, None, None]
             scaled = weight.array(scales * weight.matrices(natural), natural)
             combine(value, -1.0, scaled, shrunk, parameter)
+
+
+def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:
+    """Return a step whose gradients are zero if it goes back; in place unless that is recorded."""
+    if is_recorded(goes_back):
+        onward = np.where(goes_back, 0.0, 1.0).astype(np.float32)
+        return step._replace(gradients={n: g * onward for n, g in step.gradients.items()})
+    for gradient in step.gradients.values():
+        gradient.fill(0)
+    return step
 
 
 def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
@@ -477,12 +506,15 @@ def _numbers(products: Vector, names: Sequence[str], count: int) -> Array:
     return np.array([products[name] for name in names])
 
 
-def _next_logs(logs: Array, slopes: Array, next_slopes: Array, scale: float, cut: Any) -> Array:
+def _next_logs(
+    logs: Array, slopes: Array, next_slopes: Array, scale: float, goes_back: Any
+) -> Array:
     """Return the new ``log k`` of matrices; the agreement is 0 without a slope."""
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
-    grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements - cut
-    result: Array = np.minimum(np.maximum(grown, log(_LEAST)), log(_LARGEST))
+    grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
+    new = np.where(goes_back, logs - _CUT, grown)
+    result: Array = np.minimum(np.maximum(new, log(_LEAST)), log(_LARGEST))
     return result
 
 

@@ -233,31 +233,42 @@ def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
     np.testing.assert_allclose(lengths, expected, rtol=1e-3)
 
 
-def test_updates_that_were_far_too_long_together_are_cut_at_once():
-    """The rule of lengths by hand, for linear regression from an update beyond the minimum."""
+def test_updates_that_were_far_too_long_together_are_taken_back():
+    """The whole rule by hand, for linear regression with updates beyond the minimum."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 3))
     y = x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
-    optimizer = ke.KfacOptimizer(engine, update_length=8.0, weight_decay=0)
-    log_k, moved, last, cuts = 0.0, np.zeros((3, 3)), np.zeros((3, 3)), []
-    for _ in range(12):
+    optimizer = ke.KfacOptimizer(engine, update_length=8, weight_decay=0, statistics_part=1)
+    A = x.T @ x / 64
+    level = np.maximum(np.diag(A), 0.3 * np.median(np.diag(A)))
+    inverse = np.linalg.inv(A + np.sqrt(0.1) * np.diag(level))
+    log_k, average, went_back = 0.0, np.zeros((3, 3)), []
+    direction, of_direction, moved = (np.zeros((3, 3)) for _ in range(3))
+    for _ in range(16):
         before = engine.parameters["w"]
         errors = x @ before - y
         loss, gradient = (errors**2).sum() / 64 + 1.5 * np.log(np.pi), 2 * x.T @ errors / 64
-        rise, fall = (gradient * moved).sum(), -(last * moved).sum()
-        cuts.append(rise > max(loss, 3 * fall))
-        scale = min(1, 10 * np.sqrt((errors**2).sum() / ((y - y.mean(axis=0)) ** 2).sum()))
+        rise, fall = (gradient * moved).sum(), -(of_direction * moved).sum()
         assert optimizer.step({"x": x}, y).loss == pytest.approx(loss)
-        moved, last = engine.parameters["w"] - before, gradient
-        agreement = np.clip(-rise / fall, -1, 1) if fall > 0 else 0
-        log_k = 0.9 * log_k + 0.4 * scale * agreement - cuts[-1]
-        log_k = np.clip(log_k, np.log(0.1), np.log(20))
-        spread = max(1, *(np.sqrt((d**2).mean()) for d in (errors, y - y.mean(axis=0))))
-        moment = max(engine.collection.fisher_blocks["w"].factors[0].trace() / 3, 1)
-        length = np.exp(log_k) * 8 * np.sqrt(3) * scale * spread / np.sqrt(moment)
-        assert np.linalg.norm(moved) == pytest.approx(length)
-    assert {*cuts} == {False, True}
+        went_back.append(rise > max(loss, 3 * fall))
+        if went_back[-1]:  # the gradient counts as zero
+            average *= 0.85
+            log_k = max(log_k - 1, np.log(0.1))
+            expected, moved = -rise / (max(fall, 0) + rise) * moved, 0 * moved
+        else:
+            slope = (of_direction * direction).sum()
+            agreement = np.clip((gradient * direction).sum() / slope, -1, 1) if slope > 0 else 0
+            scale = min(1, 10 * np.sqrt((errors**2).sum() / ((y - y.mean(axis=0)) ** 2).sum()))
+            log_k = np.clip(0.9 * log_k + 0.4 * scale * agreement, np.log(0.1), np.log(20))
+            spread = max(1, *(np.sqrt((d**2).mean()) for d in (errors, y - y.mean(axis=0))))
+            length = 8 * np.exp(log_k) * scale * spread * np.sqrt(3 / max(np.trace(A) / 3, 1))
+            average = 0.85 * average + 0.15 * gradient
+            direction = inverse @ (0.85 * average + 0.15 * gradient)
+            of_direction = gradient
+            expected = moved = -length * direction / np.linalg.norm(direction)
+        np.testing.assert_allclose(engine.parameters["w"] - before, expected, rtol=1e-6, atol=1e-9)
+    assert {*went_back} == {False, True}
 
 
 def linear_model():

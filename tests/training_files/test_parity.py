@@ -5,7 +5,9 @@ import pytest
 from onnx import numpy_helper
 
 import kfac_engine as ke
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.training import adaptive_lengths
+from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
@@ -222,6 +224,24 @@ def test_options_of_optimizers_count(optimizer, options, tmp_path):
     draw = classes()
     found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
     assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
+@pytest.mark.parametrize(("length", "goes_back"), [(3.0, True), (0.1, False)])
+def test_steps_of_files_take_updates_back(length, goes_back, tmp_path, monkeypatch):
+    parts, part_back = [], AdaptiveLengthUpdate._part_back
+
+    def noted(*arguments):
+        parts.append(part_back(*arguments))
+        return parts[-1]
+
+    def draw(rng, n):
+        return rng.standard_normal((n, CLASSES)).astype(np.float32)
+
+    monkeypatch.setattr(AdaptiveLengthUpdate, "_part_back", noted)
+    options = {"loss": "normal", "update_length": length}
+    found = differences(network("dense"), "kfac", tmp_path / "files", draw, **options)
+    assert any(part > 0 for part in parts if not is_recorded(part)) == goes_back
     assert found[-1] < LAST
 
 
