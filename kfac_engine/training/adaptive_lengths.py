@@ -25,7 +25,6 @@ from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import (
     Vector,
     Zeros,
-    add_multiple,
     block_of,
     combine,
     groups,
@@ -96,8 +95,9 @@ class Together:
 class AdaptiveLengthUpdate:
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
 
-    The average of a matrix is that of Nesterov's momentum, ``μ v + (1 − μ) g`` with the averaged
-    gradient ``v ← μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam takes v.
+    The average of a matrix is that of Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g``
+    with the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight.
+    Adam takes v'.
 
     The direction p of a matrix is its natural gradient with singular values close to one. Averages
     of few rows have eigenvalues that are too small. The natural gradient is too long along these
@@ -212,12 +212,16 @@ class AdaptiveLengthUpdate:
         if is_recorded(back) or back:
             step = _without_gradients(step, back > 0)
             gradients = self.units.split(step.gradients)
-        ahead, grouped = self._averages_ahead(step)
-        vectors = (step.parameters, step.new_slots["momentum"], ahead)
-        parameters, means, ahead = map(self.units.split, vectors)
         due = {name: self._is_due(name, step, last, back > 0) for name in self.roots}
+        # Until the directions are known, the memory of the averages has those of a step ahead.
+        of_weights = [names for names in self.together.means if names[0] in self.groups]
+        self._average(step, of_weights, self.momentum**2)
         with step.clock("precondition"):
+            ahead = self.units.split(step.new_slots["momentum"])
             natural = self._natural_gradients(ahead, step, due)
+        grouped = self._average(step, self.together.means, self.momentum)
+        vectors = (step.parameters, step.new_slots["momentum"])
+        parameters, means = map(self.units.split, vectors)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
         self._write_step_sizes(step, (last, slopes, squares), due, back)
         step.new_slots["natural_gradient"].update(natural)
@@ -235,32 +239,25 @@ class AdaptiveLengthUpdate:
         predicts = step.predicts and not back
         return Move(values, quadratic_change(self.engine, step, values) if predicts else None)
 
-    def _averages_ahead(
-        self, step: StepInputs
-    ) -> tuple[dict[str, Array], dict[tuple[str, ...], tuple[Array, Array]]]:
-        """Write the averages of the gradients.
+    def _average(
+        self, step: StepInputs, every: Sequence[tuple[str, ...]], decay: float
+    ) -> dict[tuple[str, ...], tuple[Array, Array]]:
+        """Write averages of gradients with a decay.
 
         Returns:
-            The averages of a step ahead; and for each group of several parameters, a copy of the
-            gradients and the averages, each on one axis.
+            For each group of several parameters, a copy of the gradients and the averages, each on
+            one axis.
         """
-        momentum, rest = self.momentum, 1 - self.momentum
-        ahead: dict[str, Array] = dict(step.new_slots["momentum"])
         grouped = {}
-        for names in self.together.means:
+        for names in every:
             mean, old = (
                 block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
             )
             gradient = joined(step.gradients, names)
-            combine(mean, momentum, old, rest, gradient)
-            if names[0] in self.groups:
-                value = momentum * mean
-                add_multiple(value, rest, gradient)
-                like = {name: ahead[name] for name in names}
-                ahead |= separated(value, like) if names[1:] else {names[0]: value}
+            combine(mean, decay, old, 1 - decay, gradient)
             if names[1:]:
                 grouped[names] = gradient, mean
-        return ahead, grouped
+        return grouped
 
     def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
         """Return the inner products of the matrices of all weights, on the host.
