@@ -20,7 +20,7 @@ from kfac_engine.bench.jobs import (
     square_window,
 )
 from kfac_engine.bench.step_networks import NETWORKS
-from kfac_engine.curvature.block_products import BlockProducts
+from kfac_engine.curvature.block_products import matpower, multiply
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import refresh
 from kfac_engine.curvature.factors.stacked import GroupedMoment
@@ -116,11 +116,10 @@ def _precondition(layers: tuple[tuple[int, int, int], ...]) -> Run:
     for factor in factors:
         factor.update(values, 0.0)
     refresh(factors, collection.backend)
-    products = BlockProducts(collection, (-1,))
 
     def run() -> list[Array]:
         with single_threaded_blas():
-            return list(products.multiply(gradients, products.matpower(-1)).values())
+            return list(multiply(collection, gradients, matpower(-1)).values())
 
     return run
 

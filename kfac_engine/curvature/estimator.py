@@ -7,7 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array, Params, Vector
 from kfac_engine.arguments import check_seed, flag, listed, number, texts, whole
-from kfac_engine.curvature.block_products import BlockProducts, Pairs
+from kfac_engine.curvature.block_products import Pairs, Product, matpower, multiply_pairs
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
@@ -19,7 +19,7 @@ from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Trace
 from kfac_engine.distributed.shards import Placement, Rows
-from kfac_engine.errors import InputError, UnsupportedError, suggestion
+from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
 from kfac_engine.sealed import Sealed
 
 
@@ -83,7 +83,6 @@ class FisherEstimator(Sealed):
         reads_gradients: Whether statistics read gradients of the training loss; see
             ``propagated``.
         statistics: Measures batches and updates the averages.
-        products: The same products for vectors that are given by parameter.
         refreshes: Refreshes of single factors, by key, with their costs.
 
     Raises:
@@ -127,9 +126,11 @@ class FisherEstimator(Sealed):
             examples,
             self.variables if compute_params_stats else (),
         )
-        self.products = BlockProducts(
-            layer_collection, exps, compute_cholesky, compute_cholesky_inverse, name
-        )
+        self._exps = tuple(map(float, exps))
+        self._options = {
+            "compute_cholesky": compute_cholesky,
+            "compute_cholesky_inverse": compute_cholesky_inverse,
+        }
         self.refreshes = Refreshes(layer_collection)
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
@@ -344,7 +345,7 @@ class FisherEstimator(Sealed):
             InputError: A registered parameter is missing, or one is not registered.
             UnknownNameError: The power is not in ``exps``.
         """
-        return self.products.multiply_pairs(vecs_and_vars, self.products.matpower(exp))
+        return multiply_pairs(self._collection, vecs_and_vars, self.matpower_product(exp))
 
     def multiply(self, vecs_and_vars: Pairs) -> list[tuple[Vector, Params]]:
         """Return the damped matrix of the current averages times a vector."""
@@ -358,16 +359,52 @@ class FisherEstimator(Sealed):
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """Return ``B v`` with the Cholesky factor ``B`` of the damped matrix, or ``Bᵀ v``."""
-        return self.products.multiply_pairs(vecs_and_vars, self.products.cholesky(transpose))
+        product = self.cholesky_product(transpose)
+        return multiply_pairs(self._collection, vecs_and_vars, product)
 
     def multiply_cholesky_inverse(
         self, vecs_and_vars: Pairs, transpose: bool = False
     ) -> list[tuple[Vector, Params]]:
         """Return ``B⁻¹ v`` with the Cholesky factor ``B`` of the damped matrix, or ``B⁻ᵀ v``."""
-        product = self.products.cholesky_inverse(transpose)
-        return self.products.multiply_pairs(vecs_and_vars, product)
+        product = self.cholesky_inverse_product(transpose)
+        return multiply_pairs(self._collection, vecs_and_vars, product)
+
+    def matpower_product(
+        self, exp: float, columns: Mapping[Params, slice] | None = None
+    ) -> Product:
+        """Return the product of a block with a vector for a power; see ``matpower``.
+
+        ``UnknownNameError`` is raised if the power is neither 1 nor in ``exps``.
+        """
+        if float(exp) not in (1.0, *self._exps):
+            raise UnknownNameError(
+                f"power {exp} was not registered with {self.name}; add it to exps={self._exps}."
+            )
+        return matpower(exp, columns)
+
+    def cholesky_product(self, transpose: bool = False) -> Product:
+        """Return the product with the Cholesky factor ``B`` of the damped matrix, or with ``Bᵀ``.
+
+        ``UnknownNameError`` is raised if the option ``compute_cholesky`` is not set.
+        """
+        self._require("compute_cholesky")
+        return lambda block, vector: block.multiply_cholesky(vector, transpose)
+
+    def cholesky_inverse_product(self, transpose: bool = False) -> Product:
+        """Return the product with ``B⁻¹``, or with its transpose.
+
+        ``UnknownNameError`` is raised if the option ``compute_cholesky_inverse`` is not set.
+        """
+        self._require("compute_cholesky_inverse")
+        return lambda block, vector: block.multiply_cholesky_inverse(vector, transpose)
 
     # -- private ----------------------------------------------------------------------------------
+
+    def _require(self, option: str) -> None:
+        if not self._options[option]:
+            raise UnknownNameError(
+                f"the product was not registered with {self.name}; make it with {option}=True."
+            )
 
     def _instantiate_factors(self, exps: Sequence[float], cholesky: bool, inverse: bool) -> None:
         for block in self.blocks:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kfac_engine._types import Array, Rows, entries
+from kfac_engine.curvature import block_products
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
@@ -257,7 +258,7 @@ class BlockFisher:
         self, vectors: Mapping[str, Array | Rows], exp: float, names: Sequence[str] | None = None
     ) -> dict[str, Array]:
         """Multiply vectors by a power of the damped matrix; see ``multiply``."""
-        product = self.estimator.products.matpower(exp, self.distribution.columns)
+        product = self.estimator.matpower_product(exp, self.distribution.columns)
         return self.multiply(vectors, product, exp, names)
 
     def multiply(
@@ -288,7 +289,8 @@ class BlockFisher:
         def multiply() -> dict[str, Array | Rows]:
             owned = self.distribution.owned(vectors)
             with quiet():
-                blocks = self.estimator.products.multiply(split(slices, owned), product)
+                pieces = split(slices, owned)
+                blocks = block_products.multiply(self._assembly.collection, pieces, product)
                 products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
             arrays = {name: entries(product) for name, product in products.items()}
             check_products(arrays, self._assembly.collection.backend, exp)

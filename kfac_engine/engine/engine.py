@@ -371,7 +371,7 @@ class Engine(Summarized, TrainableModel):
         Raises:
             KfacError: As for ``precondition``, or the option is not set.
         """
-        return self._multiply_root(vectors, self.estimator.products.cholesky, transpose, 0.5)
+        return self._multiply_root(vectors, self.estimator.cholesky_product, transpose, 0.5)
 
     def multiply_cholesky_inverse(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -391,7 +391,7 @@ class Engine(Summarized, TrainableModel):
         Raises:
             KfacError: As for ``multiply_cholesky``.
         """
-        root = self.estimator.products.cholesky_inverse
+        root = self.estimator.cholesky_inverse_product
         return self._multiply_root(vectors, root, transpose, -0.5)
 
     def synchronize(self) -> None:

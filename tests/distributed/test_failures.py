@@ -107,7 +107,7 @@ def place_of(engine, phase):
     return {
         "measure": (engine.estimator.statistics, "measure"),
         "refresh": (engine.collection.backend.linalg, "begin_damped_inverses"),
-        "precondition": (engine.estimator.products, "multiply"),
+        "precondition": (engine.fisher.distribution, "owned"),
     }[phase]
 
 
