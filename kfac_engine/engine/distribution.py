@@ -225,12 +225,14 @@ class Distribution(Division):
         rows = self._shards.rows
         wholes = np.full(len(measurements), float(rows.whole))
         if weighted:
-            wholes = np.array([m.examples if m.weighted else rows.count for m in measurements])
+            numbers = [m.examples if m.weighted else rows.count for m in measurements]
+            wholes = np.array(numbers, np.float64)
             self._shards.sum([wholes])
         for measurement, whole in zip(measurements, wholes.tolist(), strict=True):
             number = measurement.examples if measurement.weighted else rows.count
             measurement.weigh(number / whole if whole else 0.0)
             measurement.examples = whole
+            measurement.weighted |= weighted  # of the whole batch
             if measurement.batch is None:
                 measurement.batch = rows.whole
 

@@ -34,13 +34,17 @@ def batches(source, count, rows=12):
         yield inputs, np.random.default_rng(seed).integers(0, shape[-1], shape[:-1])
 
 
-def follow(source, size, steps=4, **options):
-    """Parameters and results of one process, and the results of ranks with these parameters."""
+def follow(source, size, steps=4, ignored=(), **options):
+    """Parameters and results of one process, and the results of ranks with these parameters.
+
+    ``ignored`` are the examples of the first batch whose targets do not count.
+    """
     # A large damping: small ones magnify the rounding of float32.
     options = {"damping": 0.1, "schedule": ke.Schedule(refresh_every=2), **options}
     options["loss"] = "categorical"
     alone = ke.Engine.from_onnx(model_of(source), **options)
     data, parameters, expected = list(batches(source, steps)), [], []
+    data[0][1][list(ignored)] = -100
     for inputs, targets in data:
         parameters.append({name: value.copy() for name, value in alone.parameters.items()})
         result = alone.step(inputs, targets)
@@ -114,6 +118,15 @@ def test_steps_equal_those_of_one_process_for_any_number_of_ranks(size, distribu
 @pytest.mark.parametrize("name", ["mlp", "cnn", "layer_norm", "token_mlp"])
 def test_steps_equal_those_of_one_process_in_every_mode(name, mode, distribution):
     assert_equal_to_one_process(name, 3, estimation_mode=mode, distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "exact", "curvature_prop"])
+@pytest.mark.parametrize("ignored", [[3], [0, 1], [0, 3, 8]], ids=str)
+def test_targets_of_some_ranks_may_not_count(ignored, mode, distribution):
+    """The ranks have 2, 5 and 5 examples."""
+    options = {"estimation_mode": mode, "distribution": distribution}
+    assert_equal_to_one_process("mlp", 3, ignored=ignored, **options)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
