@@ -8,8 +8,8 @@ from kfac_engine._types import Array
 from kfac_engine.compat.collection import get_default_layer_collection
 from kfac_engine.curvature import estimator as core
 from kfac_engine.curvature.collection import LayerCollection
+from kfac_engine.curvature.covariance_updates import ExampleGradients, Trace
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.sources import ExampleGradients, Trace
 from kfac_engine.errors import UnsupportedError
 
 

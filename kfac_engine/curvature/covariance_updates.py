@@ -1,45 +1,146 @@
-"""Statistics of batches for the factors of an estimator: measured, then committed to averages."""
+"""Statistics of batches for the factors of an estimator: measured, combined, then committed.
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+Factors read the activations of a batch and the gradients of each source of an estimation mode.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.curvature.estimation_modes import Draws
-from kfac_engine.curvature.factors.base import Combine, FisherFactor
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
+from kfac_engine.curvature.factors.base import Combine, FisherFactor, computed, take
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
-from kfac_engine.curvature.factors.updater import FactorUpdater, LetGo, PartSums, PendingUpdate
-from kfac_engine.curvature.sources import MeasuredBatch, Scales, Sources, Trace
+from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
+from kfac_engine.curvature.factors.updater import (
+    FactorUpdater,
+    LetGo,
+    Measured,
+    PartSums,
+    PendingUpdate,
+)
+from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, Rows
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.losses.observed import root, times
 
 
-class CovarianceUpdates:
-    """Measures batches for factors.
+class Trace(Protocol):
+    """One evaluation of a model, from an ONNX file or from other code."""
 
-    Args:
-        sources: Propagates the sources of the estimation mode; its generator draws.
-        factors: All factors.
-        batch_size: Size that every batch must have; None for any size.
-        name: Name of the estimator, for messages.
+    def __getitem__(self, name: str, /) -> Array:
+        """Return a value by name: an activation, a loss input or targets."""
+
+    def vjp(self, cotangents: Mapping[str, Array], wrt: Sequence[str]) -> Mapping[str, Array]:
+        """Return gradients of ``Σ ⟨cotangent, value⟩`` with respect to ``wrt``, by name."""
+
+
+# Loss input to the factor of its cotangents: a number, or an array that broadcasts to the input.
+Scales: TypeAlias = Mapping[str, float | Array]
+# Names of the values of a trace that factors read, and name of a gradient, as factors read it, to
+# the differentiated value.
+Reads: TypeAlias = tuple[tuple[str, ...], Mapping[str, str]]
+ExampleGradients: TypeAlias = Callable[
+    [Any, Mapping[str, Array], Sequence[str]], Iterator[Mapping[str, Array]]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """A batch, or a part of one, whose statistics are measured.
 
     Attributes:
-        updater: Updates the factors that read whole batches.
-        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
-        divided: Whether batches are divided among processes, which combine what they measure.
+        trace: The evaluation.
+        scales: Loss input to the factor of its cotangents; 1 where absent.
+        weights: Weights of the examples, next to ``scales``; None if no target has a weight.
+        draws: Fixes the randomness, by loss name.
     """
 
-    def __init__(
-        self,
-        sources: Sources,
-        factors: Sequence[FisherFactor],
-        batch_size: int | None,
-        name: str,
-    ) -> None:
-        self.sources = sources
-        self.params_stats: list[Array] = []
-        self.divided = False
-        self._batch_size, self._name = batch_size, name
-        self.updater = self._updater_of(f for f in factors if f not in sources.alone)
+    trace: Trace
+    scales: Scales
+    weights: ExampleWeights | None = None
+    draws: Draws | None = None
+
+
+@dataclass(eq=False)
+class CovarianceUpdates:
+    """Measures batches for factors: propagates the sources of a mode to the values that they read.
+
+    Attributes:
+        mode: Computes the cotangents of the sources.
+        losses: The losses, with their parts.
+        backend: Array library of the factors.
+        rng: Generator of sampled targets and random signs; advanced by each pass.
+        factors: All factors.
+        alone: Factors whose statistics read gradients of single examples.
+        gradients: Name of a gradient, as factors read it, to the differentiated value.
+        layers: The layers, whose inputs have rows that count or not.
+        examples: Computes gradients of single examples; None if traces cannot.
+        variables: Parameters whose gradients are summed over the sources.
+        batch_size: Size that every batch must have; None for any size.
+        name: Name of the estimator, for messages.
+        rows: The rows of the batch that this process has; None for all of them.
+        placements: Name of a loss to the place of the examples in its draws; the first axis where
+            absent.
+        axes: Name of a value to its axis of examples; 0 where absent.
+        batch: Name of a value whose first axis has the examples only; empty if the first axis of
+            the first loss input has them.
+        divided: Whether batches are divided among processes, which combine what they measure.
+        params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
+        updater: Updates the factors that read whole batches.
+    """
+
+    mode: EstimationMode
+    losses: tuple[RegisteredLoss, ...]
+    backend: Backend
+    rng: np.random.Generator
+    factors: Sequence[FisherFactor]
+    alone: tuple[FisherFactor, ...]
+    gradients: Mapping[str, str]
+    layers: tuple[LayerRows, ...]
+    examples: ExampleGradients | None
+    variables: tuple[str, ...]
+    batch_size: int | None
+    name: str
+    rows: Rows | None = None
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
+    batch: str = ""
+    divided: bool = False
+    params_stats: list[Array] = field(default_factory=list)
+    updater: FactorUpdater = field(init=False)
+    _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Make the updater of the factors that read whole batches."""
+        self.updater = self._updater_of(f for f in self.factors if f not in self.alone)
+
+    def read_values(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the values by which the losses are differentiated.
+
+        The first tuple is for the losses of a whole batch, the second for the losses of single
+        examples.
+        """
+        alone = tuple(self.gradients[name] for f in self.alone for name in f.statistic.names())
+        return tuple(v for v in dict.fromkeys(self.gradients.values()) if v not in alone), alone
+
+    def measured_batch(
+        self, trace: Trace, draws: Draws | None = None, scales: Scales | None = None
+    ) -> MeasuredBatch:
+        """Return a batch; without scales, with the weights of the predictions that losses read."""
+        if scales is not None:
+            return MeasuredBatch(trace, scales, None, draws)
+        return MeasuredBatch(trace, self.scales_of(trace), self._weights_of(trace), draws)
+
+    def scales_of(self, trace: Trace) -> dict[str, Array]:
+        """Return the roots of the weights of the predictions that the losses read."""
+        parts = (part for loss in self.losses for part in loss.parts)
+        weights = {name: t.row_weights(trace) for t in parts for name in t.inputs}
+        return {name: root(rows) for name, rows in weights.items() if rows is not None}
 
     def divide(self, combine: Combine, linear: Collection[FisherFactor]) -> None:
         """Divide batches among processes; see ``FisherEstimator.divide``."""
@@ -77,9 +178,9 @@ class CovarianceUpdates:
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
         alone = () if bases else self._alone(by_example)
-        singles = self.sources.measure_examples(alone, part)
-        values = self.sources.of_batch(updater.factors, part, {})
-        if self.sources.mode.one_source:
+        singles = self._measure_examples(alone, part)
+        values = self._of_batch(updater.factors, part, {})
+        if self.mode.one_source:
             updater.add_part(next(values), sums)
         else:
             singles = [*updater.measure_sum(values, singles, part=True).measured]
@@ -104,7 +205,7 @@ class CovarianceUpdates:
 
     def _alone(self, by_example: bool) -> tuple[FisherFactor, ...]:
         """Return the factors that read gradients of single examples, if they are measured."""
-        return self.sources.alone if by_example else ()
+        return self.alone if by_example else ()
 
     def update(
         self,
@@ -123,7 +224,7 @@ class CovarianceUpdates:
         """
         self._require_whole_batches()
         with self.restored_on_error():
-            batch = self.sources.measured_batch(trace, draws, scales)
+            batch = self.measured_batch(trace, draws, scales)
             pending = self.measure(batch, release, propagated)
             self.updater.combined(pending).commit(decay)
 
@@ -141,13 +242,11 @@ class CovarianceUpdates:
         Other arguments and errors are as for ``update``.
         """
         self._require_whole_batches()
-        alone = tuple(factor for factor in factors if factor in self.sources.alone)
+        alone = tuple(factor for factor in factors if factor in self.alone)
         updater = self._updater_of(factor for factor in factors if factor not in alone)
         updater.combine = self.updater.combine
         with self.restored_on_error():
-            pending = self._measured(
-                updater, alone, self.sources.measured_batch(trace, draws, scales)
-            )
+            pending = self._measured(updater, alone, self.measured_batch(trace, draws, scales))
             updater.combined(pending).commit(decay, weight)
 
     def _measured(
@@ -159,43 +258,43 @@ class CovarianceUpdates:
         propagated: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
-        singles = self.sources.measure_examples(alone, batch)
+        singles = self._measure_examples(alone, batch)
         if propagated is None:
-            values = self.sources.of_batch(updater.factors, batch, stats)
+            values = self._of_batch(updater.factors, batch, stats)
         else:
-            values = self.sources.given(updater.factors, batch, propagated)
-        if self.sources.mode.one_source:
+            values = self._given(updater.factors, batch, propagated)
+        if self.mode.one_source:
             pending = updater.measure(next(values), release, singles)
         else:
             self._prepare(updater, batch)
             pending = updater.measure_sum(values, singles)
-        self.params_stats = [total / (self._batch_size or 1) for total in stats.values()]
+        self.params_stats = [total / (self.batch_size or 1) for total in stats.values()]
         return pending
 
     def _prepare(self, updater: FactorUpdater, batch: MeasuredBatch) -> None:
         """Propagate all sources once more before the first update of EKFAC, for its bases."""
         parts = updater.parts_of_bases
         if parts:
-            bits = self.sources.rng.bit_generator
+            bits = self.rng.bit_generator
             before: Mapping[str, Any] = bits.state
-            updater.prepare(self.sources.of_batch(parts, batch, {}))
+            updater.prepare(self._of_batch(parts, batch, {}))
             bits.state = before
 
     def _require_whole_batches(self) -> None:
         """Refuse an update of this process alone, if batches are divided among several."""
         if self.divided:
             raise UnsupportedError(
-                f"the batches of {self._name} are divided among several processes; call "
+                f"the batches of {self.name} are divided among several processes; call "
                 f"engine.update_statistics(trace) in all of them, which combines the statistics."
             )
 
     def _updater_of(self, factors: Iterator[FisherFactor]) -> FactorUpdater:
         return FactorUpdater(
             tuple(factors),
-            self.sources.backend,
-            self.sources.gradients,
-            self._batch_size,
-            f"the batch_size of {self._name}",
+            self.backend,
+            self.gradients,
+            self.batch_size,
+            f"the batch_size of {self.name}",
         )
 
     @contextmanager
@@ -204,7 +303,7 @@ class CovarianceUpdates:
 
         The draws of a refused batch are not used, and its numbers need no wider averages.
         """
-        bits, factors = self.sources.rng.bit_generator, self.updater.factors
+        bits, factors = self.rng.bit_generator, self.updater.factors
         before: Mapping[str, Any] = bits.state
         types = [factor.narrowest for factor in factors]
         try:
@@ -214,3 +313,125 @@ class CovarianceUpdates:
             for factor, narrowest in zip(factors, types, strict=True):
                 factor.narrowest = narrowest
             raise
+
+    def _measure_examples(
+        self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch
+    ) -> list[Measured]:
+        """Measure some factors of ``alone``; averages and the generator do not change."""
+        if not factors or self.examples is None:
+            return []
+        generator, backend = self.rng.bit_generator.state, self.backend
+        read, differentiated = self._reads_of(factors)
+        forward = take(batch.trace, read, backend)
+        names = tuple(differentiated.values())
+        measured: list[Measured] = []
+        try:
+            for cotangents in self._cotangents(batch):
+                for gradients in self.examples(batch.trace, cotangents, names):
+                    arrays = take(gradients, names, backend)
+                    values = forward | {n: arrays[value] for n, value in differentiated.items()}
+                    sizes = [factor.check(values) for factor in factors]
+                    for _, measurement in measured:
+                        measurement.add(values)
+                    measured = measured or [
+                        (factor, computed(factor.measure(values, size)))
+                        for factor, size in zip(factors, sizes, strict=True)
+                    ]
+        finally:
+            self.rng.bit_generator.state = generator
+        return measured
+
+    def _of_batch(
+        self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch, stats: dict[str, Array]
+    ) -> Iterator[dict[str, Array]]:
+        """Yield the values of a batch that factors read, by name, once for each source.
+
+        No other reference to a gradient remains. ``stats`` receives the sum of the gradients of
+        each variable over sources.
+        """
+        (names, differentiated), backend = self._reads_of(factors), self.backend
+        trace, weights = batch.trace, batch.weights
+        forward = take(trace, names, backend)
+        wrt = tuple(dict.fromkeys((*differentiated.values(), *self.variables)))
+        layers = self._layers_of(forward) if weights else ()
+        read = {*differentiated.values()}
+        probed = any(not read.issuperset(layer.outputs) for layer in layers)
+        if weights and weights.by_gradient:
+            probed = probed or not self.mode.one_source
+        if weights and probed:
+            forward |= self._probed_rows(layers, batch, weights)
+        for cotangents in self._cotangents(batch):
+            gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
+            for name in self.variables:
+                gradient = gradients[name]
+                stats[name] = stats[name] + gradient if name in stats else gradient
+            values = forward | {n: gradients[value] for n, value in differentiated.items()}
+            if weights and not probed:
+                values |= weights.of_rows(layers, gradients, backend)
+            if self.mode.one_source:
+                forward.clear()
+            del gradients, cotangents
+            yield values
+
+    def _given(
+        self,
+        factors: tuple[FisherFactor, ...],
+        batch: MeasuredBatch,
+        propagated: dict[str, Array],
+    ) -> Iterator[dict[str, Array]]:
+        """Yield the values of the only source of a mode, from gradients that exist already."""
+        read, differentiated = self._reads_of(factors)
+        values = take(batch.trace, read, self.backend)
+        arrays = take(propagated, differentiated.values(), self.backend)
+        propagated.clear()
+        if batch.weights:
+            values |= batch.weights.of_rows(self._layers_of(values), arrays, self.backend)
+        values.update((name, arrays.pop(value)) for name, value in differentiated.items())
+        yield values
+
+    def _layers_of(self, names: Collection[str]) -> tuple[LayerRows, ...]:
+        """Return the layers whose inputs are among some values."""
+        return tuple(layer for layer in self.layers if not {*names}.isdisjoint(layer.inputs))
+
+    def _probed_rows(
+        self, layers: Sequence[LayerRows], batch: MeasuredBatch, weights: ExampleWeights
+    ) -> dict[str, Array]:
+        """Return the weights of the rows of layers, from gradients with random signs."""
+        outputs = tuple(dict.fromkeys(name for layer in layers for name in layer.outputs))
+        if not outputs:
+            return {}
+        signs = MODES["curvature_prop"](self.losses, batch.trace, np.random.default_rng(0))
+        (source,) = signs
+        cotangents = scaled(source, batch.scales)
+        gradients = take(batch.trace.vjp(cotangents, outputs), outputs, self.backend)
+        return weights.of_rows(layers, gradients, self.backend)
+
+    def _weights_of(self, trace: Trace) -> ExampleWeights | None:
+        """Return the weights of the examples of a batch, from the values that the losses read."""
+        parts = [part for loss in self.losses for part in loss.parts]
+        rows = [(part, part.row_weights(trace)) for part in parts]
+        examples = len(trace[self.batch or parts[0].inputs[0]])
+        return ExampleWeights.of(rows, trace, examples, self.axes)
+
+    def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
+        rng: AnyGenerator = self.rng
+        if self.rows is not None:
+            rng = RowGenerator(self.rng, self.rows, self.placements)
+        for source in self.mode(self.losses, batch.trace, rng, batch.draws):
+            yield scaled(source, batch.scales)
+
+    def _reads_of(self, factors: tuple[FisherFactor, ...]) -> Reads:
+        """Return the names of the values that factors read. They never change."""
+        if factors not in self._reads:
+            statistics = [factor.statistic for factor in factors]
+            names = dict.fromkeys(name for s in statistics for name in (*s.names(), *s.lengths()))
+            gradients = {name: value for name, value in self.gradients.items() if name in names}
+            forward = tuple(name for name in names if name not in gradients)
+            self._reads[factors] = forward, gradients
+        return self._reads[factors]
+
+
+def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
+    """Return cotangents times the scales of their loss inputs, which are 1 by default."""
+    pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
+    return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}

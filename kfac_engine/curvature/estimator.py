@@ -11,13 +11,17 @@ from kfac_engine.curvature.block_products import Pairs, Product, matpower, multi
 from kfac_engine.curvature.blocks.base import GradsList, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.config import RelativeDamping, as_damping
-from kfac_engine.curvature.covariance_updates import CovarianceUpdates
+from kfac_engine.curvature.covariance_updates import (
+    CovarianceUpdates,
+    ExampleGradients,
+    Scales,
+    Trace,
+)
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
 from kfac_engine.curvature.factors.base import Combine, FisherFactor
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.curvature.sources import ExampleGradients, Scales, Sources, Trace
 from kfac_engine.distributed.shards import Placement, Rows
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
 from kfac_engine.sealed import Sealed
@@ -118,14 +122,6 @@ class FisherEstimator(Sealed):
         self.cov_ema_decay = cov_ema_decay
         self._collection = layer_collection
         self._mode = MODES[estimation_mode]
-        self._sources = Sources(
-            self._mode,
-            layer_collection.registered_losses,
-            layer_collection.backend,
-            np.random.default_rng(seed),
-            examples,
-            self.variables if compute_params_stats else (),
-        )
         self._exps = tuple(map(float, exps))
         self._options = {
             "compute_cholesky": compute_cholesky,
@@ -135,12 +131,25 @@ class FisherEstimator(Sealed):
         layer_collection.check_registration(self.variables)
         layer_collection.finalize()
         self.blocks = layer_collection.get_blocks()
-        self._instantiate_factors(exps, compute_cholesky, compute_cholesky_inverse)
-        self._sources.layers = tuple(rows for b in self.blocks for rows in b.layer_rows())
+        gradients = self._instantiate_factors(exps)
         self.factors = layer_collection.get_factors()
-        self.differentiated, self.differentiated_alone = self._sources.read_values()
-        self.reads_gradients = self._mode.needs_targets and not self._sources.variables
-        self.statistics = CovarianceUpdates(self._sources, self.factors, batch_size, name)
+        generic = (block for block in self.blocks if block.of_parameters and examples is not None)
+        self.statistics = CovarianceUpdates(
+            self._mode,
+            layer_collection.registered_losses,
+            layer_collection.backend,
+            np.random.default_rng(seed),
+            self.factors,
+            tuple(factor for block in generic for factor in block.factors),
+            gradients,
+            tuple(rows for block in self.blocks for rows in block.layer_rows()),
+            examples,
+            self.variables if compute_params_stats else (),
+            batch_size,
+            name,
+        )
+        self.differentiated, self.differentiated_alone = self.statistics.read_values()
+        self.reads_gradients = self._mode.needs_targets and not self.statistics.variables
         self._sealed = True
 
     @property
@@ -206,15 +215,15 @@ class FisherEstimator(Sealed):
         from equal generators, and each receives the sampled targets, random signs and sampled
         statistics that one process draws for these rows. Losses have one part.
         """
-        return self._sources.rows
+        return self.statistics.rows
 
     @rows.setter
     def rows(self, value: Rows | None) -> None:
         if not isinstance(value, Rows | None):
             raise InputError(f"rows must be the Rows of a batch or None, got {value!r}.")
-        if value is not None and any(len(loss.parts) > 1 for loss in self._sources.losses):
+        if value is not None and any(len(loss.parts) > 1 for loss in self.statistics.losses):
             raise UnsupportedError("a batch in parts cannot be divided over ranks as well.")
-        self._sources.rows = value
+        self.statistics.rows = value
         for factor in self.factors:
             factor.set_rows(value)
 
@@ -237,7 +246,7 @@ class FisherEstimator(Sealed):
         Args:
             placements: Name of a loss to the place.
         """
-        self._sources.placements = placements
+        self.statistics.placements = placements
 
     def place_examples(self, axes: Mapping[str, int], batch: str) -> None:
         """Set where the examples lie, for weights of targets; by default the first axis.
@@ -246,7 +255,7 @@ class FisherEstimator(Sealed):
             axes: Name of a value to its axis of examples.
             batch: Name of a value whose first axis has the examples only; empty for none.
         """
-        self._sources.axes, self._sources.batch = axes, batch
+        self.statistics.axes, self.statistics.batch = axes, batch
 
     @property
     def params_stats(self) -> list[Array]:
@@ -266,7 +275,7 @@ class FisherEstimator(Sealed):
     @property
     def rng(self) -> np.random.Generator:
         """Generator of sampled targets and random signs."""
-        return self._sources.rng
+        return self.statistics.rng
 
     # -- statistics -----------------------------------------------------------------------------
 
@@ -406,21 +415,22 @@ class FisherEstimator(Sealed):
                 f"the product was not registered with {self.name}; make it with {option}=True."
             )
 
-    def _instantiate_factors(self, exps: Sequence[float], cholesky: bool, inverse: bool) -> None:
+    def _instantiate_factors(self, exps: Sequence[float]) -> dict[str, str]:
+        """Return the gradients that factors read: their names to the differentiated values."""
+        gradients: dict[str, str] = {}
         for block in self.blocks:
             named: list[str | tuple[str, ...]] = []
             for part in block.tensors_to_compute_grads():
-                gradients = tuple(self._sources.gradient_name(value) for value in uses(part))
-                named.append(gradients if len(gradients) > 1 else gradients[0])
-            generic = block.of_parameters
+                names = tuple(f"∂{value}" for value in uses(part))
+                gradients |= dict(zip(names, uses(part), strict=True))
+                named.append(names if len(names) > 1 else names[0])
             # All sources use the same names, one after the other, so that a factor has one source.
-            grads_list: GradsList = [tuple(named)] if generic else [named]
+            grads_list: GradsList = [tuple(named)] if block.of_parameters else [named]
             block.instantiate_factors(grads_list, lambda: self.damping)
-            if generic and self._sources.examples is not None:
-                self._sources.alone += block.factors
             for exp in exps:
                 block.register_matpower(exp)
-            if cholesky:
+            if self._options["compute_cholesky"]:
                 block.register_cholesky()
-            if inverse:
+            if self._options["compute_cholesky_inverse"]:
                 block.register_cholesky_inverse()
+        return gradients

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.curvature import block_products
 from kfac_engine.curvature.block_products import Product
+from kfac_engine.curvature.covariance_updates import MeasuredBatch
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
 from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
 from kfac_engine.curvature.schedule import Planner
-from kfac_engine.curvature.sources import MeasuredBatch
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Placement
 from kfac_engine.engine.batch_parts import TracedParts
@@ -310,7 +310,7 @@ class BlockFisher:
         if all(weights is None for weights in rows):
             return None
         pairs = zip(self._passes.objective.terms, rows, strict=True)
-        axes = self.estimator.statistics.sources.axes
+        axes = self.estimator.statistics.axes
         return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
 
 

@@ -16,6 +16,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.curvature.blocks.kronecker import relative_level
+from kfac_engine.curvature.covariance_updates import scaled
 from kfac_engine.curvature.factors.average import MovingAverage
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
@@ -23,7 +24,6 @@ from kfac_engine.curvature.factors.statistics import (
     rows_name,
 )
 from kfac_engine.curvature.refreshes import least_period
-from kfac_engine.curvature.sources import scaled
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import UnsupportedError
@@ -102,7 +102,7 @@ class CurvatureSteps:
         self._target_inputs = target_inputs
         self._options, self._whole = optimizer.options, whole
         self._root = sqrt(float(engine.damping))
-        self._sources = engine.estimator.statistics.sources
+        self._statistics = engine.estimator.statistics
         blocks = engine.collection.fisher_blocks.items()
         self._blocks = {key: block for key, block in blocks if _has_matrices(block)}
         self._factors = list(dict.fromkeys(f for b in self._blocks.values() for f in b.factors))
@@ -111,7 +111,7 @@ class CurvatureSteps:
     def _reads(self) -> Any:
         """The backward graph to the values whose gradients the statistics read."""
         names = [name for factor in self._factors for name in factor.statistic.names()]
-        gradients = self._sources.gradients
+        gradients = self._statistics.gradients
         wanted = dict.fromkeys(gradients[name] for name in names if name in gradients)
         wanted |= dict.fromkeys(name for layer in self._layers for name in layer.outputs)
         return self._assembly.model.backward(self._engine.objective.inputs, tuple(wanted))
@@ -127,12 +127,12 @@ class CurvatureSteps:
     def _layers(self) -> tuple[LayerRows, ...]:
         """The layers whose rows may not count; none if all targets count alike."""
         read = {name for factor in self._factors for name in factor.statistic.names()}
-        layers = self._sources.layers if self._weighted else ()
+        layers = self._statistics.layers if self._weighted else ()
         return tuple(layer for layer in layers if not read.isdisjoint(layer.inputs))
 
     def repeats(self, block: FisherBlock) -> float:
         """Return how many rows an example has in the factors of a block."""
-        facts, gradients = self._assembly.model.facts, self._sources.gradients
+        facts, gradients = self._assembly.model.facts, self._statistics.gradients
 
         def of(factor: FisherFactor) -> float:
             names = (*factor.statistic.names(), *factor.statistic.lengths())
@@ -367,10 +367,10 @@ class CurvatureSteps:
         self, batch: Evaluation, part: Evaluation, step: Symbol, random: Writer
     ) -> tuple[Observation, dict[str, Symbol]]:
         """Write the passes of the statistics; return targets, and the values that they read."""
-        mode, objective = self._sources.mode, self._engine.objective
+        mode, objective = self._statistics.mode, self._engine.objective
         if mode.needs_targets or not mode.one_source:
             raise UnsupportedError("training files estimate the curvature by sampled targets only.")
-        gradients = self._sources.gradients
+        gradients = self._statistics.gradients
         reads = dict.fromkeys(n for factor in self._factors for n in factor.statistic.names())
         forward = [name for name in reads if name not in gradients]
         part = self._forward(batch, part, forward, random)
@@ -422,7 +422,7 @@ class CurvatureSteps:
         rows = [seen.weights for seen in observation.terms]
         pairs = zip(self._engine.objective.terms, rows, strict=True)
         examples = observation.size.examples
-        weights = ExampleWeights.of(pairs, values, examples, self._sources.axes)
+        weights = ExampleWeights.of(pairs, values, examples, self._statistics.axes)
         return {} if weights is None else weights.of_rows(self._layers, gradients, operations)
 
     # -- inverses ----------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ class CurvatureSteps:
 
     def _samples(self, factor: FisherFactor) -> dict[str, Array]:
         """Return arrays of the shapes that a statistic reads, without memory."""
-        facts, gradients = self._assembly.model.facts, self._sources.gradients
+        facts, gradients = self._assembly.model.facts, self._statistics.gradients
         statistic = factor.statistic
         names = (*statistic.names(), *statistic.lengths())
         shapes = {name: facts[gradients.get(name, name)].shape for name in names}

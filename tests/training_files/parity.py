@@ -36,7 +36,7 @@ def normal_numbers(loss: object) -> bool:
 
 def noise(engine: ke.Engine, files: ke.TrainingFiles, n: int, normal: bool) -> dict:
     """The numbers that the engine is about to draw for the targets of its statistics."""
-    rng = copy.deepcopy(engine.estimator.statistics.sources.rng)
+    rng = copy.deepcopy(engine.estimator.rng)
     size, draws = max(1, round(n * 0.25)), {}
     for name, shape in files.description.noise.items():
         draw = rng.standard_normal if normal else rng.random

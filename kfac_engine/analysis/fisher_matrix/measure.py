@@ -17,10 +17,10 @@ from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
 from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum, eigenbasis
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.covariance_updates import scaled
 from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
-from kfac_engine.curvature.sources import scaled
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly
@@ -355,7 +355,7 @@ class _Measurement:
         draws, generator = self._draws(losses, trace), rng.bit_generator.state
         if self.moments.active:
             mode = MODES[self.layout.options.engine.estimation_mode]
-            scales = self.estimator.statistics.sources.scales_of(trace)
+            scales = self.estimator.statistics.scales_of(trace)
             sources = mode(losses, trace, rng, draws)
             self.moments.add(trace, (scaled(source, scales) for source in sources))
         if factors:
