@@ -25,7 +25,7 @@ from scripts.pictures import GREY, TUTORIALS, grey_svg
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
-RUNS = ROOT / "bench/results/2026-11-26-train-runs.jsonl"
+RUNS = ROOT / "bench/results/2026-11-27-train-runs.jsonl"
 
 # Colours that are legible on white and on black.
 _RED, _BLUE, _YELLOW = "#d1495b", "#3b8ea5", "#c08a00"

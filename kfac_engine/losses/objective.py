@@ -354,7 +354,8 @@ class Objective:
             if isinstance(total, Real) and not total > 0:  # a file finds out in a run
                 raise NonFiniteError(
                     f"no target of the loss on '{term.inputs[0]}' counts: each is ignored or has "
-                    f"the weight 0; leave the batch out."
+                    f"the weight 0; leave the batch out, as optimizers with "
+                    f"non_finite='skip' do."
                 )
         n = whole.examples
         return [

@@ -60,7 +60,11 @@ def split_steps(b: LoweringBuilder, node: Node, value: str, axis: int) -> tuple[
     shape = b.facts[value].shape
     length = check_steps(b, node, shape[axis])
     pieces = b.multi("Split", [value, b.constant([1] * length)], ("",) * length, axis=axis)
-    label_last(b, f"{node.op} was unrolled over {length} steps, the number in the sample inputs")
+    label_last(
+        b,
+        f"{node.op} was unrolled over {length} steps, the number in the sample inputs; give "
+        f"sample_inputs (--inputs) with the steps of the data",
+    )
     at = b.constant([axis])
     return tuple(b.op("Squeeze", piece, at) for piece in pieces)
 
