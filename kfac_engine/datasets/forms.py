@@ -181,7 +181,7 @@ class GivenBatches:
                     f"each batch must be a pair (inputs, targets), also with weights after them, "
                     f"or arrays by name"
                     f"{' with targets' if self._labeled else ''}; batch {index} is "
-                    f"{type(entry).__name__}."
+                    f"{type(entry).__name__}. Give examples as an array, not as a list."
                 )
             yield batch
 

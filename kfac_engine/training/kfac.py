@@ -298,7 +298,7 @@ class KfacOptimizer(Optimizer):
         self._seen_next = seen
         report = StepReport(
             loss + penalty,
-            rate if move.rate is None else move.rate,
+            float(rate) if move.rate is None else move.rate,
             step.momentum if move.momentum is None else move.momentum,
             float(damping),
             predicted_change=move.predicted,

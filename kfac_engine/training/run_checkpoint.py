@@ -164,7 +164,9 @@ class RunCheckpoint:
             RankError: Some of the processes cannot read the folder.
         """
         if self._file is None:
-            raise InputError("resume=True needs the folder of the run: give checkpoint=FOLDER.")
+            raise InputError(
+                "to resume a run, give its folder: checkpoint=FOLDER (--checkpoint FOLDER)."
+            )
         exist = self._agreement.vote(self.exists(), place="resume")[:, 0]
         if exist.any() and not exist.all():
             self._agreement.refuse(

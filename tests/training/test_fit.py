@@ -143,6 +143,13 @@ def test_a_validation_loss_that_has_risen_for_long_is_said(
     assert not said or ("in step 6" in said[0] and "in step 21" in said[0])
 
 
+@pytest.mark.parametrize("optimizer", ["kfac", "adam", "muon", "sgd"])
+def test_numbers_of_records_are_those_of_python(data, optimizer):
+    history = ke.fit(net.engine(), data, **options(optimizer=optimizer, steps=2, epochs=None))
+    values = [value for record in history.records for value in record.values()]
+    assert {type(value) for value in values} <= {int, float, bool, type(None), list, tuple, str}
+
+
 def test_a_callback_that_ends_the_run_with_an_epoch_costs_no_second_validation(data, monkeypatch):
     evaluated = []
     evaluate = ke.Engine.evaluate
@@ -301,7 +308,7 @@ def test_the_largest_part_of_a_budget_counts():
         ({"seed": -1}, "seed must be a whole number"),
         ({"schedule": 1}, "schedule must be one of constant, cosine, tail, or a function"),
         ({"optimizer": 3}, "optimizer must be one of kfac, adam"),
-        ({"resume": True}, "resume=True needs the folder"),
+        ({"resume": True}, "to resume a run, give its folder"),
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number"),
         ({"metrics": "loss"}, "metrics must be a list"),
         ({"log": "missing/folder/run.jsonl"}, "cannot be written: name a file in an exist"),
@@ -332,6 +339,7 @@ def test_wrong_data_are_refused(data):
         "must be a pair": 3,
         "is an iterator": iter([(x, y)]),
         "each batch must be a pair": [x],
+        "as an array, not as a list": (x.tolist(), y.tolist()),
         "no batch left": [],
         "the targets have shape": (x, y[:-1]),
         "have no examples": (x[:0], y[:0]),
