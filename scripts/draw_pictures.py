@@ -52,7 +52,7 @@ def factors() -> Figure:
 
 
 def influence() -> Figure:
-    """Return a row for each query: the digit, then examples that lower and raise its loss most."""
+    """Draw rows of digits: a query, then the examples that lower and that raise its loss most."""
     names = _executed(ROOT / "docs/influence.md")
     images, labels, scores = names["images"], names["labels"], names["relative"]
     figure = Figure(figsize=(9, 3.4), layout="constrained")

@@ -116,7 +116,7 @@ class CovarianceUpdates:
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Make the updater of the factors that read whole batches."""
+        """Create the updater for factors whose statistics need a whole batch at once."""
         self.updater = self._updater_of(f for f in self.factors if f not in self.alone)
 
     def read_values(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -432,6 +432,6 @@ class CovarianceUpdates:
 
 
 def scaled(source: Mapping[str, Array], scales: Scales) -> dict[str, Array]:
-    """Return cotangents times the scales of their loss inputs, which are 1 by default."""
+    """Return each cotangent times the scale of its loss input; a missing scale counts as 1."""
     pairs = {name: (array, scales.get(name, 1.0)) for name, array in source.items()}
     return {n: a * k if isinstance(k, float) else times(a, k) for n, (a, k) in pairs.items()}

@@ -103,7 +103,7 @@ class Refreshes:
         return passes / refresh, products / refresh
 
     def begin(self, keys: Iterable[str] | None = None) -> Callable[[], None]:
-        """Begin refreshes of works, by default all; see ``factors.base.begin_refresh``.
+        """Begin to refresh factors, by default all; see ``factors.base.begin_refresh``.
 
         The returned function waits for the results and stores them.
         """

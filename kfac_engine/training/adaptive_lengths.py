@@ -584,7 +584,7 @@ def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]
 
 
 def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Number the weights and the parameters with weights; a block joins its own by one number."""
+    """Number the weights and the parameters with weights; those of one block have one number."""
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
     first = {name: name for name in pieces}

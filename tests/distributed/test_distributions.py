@@ -35,7 +35,7 @@ def batches(source, count, rows=12):
 
 
 def follow(source, size, steps=4, ignored=(), **options):
-    """Parameters and results of one process, and the results of ranks with these parameters.
+    """Take steps in one process, and on ranks with the same parameters; return both results.
 
     ``ignored`` are the examples of the first batch whose targets do not count.
     """

@@ -53,7 +53,7 @@ class ExampleTile:
     arrays: Mapping[str, Array]
 
     def without_sources(self) -> "ExampleTile":
-        """Return the sum over the axis of the sources."""
+        """Return the tile with derivatives summed over the ``k`` values of each example."""
         return ExampleTile(self.examples, {n: a.sum(axis=1) for n, a in self.arrays.items()})
 
 
