@@ -36,11 +36,11 @@ SHAPES = {
     "fan out": ("w(4,4)", "h = MatMul(input, w)  ", "h{i} = Tanh(h)  ", "output = Sum({all})"),
     # Many uses of one weight.
     "shared": ("w(4,4)", START, "h{i} = MatMul(r{i}, w)  r{next} = Tanh(h{i})  ", END),
-    # Normalizations with scales and shifts.
+    # Normalizations with scales and shifts, and residual branches: gradients do not vanish.
     "norms": (
         "g{i}(4) b{i}(4)",
         START,
-        "h{i} = LayerNormalization(r{i}, g{i}, b{i})  r{next} = Tanh(h{i})  ",
+        "h{i} = LayerNormalization(r{i}, g{i}, b{i})  r{next} = Add(r{i}, h{i})  ",
         END,
     ),
     # Many If nodes, each around a layer.
