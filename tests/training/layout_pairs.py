@@ -1,18 +1,19 @@
 """Pairs of models of one function: their graphs, and the difference of their steps."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import helper, numpy_helper
 
 import kfac_engine as ke
+from tests.models import parsed
 
 N, STEPS = 6, 3
 # Rounding, multiplied by condition numbers and by the iterations of Muon. ONNX Runtime has no
 # convolution and no recurrence in float64.
 EQUAL = {"float64": 1e-6, "float32": 1e-3}
-SINGLE = {"Conv", "ConvTranspose", "GRU", "LSTM"}
+SINGLE = re.compile(r"\b(Conv|ConvTranspose|GRU|LSTM)\b")
 
 OPTIMIZERS = {
     "kfac auto": lambda e: ke.KfacOptimizer(e),
@@ -30,44 +31,30 @@ class Pair:
     Attributes:
         x: Shape of an input.
         y: Shape of an output.
-        one: Lines of the first model, such as ``"s = MatMul(x, W)"`` and further attributes.
+        one: Nodes of the first model, from ``x`` to ``y``, as onnx's parser reads them.
         weights: Shapes of the weights of the first model.
-        other: Lines of the second model.
+        other: Nodes of the second model.
         rearranged: The weights of the second model from those of the first.
     """
 
     x: tuple[int, ...]
     y: tuple[int, ...]
-    one: list
+    one: str
     weights: dict[str, tuple[int, ...]]
-    other: list
+    other: str
     rearranged: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
     @property
     def dtype(self):
-        single = any(n.op_type in SINGLE for n in [*self.one, *self.other])
-        return "float32" if single else "float64"
-
-
-def node(op, inputs, outputs, **attributes):
-    return helper.make_node(op, inputs.split(), outputs.split(), **attributes)
+        return "float32" if SINGLE.search(self.one + self.other) else "float64"
 
 
 def built(pair, nodes, weights):
-    integers = {
-        name: np.array(value)
-        for name, value in CONSTANTS.items()
-        if any(name in n.input for n in nodes)
-    }
-    element = helper.np_dtype_to_tensor_dtype(np.dtype(pair.dtype))
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", element, ["n", *pair.x])],
-        [helper.make_tensor_value_info("y", element, ["n", *pair.y])],
-        [numpy_helper.from_array(v, n) for n, v in (weights | integers).items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    element = {"float32": "float", "float64": "double"}[pair.dtype]
+    x, y = (", ".join(map(str, ("n", *sides))) for sides in (pair.x, pair.y))
+    integers = {n: v for n, v in CONSTANTS.items() if re.search(rf"\b{n}\b", nodes)}
+    graph = f"net ({element}[{x}] x) => ({element}[{y}] y) {{ {nodes} }}"
+    return parsed(graph, weights | integers)
 
 
 def draws(pair):
@@ -108,12 +95,8 @@ CONSTANTS = {
 }  # fmt: skip
 
 # Attention without a softmax, so that queries, keys and values are three layers.
-ATTENTION = [
-    node("Transpose", "k", "kt", perm=[0, 2, 1]),
-    node("MatMul", "q kt", "scores"),
-    node("MatMul", "scores v", "y"),
-]
-QKV = [node("MatMul", f"x W{c}", c) for c in "qkv"]
+QKV = " q = MatMul (x, Wq)  k = MatMul (x, Wk)  v = MatMul (x, Wv) "
+ATTENTION = " kt = Transpose <perm = [0, 2, 1]> (k)  s = MatMul (q, kt)  y = MatMul (s, v) "
 
 
 def attention(other, rearranged):
@@ -126,60 +109,38 @@ def columns(w, *names):
 
 
 # The tokens of an example, and states of zeros.
-TOKENS = [
-    node("Split", "x", "x0 x1 x2", axis=1, num_outputs=3),
-    *(node("Squeeze", f"x{t} axis1", f"in{t}") for t in range(3)),
-    node("Slice", "in0 from0 units axis1", "part"),
-    node("Sub", "part part", "h"),
-    node("Identity", "h", "c"),
-]
+TOKENS = """x0, x1, x2 = Split <axis = 1, num_outputs = 3> (x)
+    in0 = Squeeze (x0, axis1)  in1 = Squeeze (x1, axis1)  in2 = Squeeze (x2, axis1)
+    part = Slice (in0, from0, units, axis1)  h = Sub (part, part)  c = Identity (h) """
+# Operators of a product, up to its first operand.
+MATMUL, GEMM = "MatMul (", "Gemm <transB = 1> ("
 
 
 def recurrence(product, apart=False):
     """Nodes of an LSTM with 2 units over 3 tokens.
 
     Args:
-        product: Operator of the products, with attributes.
+        product: Operator of the products.
         apart: Whether each gate has a product of its own.
     """
-    nodes, h, c = list(TOKENS), "h", "c"
+    nodes, h, c = TOKENS, "h", "c"
     for t in range(3):
         for end in "iofg" if apart else [""]:
-            nodes += [
-                product(f"in{t} W{end}", f"a{end}{t}"),
-                product(f"{h} R{end}", f"r{end}{t}"),
-                node("Add", f"a{end}{t} r{end}{t}", f"{end or 's'}{t}"),
-            ]
+            nodes += f"""a{end}{t} = {product} in{t}, W{end})  r{end}{t} = {product} {h}, R{end})
+                {end or "s"}{t} = Add (a{end}{t}, r{end}{t}) """
         if not apart:
-            nodes.append(node("Split", f"s{t} gates", f"i{t} o{t} f{t} g{t}", axis=1))
-        nodes += [
-            *(node("Sigmoid", f"{gate}{t}", f"s{gate}{t}") for gate in "iof"),
-            node("Tanh", f"g{t}", f"tg{t}"),
-            node("Mul", f"si{t} tg{t}", f"new{t}"),
-            node("Mul", f"sf{t} {c}", f"old{t}"),
-            node("Add", f"new{t} old{t}", f"c{t}"),
-            node("Tanh", f"c{t}", f"tc{t}"),
-            node("Mul", f"so{t} tc{t}", f"h{t}"),
-        ]
+            nodes += f"i{t}, o{t}, f{t}, g{t} = Split <axis = 1> (s{t}, gates) "
+        nodes += f"""si{t} = Sigmoid (i{t})  so{t} = Sigmoid (o{t})  sf{t} = Sigmoid (f{t})
+            tg{t} = Tanh (g{t})  new{t} = Mul (si{t}, tg{t})  old{t} = Mul (sf{t}, {c})
+            c{t} = Add (new{t}, old{t})  tc{t} = Tanh (c{t})  h{t} = Mul (so{t}, tc{t}) """
         h, c = f"h{t}", f"c{t}"
-    return [*nodes, node("Identity", "h2", "y")]
-
-
-def matmul(operands, result):
-    return node("MatMul", operands, result)
-
-
-def gemm(operands, result):
-    return node("Gemm", operands, result, transB=1)
+    return nodes + "y = Identity (h2)"
 
 
 def recurrent(operator):
     """Nodes of a recurrent operator over 3 tokens."""
-    return [
-        node("Transpose", "x", "xt", perm=[1, 0, 2]),
-        helper.make_node(operator, ["xt", "W", "R"], ["", "h"], hidden_size=2),
-        node("Squeeze", "h axis0", "y"),
-    ]
+    return f"""xt = Transpose <perm = [1, 0, 2]> (x)
+        sequence, h = {operator} <hidden_size = 2> (xt, W, R)  y = Squeeze (h, axis0)"""
 
 
 def by_svd(matrix):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from onnx import helper
 
 import kfac_engine as ke
 from tests.training.layout_pairs import (
     EQUAL,
+    MATMUL,
     OPTIMIZERS,
     QKV,
     TOKENS,
@@ -18,8 +18,6 @@ from tests.training.layout_pairs import (
     columns,
     difference,
     draws,
-    matmul,
-    node,
     recurrence,
     recurrent,
 )
@@ -27,24 +25,18 @@ from tests.training.layout_pairs import (
 
 def gated_recurrence():
     """Nodes of a GRU with 2 units over 3 tokens, in a product for each gate."""
-    nodes, h = list(TOKENS), "h"
+    nodes, h = TOKENS, "h"
     for t in range(3):
         for gate, activation in [("z", "Sigmoid"), ("r", "Sigmoid"), ("g", "Tanh")]:
-            nodes += [
-                matmul(f"in{t} W{gate}", f"a{gate}{t}"),
-                matmul(f"{h if gate != 'g' else f'rh{t}'} R{gate}", f"b{gate}{t}"),
-                node("Add", f"a{gate}{t} b{gate}{t}", f"s{gate}{t}"),
-                node(activation, f"s{gate}{t}", f"{gate}{t}"),
-                *([node("Mul", f"r{t} {h}", f"rh{t}")] if gate == "r" else []),
-            ]
-        nodes += [
-            node("Mul", f"z{t} {h}", f"zh{t}"),
-            node("Mul", f"z{t} g{t}", f"zg{t}"),
-            node("Sub", f"g{t} zg{t}", f"d{t}"),
-            node("Add", f"d{t} zh{t}", f"h{t}"),
-        ]
+            state = h if gate != "g" else f"rh{t}"
+            nodes += f"""a{gate}{t} = MatMul (in{t}, W{gate})
+                b{gate}{t} = MatMul ({state}, R{gate})
+                s{gate}{t} = Add (a{gate}{t}, b{gate}{t})  {gate}{t} = {activation} (s{gate}{t}) """
+            nodes += f"rh{t} = Mul (r{t}, {h}) " if gate == "r" else ""
+        nodes += f"""zh{t} = Mul (z{t}, {h})  zg{t} = Mul (z{t}, g{t})  d{t} = Sub (g{t}, zg{t})
+            h{t} = Add (d{t}, zh{t}) """
         h = f"h{t}"
-    return [*nodes, node("Identity", "h2", "y")]
+    return nodes + "y = Identity (h2)"
 
 
 def rows_of_gates(w, gates):
@@ -52,30 +44,21 @@ def rows_of_gates(w, gates):
     return {name: columns(w, *(name + gate for gate in gates)).T[None] for name in "WR"}
 
 
-WIDE = [
-    node("Split", "q units22", "q0 q1", axis=2),
-    node("Mul", "q0 k", "m"),
-    node("Mul", "q1 v", "u"),
-    node("Add", "m u", "sum"),
-    node("Tanh", "q", "tq"),
-    node("ReduceMean", "tq axis2", "mean"),
-    node("Add", "sum mean", "y"),
-]
+WIDE = """ q0, q1 = Split <axis = 2> (q, units22)  m = Mul (q0, k)  u = Mul (q1, v)
+    sum = Add (m, u)  tq = Tanh (q)  mean = ReduceMean (tq, axis2)  y = Add (sum, mean)"""
+GATED = " sa = Sigmoid (a)  y = Mul (sa, b)"
 
 # A product for each part, and one product whose outputs are divided. One product is one layer, with
 # the curvature of all its outputs, so that its natural gradient is another.
 JOINED = {
     "queries, keys and values": attention(
-        [matmul("x W", "h"), node("Split", "h thirds", "q k v", axis=2)],
+        "h = MatMul (x, W)  q, k, v = Split <axis = 2> (h, thirds)",
         lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
     ),
     "an axis of queries, keys and values": attention(
-        [
-            matmul("x W", "h"),
-            node("Reshape", "h by_three", "h5"),
-            node("Transpose", "h5", "first", perm=[2, 0, 1, 3]),
-            *(node("Gather", f"first number{i}", c, axis=0) for i, c in enumerate("qkv")),
-        ],
+        """h = MatMul (x, W)  h5 = Reshape (h, by_three)
+        first = Transpose <perm = [2, 0, 1, 3]> (h5)  q = Gather <axis = 0> (first, number0)
+        k = Gather <axis = 0> (first, number1)  v = Gather <axis = 0> (first, number2)""",
         lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
     ),
     "wide queries that are also read in halves": Pair(
@@ -83,66 +66,43 @@ JOINED = {
         (5, 2),
         QKV + WIDE,
         {"Wq": (4, 4), "Wk": (4, 2), "Wv": (4, 2)},
-        [
-            node("Transpose", "W", "Wt"),
-            matmul("x Wt", "h"),
-            node("Slice", "h from0 units axis2", "k"),
-            node("Slice", "h units six axis2", "q"),
-            node("Slice", "h six eight axis2", "v"),
-            *WIDE,
-        ],
+        """Wt = Transpose (W)  h = MatMul (x, Wt)  k = Slice (h, from0, units, axis2)
+        q = Slice (h, units, six, axis2)  v = Slice (h, six, eight, axis2)"""
+        + WIDE,
         lambda w: {"W": columns(w, "Wk", "Wq", "Wv").T},
     ),
     "gates of experts": Pair(
         (2, 3),
         (2, 2),
-        [
-            node("Transpose", "x", "xt", perm=[1, 0, 2]),
-            *(matmul(f"xt W{c}", f"{c}t") for c in "ab"),
-            *(node("Transpose", f"{c}t", c, perm=[1, 0, 2]) for c in "ab"),
-            node("Sigmoid", "a", "sa"),
-            node("Mul", "sa b", "y"),
-        ],
+        """xt = Transpose <perm = [1, 0, 2]> (x)  at = MatMul (xt, Wa)  bt = MatMul (xt, Wb)
+        a = Transpose <perm = [1, 0, 2]> (at)  b = Transpose <perm = [1, 0, 2]> (bt)"""
+        + GATED,
         {"Wa": (2, 3, 2), "Wb": (2, 3, 2)},
-        [
-            node("Transpose", "x", "xt", perm=[1, 0, 2]),
-            matmul("xt W", "ht"),
-            node("Transpose", "ht", "h", perm=[1, 0, 2]),
-            node("Split", "h units22", "a b", axis=2),
-            node("Sigmoid", "a", "sa"),
-            node("Mul", "sa b", "y"),
-        ],
+        """xt = Transpose <perm = [1, 0, 2]> (x)  ht = MatMul (xt, W)
+        h = Transpose <perm = [1, 0, 2]> (ht)  a, b = Split <axis = 2> (h, units22)"""
+        + GATED,
         lambda w: {"W": np.concatenate([w["Wa"], w["Wb"]], axis=2)},
     ),
     "channels of a convolution": Pair(
         (2, 4, 4),
         (2, 3, 3),
-        [
-            *(node("Conv", f"x W{c}", c) for c in "ab"),
-            node("Sigmoid", "a", "sa"),
-            node("Mul", "sa b", "y"),
-        ],
+        "a = Conv (x, Wa)  b = Conv (x, Wb)" + GATED,
         {"Wa": (2, 2, 2, 2), "Wb": (2, 2, 2, 2)},
-        [
-            node("Conv", "x W", "h"),
-            node("Split", "h units22", "a b", axis=1),
-            node("Sigmoid", "a", "sa"),
-            node("Mul", "sa b", "y"),
-        ],
+        "h = Conv (x, W)  a, b = Split <axis = 1> (h, units22)" + GATED,
         lambda w: {"W": np.concatenate([w["Wa"], w["Wb"]])},
     ),
     "gates of a recurrence": Pair(
         (3, 4),
         (2,),
-        recurrence(matmul, apart=True),
+        recurrence(MATMUL, apart=True),
         {f"W{gate}": (4, 2) for gate in "iofg"} | {f"R{gate}": (2, 2) for gate in "iofg"},
-        recurrence(matmul),
+        recurrence(MATMUL),
         lambda w: {name: columns(w, *(name + gate for gate in "iofg")) for name in "WR"},
     ),
     "an LSTM": Pair(
         (3, 4),
         (2,),
-        recurrence(matmul, apart=True),
+        recurrence(MATMUL, apart=True),
         {f"W{gate}": (4, 2) for gate in "iofg"} | {f"R{gate}": (2, 2) for gate in "iofg"},
         recurrent("LSTM"),
         lambda w: rows_of_gates(w, "iofg"),
@@ -171,56 +131,47 @@ def test_one_product_and_several_take_equal_steps_without_natural_gradients_only
     assert equal == ("kfac" not in optimizer)
 
 
-# Operators that read h, with 6 features, and the features of each part.
+THIRDS = [[0, 1], [2, 3], [4, 5]]
+# Operators that read h, with 6 features; values that nobody reads; the features of each part.
 DIVISIONS = {
-    "a Split": ([node("Split", "h thirds", "a b c", axis=2)], [[0, 1], [2, 3], [4, 5]]),
+    "a Split": ("a, b, c = Split <axis = 2> (h, thirds)", "abc", THIRDS),
     "Slices": (
-        [
-            node("Slice", "h units six axis2", "wide"),
-            node("Slice", "h from0 units axis2", "a"),
-            node("Split", "wide units22", "b c", axis=2),
-            node("Mul", "wide wide", "square"),
-        ],
+        """wide = Slice (h, units, six, axis2)  a = Slice (h, from0, units, axis2)
+        b, c = Split <axis = 2> (wide, units22)  d = Mul (wide, wide)""",
+        "abcd",
         [[2, 3, 4, 5], [0, 1]],
     ),
     "a Split behind an activation": (
-        [node("Tanh", "h", "t"), node("Split", "t thirds", "a b c", axis=2)],
-        [[0, 1], [2, 3], [4, 5]],
+        "t = Tanh (h)  a, b, c = Split <axis = 2> (t, thirds)",
+        "abc",
+        THIRDS,
     ),
     "a Split of a sum of two tokens": (
-        [
-            node("Slice", "h from0 units axis1", "early"),
-            node("Slice", "h three five axis1", "late"),
-            node("Add", "early late", "s"),
-            node("Split", "s thirds", "a b c", axis=2),
-        ],
-        [[0, 1], [2, 3], [4, 5]],
+        """early = Slice (h, from0, units, axis1)  late = Slice (h, three, five, axis1)
+        s = Add (early, late)  a, b, c = Split <axis = 2> (s, thirds)""",
+        "abc",
+        THIRDS,
     ),
-    "a sum of parts": (
-        [node("Split", "h thirds", "a0 b c", axis=2), node("Add", "a0 b", "a")],
-        [[0, 1], [2, 3], [4, 5]],
-    ),
+    "a sum of parts": ("a, b, c = Split <axis = 2> (h, thirds)  d = Add (a, b)", "cd", THIRDS),
     "a Split and a use of all": (
-        [node("Split", "h thirds", "a b c", axis=2), node("Mul", "h h", "square")],
+        "a, b, c = Split <axis = 2> (h, thirds)  d = Mul (h, h)",
+        "abcd",
         [range(6)],
     ),
     "a Split behind a normalization": (
-        [node("Softmax", "h", "t"), node("Split", "t thirds", "a b c", axis=2)],
+        "t = Softmax (h)  a, b, c = Split <axis = 2> (t, thirds)",
+        "abc",
         [range(6)],
     ),
-    "a Split of the tokens": (
-        [node("Split", "h units3", "early late", axis=1)],
-        [range(6)],
-    ),
+    "a Split of the tokens": ("a, b = Split <axis = 1> (h, units3)", "ab", [range(6)]),
     "Slices that overlap": (
-        [
-            node("Slice", "h from0 three axis2", "a3"),
-            node("Slice", "h units six axis2", "b4"),
-        ],
+        "a = Slice (h, from0, three, axis2)  b = Slice (h, units, six, axis2)",
+        "ab",
         [range(6)],
     ),
     "Slices that leave outputs out": (
-        [node("Slice", "h from0 units axis2", "a"), node("Slice", "h units three axis2", "b1")],
+        "a = Slice (h, from0, units, axis2)  b = Slice (h, units, three, axis2)",
+        "ab",
         [range(6)],
     ),
 }
@@ -228,15 +179,15 @@ DIVISIONS = {
 
 @pytest.mark.parametrize("name", DIVISIONS)
 def test_the_matrices_of_a_product_are_the_parts_of_its_outputs_that_are_read_apart(name):
-    division, parts = DIVISIONS[name]
+    division, ends, parts = DIVISIONS[name]
     # The sum over every value that no operator reads has a gradient for each part.
-    read = {operand for n in division for operand in n.input}
-    ends = [v for n in division for v in n.output if v not in read]
-    means = [node("ReduceMean", f"{v}_square last_two", f"{v}_mean", keepdims=0) for v in ends]
-    squares = [node("Mul", f"{v} {v}", f"{v}_square") for v in ends]
-    nodes = [matmul("x W", "h"), *division, *squares, *means]
-    nodes.append(helper.make_node("Sum", [f"{v}_mean" for v in ends], ["y"]))
-    pair = Pair((5, 4), (), nodes, {"W": (4, 6)}, [], lambda w: w)
+    nodes = f"h = MatMul (x, W)  {division}"
+    for end in ends:
+        nodes += (
+            f" {end}2 = Mul ({end}, {end})  m{end} = ReduceMean <keepdims = 0> ({end}2, last_two)"
+        )
+    nodes += f" y = Sum ({', '.join(f'm{end}' for end in ends)})"
+    pair = Pair((5, 4), (), nodes, {"W": (4, 6)}, "", lambda w: w)
     start, rng = draws(pair), np.random.default_rng(1)
     x, y = rng.standard_normal((N, 5, 4)), rng.standard_normal(N)
     changes = []

@@ -10,6 +10,8 @@ import pytest
 import kfac_engine as ke
 from tests.training.layout_pairs import (
     EQUAL,
+    GEMM,
+    MATMUL,
     OPTIMIZERS,
     QKV,
     N,
@@ -20,15 +22,13 @@ from tests.training.layout_pairs import (
     columns,
     difference,
     draws,
-    gemm,
-    matmul,
-    node,
     recurrence,
     recurrent,
 )
 
-DENSE = [node("MatMul", "x W", "h"), node("Add", "h b", "s"), node("Tanh", "s", "y")]
-CONVOLUTION = [node("Conv", "x W", "h"), node("Tanh", "h", "y")]
+ADDED = " s = Add (h, b)  y = Tanh (s) "
+DENSE = "h = MatMul (x, W)" + ADDED
+CONVOLUTION = "h = Conv (x, W)  y = Tanh (h)"
 
 
 def dense(other, rearranged):
@@ -38,34 +38,25 @@ def dense(other, rearranged):
 
 PAIRS = {
     "Gemm with transB": dense(
-        [node("Gemm", "x W b", "s", transB=1), node("Tanh", "s", "y")],
-        lambda w: {"W": w["W"].T, "b": w["b"]},
+        "s = Gemm <transB = 1> (x, W, b)  y = Tanh (s)", lambda w: {"W": w["W"].T, "b": w["b"]}
     ),
     "a Transpose of the weight": dense(
-        [node("Transpose", "W", "V"), node("MatMul", "x V", "h"), *DENSE[1:]],
-        lambda w: {"W": w["W"].T, "b": w["b"]},
+        "V = Transpose (W)  h = MatMul (x, V)" + ADDED, lambda w: {"W": w["W"].T, "b": w["b"]}
     ),
     "a bias with two axes": dense(DENSE, lambda w: {"W": w["W"], "b": w["b"][None]}),
     "weight and bias in one vector": dense(
-        [
-            node("Slice", "all from0 bias", "flat"),
-            node("Reshape", "flat shape", "W"),
-            node("Slice", "all bias end", "b"),
-            *DENSE,
-        ],
+        """flat = Slice (all, from0, bias)  W = Reshape (flat, shape)
+        b = Slice (all, bias, end) """
+        + DENSE,
         lambda w: {"all": np.concatenate([w["W"].ravel(), w["b"]])},
     ),
     "a convolution of single pixels": Pair(
         (5, 4),
         (5, 3),
-        [node("MatMul", "x W", "h"), node("Tanh", "h", "y")],
+        "h = MatMul (x, W)  y = Tanh (h)",
         {"W": (4, 3)},
-        [
-            node("Transpose", "x", "xt", perm=[0, 2, 1]),
-            node("Conv", "xt W", "h"),
-            node("Transpose", "h", "ht", perm=[0, 2, 1]),
-            node("Tanh", "ht", "y"),
-        ],
+        """xt = Transpose <perm = [0, 2, 1]> (x)  h = Conv (xt, W)
+        ht = Transpose <perm = [0, 2, 1]> (h)  y = Tanh (ht)""",
         lambda w: {"W": w["W"].T[:, :, None]},
     ),
     "a transposed convolution of single pixels": Pair(
@@ -73,66 +64,52 @@ PAIRS = {
         (2, 3, 3),
         CONVOLUTION,
         {"W": (2, 4, 1, 1)},
-        [node("ConvTranspose", "x W", "h"), node("Tanh", "h", "y")],
+        "h = ConvTranspose (x, W)  y = Tanh (h)",
         lambda w: {"W": w["W"].swapaxes(0, 1)},
     ),
     "groups of a convolution": Pair(
         (6, 4, 4),
         (4, 3, 3),
-        [node("Conv", "x W", "h", group=2), node("Tanh", "h", "y")],
+        "h = Conv <group = 2> (x, W)  y = Tanh (h)",
         {"W": (4, 3, 2, 2)},
-        [
-            node("Split", "x halves", "x0 x1", axis=1),
-            *(node("Conv", f"x{g} W{g}", f"h{g}") for g in range(2)),
-            node("Concat", "h0 h1", "h", axis=1),
-            node("Tanh", "h", "y"),
-        ],
+        """x0, x1 = Split <axis = 1> (x, halves)  h0 = Conv (x0, W0)  h1 = Conv (x1, W1)
+        h = Concat <axis = 1> (h0, h1)  y = Tanh (h)""",
         lambda w: {"W0": w["W"][:2], "W1": w["W"][2:]},
     ),
     "experts": Pair(
         (2, 3),
         (2, 4),
-        [
-            node("Transpose", "x", "xt", perm=[1, 0, 2]),
-            node("MatMul", "xt W", "ht"),
-            node("Transpose", "ht", "h", perm=[1, 0, 2]),
-            node("Tanh", "h", "y"),
-        ],
+        """xt = Transpose <perm = [1, 0, 2]> (x)  ht = MatMul (xt, W)
+        h = Transpose <perm = [1, 0, 2]> (ht)  y = Tanh (h)""",
         {"W": (2, 3, 4)},
-        [
-            node("Split", "x", "x0 x1", axis=1, num_outputs=2),
-            *(node("Squeeze", f"x{g} axis1", f"z{g}") for g in range(2)),
-            *(node("MatMul", f"z{g} W{g}", f"u{g}") for g in range(2)),
-            *(node("Unsqueeze", f"u{g} axis1", f"v{g}") for g in range(2)),
-            node("Concat", "v0 v1", "h", axis=1),
-            node("Tanh", "h", "y"),
-        ],
+        """x0, x1 = Split <axis = 1, num_outputs = 2> (x)
+        z0 = Squeeze (x0, axis1)  u0 = MatMul (z0, W0)  v0 = Unsqueeze (u0, axis1)
+        z1 = Squeeze (x1, axis1)  u1 = MatMul (z1, W1)  v1 = Unsqueeze (u1, axis1)
+        h = Concat <axis = 1> (v0, v1)  y = Tanh (h)""",
         lambda w: {"W0": w["W"][0], "W1": w["W"][1]},
     ),
     "one array for queries, keys and values": attention(
-        [node("Split", "W thirds", "Wq Wk Wv", axis=1), *QKV],
+        "Wq, Wk, Wv = Split <axis = 1> (W, thirds)" + QKV,
         lambda w: {"W": columns(w, "Wq", "Wk", "Wv")},
     ),
     "one transposed array for queries, keys and values": attention(
-        [
-            node("Split", "W thirds", "q1 k1 v1", axis=0),
-            *(node("Transpose", f"{c}1", f"W{c}") for c in "qkv"),
-            *QKV,
-        ],
+        """q1, k1, v1 = Split <axis = 0> (W, thirds)
+        Wq = Transpose (q1)  Wk = Transpose (k1)  Wv = Transpose (v1) """
+        + QKV,
         lambda w: {"W": columns(w, "Wq", "Wk", "Wv").T},
     ),
     "gates of a recurrence": Pair(
         (3, 4),
         (2,),
-        recurrence(matmul),
+        recurrence(MATMUL),
         {"W": (4, 8), "R": (2, 8)},
-        recurrence(gemm),
+        recurrence(GEMM),
         lambda w: {"W": w["W"].T, "R": w["R"].T},
     ),
     "an LSTM": Pair(
         (3, 4),
         (2,),
-        recurrence(matmul),
+        recurrence(MATMUL),
         {"W": (4, 8), "R": (2, 8)},
         recurrent("LSTM"),
         lambda w: {"W": w["W"].T[None], "R": w["R"].T[None]},
@@ -172,16 +149,16 @@ def test_a_run_resumes_with_equal_bits(pair, optimizer, tmp_path):
 
 STACKS = {
     # Weight (outputs, inputs, taps…) to matrices (outputs, inputs · taps), and back.
-    "Conv": ((3, 2, 2, 2), {}, lambda w: [w.reshape(3, 8)], lambda m: m[0].reshape(3, 2, 2, 2)),
+    "Conv": ((3, 2, 2, 2), "", lambda w: [w.reshape(3, 8)], lambda m: m[0].reshape(3, 2, 2, 2)),
     "Conv in groups": (
         (4, 1, 2, 2),
-        {"group": 2},
+        "<group = 2>",
         lambda w: [w[:2].reshape(2, 4), w[2:].reshape(2, 4)],
         lambda m: np.concatenate(m).reshape(4, 1, 2, 2),
     ),
     "ConvTranspose": (
         (2, 3, 2, 2),
-        {},
+        "",
         lambda w: [w.swapaxes(0, 1).reshape(3, 8)],
         lambda m: m[0].reshape(3, 2, 2, 2).swapaxes(0, 1),
     ),
@@ -191,9 +168,9 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_the_first_step_has_the_singular_values_and_lengths_of_the_matrices(name):
     shape, attributes, matrices, back = STACKS[name]
-    nodes = [node(name.split()[0], "x W", "h", **attributes), node("Tanh", "h", "y")]
+    nodes = f"h = {name.split()[0]} {attributes} (x, W)  y = Tanh (h)"
     outputs = 4 if attributes else 3
-    pair = Pair((2, 3, 3), (outputs, "h", "w"), nodes, {"W": shape}, [], lambda w: w)
+    pair = Pair((2, 3, 3), (outputs, "h", "w"), nodes, {"W": shape}, "", lambda w: w)
     start = draws(pair)
     x = np.random.default_rng(1).standard_normal((N, 2, 3, 3)).astype(np.float32)
     y = np.zeros((N, outputs, *([2, 2] if "Transpose" not in name else [4, 4])), np.float32)
