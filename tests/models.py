@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -53,9 +54,12 @@ class Net:
         self._constants[name] = values
         return name
 
-    def op(self, op: str, *inputs: str, to: str, **attributes: Any) -> str:
-        """A node with one result called ``to``."""
-        self._nodes.append(helper.make_node(op, inputs, [to], name=f"node_{to}", **attributes))
+    def op(
+        self, op: str, *inputs: str, to: str, further: Sequence[str] = (), **attributes: Any
+    ) -> str:
+        """A node with a result called ``to``, and ``further`` results."""
+        results = [to, *further]
+        self._nodes.append(helper.make_node(op, inputs, results, name=f"node_{to}", **attributes))
         return to
 
     def dense(self, name: str, x: str, d_in: int, d_out: int) -> str:
@@ -129,6 +133,31 @@ def parsed(
     model = onnx.parser.parse_model(f"<ir_version: {IR_VERSION}, opset_import: [{opsets}]> {graph}")
     for name, array in constants.items():
         model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    return model
+
+
+def one_operator(
+    op: str,
+    inputs: Mapping[str, str],
+    constants: Mapping[str, Any] = MappingProxyType({}),
+    results: Sequence[str] = ("y",),
+    opsets: str = f'"": {OPSET}',
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """A model of one node, called ``node``, with the output ``y``.
+
+    Args:
+        op: Its operator.
+        inputs: Types of the data inputs by name, such as ``"float[n,3]"``.
+        constants: Its other operands.
+        results: Names of its results.
+        opsets: Versions by domain, as onnx's parser reads them.
+        attributes: Of the node, and its ``domain``.
+    """
+    sides = ", ".join(f"{form} {name}" for name, form in inputs.items())
+    model = parsed(f"{op} ({sides}) => (float[] y) {{}}", constants, opsets)
+    node = helper.make_node(op, [*inputs, *constants], results, name="node", **attributes)
+    model.graph.node.append(node)
     return model
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
 
 import kfac_engine as ke
 from kfac_engine.graph.load import load_graph
 from kfac_engine.runtime.lower import lowered
 from scripts.node_tests import check
+from tests.models import one_operator
 
 RNG = np.random.default_rng(0)
 BATCHES = (2, 5)
@@ -16,19 +16,11 @@ BATCHES = (2, 5)
 
 def model_of(op, version, sides, constants=(), **attributes):
     """One operator on inputs with ``sides`` after the batch, and on constants."""
-    inputs = {f"x{i}": ("batch", *rest) for i, rest in enumerate(sides)}
-    fixed = {f"c{i}": np.asarray(value) for i, value in enumerate(constants)}
-    graph = helper.make_graph(
-        [helper.make_node(op, [*inputs, *fixed], ["y"], **attributes)],
-        op,
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in inputs.items()],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [
-            helper.make_tensor(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape, a.ravel())
-            for n, a in fixed.items()
-        ],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=10)
+    inputs = {
+        f"x{i}": f"float[{','.join(map(str, ('batch', *rest)))}]" for i, rest in enumerate(sides)
+    }
+    fixed = {f"c{i}": value for i, value in enumerate(constants)}
+    return one_operator(op, inputs, fixed, opsets=f'"": {version}', **attributes)
 
 
 SCALE = np.linspace(0.5, 1.5, 4).astype(np.float32)

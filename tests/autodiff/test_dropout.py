@@ -63,7 +63,7 @@ def test_layers_before_and_after_dropout_are_discovered(batch):
 def test_random_factor_of_weight_is_drawn_for_each_batch():
     net = models.Net()
     w = net.weight("w", 4, 3)
-    net._nodes.append(helper.make_node("RandomUniform", [], ["r"], shape=[1], low=0.5, high=1.5))
+    net.op("RandomUniform", to="r", shape=[1], low=0.5, high=1.5)
     net.op("MatMul", "input", net.op("Mul", w, "r", to="scaled"), to="output")
     proto = net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
     model, inputs = ke.load_model(proto), models.random_inputs(proto, 5)

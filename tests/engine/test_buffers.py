@@ -3,7 +3,6 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 import kfac_engine as ke
@@ -21,13 +20,11 @@ def normalised(momentum=0.8, uses=1):
     scale, shift = net.positive("norm.scale", 5), net.weight("norm.shift", 5)
     mean, var = net.weight("norm.mean", 5), net.positive("norm.var", 5)
     for index in range(uses):
-        names = [f"norm{index}", f"mean{index}", f"var{index}"]
-        node = helper.make_node(
-            "BatchNormalization", [x, scale, shift, mean, var], names, name=f"node_norm{index}",
-            training_mode=1, momentum=momentum,
+        x = net.op(
+            "BatchNormalization", x, scale, shift, mean, var, to=f"norm{index}",
+            further=[f"mean{index}", f"var{index}"], training_mode=1, momentum=momentum,
         )  # fmt: skip
-        net._nodes.append(node)
-        x = net.op("Tanh", names[0], to=f"act{index}")
+        x = net.op("Tanh", x, to=f"act{index}")
     net.op("Gemm", x, net.weight("fc1.weight", 5, 3), to="output")
     return net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})
 

@@ -80,7 +80,7 @@ def sliced():
     net = Net()
     sizes = net.constant("sizes", np.array([4, 3], np.int64))
     weight = net.weight("both", 4, 7)
-    net._nodes.append(models.helper.make_node("Split", [weight, sizes], ["w0", "w1"], axis=1))
+    net.op("Split", weight, sizes, to="w0", further=["w1"], axis=1)
     x = net.op("Tanh", net.op("MatMul", "input", "w0", to="first"), to="act")
     net.op("MatMul", x, "w1", to="output")
     return net.model({"input": ["batch", 4]}, {"output": ["batch", 3]})

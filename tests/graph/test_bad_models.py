@@ -356,14 +356,6 @@ def test_damaged_model_loads_or_raises_kfac_error() -> None:
 @pytest.mark.parametrize(("op", "operands"), [("Max", ["x", ""]), ("Concat", ["", "x"])])
 def test_missing_required_operand_raises_error(op: str, operands: list[str]) -> None:
     """ONNX Runtime 1.31 ends the process on such a Max."""
-    attributes = {"axis": 0} if op == "Concat" else {}
-    node = helper.make_node(op, operands, ["y"], name="short", **attributes)
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [value("x", TensorProto.FLOAT, [2])],
-        [value("y", TensorProto.FLOAT, None)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = models.one_operator(op, {"x": "float[2]"}, **({"axis": 0} if op == "Concat" else {}))
+    model.graph.node[0].input[:] = operands
     check(model, ModelError, (f"operand {operands.index('')}", op, "is required"))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from onnx import helper, numpy_helper
 from onnxruntime import InferenceSession
 from scipy.special import erf
 
@@ -15,18 +14,10 @@ from tests import models
 def evaluated(op, x, *weights, **attributes):
     """The result of one operator, in float64 and from ONNX Runtime."""
     names = [f"w{index}" for index in range(len(weights))]
-    node = helper.make_node(op, ["x", *names], ["y"], name="node", **attributes)
-    graph = helper.make_graph(
-        [node],
-        "operator",
-        [helper.make_tensor_value_info("x", 1, x.shape)],
-        [helper.make_tensor_value_info("y", 1, None)],
-        [numpy_helper.from_array(w, name) for name, w in zip(names, weights, strict=True)],
-    )
-    opset = [helper.make_opsetid("", 20)]
-    model = helper.make_model(graph, opset_imports=opset, ir_version=10)
-    ours = ReferenceModel(load_graph(model), ["y"], names)
+    inputs = {"x": f"float[{','.join(map(str, x.shape))}]"}
     feeds = dict(zip(names, weights, strict=True))
+    model = models.one_operator(op, inputs, feeds, opsets='"": 20', **attributes)
+    ours = ReferenceModel(load_graph(model), ["y"], names)
     session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return ours.run({"x": x, **feeds})["y"], session.run(None, {"x": x})[0]
 
@@ -70,17 +61,13 @@ def test_erf_and_gelu_have_the_accuracy_of_float64():
 
 
 def test_casts_and_constants_of_a_graph_are_in_float64():
-    net = models.Net()
-    third = net.constant("third", np.array(1 / 3, np.float32))
-    net.op("Mul", "input", third, to="scaled")
-    net._nodes.append(helper.make_node("Cast", ["scaled"], ["cast"], name="cast", to=1))
-    net.op("MatMul", "cast", net.weight("w", 3, 2), to="output")
-    model = net.model({"input": ["batch", 3]}, {"output": ["batch", 2]})
+    nodes = "s = Mul (input, third)  c = Cast <to = 1> (s)  output = MatMul (c, w)"
+    model = models.written("batch,3 -> batch,2", "w(3,2) third:0.333", nodes)
     inputs = models.random_inputs(model, 4)
     weight = np.random.default_rng(0).standard_normal((3, 2))
     reference = ReferenceModel(load_graph(model), ["output"], ["w"])
     result = reference.run({**inputs, "w": weight})["output"]
-    expected = inputs["input"].astype(float) * float(np.float32(1 / 3)) @ weight
+    expected = inputs["input"].astype(float) * float(np.float32(0.333)) @ weight
     np.testing.assert_allclose(result, expected, rtol=1e-13, atol=1e-15)
 
 

@@ -82,11 +82,8 @@ def recurrent(op: str = "GRU", gates: int = 3) -> tuple[Net, list[int]]:
     net.weight("cell.W", 1, gates * 4, 3)
     net.weight("cell.R", 1, gates * 4, 4)
     net.weight("cell.B", 1, 2 * gates * 4)
-    net._nodes.append(
-        onnx.helper.make_node(
-            op, ["by_time", "cell.W", "cell.R", "cell.B"], ["", "last"], "cell", hidden_size=4
-        )
-    )
+    operands = ["by_time", "cell.W", "cell.R", "cell.B"]
+    net.op(op, *operands, to="", further=["last"], hidden_size=4)
     net.op("Squeeze", "last", net.constant("first", np.array([0])), to="state")
     _tail(net, "state", 4)
     return net, [5, 3]
@@ -100,9 +97,7 @@ def attention() -> tuple[Net, list[int]]:
     net.op("LayerNormalization", "input", "ln.scale", "ln.bias", to="normal")
     net.weight("qkv.weight", 4, 12)
     net.op("MatMul", "normal", "qkv.weight", to="qkv")
-    net._nodes.append(
-        onnx.helper.make_node("Split", ["qkv"], ["q", "k", "v"], "split", axis=2, num_outputs=3)
-    )
+    net.op("Split", "qkv", to="q", further=["k", "v"], axis=2, num_outputs=3)
     net.op("Transpose", "k", to="keys", perm=[0, 2, 1])
     net.op("MatMul", "q", "keys", to="scores")
     net.op("Softmax", "scores", to="shares", axis=-1)
@@ -122,15 +117,9 @@ def batch_normalization() -> tuple[Net, list[int]]:
     net.weight("bn.bias", 4)
     net.constant("bn.mean", np.zeros(4, np.float32))
     net.constant("bn.var", np.ones(4, np.float32))
-    net._nodes.append(
-        onnx.helper.make_node(
-            "BatchNormalization",
-            ["conv", "bn.scale", "bn.bias", "bn.mean", "bn.var"],
-            ["bn", "bn.new mean", "bn.new var"],
-            "bn",
-            training_mode=1,
-        )
-    )
+    operands = ["conv", "bn.scale", "bn.bias", "bn.mean", "bn.var"]
+    further = ["bn.new mean", "bn.new var"]
+    net.op("BatchNormalization", *operands, to="bn", further=further, training_mode=1)
     return _images(net, "bn", 4), [2, 5, 5]
 
 

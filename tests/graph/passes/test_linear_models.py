@@ -1,12 +1,14 @@
 """Linear models of the classical domain compute the same once their weights are operands."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 import kfac_engine as ke
 from kfac_engine.graph.load import load_graph
 from tests.graph.running import run_graph, run_model
+from tests.models import one_operator
 
 DOMAIN = "ai.onnx.ml"
 # Sums of three products, in float32, by two programs.
@@ -17,17 +19,11 @@ X = RNG.normal(size=(4, 3)).astype(np.float32)
 X[1] = 0
 
 
-def classical(op, outputs=("y",), dtype=TensorProto.FLOAT, operands=("x",), **attributes):
-    node = helper.make_node(op, operands, outputs, name="model", domain=DOMAIN, **attributes)
-    graph = helper.make_graph(
-        [node],
-        op,
-        [helper.make_tensor_value_info("x", dtype, ["n", 3])],
-        [helper.make_tensor_value_info(outputs[-1], TensorProto.FLOAT, None)],
-        [helper.make_tensor("places", TensorProto.INT64, [2], [2, 0])] if len(operands) > 1 else [],
+def classical(op, results=("y",), element="float", constants=MappingProxyType({}), **attributes):
+    opsets = f'"": 18, "{DOMAIN}": 3'
+    return one_operator(
+        op, {"x": f"{element}[n,3]"}, constants, results, opsets, domain=DOMAIN, **attributes
     )
-    imports = [helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 3)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
 def classifier(**attributes):
@@ -43,9 +39,7 @@ def classifier(**attributes):
 
 CASES = {
     "scaler": classical("Scaler", offset=[0.1, 0.2, 0.3], scale=[1.0, 2.0, 3.0]),
-    "scaler_of_whole_numbers": classical(
-        "Scaler", dtype=TensorProto.INT64, offset=[0.1], scale=[2.0]
-    ),
+    "scaler_of_whole_numbers": classical("Scaler", element="int64", offset=[0.1], scale=[2.0]),
     "regressor": classical("LinearRegressor", coefficients=WEIGHTS[:3], intercepts=[0.5]),
     "regressor_of_two": classical("LinearRegressor", coefficients=WEIGHTS, targets=2),
     "classifier": classifier(),
@@ -53,7 +47,7 @@ CASES = {
     "classifier_logistic": classifier(post_transform="LOGISTIC"),
     "normalizer_l1": classical("Normalizer", norm="L1"),
     "normalizer_l2": classical("Normalizer", norm="L2"),
-    "columns": classical("ArrayFeatureExtractor", operands=("x", "places")),
+    "columns": classical("ArrayFeatureExtractor", constants={"places": np.array([2, 0])}),
 }
 
 
@@ -71,14 +65,14 @@ def test_linear_model_equals_runtime_kernel(name):
 def test_classifier_weights_are_trainable():
     engine = ke.Engine.from_onnx(CASES["classifier"], loss="categorical", output="y")
     assert {layer.kind for layer in engine.layers} == {"fully_connected"}
-    assert engine.parameters["model.coefficients"].shape == (2, 3)
+    assert engine.parameters["node.coefficients"].shape == (2, 3)
 
 
 def test_unsupported_output_function_error_names_node():
-    with pytest.raises(ke.UnsupportedError, match=r"'model'.*PROBIT"):
+    with pytest.raises(ke.UnsupportedError, match=r"'node'.*PROBIT"):
         load_graph(classifier(post_transform="PROBIT"))
 
 
 def test_wrong_number_of_coefficients_error_names_node():
-    with pytest.raises(ke.ModelError, match=r"'model'.* cannot be divided into 4 rows"):
+    with pytest.raises(ke.ModelError, match=r"'node'.* cannot be divided into 4 rows"):
         load_graph(classical("LinearRegressor", coefficients=WEIGHTS, targets=4))
