@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
+
+from tests.models import parsed
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,14 +29,14 @@ import json, sys
 import numpy as np
 import kfac_engine as ke
 path, batch = sys.argv[1:]
-engine = ke.Engine.from_onnx(path, loss="categorical", trainable=["fc.*"])
+engine = ke.Engine.from_onnx(path, loss="categorical", trainable=["fc_*"])
 ids = np.load(batch)
 result = engine.step({"input": ids}, np.arange(len(ids)) % 3)
 engine.memory(len(ids))
 # Not getrusage: what that gives starts at the size of the process that started this one.
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({
-    "gradient": result.gradients["fc.weight"].tolist(),
+    "gradient": result.gradients["fc_weight"].tolist(),
     "layers": [layer.kind for layer in engine.layers],
     "peak": 1024 * int(status["VmHWM"].split()[0]),
 }))
@@ -68,17 +70,11 @@ def _model(weight: np.ndarray) -> onnx.ModelProto:
         data_location=TensorProto.EXTERNAL,
     )
     table.external_data.add(key="location", value="weights.bin")
-    nodes = [
-        helper.make_node("Gather", ["table", "input"], ["rows"]),
-        helper.make_node("Flatten", ["rows"], ["flat"]),
-        helper.make_node("MatMul", ["flat", "fc.weight"], ["output"]),
-    ]
-    ids = helper.make_tensor_value_info("input", TensorProto.INT64, ["batch", 1])
-    logits = helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", CLASSES])
-    weights = [table, numpy_helper.from_array(weight, "fc.weight")]
-    graph = helper.make_graph(nodes, "large", [ids], [logits], weights)
-    opset = [helper.make_opsetid("", 18)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=10)
+    text = f"""large (int64[batch,1] input) => (float[batch,{CLASSES}] output) {{
+        rows = Gather (table, input)  flat = Flatten (rows)  output = MatMul (flat, fc_weight) }}"""
+    model = parsed(text, {"fc_weight": weight})
+    model.graph.initializer.append(table)
+    return model
 
 
 def _gradient(folder: Path) -> np.ndarray:
@@ -111,9 +107,9 @@ def test_command_line_preconditions_large_model(folder: Path) -> None:
     np.save(folder / "targets.npy", np.arange(FILLED) % CLASSES)
     subprocess.run(
         [sys.executable, "-m", "kfac_engine", "precondition", "model.onnx", "--inputs", "ids.npy",
-         "--targets", "targets.npy", "--trainable", "fc.*", "-o", "out.safetensors"],
+         "--targets", "targets.npy", "--trainable", "fc_*", "-o", "out.safetensors"],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip
     found = load_file(folder / "out.safetensors")
-    np.testing.assert_allclose(found["gradient/fc.weight"], _gradient(folder), rtol=1e-4, atol=1e-6)
-    assert np.isfinite(found["natural_gradient/fc.weight"]).all()
+    np.testing.assert_allclose(found["gradient/fc_weight"], _gradient(folder), rtol=1e-4, atol=1e-6)
+    assert np.isfinite(found["natural_gradient/fc_weight"]).all()

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 import kfac_engine as ke
 from kfac_engine.errors import BackendError, ModelError
@@ -51,41 +51,24 @@ def test_float64_operator_without_a_kernel_is_named_with_its_node() -> None:
 
 def quantized(*, activations: bool, before: bool, head: bool) -> onnx.ModelProto:
     """A layer with int8 weights, maybe between float layers, maybe with rounded activations."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "q.weight": rng.integers(-100, 100, (6, 3), dtype=np.int8),
-        "q.scale": np.float32(0.01),
-        "q.zero": np.int8(0),
-        "x.scale": np.float32(0.02),
-        "x.zero": np.uint8(128),
-        "before.weight": rng.standard_normal((6, 6), np.float32),
-        "head.weight": rng.standard_normal((3, 3), np.float32),
-    }
-    nodes, x = [], "input"
-
-    def op(name: str, *inputs: str, to: str) -> str:
-        nodes.append(helper.make_node(name, inputs, [to], name=f"node_{to}"))
-        return to
-
+    net, x = models.Net(), "input"
+    whole = np.random.default_rng(0).integers(-100, 100, (6, 3), dtype=np.int8)
+    scale = net.constant("q.scale", np.array(0.01, np.float32))
+    zero = net.constant("q.zero", np.array(0, np.int8))
+    weight = net.op("DequantizeLinear", net.constant("q.weight", whole), scale, zero, to="weight")
     if before:
-        x = op("MatMul", x, "before.weight", to="before")
+        x = net.op("MatMul", x, net.weight("before.weight", 6, 6), to="before")
     if activations:
-        x = op("QuantizeLinear", x, "x.scale", "x.zero", to="whole")
-        x = op("DequantizeLinear", x, "x.scale", "x.zero", to="rounded")
-    weight = op("DequantizeLinear", "q.weight", "q.scale", "q.zero", to="weight")
-    x = op("MatMul", x, weight, to="hidden" if head else "output")
+        scale = net.constant("x.scale", np.array(0.02, np.float32))
+        zero = net.constant("x.zero", np.array(128, np.uint8))
+        x = net.op("QuantizeLinear", x, scale, zero, to="whole")
+        x = net.op("DequantizeLinear", x, scale, zero, to="rounded")
+    x = net.op("MatMul", x, weight, to="hidden" if head else "output")
     if head:
-        op("MatMul", op("Tanh", x, to="act"), "head.weight", to="output")
-    read = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(
-        nodes,
-        "quantized",
-        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 6])],
-        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 3])],
-        [numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items() if n in read],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    onnx.checker.check_model(model, full_check=True)
+        x = net.op("Tanh", x, to="act")
+        net.op("MatMul", x, net.weight("head.weight", 3, 3), to="output")
+    model = net.model({"input": ["batch", 6]}, {"output": ["batch", 3]})
+    model.opset_import[0].version = 21  # an older one has no reference implementation
     return model
 
 

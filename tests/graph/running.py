@@ -1,15 +1,16 @@
 """Makes, executes and compares models and canonical graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import helper
 
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.write import build_model, serialize
+from tests.models import parsed
 
 # Models that the onnx package carries.
 CARRIED = Path(onnx.__file__).parent / "backend" / "test" / "data"
@@ -54,13 +55,6 @@ def relabelled(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     return model
 
 
-def simple_model(
-    nodes: Sequence[onnx.NodeProto],
-    initializers: Sequence[TensorProto] = (),
-    shape: Sequence[int | str | None] | None = ("n", 2),
-) -> onnx.ModelProto:
-    """Input ``x``, output ``y``; the nodes are not checked."""
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
-    y = helper.make_empty_tensor_value_info("y")
-    graph = helper.make_graph(nodes, "simple", [x], [y], list(initializers))
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+def simple_model(nodes: str, x: str = "float[n,2] x", **constants: object) -> onnx.ModelProto:
+    """A model with an input ``x`` and the output ``y``; the nodes are not checked."""
+    return parsed(f"simple ({x}) => (float[] y) {{ {nodes} }}", constants)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from kfac_engine.graph.load import load_graph, load_model
 from tests import models
@@ -42,34 +42,28 @@ def test_loading_does_not_change_message() -> None:
 
 
 CONSTANT_FORMS = {
-    "value": ({"value": numpy_helper.from_array(np.eye(2))}, np.eye(2)),
-    "value_float": ({"value_float": 1.5}, np.float32(1.5)),
-    "value_floats": ({"value_floats": [1.0, 2.0]}, np.asarray([1, 2], np.float32)),
-    "value_int": ({"value_int": 3}, np.int64(3)),
-    "value_ints": ({"value_ints": [3, 4]}, np.asarray([3, 4], np.int64)),
-    "value_string": ({"value_string": "a"}, np.asarray("a", object)),
-    "value_strings": ({"value_strings": ["a", "b"]}, np.asarray(["a", "b"], object)),
+    "value": ("float[2] {1.0, 2.0}", np.asarray([1, 2], np.float32)),
+    "value_float": ("1.5", np.float32(1.5)),
+    "value_floats": ("[1.0, 2.0]", np.asarray([1, 2], np.float32)),
+    "value_int": ("3", np.int64(3)),
+    "value_ints": ("[3, 4]", np.asarray([3, 4], np.int64)),
+    "value_string": ('"a"', np.asarray("a", object)),
+    "value_strings": ('["a", "b"]', np.asarray(["a", "b"], object)),
 }
 
 
-@pytest.mark.parametrize(("attributes", "expected"), CONSTANT_FORMS.values(), ids=CONSTANT_FORMS)
-def test_constant_node_becomes_a_constant(attributes, expected) -> None:
-    nodes = [helper.make_node("Constant", [], ["c"], **attributes)]
-    nodes += [helper.make_node("Identity", ["c"], ["y"])]
-    graph = load_graph(simple_model(nodes))
+@pytest.mark.parametrize("name", CONSTANT_FORMS)
+def test_constant_node_becomes_a_constant(name) -> None:
+    value, expected = CONSTANT_FORMS[name]
+    graph = load_graph(simple_model(f"c = Constant <{name} = {value}> ()  y = Identity (c)"))
     assert [node.op for node in graph.nodes] == ["Identity"]
     assert graph.constants["c"].dtype == expected.dtype
     np.testing.assert_array_equal(graph.constants["c"], expected)
 
 
 def test_filled_weight_is_broadcast_view() -> None:
-    value = numpy_helper.from_array(np.asarray([0.02], np.float32))
-    nodes = [
-        helper.make_node("ConstantOfShape", ["shape"], ["w"], value=value),
-        helper.make_node("MatMul", ["x", "w"], ["y"]),
-    ]
-    shape = numpy_helper.from_array(np.asarray([2, 10**6], np.int64), "shape")
-    graph = load_graph(simple_model(nodes, [shape]))
+    nodes = "w = ConstantOfShape <value = float[1] {0.02}> (shape)  y = MatMul (x, w)"
+    graph = load_graph(simple_model(nodes, shape=np.array([2, 10**6])))
     assert [node.op for node in graph.nodes] == ["MatMul"]
     assert graph.constants["w"].shape == (2, 10**6)
     assert graph.constants["w"].strides == (0, 0)
@@ -77,14 +71,8 @@ def test_filled_weight_is_broadcast_view() -> None:
 
 
 def test_fill_of_dynamic_shape_remains_node() -> None:
-    nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("ConstantOfShape", ["s"], ["y"]),
-    ]
-    assert [node.op for node in load_graph(simple_model(nodes)).nodes] == [
-        "Shape",
-        "ConstantOfShape",
-    ]
+    graph = load_graph(simple_model("s = Shape (x)  y = ConstantOfShape (s)"))
+    assert [node.op for node in graph.nodes] == ["Shape", "ConstantOfShape"]
 
 
 def test_initializers_listed_as_inputs_are_constants() -> None:
@@ -114,11 +102,17 @@ def test_arrays_are_read_only() -> None:
 
 @pytest.mark.parametrize(
     ("declared", "expected"),
-    [((4, 2), (4, 2)), (("n", 2), ("n", 2)), ((None, -1), (None, None)), (None, None), ((), ())],
+    [
+        ("float[4,2] x", (4, 2)),
+        ("float[n,2] x", ("n", 2)),
+        ("float[?,?] x", (None, None)),
+        ("float[] x", None),
+        ("float x", ()),
+    ],
     ids=["sizes", "symbol", "open", "no-rank", "scalar"],
 )
 def test_input_shape_is_declared_shape(declared, expected) -> None:
-    model = simple_model([helper.make_node("Identity", ["x"], ["y"])], shape=declared)
+    model = simple_model("y = Identity (x)", declared)
     assert load_graph(model).inputs[0].shape == expected
 
 
@@ -133,8 +127,7 @@ def test_unsorted_nodes_are_sorted_topologically() -> None:
 
 
 def test_operators_of_other_domains_keep_version() -> None:
-    nodes = [helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")]
-    model = simple_model(nodes)
+    model = simple_model("y = com.microsoft.Gelu (x)")
     model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     graph = load_graph(model)
     assert graph.nodes[0].qualified_op == "com.microsoft::Gelu"

@@ -4,46 +4,33 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper, numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 from kfac_engine.graph.webgpu import for_webgpu
+from tests.models import parsed
 
 RNG = np.random.default_rng(0)
+BRANCHES = "then_branch", "else_branch"
 
 
 def convolution(groups, width, *, constant=True, bias=True, inside=False):
     """One convolution of eight channels, in the graph or in a branch."""
     shape = groups * width, 8 // groups, 3, 3
-    filters = RNG.standard_normal(shape).astype(np.float32)
-    shift = RNG.standard_normal(shape[0]).astype(np.float32)
-    operands = ["x", "w", *(["b"] if bias else [])]
-    node = helper.make_node(
-        "Conv", operands, ["y"], "conv", group=groups, kernel_shape=[3, 3], pads=[1] * 4
-    )
-    weights = {"w": filters, "b": shift} if bias else {"w": filters}
-    constants = [numpy_helper.from_array(a, n) for n, a in weights.items()] if constant else []
-    inputs = [helper.make_tensor_value_info("x", 1, ["n", 8, 5, 6])]
-    if not constant:
-        inputs += [helper.make_tensor_value_info(n, 1, a.shape) for n, a in weights.items()]
-    output = helper.make_tensor_value_info("y", 1, [None] * 4)
-    nodes = [node]
+    weights = {"w": RNG.standard_normal(shape).astype(np.float32)}
+    if bias:
+        weights["b"] = RNG.standard_normal(shape[0]).astype(np.float32)
+    conv = f"Conv <group = {groups}, pads = [1, 1, 1, 1]> ({', '.join(['x', *weights])})"
+    nodes = f"[conv] y = {conv}"
     if inside:
-        bodies = {
-            f"{name}_branch": helper.make_graph(
-                [helper.make_node("Conv", operands, [name], name, group=groups, pads=[1] * 4)],
-                name,
-                [],
-                [helper.make_tensor_value_info(name, 1, [None] * 4)],
-            )
-            for name in ("then", "else")
-        }
-        nodes = [helper.make_node("If", ["go"], ["y"], "if", **bodies)]
-        constants.append(numpy_helper.from_array(np.array(True), "go"))
-    graph = helper.make_graph(nodes, "g", inputs, [output], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    return model, {} if constant else weights
+        branches = (f"{n} = {n} () => (float[] z) {{ z = {conv} }}" for n in BRANCHES)
+        nodes = f"y = If <{', '.join(branches)}> (go)"
+    inputs = ["float[n,8,5,6] x"]
+    if not constant:
+        inputs += [f"float[{','.join(map(str, a.shape))}] {n}" for n, a in weights.items()]
+    graph = f"g ({', '.join(inputs)}) => (float[a,b,c,d] y) {{ {nodes} }}"
+    constants = (weights if constant else {}) | ({"go": True} if inside else {})
+    return parsed(graph, constants), {} if constant else weights
 
 
 def groups_of(graph, known=()):
