@@ -53,7 +53,8 @@ def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
 
     communicator = over_mpi()
     options |= {"communicator": communicator, "distribution": distribution or "replicate"}
-    with Agreement(communicator).together(), _silent() if communicator.rank else nullcontext():
+    silence = _silent() if communicator.rank else nullcontext()
+    with Agreement(communicator).operation("command"), silence:
         yield
 
 

@@ -330,7 +330,7 @@ class FisherEstimator(Sealed):
 
     def update_inverses(self) -> None:
         """Recompute every registered power from the current averages; a collective call."""
-        with self.refreshes.division.meeting():
+        with self.refreshes.division.refreshing():
             self.refreshes.begin()()
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from kfac_engine.distributed.protocol import Communicator
 from kfac_engine.errors import KfacError, RankError
 
 _NOTHING = nullcontext()
-# Numbers that a vote carries beside the mark of an error and the place of the vote.
+# Numbers that a vote carries beside the mark of an error and the place in the program.
 _NUMBERS = 6
 # Bytes of the message of an error that other ranks receive.
 _MESSAGE_BYTES = 2000
@@ -29,11 +29,12 @@ def raised_by_all_ranks(error: BaseException) -> bool:
 
 
 class Agreement:
-    """Votes of all ranks.
+    """All ranks complete an operation, or all of them raise the same error.
 
-    Ranks meet in votes, and an error of one rank reaches the others in the next vote. Code between
-    two votes may fail on one rank; code after the last vote must not. A message that is no vote
-    cannot exchange errors: one rank raises them alone, and its program has to end (``exchanging``).
+    Ranks meet in votes: at the beginning or the end of an operation, and where they exchange
+    numbers. An error of one rank reaches the others in the next vote. Code after the last vote of
+    an operation must not fail. A message that is no vote cannot exchange errors: one rank raises
+    them alone, and its program has to end (``exchanging``).
 
     Attributes:
         communicator: The ranks.
@@ -42,59 +43,77 @@ class Agreement:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator, self.alone = communicator, communicator.size == 1
+        self._operations: list[str] = []  # the names of those that have begun
 
     @property
     def rank(self) -> int:
         """Number of this process."""
         return self.communicator.rank
 
-    def vote(self, *numbers: float, place: str = "") -> Array:
-        """Meet all ranks, and return the numbers of all ranks, ``(ranks, len(numbers))``, float64.
-
-        Args:
-            numbers: At most six numbers.
-            place: Name of the place in the program, by which ranks recognize that they meet in the
-                same vote.
-
-        Raises:
-            KfacError: A rank has failed. All ranks raise an error of the same class.
-            RankError: Ranks are in different places.
-        """
-        if self.alone:
-            return np.array([numbers], np.float64)
-        return self._meet(numbers, None, place)[:, : len(numbers)]
-
-    def together(self, place: str = "") -> AbstractContextManager[None]:
+    def operation(
+        self, name: str, *, begins: bool = False, ends: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context in which an error of one rank becomes an error of all ranks.
 
-        If ``place`` is given, all ranks meet at the end of the context. All ranks raise the
-        ``KfacError`` of the rank that has failed; another error becomes a ``RankError``.
+        All ranks raise the ``KfacError`` of the rank that has failed; another error becomes a
+        ``RankError``. Ranks recognize by the names of their operations that they meet in the same
+        vote.
+
+        Args:
+            name: Name of the operation.
+            begins: Whether all ranks meet at the beginning, as messages that are no votes follow.
+            ends: Whether all ranks meet at the end, so that all have succeeded. An operation that
+                ends with numbers of all ranks, or with messages, does not need this.
         """
-        return _NOTHING if self.alone else self._together(place)
+        return _NOTHING if self.alone else self._operation(name, begins=begins, ends=ends)
 
     @contextmanager
-    def _together(self, place: str) -> Iterator[None]:
+    def _operation(self, name: str, *, begins: bool, ends: bool) -> Iterator[None]:
+        self._operations.append(name)
         try:
+            if begins:
+                self._meet()
             yield
-            if place:
-                self.vote(place=place)
+            if ends:
+                self._meet()
         except Exception as error:
             if raised_by_all_ranks(error) or hasattr(error, _ALONE):
                 raise
-            self._meet((), error)
+            self._meet(error=error)
+        finally:
+            self._operations.pop()
 
-    def exchanging(self, place: str = "") -> AbstractContextManager[None]:
+    def of_all(self, *numbers: float) -> Array:
+        """Return the numbers of all ranks, ``(ranks, len(numbers))``, float64.
+
+        Raises:
+            KfacError: A rank has failed. All ranks raise an error of the same class.
+            RankError: Ranks are in different operations.
+        """
+        if self.alone:
+            return np.array([numbers], np.float64)
+        count, starts = len(numbers), range(0, len(numbers), _NUMBERS)
+        tables = [self._meet(numbers[start : start + _NUMBERS], count=count) for start in starts]
+        return np.concatenate(tables, axis=1)[:, :count]
+
+    def sum(self, *numbers: float) -> tuple[float, ...]:
+        """Return the sum of each number over all ranks, with the same bits on all of them."""
+        return numbers if self.alone else tuple(map(float, self.of_all(*numbers).sum(axis=0)))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank."""
+        return bool(self.of_all(flag).any())
+
+    def exchanging(self) -> AbstractContextManager[None]:
         """Return a context for messages that are no votes, and for code right before them.
 
         An error in it is raised by this rank alone. In a vote, this rank would meet the others in
-        another message. If ``place`` is given, all ranks meet before the context begins.
+        another message. All ranks have met before, and no code that may fail has followed.
         """
-        return _NOTHING if self.alone else self._exchanging(place)
+        return _NOTHING if self.alone else self._exchanging()
 
     @contextmanager
-    def _exchanging(self, place: str) -> Iterator[None]:
-        if place:
-            self.vote(place=place)
+    def _exchanging(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -107,18 +126,17 @@ class Agreement:
             raise
 
     def require_equal(self, values: Mapping[str, str]) -> None:
-        """Raise ``RankError`` unless all ranks have equal values, at most six.
+        """Raise ``RankError`` unless all ranks have equal values.
 
         The names of the values are part of the message.
         """
         if not self.alone:
-            place = f"comparison of {', '.join(values)}"
-            self.refuse_unequal(list(values), self.vote(*checksums(values), place=place))
+            self.refuse_unequal(list(values), self.of_all(*checksums(values)))
 
     def refuse_unequal(self, names: Sequence[str], sums: Array) -> None:
         """Raise ``RankError`` for the first value that differs between ranks.
 
-        ``sums`` are checksums of the values as all ranks voted them, ``(ranks, values)``.
+        ``sums`` are checksums of the values of all ranks, ``(ranks, values)``.
         """
         for name, column in zip(names, sums.T, strict=True):
             others = np.flatnonzero(column != column[0])
@@ -131,8 +149,11 @@ class Agreement:
         setattr(error, _MARK, True)
         raise error
 
-    def _meet(self, numbers: Sequence[float], error: Exception | None, place: str = "") -> Array:
-        ranks = self.communicator
+    def _meet(
+        self, numbers: Sequence[float] = (), error: Exception | None = None, *, count: int = 0
+    ) -> Array:
+        """Vote: return numbers of all ranks, a part of ``count``, or raise the error of a rank."""
+        ranks, place = self.communicator, "/".join((*self._operations, str(count)))
         table = np.zeros((ranks.size, 2 + _NUMBERS))
         table[ranks.rank, :2] = error is not None, crc32(place.encode())
         table[ranks.rank, 2 : 2 + len(numbers)] = numbers

@@ -44,12 +44,11 @@ class OverNCCL:
         self.rank, self.size = host.rank, host.size
         self.local_size: int = getattr(host, "local_size", 1)
         agreement = Agreement(host)
-        with agreement.together():
+        # NCCL would wait for a rank that has failed.
+        with agreement.operation("load NCCL", ends=True):
             self._nccl: Any = load_nccl()
-            # NCCL would wait for a rank that has failed.
-            agreement.vote()
+        with agreement.operation("connect", ends=True):
             self._comm: Any = self._connect()
-            agreement.vote()
         self._types = {
             np.dtype(np.float32): self._nccl.NCCL_FLOAT32,
             np.dtype(np.float64): self._nccl.NCCL_FLOAT64,

@@ -137,7 +137,7 @@ class TracedParts:
             for start, rows in zip(starts, placed, strict=False)
         ]
         if examples is not None:
-            whole = int(shards.total(examples, "examples of a batch"))
+            whole = int(shards.agreement.sum(examples)[0])
             self.size = self.size.of_examples(whole)
 
     @property

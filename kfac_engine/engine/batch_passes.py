@@ -212,7 +212,7 @@ class BatchPasses:
                 return BackwardResult(reported_loss(trace, self.objective, observation), {})
 
         result = self._joined(self.traced(parts), differentiate)
-        return self.shards.total(result.loss, "loss")
+        return self.shards.agreement.sum(result.loss)[0]
 
     # -- gradients --------------------------------------------------------------------------------
 

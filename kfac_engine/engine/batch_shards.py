@@ -19,8 +19,6 @@ from kfac_engine.runtime.trace import Trace
 
 # Batches between two comparisons of the parameters.
 _CHECKED_EVERY = 100
-# Losses whose total weight is in the message with the sizes of shards.
-_TOTALS = 1
 
 
 class BatchShards:
@@ -32,7 +30,7 @@ class BatchShards:
         parameters: Returns the parameters on the host.
 
     Attributes:
-        agreement: Votes of the ranks.
+        agreement: The operations of all ranks.
         rows: The rows of this rank in the batch, or the part of a batch, of the latest ``meet``.
         counts: Number of examples of each rank in the latest batch.
     """
@@ -60,9 +58,9 @@ class BatchShards:
         return self.agreement.communicator
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Return a context of ``together`` for products, which callers check for overflow."""
-        with single_threaded_blas(), quiet(), self.agreement.together():
+    def computing(self, name: str) -> Iterator[None]:
+        """Return an ``Agreement.operation`` of products, which callers check for overflow."""
+        with single_threaded_blas(), quiet(), self.agreement.operation(name):
             yield
 
     def meet(
@@ -78,7 +76,7 @@ class BatchShards:
             trace: The shard of this rank, or a part of it.
             observation: Its targets.
             examples: Number of examples of the shard, if the trace has a part of them.
-            equal: At most one value as for ``Agreement.require_equal``, in the same message.
+            equal: Values as for ``Agreement.require_equal``, in the same message.
 
         Returns:
             The observation as a part of the whole batch.
@@ -95,10 +93,11 @@ class BatchShards:
         equal = dict(equal or {})
         if self._meetings % _CHECKED_EVERY == 0:
             equal |= parameter_checksums(self._parameters())
-        self._meetings += 1
-        sizes = size.examples, self._objective.positions(trace), count, *size.totals[:_TOTALS]
-        table = self.agreement.vote(*sizes, *checksums(equal), place="sizes of shards")
-        self.agreement.refuse_unequal(list(equal), table[:, len(sizes) :])
+        sums = checksums(equal)
+        sizes = size.examples, self._objective.positions(trace), count, *sums, *size.totals
+        table = self.agreement.of_all(*sizes)
+        self._meetings += 1  # on all ranks or none
+        self.agreement.refuse_unequal(list(equal), table[:, 3 : 3 + len(sums)])
         counts, positions, shards = table[:, :3].T
         others = np.flatnonzero(positions != positions[0])
         if others.size:
@@ -110,20 +109,9 @@ class BatchShards:
             )
         self.rows = Rows.of([int(n) for n in counts], self.communicator.rank)
         self.counts = tuple(int(n) for n in shards)
-        totals = list(table[:, 3 : len(sizes)].sum(axis=0))
-        totals.extend(
-            self.agreement.vote(total, place="weights of a loss").sum()
-            for total in size.totals[_TOTALS:]
-        )
+        totals = table[:, 3 + len(sums) :].sum(axis=0)
         measured = BatchSize(self.rows.whole, tuple(map(float, totals)))
         return observation.within(measured.of_examples(sum(self.counts)))
-
-    def total(self, number: float, place: str) -> float:
-        """Meet all ranks, and return the sum of a number, with the same bits on all of them.
-
-        ``place`` is as for ``Agreement.vote``. A failed rank raises its error.
-        """
-        return number if self.alone else float(self.agreement.vote(number, place=place).sum())
 
     def sum(self, arrays: Sequence[Array]) -> None:
         """Replace arrays by their sums over all ranks, in place.

@@ -73,15 +73,15 @@ class BlockFisher:
         self._draws_placed = False
 
     @contextmanager
-    def transaction(self) -> Iterator[Undo]:
-        """Return a context for changes of the engine, which an error of a process undoes.
+    def transaction(self, name: str) -> Iterator[Undo]:
+        """Return an ``Agreement.operation`` that changes the engine; an error undoes the changes.
 
         The generator, the element types of averages, the running statistics, and protected averages
         and inverses are restored. Ctrl-C takes effect at the end.
         """
         undo = Undo(self.estimator, self._assembly.model.buffers)
         restored = self.estimator.statistics.restored_on_error
-        with HeldInterrupts(), self._shards.computing(), restored():
+        with HeldInterrupts(), self._shards.computing(name), restored():
             try:
                 yield undo
             except BaseException:  # of several processes, the one that fails has another error
@@ -202,7 +202,7 @@ class BlockFisher:
         targets count, so that the averages have changed.
         """
         traced = self._passes.traced(batch)
-        with self.transaction():
+        with self.transaction("update"):
             if len(traced.parts) > 1:
                 self.wait()
                 update = self.measure_parts(traced, examples, by_example=by_example)
@@ -285,8 +285,7 @@ class BlockFisher:
         # The damping of entries without a layer may be that of the mean block, which takes time.
         whole = all(is_whole(slices[name]) for name in vectors)
         rest = 1.0 if whole else self.estimator.identity_damping**exp
-
-        def multiply() -> dict[str, Array | Rows]:
+        with self._shards.agreement.operation("products", ends=True):
             owned = self.distribution.owned(vectors)
             with quiet():
                 pieces = split(slices, owned)
@@ -294,10 +293,8 @@ class BlockFisher:
                 products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
             arrays = {name: entries(product) for name, product in products.items()}
             check_products(arrays, self._assembly.collection.backend, exp)
-            return products
-
-        names = tuple(vectors) if names is None else names
-        return self._assembly.model.to_file_layout(self.distribution.share(names, multiply))
+        shared = self.distribution.share(products, tuple(vectors) if names is None else names)
+        return self._assembly.model.to_file_layout(shared)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ def _threads(chosen: int | None, communicator: Communicator | None) -> int:
     same in all processes of a communicator: the smallest share of cores of a process.
     """
     share = default_count(getattr(communicator, "local_size", 1))
-    least = Agreement(communicator or Alone()).vote(share, place="threads").min()
+    least = Agreement(communicator or Alone()).of_all(share).min()
     return chosen or int(least)
 
 

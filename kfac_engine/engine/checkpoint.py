@@ -80,14 +80,12 @@ class Expected:
         damping: Damping of the engine, which is compared with the damping of the state. A
             difference yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
-        meet: Called before anything changes and after all checks; may raise an error.
     """
 
     generator: np.random.Generator | None = None
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     damping: float | None = None
     accept: Accept | None = None
-    meet: Callable[[], object] = lambda: None
 
 
 _NOTHING = Expected()
@@ -132,12 +130,14 @@ def load_state(
     parameters: Mapping[str, Array],
     buffers: Mapping[str, Array] | None = None,
     expected: Expected = _NOTHING,
-) -> State:
-    """Read a checkpoint into factors of the same model and options; return the rest.
+) -> tuple[State, Callable[[], None]]:
+    """Read a checkpoint for factors of the same model and options.
+
+    Returns the state without the factors, and a function that restores the factors.
 
     Args:
         path: The file.
-        factors: All factors, in the order of creation; changed only when everything fits.
+        factors: All factors, in the order of creation.
         parameters: Parameter name to an array of the right shape.
         buffers: Running statistic to an array of the right shape.
         expected: Further requirements of an engine.
@@ -179,10 +179,12 @@ def load_state(
     if faults:
         raise InputError(ENGINE_STATE.damaged(path, "; ".join(faults)))
     _warn_of_damping(path, state.damping, expected.damping)
-    expected.meet()
-    for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
-        factor.restore(its_arrays, entry.weight, entry.repeats)
-    return state
+
+    def restore() -> None:
+        for factor, entry, its_arrays in zip(factors, saved, arrays, strict=True):
+            factor.restore(its_arrays, entry.weight, entry.repeats)
+
+    return state, restore
 
 
 def _warn_of_damping(path: str | Path, saved: float | None, known: float | None) -> None:

@@ -62,8 +62,7 @@ class CurvatureProducts:
         def meet(trace: Trace) -> Observation:
             return shards.meet(trace, objective.observe(trace, targets=False))
 
-        with shards.agreement.together():
-            traced.count(shards, meet, examples)
+        traced.count(shards, meet, examples)
         self.counts = all(traced.size.totals)
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
@@ -133,7 +132,7 @@ class CurvatureProducts:
         """
         if not vectors or any(vector.keys() != vectors[0].keys() for vector in vectors):
             raise InputError("give one vector at least, and all vectors with the same parameters.")
-        with self._shards.computing():
+        with self._shards.computing("quadratic forms"):
             checked = [self._checked(vector) for vector in vectors]
             forms = np.zeros((len(checked), len(checked)))
 
@@ -173,7 +172,7 @@ class CurvatureProducts:
     def _multiply(
         self, vector: Mapping[str, Array], multiply: Callable[[_Computer, Vectors], Sequence[Array]]
     ) -> dict[str, Array]:
-        with self._shards.computing():
+        with self._shards.computing("curvature product"):
             checked = self._checked(vector)
             arrays = [
                 checked[name] if name in checked else np.zeros_like(parameter)
@@ -198,9 +197,9 @@ class CurvatureProducts:
 
     def _sum(self, arrays: Sequence[Array]) -> None:
         """Sum arrays over the shards of all processes, in place."""
-        if not self._shards.alone:
-            with self._shards.agreement.exchanging("curvature products"):
-                self._shards.sum(arrays)
+        agreement = self._shards.agreement
+        with agreement.operation("sum", begins=True), agreement.exchanging():
+            self._shards.sum(arrays)
 
 
 def _inner(one: Sequence[Array], other: Sequence[Array]) -> float:

@@ -11,7 +11,7 @@ Other averages are whole on all ranks: those that products read, and squares of 
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice
 from math import fsum, sqrt
@@ -110,9 +110,7 @@ class Distribution(Division):
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measurements = [] if update is None else [m for _, m in update.measured]
         weighted = any(m.weighted for m in measurements)
-        losses, norms, flags = self._agree(
-            measurements, loss, norm, weighted, place="measured statistics"
-        )
+        losses, norms, flags = self._agree(measurements, loss, norm, weighted)
         self._weigh(measurements, weighted=bool(flags.any()))
         return float(losses.sum()), float(norms.sum())
 
@@ -140,7 +138,8 @@ class Distribution(Division):
         """Make all averages whole on all ranks; a collective call."""
         if self._whole or self._shards.alone:
             return
-        with self._shards.agreement.exchanging("synchronize"):
+        agreement = self._shards.agreement
+        with agreement.operation("complete", begins=True), agreement.exchanging():
             self._empty_copies()
             self._shards.sum([factor.average.lower() for factor in self.divided])
         self._mark(divided=False)
@@ -157,24 +156,18 @@ class Distribution(Division):
 
         return restore
 
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
-        agreement = self._shards.agreement
-        with agreement.together("end of a refresh"):
-            agreement.vote(place="refresh")
-            yield
+    def refreshing(self) -> AbstractContextManager[None]:
+        return self._shards.agreement.operation("update_inverses", begins=True, ends=True)
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
         """Return a context in which the first rank has the results of all refreshes."""
         yield
 
-    def _agree(
-        self, measurements: Sequence[Measurement], *numbers: float, place: str
-    ) -> Iterable[Array]:
+    def _agree(self, measurements: Sequence[Measurement], *numbers: float) -> Iterable[Array]:
         """Return numbers of all ranks, and give measurements the same element types on all."""
         wide = bytes(measurement.dtype == _WIDE for measurement in measurements)
-        *columns, types = self._shards.agreement.vote(*numbers, crc32(wide), place=place).T
+        *columns, types = self._shards.agreement.of_all(*numbers, crc32(wide)).T
         if len(set(types)) > 1:  # numbers of one rank need float64
             for measurement in measurements:
                 measurement.factor.narrowest = _WIDE
@@ -184,7 +177,7 @@ class Distribution(Division):
     def combine_bases(self, measurements: Sequence[Measurement]) -> None:
         """Combine measurements of the first bases of EKFAC; see ``FisherEstimator.combine``."""
         weighted = any(m.weighted for m in measurements)
-        (flags,) = self._agree(measurements, weighted, place="bases of EKFAC")
+        (flags,) = self._agree(measurements, weighted)
         with self._shards.agreement.exchanging():
             self._weigh(measurements, weighted=bool(flags.any()))
             self._shards.sum([measurement.array for measurement in measurements])
@@ -285,18 +278,11 @@ class Distribution(Division):
         """
 
     @abstractmethod
-    def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
-    ) -> dict[str, Array]:
-        """Compute the products of this rank, and return the products of all ranks on all ranks.
+    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
+        """Return the products of all ranks on all ranks, once all of them have their own.
 
-        ``names`` are the parameters of all products. ``multiply`` computes the products of
-        ``owned`` vectors.
+        ``products`` are those of the ``owned`` vectors, and ``names`` the parameters of all.
         """
-
-    @abstractmethod
-    def conclude(self) -> None:
-        """Meet all ranks at the end of a step, unless ``share`` has done so."""
 
     @property
     def ranks(self) -> int:
@@ -348,11 +334,12 @@ class Distribution(Division):
         requests = sorted(owner, key=owner.__getitem__)
         forms = {request: result_forms(request) for request in requests}
         mine = [request for request in requests if owner[request] == self._communicator.rank]
-        results = compute(mine)()
+        with self._shards.agreement.operation("inverses", ends=True):
+            results = compute(mine)()
         message = self._message(
             list(chain(*forms.values())), [owner[r] for r in requests for _ in forms[r]]
         )
-        with self._shards.agreement.exchanging("inverses"):
+        with self._shards.agreement.exchanging():
             arrays = iter(message.gather([array for r in mine for array in results[r]]))
         shared = {request: tuple(islice(arrays, len(forms[request]))) for request in requests}
         self._mark(divided=True)
@@ -390,14 +377,8 @@ class Replicate(Distribution):
     ) -> dict[str, Array]:
         return whole_arrays(gradients)
 
-    def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
-    ) -> dict[str, Array]:
-        return whole_arrays(multiply())
-
-    def conclude(self) -> None:
-        if not self._shards.alone:
-            self._shards.agreement.vote(place="products")
+    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
+        return whole_arrays(products)
 
     def hand_over(self, due: Sequence[FisherFactor]) -> Sequence[FisherFactor]:
         owners_of = self._owners(due)

@@ -135,7 +135,7 @@ class Engine(Summarized, TrainableModel):
         Warns:
             ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
         """
-        with Agreement(options.communicator or Alone()).together("from_onnx"):
+        with Agreement(options.communicator or Alone()).operation("from_onnx", ends=True):
             assembly, estimator = build(model, options)
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
@@ -230,7 +230,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start, clock = perf_counter(), StageClock(memory=flag("profile", profile))
-        with self.fisher.transaction() as undo:
+        with self.fisher.transaction("step") as undo:
             one_of("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
@@ -244,13 +244,12 @@ class Engine(Summarized, TrainableModel):
                 owned = fisher.commit(update, every)
             with clock("inverses"):
                 fisher.refresh(self.planner, self.counter)
-            # Checks of gradients that not all processes have precede a vote.
+            # Checks of gradients that not all processes have precede the products.
             large = bound is not None and bound > _LARGE_NORM
             self._passes.record(loss, owned if large else {})
             in_file = self._model.to_file_layout(whole_arrays(owned))
             with clock("precondition"):
                 natural = fisher.multiply_matpower(owned, exp, tuple(every))
-            fisher.distribution.conclude()
             if gradients == "all":
                 whole = fisher.distribution.gather(owned, every)
                 in_file = self._model.to_file_layout(whole)
@@ -274,7 +273,7 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
         start = perf_counter()
-        with self.fisher.transaction():
+        with self.fisher.transaction("observe"):
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
             labeled = all(getattr(t, "targets", t) is not None for _, t in parts)
@@ -295,10 +294,10 @@ class Engine(Summarized, TrainableModel):
                 fisher.wait()
                 if due:
                     update = fisher.measure_parts(traced)
-            fisher.agree(0.0, update)
-            fisher.commit(update)
-            fisher.refresh(self.planner, self.counter)
-            self._shards.agreement.vote(place="observe")
+            with self.agreement.operation("move", ends=True):
+                fisher.agree(0.0, update)
+                fisher.commit(update)
+                fisher.refresh(self.planner, self.counter)
             self._advance(perf_counter() - start)
 
     def update_statistics(
@@ -323,7 +322,7 @@ class Engine(Summarized, TrainableModel):
             InputError: The estimation mode ``"empirical"`` needs targets, and the trace has none.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        with self.fisher.transaction():
+        with self.fisher.transaction("update_statistics"):
             self.require_memory(trace)
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
             return self.fisher.update(batch, examples)
@@ -348,11 +347,9 @@ class Engine(Summarized, TrainableModel):
             NonFiniteError: A gradient contains NaN or infinity.
             NotReadyError: Nothing was observed yet.
         """
-        with self._shards.computing():
+        with self._shards.computing("precondition"):
             number("exp", exp)
-            products = self.fisher.multiply_matpower(self._checked(gradients), exp)
-            self.fisher.distribution.conclude()
-            return products
+            return self.fisher.multiply_matpower(self._checked(gradients), exp)
 
     def multiply_cholesky(
         self, vectors: Mapping[str, Array], transpose: bool = False
@@ -401,7 +398,7 @@ class Engine(Summarized, TrainableModel):
         a communicator. ``save``, and products with the power 1, call this method. One process has
         nothing to do.
         """
-        with self.agreement.together():
+        with self.agreement.operation("synchronize"):
             self.fisher.distribution.complete()
 
     # -- reports -----------------------------------------------------------------------------------
@@ -500,14 +497,12 @@ class Engine(Summarized, TrainableModel):
         The state consists of averages, inverses, counter, random generator, parameters and
         buffers; ``extras`` are stored with it. The first of several processes writes the file.
         """
-        with self.fisher.transaction():
+        with self.fisher.transaction("save"), self.agreement.operation("write", ends=True):
             self.estimator.wait()
-            self._shards.agreement.vote(place="save")
             self.fisher.distribution.complete()
             with self.fisher.distribution.all_results():
                 if self._shards.communicator.rank == 0:
                     save_state(path, self.estimator.factors, self._state(extras))
-            self._shards.agreement.vote(place="save")
 
     def load(
         self, path: str | Path, *, parameters: bool = True, accept: Accept | None = None
@@ -524,10 +519,12 @@ class Engine(Summarized, TrainableModel):
         """
         check_load(parameters, accept)
         damping = None if accept else self.damping  # a caller with extras restores it
-        shapes, meet = factor_shapes(self.collection), self._shards.agreement.vote
-        expected = Expected(self.estimator.rng, shapes, damping, accept, meet)
-        with self.fisher.transaction():
-            state = load_state(path, self.estimator.factors, *self._arrays.on_host(), expected)
+        expected = Expected(self.estimator.rng, factor_shapes(self.collection), damping, accept)
+        with self.fisher.transaction("load"):
+            present = self.estimator.factors, *self._arrays.on_host()
+            with self.agreement.operation("read", ends=True):
+                state, restore_factors = load_state(path, *present, expected)
+            restore_factors()
             self.fisher.distribution.restart()
             self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
             self.planner.restore(state.planner)
@@ -578,11 +575,9 @@ class Engine(Summarized, TrainableModel):
         transpose: bool,
         exp: float,
     ) -> dict[str, Array]:
-        with self._shards.computing():
+        with self._shards.computing("multiply_cholesky"):
             product = root(transpose)
-            products = self.fisher.multiply(self._checked(vectors), product, exp)
-            self.fisher.distribution.conclude()
-            return products
+            return self.fisher.multiply(self._checked(vectors), product, exp)
 
     def _checked(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
         """Return vectors by parameter name, checked; a factor without statistics is an error."""

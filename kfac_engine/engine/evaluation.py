@@ -46,7 +46,7 @@ class Evaluation:
 
     def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
-        with self._shards.agreement.together():
+        with self._shards.agreement.operation("evaluate"):
             return self._metrics(data, choices)
 
     def _metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
@@ -58,7 +58,7 @@ class Evaluation:
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
             for entry, metric in zip(sums, metrics.values(), strict=True):
                 entry += metric.measure(batch)
-        if not self._shards.total(batches, "evaluate"):
+        if not self._shards.agreement.any(batches > 0):
             self._shards.agreement.refuse(
                 InputError("the data have no batch; give one pair (inputs, targets) at least.")
             )

@@ -239,7 +239,7 @@ def check_names(call: str, names: Collection[str], known: Collection[str]) -> No
 
 
 def _agreement(communicator: object) -> Agreement:
-    """Return the votes of a communicator's processes; for another value, of this process alone."""
+    """Return the operations of a communicator's processes; of this one for another value."""
     return Agreement(communicator if isinstance(communicator, Communicator) else Alone())
 
 
@@ -268,7 +268,7 @@ def by_keyword(
         @wraps(function)
         def call(*args: Any, **fields: Any) -> Made:
             by_name = {name: fields.pop(name) for name in names[len(args) :] if name in fields}
-            with _agreement(fields.get("communicator")).together():
+            with _agreement(fields.get("communicator")).operation(function.__qualname__):
                 check_names(function.__qualname__, [n for n in fields if n not in names], options)
                 counted = len(args) + len(by_name) == len(names) and not fields.keys() & {*names}
                 if not counted or not fields.keys() >= {*needed}:

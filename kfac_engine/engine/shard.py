@@ -143,20 +143,13 @@ class Shard(Distribution):
         forms = {name: Form(array.shape, array.dtype) for name, array in shards.items()}
         return self._gather(gradients, forms, views=False)
 
-    def share(
-        self, names: Sequence[str], multiply: Callable[[], dict[str, Array | Rows]]
-    ) -> dict[str, Array]:
+    def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
         parameters = self._assembly.model.parameters
         forms = {
             name: Form(parameters[name].shape, np.result_type(parameters[name].dtype, np.float32))
             for name in names
         }
-        products = multiply()
-        self._shards.agreement.vote(place="products")
         return self._gather(products, forms, views=True)
-
-    def conclude(self) -> None:
-        """Do nothing: all ranks have met in ``share``."""
 
     def owners(self, factors: Mapping[str, FisherFactor]) -> Mapping[str, int]:
         return {key: self._factor_owners[id(factor)][0] for key, factor in factors.items()}
@@ -187,7 +180,8 @@ class Shard(Distribution):
 
     @contextmanager
     def all_results(self) -> Iterator[None]:
-        with self._shards.agreement.exchanging():
+        agreement = self._shards.agreement
+        with agreement.operation("results", begins=True), agreement.exchanging():
             for factor in self._estimator.factors:
                 rank = self._factor_owners[id(factor)][0]
                 received = broadcast_arrays(self._communicator, rank, factor.arrays())

@@ -71,7 +71,7 @@ class TrainableModel(Sealed):
 
     @property
     def agreement(self) -> Agreement:
-        """Votes of all processes of the communicator; a single process agrees with itself."""
+        """The operations of all processes; a single process agrees with itself."""
         return self._shards.agreement
 
     @property
@@ -145,7 +145,7 @@ class TrainableModel(Sealed):
         Raises:
             InputError: The file cannot be written.
         """
-        with self.agreement.together("export"):
+        with self.agreement.operation("export", ends=True):
             if self.agreement.rank == 0:
                 self._arrays.export(path)
 
@@ -198,7 +198,7 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss is NaN or infinite.
         """
-        with self._shards.computing():
+        with self._shards.computing("loss"):
             return self._passes.loss(self.parts(inputs, targets))
 
     def predict(self, inputs: Data) -> Array | dict[str, Array]:
@@ -323,20 +323,11 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
-        return self._with_residuals(inputs, targets, update_buffers, None)
+        return self._with_residuals(inputs, targets, update_buffers, None)[0]
 
     def gradients_and_residuals(self, inputs: Inputs) -> tuple[Result, Residuals]:
         """Return ``gradients``, with running statistics, and the residuals of all processes."""
-        residuals = Residuals()
-        result = self._with_residuals(inputs, None, True, residuals)
-        sums = {name: tuple(map(float, numbers)) for name, numbers in residuals.sums.items()}
-        if not self._shards.alone:
-            for name in dict.fromkeys(loss.inputs[0] for loss in self._passes.objective.terms):
-                observed, expected, *unit = sums.get(name, (0.0, 0.0))
-                numbers = observed, expected, *(unit or (0.0,))
-                table = self._shards.agreement.vote(*numbers, place="residuals")
-                sums[name] = tuple(map(float, table.sum(axis=0)))
-        return result, Residuals(sums)
+        return self._with_residuals(inputs, None, True, Residuals())
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
@@ -379,11 +370,11 @@ class TrainableModel(Sealed):
             InputError: ``examples`` is not a positive whole number.
             KfacError: The values that the losses read do not fit the losses.
         """
-        with self.agreement.together("curvature_products"):
+        with self.agreement.operation("curvature_products"):
             if examples is not None:
                 whole("examples", examples, least=1)
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
-        return self._passes.curvature_products(batch, examples)
+            return self._passes.curvature_products(batch, examples)
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -409,22 +400,31 @@ class TrainableModel(Sealed):
 
     def _with_residuals(
         self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
-    ) -> Result:
-        """See ``gradients``; ``residuals`` receives the residuals of this process."""
-        with self._shards.computing():
+    ) -> tuple[Result, Residuals]:
+        """See ``gradients``; the residuals of this process are measured in ``residuals``."""
+        with self._shards.computing("gradients"):
             parts = self.parts(inputs, targets)
             for of_part, _ in parts:
                 require_gradient(self._assembly, of_part)
             moves = flag("update_buffers", update_buffers)
             backward = self._passes.gradients(parts, moves, residuals)
-            loss = self._shards.total(backward.loss, "gradients")
+            loss, residuals = self._totals(backward.loss, residuals)
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
             self._passes.record(loss, backward.gradients)
             self._model.buffers.update(backward.buffers)
             gradients = self._model.to_file_layout(backward.gradients)
             notes = (*self._standing_notes, *backward.notes)
-            return Result(loss, gradients, {}, notes, ties=self._model.ties)
+            return Result(loss, gradients, {}, notes, ties=self._model.ties), residuals
+
+    def _totals(self, loss: float, residuals: Residuals | None) -> tuple[float, Residuals]:
+        """Return the loss and the residuals of all processes."""
+        sums, terms = ({}, ()) if residuals is None else (residuals.sums, self.objective.terms)
+        names = list(dict.fromkeys(term.inputs[0] for term in terms))
+        numbers = (float(x) for n in names for x in (*sums.get(n, ()), 0.0, 0.0, 0.0)[:3])
+        loss, *totals = self._shards.agreement.sum(loss, *numbers)
+        triples = zip(*[iter(totals)] * 3, strict=True)
+        return loss, Residuals(dict(zip(names, triples, strict=True)))
 
     def _warn_of_export(self) -> None:
         for note in self.export_changes.notes if self.agreement.rank == 0 else ():

@@ -191,14 +191,16 @@ class CurvatureUpdates:
         """
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
-        fisher.wait()
-        if due.statistics:
-            with clock("statistics"):
-                decay = 0.0 if planner.replaces else None
-                by_example = self._by_example or planner.begins_period(due.step)
-                self.observe(due.step, batch, decay=decay, by_example=by_example)
-        if due.inverses or (due.statistics and planner.reads_drifts):
-            self._engine.agreement.vote(place="refresh")  # before the messages of the refresh
+        refreshes = due.inverses or (due.statistics and planner.reads_drifts)
+        # A refresh begins with messages.
+        with self._engine.agreement.operation("statistics", ends=refreshes):
+            fisher.wait()
+            if due.statistics:
+                with clock("statistics"):
+                    decay = 0.0 if planner.replaces else None
+                    by_example = self._by_example or planner.begins_period(due.step)
+                    self.observe(due.step, batch, decay=decay, by_example=by_example)
+        if refreshes:
             with clock("inverses"):
                 fisher.refresh(planner, due.step, due.bound, moved=due.statistics)
 

@@ -154,7 +154,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     alone = Agreement(Alone())
     agreement = model_or_engine.agreement if isinstance(model_or_engine, Engine) else alone
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
-    with agreement.together("end of fit"):
+    with agreement.operation("fit", ends=True):
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
@@ -219,7 +219,7 @@ class _Reporters:
         stops = self.hooks.on_step_end(record, optimizer)
         if step.ends_epoch:
             stops |= self.hooks.on_epoch_end(record, optimizer)
-        stops = bool(optimizer.engine.agreement.vote(stops, place="end of a step of fit").any())
+        stops = optimizer.engine.agreement.any(stops)
         if stops and not step.ends_run and not step.ends_epoch:
             run.evaluate(record)
         ends_run = stops or step.ends_run
@@ -291,12 +291,12 @@ def _train(
     optimizer, hooks = run.optimizer, reporters.hooks
     with DeferredSignals(bool(store)) as signals:
         agreement = optimizer.engine.agreement
-        ended = agreement.vote(hooks.on_run_start(optimizer, tuple(records)), place="fit").any()
+        ended = agreement.any(hooks.on_run_start(optimizer, tuple(records)))
         for step in () if ended else run.steps(position):
             records.append(step.record)
             ends = reporters.add(run, step)
             # A signal that one process has received ends all of them.
-            received = agreement.vote(signals.received or 0, place="signals").max()
+            received = agreement.of_all(signals.received or 0).max()
             if received:
                 signals.received, ends = int(received), True
             if ends or store.is_due(step.position, step.ends_epoch):

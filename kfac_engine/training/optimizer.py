@@ -200,23 +200,23 @@ class Optimizer(Summarized, Sealed, ABC):
             InputError: An argument is wrong.
             NonFiniteError: The batch yields NaN or infinity; parameters and state are unchanged.
         """
-        with HeldInterrupts(), self.engine.agreement.together():
+        with HeldInterrupts(), self.engine.agreement.operation("Optimizer.step"):
             at_least_zero("scale", scale)
             return self._step(self.engine.parts(inputs, targets), scale * self._restraint)
 
     def _step(self, batch: Sequence[Batch], scale: float) -> StepReport:
         clock = StageClock()
         try:
-            with self.engine.fisher.transaction() as undo, clock("update"):
+            with self.engine.fisher.transaction("update") as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
                 prepared = self._prepare(batch, clock)
                 if prepared is not None:
                     return prepared
-                proposal = self._propose(batch, scale, clock, undo)
-                if proposal.slots is not self._slots:
-                    self._check_slots(proposal.slots)
-                self.engine.agreement.vote(place="Optimizer.step")
+                with self.engine.agreement.operation("proposal", ends=True):
+                    proposal = self._propose(batch, scale, clock, undo)
+                    if proposal.slots is not self._slots:
+                        self._check_slots(proposal.slots)
                 self.engine.set_parameters(proposal.parameters, copy=False)
         except NonFiniteError:
             if self._non_finite == "raise":

@@ -80,9 +80,7 @@ class Run:
                     batch=0 if is_last else position.batch + 1,
                     steps=position.steps + 1,
                     # The clock of the first process decides for all of them.
-                    seconds=float(
-                        agreement.vote(perf_counter() - start, place="time of a run")[0, 0]
-                    ),
+                    seconds=float(agreement.of_all(perf_counter() - start)[0, 0]),
                 )
                 spent = self.budget.spent(position, per_epoch)
                 record = _record(position, epoch, report) | {"spent": spent}

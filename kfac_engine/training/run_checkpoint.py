@@ -167,7 +167,7 @@ class RunCheckpoint:
             raise InputError(
                 "to resume a run, give its folder: checkpoint=FOLDER (--checkpoint FOLDER)."
             )
-        exist = self._agreement.vote(self.exists(), place="resume")[:, 0]
+        exist = self._agreement.of_all(self.exists())[:, 0]
         if exist.any() and not exist.all():
             self._agreement.refuse(
                 RankError(

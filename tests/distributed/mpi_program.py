@@ -221,17 +221,16 @@ def run_command(ranks, folder):
     def fail(together):
         agreement = Agreement(ranks)
         if together:
-            with agreement.together():
+            with agreement.operation("fail", ends=True):
                 if ranks.rank == 1:
                     raise ke.NonFiniteError("input 'image' contains NaN.")
-                agreement.vote()
         if ranks.rank == 1:
             raise FileNotFoundError(2, "no such file", "images.npy")
-        agreement.vote()
+        agreement.of_all(0)
 
     status = run(["fail", "--together"])
     (folder / f"status {ranks.rank}").write_text(str(status))
-    Agreement(ranks).vote()  # the first rank has printed the error
+    Agreement(ranks).of_all(0)  # the first rank has printed the error
     sys.exit(run(["fail"]))
 
 

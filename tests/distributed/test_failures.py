@@ -102,6 +102,22 @@ def test_bad_input_of_one_rank_is_refused_by_all(spoil, kind, failing, call):
             np.testing.assert_array_equal(natural[name], array)
 
 
+def test_the_batch_after_a_first_one_that_one_rank_refuses_is_accepted():
+    """Ranks compare parameters in the first batch that all of them have."""
+    data = list(batches("mlp", 2))
+
+    def work(communicator):
+        engine = engine_of(communicator)
+        inputs, targets = part_of(communicator, data[0])
+        if communicator.rank == 1:
+            inputs = {}
+        with pytest.raises(ke.InputError, match="rank 1 of 3 refused: "):
+            engine.step(inputs, targets)
+        return engine.step(*part_of(communicator, data[1])).loss
+
+    assert len(set(run(SIZE, work))) == 1
+
+
 def place_of(engine, phase):
     """The object and the function that a phase of a step calls."""
     return {
@@ -111,8 +127,13 @@ def place_of(engine, phase):
     }[phase]
 
 
-@pytest.mark.parametrize("phase", ["measure", "refresh", "precondition"])
-def test_an_exception_inside_a_step_is_an_error_of_all_ranks(phase):
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [(call, phase) for call in ("step", "observe") for phase in ("measure", "refresh")]
+    + [("step", "precondition")],
+)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_an_exception_inside_a_step_is_an_error_of_all_ranks(call, phase, distribution):
     data = list(batches("mlp", 3))
 
     def fail(*_, **__):
@@ -120,10 +141,10 @@ def test_an_exception_inside_a_step_is_an_error_of_all_ranks(phase):
 
     def two_steps(communicator, engine):
         for batch in data[1:]:
-            engine.step(*part_of(communicator, batch))
+            getattr(engine, call)(*part_of(communicator, batch))
 
     def work(communicator):
-        engine = engine_of(communicator)
+        engine = engine_of(communicator, distribution=distribution)
         engine.step(*part_of(communicator, data[0]))
         with pytest.MonkeyPatch.context() as patch:
             if communicator.rank == 1:

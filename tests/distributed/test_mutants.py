@@ -21,7 +21,7 @@ from tests.distributed.threads import DesynchronizedError, run
 
 
 @contextmanager
-def nothing(*_):
+def nothing(*_, **__):
     """Replaces a context."""
     yield
 
@@ -115,14 +115,14 @@ def test_without_a_fault_all_ranks_refuse_and_go_on():
 
 
 def test_errors_without_a_vote_are_noticed(monkeypatch):
-    monkeypatch.setattr(Agreement, "together", nothing)
+    monkeypatch.setattr(Agreement, "operation", nothing)
     # The ranks meet in different collectives, or read numbers of another vote.
     with pytest.raises((DesynchronizedError, ke.KfacError)):
         fail_on_one_rank(caught=MemoryError)
 
 
 def test_ranks_that_go_on_after_an_error_of_another_are_noticed(monkeypatch):
-    def meet(agreement, numbers, error, place=""):
+    def meet(agreement, numbers=(), error=None, **_):
         table = np.zeros((SIZE, 7))
         table[agreement.rank, 0] = error is not None
         table[agreement.rank, 2 : 2 + len(numbers)] = numbers

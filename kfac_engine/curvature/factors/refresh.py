@@ -115,11 +115,8 @@ class Division:
         """Save how averages are divided; return a function that restores it with the averages."""
         return lambda: None
 
-    def meeting(self) -> AbstractContextManager[None]:
-        """Return a context for a refresh outside of a step, in which all processes meet.
-
-        An error of one process is an error of all.
-        """
+    def refreshing(self) -> AbstractContextManager[None]:
+        """Return a context for a refresh outside of a step, which all processes begin and end."""
         return nullcontext()
 
 

@@ -78,7 +78,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
         block = observe(collection, [["ds"]], values, exps=(-1,))
         factors = collection.get_factors()
         if resume is not None:
-            load_state(tmp_path / "s.safetensors", factors, {})
+            _, restore = load_state(tmp_path / "s.safetensors", factors, {})
+            restore()
             for factor in factors:
                 factor.update(resume, 0.9)
         return block, factors
