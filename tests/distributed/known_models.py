@@ -19,6 +19,11 @@ class Layer(NamedTuple):
         return (self.g,) if self.diagonal else (self.a, self.g)
 
 
+def square(size):
+    """A factor with an inverse."""
+    return FactorSize((size, size), size**2, size**3, symmetric=True, divided=True)
+
+
 def resnet50():
     """Convolutions without biases, 1×1, 3×3, 1×1 in each block."""
     layers = [Layer(3 * 49, 64)]
@@ -49,7 +54,7 @@ def model_size(name, *, divisible=True):
     for index, layer in enumerate(MODELS[name]):
         sides = {f"layer {index}: A": layer.a, f"layer {index}: G": layer.g}
         for factor, side in sides.items():
-            factors[factor] = FactorSize((side, side), side**2, side**3, True, True)
+            factors[factor] = square(side)
         if layer.diagonal:
             factors[f"layer {index}: A"] = FactorSize((layer.a,))
         numbers = layer.a * layer.g

@@ -8,12 +8,7 @@ from kfac_engine.distributed.cost import DISTRIBUTIONS, Message, rank_cost
 from kfac_engine.distributed.owners import layer_owners
 from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize, Periods
 from kfac_engine.errors import InputError
-from tests.distributed.known_models import MODELS, model_size
-
-
-def square(size):
-    """A factor with an inverse."""
-    return FactorSize((size, size), size**2, size**3, symmetric=True, divided=True)
+from tests.distributed.known_models import MODELS, model_size, square
 
 
 def owners_of(parts):

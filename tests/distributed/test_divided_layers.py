@@ -7,6 +7,7 @@ import kfac_engine as ke
 from kfac_engine.distributed.owners import Part, layer_owners
 from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize
 from kfac_engine.training.kfac_updates import natural_gradients
+from tests.distributed.known_models import square
 from tests.distributed.test_distributions import (
     CUTS,
     TOLERANCES,
@@ -173,10 +174,6 @@ def test_gradients_of_owned_layers_have_no_table_that_is_divided():
 
 
 # -- owners ---------------------------------------------------------------------------------------
-
-
-def square(size):
-    return FactorSize((size, size), size**2, size**3, symmetric=True, divided=True)
 
 
 def model_of(rows, width, others, *, divisible="rows", most_owners=1):

@@ -28,17 +28,26 @@ OPTIMIZERS = {
 }
 
 
-def rows_of(communicator):
-    return slice(*CUTS[communicator.size][communicator.rank :][:2])
+def engine_on(communicator=None, **options):
+    """An engine of one rank, or of one process."""
+    return ke.Engine.from_onnx(
+        net.model(), loss="categorical", communicator=communicator, threads=1, **options
+    )
 
 
-def trained(make, rows=slice(None), **options):
+def part_of(step, communicator=None):
+    """The part of a rank of the batch of a step, or all of it."""
+    x, y = net.batch(step, n=EXAMPLES)
+    rows = slice(*CUTS[communicator.size][communicator.rank :][:2]) if communicator else slice(None)
+    return {"x": x[rows]}, y[rows]
+
+
+def trained(make, communicator=None, **options):
     """The reports of some steps, the parameters after each step, and the optimizer."""
-    engine = ke.Engine.from_onnx(net.model(), loss="categorical", threads=1, **options)
+    engine = engine_on(communicator, **options)
     optimizer, reports, parameters = make(engine), [], []
     for step in range(STEPS):
-        x, y = net.batch(step, n=EXAMPLES)
-        reports.append(optimizer.step({"x": x[rows]}, y[rows]))
+        reports.append(optimizer.step(*part_of(step, communicator)))
         parameters.append({n: v.copy() for n, v in engine.parameters.items()})
     return reports, parameters, optimizer
 
@@ -60,10 +69,7 @@ def test_small_shards_have_statistics_of_all_examples(distribution):
 
 
 def assert_equal(expected, size, make, **options):
-    def work(communicator):
-        return trained(make, rows_of(communicator), communicator=communicator, **options)
-
-    ranks = run(size, work)
+    ranks = run(size, lambda communicator: trained(make, communicator, **options))
     for reports, parameters, _ in ranks:
         for report, wanted in zip(reports, expected[0], strict=True):
             assert report.loss == pytest.approx(wanted.loss, rel=CLOSE)
@@ -82,16 +88,12 @@ def test_a_state_continues_on_another_number_of_ranks(tmp_path):
     _, expected, _ = trained(make)
 
     def work(communicator, steps):
-        engine = ke.Engine.from_onnx(
-            net.model(), loss="categorical", communicator=communicator, threads=1
-        )
+        engine = engine_on(communicator)
         optimizer = make(engine)
         if file.exists():
             optimizer.load(file)
         for step in steps:
-            x, y = net.batch(step, n=EXAMPLES)
-            rows = rows_of(communicator)
-            optimizer.step({"x": x[rows]}, y[rows])
+            optimizer.step(*part_of(step, communicator))
         optimizer.save(file)
         return engine.parameters, optimizer.steps
 
@@ -115,32 +117,28 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
     _, expected, _ = trained(make)
 
     def work(communicator):
-        engine = ke.Engine.from_onnx(
-            net.model(), loss="categorical", communicator=communicator,
-            distribution=distribution, threads=1,
-        )  # fmt: skip
-        optimizer, rows = make(engine), rows_of(communicator)
+        engine = engine_on(communicator, distribution=distribution)
+        optimizer = make(engine)
         for step in range(STEPS):
-            x, y = net.batch(step, n=EXAMPLES)
             if step == 4:
                 before = {n: v.copy() for n, v in engine.parameters.items()}
                 fails = communicator.rank == 1
-                spoilt, rate = x[rows].copy(), optimizer.learning_rate
+                (inputs, targets), rate = part_of(step, communicator), optimizer.learning_rate
                 if fails and failure == "input":
-                    spoilt[0] = np.nan
+                    inputs["x"][0] = np.nan
                 elif fails and failure == "rate":
                     optimizer.learning_rate = lambda step: "none"
                 elif fails:
                     object.__setattr__(optimizer, "_check_slots", _out_of_memory)
                 with pytest.raises(ke.KfacError, match="rank 1 of 2 refused") as caught:
-                    optimizer.step({"x": spoilt}, y[rows])
+                    optimizer.step(inputs, targets)
                 assert (failure == "input") == isinstance(caught.value, ke.NonFiniteError)
                 for key, array in engine.parameters.items():
                     np.testing.assert_array_equal(array, before[key])
                 assert optimizer.steps == 4
                 optimizer.learning_rate = rate
                 optimizer.__dict__.pop("_check_slots", None)
-            optimizer.step({"x": x[rows]}, y[rows])
+            optimizer.step(*part_of(step, communicator))
         return engine.parameters
 
     for parameters in run(2, work):
@@ -155,15 +153,12 @@ def _out_of_memory(slots):
 
 def test_all_ranks_skip_a_batch_that_one_of_them_cannot_use():
     def work(communicator):
-        engine = ke.Engine.from_onnx(
-            net.model(), loss="categorical", communicator=communicator, threads=1
-        )
-        optimizer = ke.KfacOptimizer(engine, non_finite="skip")
-        x, y = net.batch(0, n=EXAMPLES)
-        rows = rows_of(communicator)
-        optimizer.step({"x": x[rows]}, y[rows])
-        x[0] = np.inf  # a row of rank 0
-        report = optimizer.step({"x": x[rows]}, y[rows])
+        optimizer = ke.KfacOptimizer(engine_on(communicator), non_finite="skip")
+        inputs, targets = part_of(0, communicator)
+        optimizer.step(inputs, targets)
+        if communicator.rank == 0:
+            inputs["x"][0] = np.inf
+        report = optimizer.step(inputs, targets)
         return report.skipped, optimizer.skipped, optimizer.steps
 
     assert run(2, work) == [(True, 1, 1)] * 2
@@ -172,16 +167,11 @@ def test_all_ranks_skip_a_batch_that_one_of_them_cannot_use():
 @pytest.mark.parametrize(("distribution", "gathered"), [("replicate", 0), ("shard", 1)])
 def test_a_step_without_statistics_sends_gradients_and_products(distribution, gathered):
     def work(communicator):
-        engine = ke.Engine.from_onnx(
-            net.model(), loss="categorical", communicator=communicator,
-            distribution=distribution, threads=1,
-        )  # fmt: skip
+        engine = engine_on(communicator, distribution=distribution)
         optimizer = ke.KfacOptimizer(engine)
-        x, y = net.batch(0, n=EXAMPLES)
-        rows = rows_of(communicator)
         for _ in range(5):
             before = len(communicator.log)
-            optimizer.step({"x": x[rows]}, y[rows])
+            optimizer.step(*part_of(0, communicator))
         sizes = [v.nbytes for v in engine.parameters.values()]
         of_weights = sum(v.nbytes for v in engine.parameters.values() if v.ndim > 1)
         return communicator.log[before:], sum(sizes), of_weights
@@ -194,17 +184,3 @@ def test_a_step_without_statistics_sends_gradients_and_products(distribution, ga
         fingerprints = ("allgather", 8 * EXAMPLES)
         gathers = [("allgather", weights)] * gathered
         assert messages == [("allreduce", size), fingerprints, *gathers]
-
-
-@pytest.mark.parametrize("policy", ["drift", "budget"])
-def test_policies_that_measure_one_process_are_refused(policy):
-    def work(communicator):
-        engine = ke.Engine.from_onnx(
-            net.model(), loss="categorical", communicator=communicator, threads=1
-        )
-        x, y = net.batch(0, n=EXAMPLES)
-        rows = rows_of(communicator)
-        with pytest.raises(ke.KfacError, match=policy):
-            ke.KfacOptimizer(engine, policy=policy).step({"x": x[rows]}, y[rows])
-
-    run(2, work)
