@@ -68,9 +68,10 @@ def engine_of(ranks, case, distribution):
 
 def step(engine, ranks, batch):
     from tests.distributed.test_distributions import CUTS
+    from tests.distributed.threads import rows_of
 
     inputs, targets = batch
-    rows = slice(*CUTS[ranks.size][ranks.rank :][:2])
+    rows = rows_of(ranks, CUTS)
     return engine.step({key: array[rows] for key, array in inputs.items()}, targets[rows])
 
 

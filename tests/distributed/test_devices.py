@@ -13,7 +13,7 @@ from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
 from tests.distributed.test_distributions import CUTS, DISTRIBUTIONS, batches
-from tests.distributed.threads import run
+from tests.distributed.threads import rows_of, run
 
 Arrays = dict[str, np.ndarray]
 SIZE = 3
@@ -59,7 +59,7 @@ def test_steps_and_saved_states_equal_those_of_one_process(
     expected = [alone.step(*batch) for batch in data]
 
     def work(communicator: Any) -> tuple[list[tuple[float, Arrays]], Arrays]:
-        rows = slice(*CUTS[SIZE][communicator.rank :][:2])
+        rows = rows_of(communicator, CUTS)
         shards = [({n: a[rows] for n, a in inputs.items()}, t[rows]) for inputs, t in data]
         ranks = {"communicator": communicator, "distribution": distribution, "backend": "cupy"}
         engine = ke.Engine.from_onnx(model, **ranks, **options)

@@ -11,7 +11,7 @@ from kfac_engine.curvature import refreshes as refreshes_module
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.sessions.session import Session
 from tests import models
-from tests.distributed.threads import run
+from tests.distributed.threads import rows_of, run
 
 # Of the largest entry. ONNX Runtime has no convolution in float64.
 TOLERANCES = {"float64": 1e-12, "float32": 3e-5}
@@ -55,7 +55,7 @@ def follow(source, size, steps=4, ignored=(), **options):
 
     def work(communicator):
         engine = ke.Engine.from_onnx(model_of(source), communicator=communicator, **options)
-        rows = slice(*CUTS[size][communicator.rank :][:2])
+        rows = rows_of(communicator, CUTS)
         results = []
         for (inputs, targets), values in zip(data, parameters, strict=True):
             engine.set_parameters(values)
@@ -212,7 +212,7 @@ def test_a_step_with_all_gradients_has_those_of_one_process(name):
 
     def work(communicator):
         engine = ke.Engine.from_onnx(model_of(name), communicator=communicator, **options)
-        rows = slice(*CUTS[communicator.size][communicator.rank :][:2])
+        rows = rows_of(communicator, CUTS)
         part = {key: array[rows] for key, array in inputs.items()}
         owned = engine.step(part, targets[rows])
         size = sum(array.nbytes for array in engine.parameters.values())

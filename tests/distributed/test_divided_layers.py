@@ -15,7 +15,7 @@ from tests.distributed.test_distributions import (
     assert_equal_to_one_process,
     batches,
 )
-from tests.distributed.threads import run
+from tests.distributed.threads import rows_of, run
 from tests.models import Net
 
 SIZE = 3
@@ -82,7 +82,7 @@ def engines(model, size=SIZE, **options):
                 model, loss="categorical", damping=0.1, communicator=communicator,
                 **{**DIVIDED, "schedule": ke.Schedule(refresh_every=2), **options},
             )  # fmt: skip
-            return work(engine, slice(*CUTS[size][communicator.rank :][:2]))
+            return work(engine, rows_of(communicator, CUTS))
 
         return run(size, on_one)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.distributed.threads import run
+from tests.distributed.test_distributions import assert_close
+from tests.distributed.threads import rows_of, run
 from tests.training import softmax_net as net
 
 CUTS = {2: [0, 9, 24], 3: [0, 1, 12, 24]}
@@ -13,10 +14,6 @@ CUTS = {2: [0, 9, 24], 3: [0, 1, 12, 24]}
 def engine(communicator=None, **options):
     options = {"loss": "categorical", "threads": 1, **options}
     return ke.Engine.from_onnx(net.model(), communicator=communicator, **options)
-
-
-def rows_of(communicator):
-    return slice(*CUTS[communicator.size][communicator.rank :][:2])
 
 
 def largest(outputs, targets):
@@ -32,7 +29,7 @@ def test_metrics_are_those_of_the_data_of_all_ranks(reduction):
     expected = engine(reduction=reduction).evaluate(({"x": x}, y), METRICS)
 
     def work(communicator):
-        rows = rows_of(communicator)
+        rows = rows_of(communicator, CUTS)
         stops = [(i, min(i + 4, rows.stop)) for i in range(rows.start, rows.stop, 4)]
         pairs = [({"x": x[start:stop]}, y[start:stop]) for start, stop in stops]
         return engine(communicator, reduction=reduction).evaluate(pairs, METRICS)
@@ -77,7 +74,7 @@ def test_products_are_those_of_the_whole_batch(reduction, part):
     wanted, forms = products(alone, x, y, part and part * 24)
 
     def work(communicator):
-        rows = rows_of(communicator)
+        rows = rows_of(communicator, CUTS)
         count = len(range(24)[rows])
         model = engine(communicator, reduction=reduction)
         return products(model, x[rows], y[rows], part and part * count)
@@ -86,9 +83,7 @@ def test_products_are_those_of_the_whole_batch(reduction, part):
         for arrays, own_forms in run(size, work):
             np.testing.assert_allclose(own_forms, forms, rtol=1e-12)
             for kind, vector in wanted.items():
-                for name, array in vector.items():
-                    close = 1e-12 * abs(array).max()
-                    np.testing.assert_allclose(arrays[kind][name], array, rtol=0, atol=close)
+                assert_close(arrays[kind], vector, 1e-12)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical", "exact"])
@@ -101,7 +96,7 @@ def test_statistics_of_a_part_are_those_of_one_process(reduction, mode):
         alone.update_statistics(alone.trace({"x": x}, y), 240)
 
     def work(communicator):
-        rows = rows_of(communicator)
+        rows = rows_of(communicator, CUTS)
         ranks = engine(communicator, **options)
         for _ in range(2):
             ranks.update_statistics(ranks.trace({"x": x[rows]}, y[rows]), 240 // communicator.size)
@@ -113,9 +108,7 @@ def test_statistics_of_a_part_are_those_of_one_process(reduction, mode):
     for size in CUTS:
         for averages in run(size, work):
             for average, factor in zip(averages, alone.estimator.factors, strict=True):
-                np.testing.assert_allclose(
-                    average, factor.cov, rtol=0, atol=1e-12 * factor.cov.max()
-                )
+                assert_close({"": average}, {"": factor.cov}, 1e-12)
 
 
 def test_observations_give_the_inverses_of_one_process():
@@ -128,7 +121,7 @@ def test_observations_give_the_inverses_of_one_process():
     expected = alone.precondition(vector)
 
     def work(communicator):
-        rows = rows_of(communicator)
+        rows = rows_of(communicator, CUTS)
         distribution = ("replicate", "shard")[communicator.size - 2]
         ranks = engine(communicator, schedule=schedule, distribution=distribution)
         for x, _ in batches:
@@ -137,6 +130,4 @@ def test_observations_give_the_inverses_of_one_process():
 
     for size in CUTS:
         for natural in run(size, work):
-            for name, array in expected.items():
-                close = 1e-12 * abs(array).max()
-                np.testing.assert_allclose(natural[name], array, rtol=0, atol=close)
+            assert_close(natural, expected, 1e-12)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.distributed.test_distributions import assert_close
 from tests.distributed.threads import run
 from tests.training import softmax_net as net
 
@@ -32,13 +33,7 @@ def assert_same(history, expected, names=("loss", "validation_loss", "accuracy")
         assert record.keys() >= {"step", "loss"}
         for name in names:
             assert record.get(name, 0.0) == pytest.approx(wanted.get(name, 0.0), rel=CLOSE)
-    assert_same_parameters(history, expected)
-
-
-def assert_same_parameters(history, expected):
-    for name, array in expected.engine.parameters.items():
-        close = CLOSE * abs(array).max()
-        np.testing.assert_allclose(history.engine.parameters[name], array, rtol=0, atol=close)
+    assert_close(history.engine.parameters, expected.engine.parameters, CLOSE)
 
 
 class Never(ke.Callback):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from tests.distributed.threads import run
+from tests.distributed.test_distributions import assert_close
+from tests.distributed.threads import rows_of, run
 from tests.training import softmax_net as net
 
 STEPS = 8
@@ -38,7 +39,7 @@ def engine_on(communicator=None, **options):
 def part_of(step, communicator=None):
     """The part of a rank of the batch of a step, or all of it."""
     x, y = net.batch(step, n=EXAMPLES)
-    rows = slice(*CUTS[communicator.size][communicator.rank :][:2]) if communicator else slice(None)
+    rows = rows_of(communicator, CUTS) if communicator else slice(None)
     return {"x": x[rows]}, y[rows]
 
 
@@ -77,10 +78,9 @@ def assert_equal(expected, size, make, **options):
             assert report.refreshed == wanted.refreshed
             assert (report.reduction_ratio is None) == (wanted.reduction_ratio is None)
         for now, then, first in zip(parameters, expected[1], ranks[0][1], strict=True):
-            for key, array in now.items():
-                close = CLOSE * abs(then[key]).max()
-                np.testing.assert_allclose(array, then[key], rtol=0, atol=close)
-                np.testing.assert_array_equal(array, first[key])
+            assert_close(now, then, CLOSE)
+            for key, array in first.items():
+                np.testing.assert_array_equal(now[key], array)
 
 
 def test_a_state_continues_on_another_number_of_ranks(tmp_path):
@@ -101,9 +101,7 @@ def test_a_state_continues_on_another_number_of_ranks(tmp_path):
     run(1, lambda ranks: work(ranks, range(3, 5)))
     for parameters, steps in run(2, lambda ranks: work(ranks, range(5, STEPS))):
         assert steps == STEPS
-        for key, array in parameters.items():
-            close = CLOSE * abs(expected[-1][key]).max()
-            np.testing.assert_allclose(array, expected[-1][key], rtol=0, atol=close)
+        assert_close(parameters, expected[-1], CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +140,7 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
         return engine.parameters
 
     for parameters in run(2, work):
-        for key, array in parameters.items():
-            close = CLOSE * abs(expected[-1][key]).max()
-            np.testing.assert_allclose(array, expected[-1][key], rtol=0, atol=close)
+        assert_close(parameters, expected[-1], CLOSE)
 
 
 def _out_of_memory(slots):

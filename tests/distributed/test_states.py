@@ -13,7 +13,7 @@ from tests.distributed.test_distributions import (
     batches,
     model_of,
 )
-from tests.distributed.threads import run
+from tests.distributed.threads import rows_of, run
 
 OPTIONS = {"loss": "categorical", "damping": 0.1, "schedule": ke.Schedule(refresh_every=2)}
 
@@ -24,10 +24,6 @@ def steps(engine, data, rows=slice(None)):
         part = {key: array[rows] for key, array in inputs.items()}
         results.append(engine.step(part, targets[rows]))
     return results
-
-
-def rows_of(communicator):
-    return slice(*CUTS[communicator.size][communicator.rank :][:2])
 
 
 def alone(name, data, **options):
@@ -47,9 +43,9 @@ def test_any_number_of_ranks_resumes_a_state(saving, resuming, approximation, tm
         engine = ke.Engine.from_onnx(
             model_of("mlp"), communicator=communicator, distribution=saving, **OPTIONS, **chosen
         )
-        steps(engine, data[:3], rows_of(communicator))
+        steps(engine, data[:3], rows_of(communicator, CUTS))
         engine.save(path)
-        return steps(engine, data[3:], rows_of(communicator))  # goes on after it has saved
+        return steps(engine, data[3:], rows_of(communicator, CUTS))  # goes on after it has saved
 
     size, distribution = resuming
 
@@ -62,7 +58,7 @@ def test_any_number_of_ranks_resumes_a_state(saving, resuming, approximation, tm
             **chosen,
         )
         engine.load(path)
-        return steps(engine, data[3:], rows_of(communicator))
+        return steps(engine, data[3:], rows_of(communicator, CUTS))
 
     for results in (*run(3, save), *run(size, resume)):
         for result, wanted in zip(results, expected[3:], strict=True):
@@ -78,7 +74,7 @@ def test_the_file_of_several_ranks_is_that_of_one_process(distribution, tmp_path
         ranked = ke.Engine.from_onnx(
             model_of("mlp"), communicator=communicator, distribution=distribution, **OPTIONS
         )
-        steps(ranked, data, rows_of(communicator))
+        steps(ranked, data, rows_of(communicator, CUTS))
         ranked.save(tmp_path / "ranks.safetensors")
 
     run(3, work)
@@ -96,7 +92,7 @@ def test_a_state_that_one_rank_cannot_read_changes_no_rank(tmp_path):
 
     def work(communicator):
         engine = ke.Engine.from_onnx(model_of("mlp"), communicator=communicator, **OPTIONS)
-        steps(engine, data[:1], rows_of(communicator))
+        steps(engine, data[:1], rows_of(communicator, CUTS))
         engine.synchronize()
         before = [factor.arrays() for factor in engine.estimator.factors]
         with pytest.raises(ke.InputError, match=r"rank 1 of 3 refused: .*missing"):
@@ -143,7 +139,7 @@ def test_products_with_given_vectors_equal_those_of_one_process(distribution):
         ranked = ke.Engine.from_onnx(
             model_of("mlp"), communicator=communicator, distribution=distribution, **OPTIONS
         )
-        steps(ranked, data, rows_of(communicator))
+        steps(ranked, data, rows_of(communicator, CUTS))
         return [ranked.precondition(gradients, exp) for exp in (-1, 1)]
 
     for products in run(3, work):
@@ -159,7 +155,7 @@ def test_a_divided_average_is_read_after_all_ranks_have_synchronized():
 
     def work(communicator):
         ranked = ke.Engine.from_onnx(model_of("mlp"), communicator=communicator, **OPTIONS)
-        steps(ranked, data, rows_of(communicator))
+        steps(ranked, data, rows_of(communicator, CUTS))
         with pytest.raises(ke.NotReadyError, match=r"call engine.synchronize\(\) in all"):
             _ = ranked.factors[name].input.value
         ranked.synchronize()

@@ -99,3 +99,8 @@ def run(size, work):
     if raised:
         raise (first or raised)[0]
     return results
+
+
+def rows_of(communicator, cuts):
+    """The rows of a batch that a rank has; ``cuts`` are those of each number of ranks."""
+    return slice(*cuts[communicator.size][communicator.rank :][:2])
