@@ -31,6 +31,8 @@ from tests.oracle import derivative
 
 EXACT = 1e-13  # The same few float64 operations in another order.
 NUMERICAL = 1e-9  # Extrapolated finite differences of analytic functions.
+# Central differences of the gradient: the square of the step times a third derivative.
+STEP, DIFFERENCES = 2.0**-14, 1e-6
 PRECISION = {"float16": 4e-3, "float32": 1e-6}  # A few roundings of numbers of order one.
 
 every_loss = pytest.mark.parametrize("case", CASES, ids=by_name)
@@ -58,6 +60,20 @@ def test_gradient_is_the_derivative_of_the_value(case):
                 index,
             )
         np.testing.assert_allclose(gradient[name], expected, rtol=0, atol=NUMERICAL)
+
+
+@every_loss
+def test_hessian_is_the_derivative_of_the_gradient(case):
+    values, rng = case.values(), np.random.default_rng(3)
+    v = {name: rng.standard_normal(case.shape) for name in case.loss.inputs}
+    found = case.loss.hessian(values, v)
+    ahead, behind = (
+        case.loss.gradient({**values, **{n: values[n] + step * v[n] for n in v}})
+        for step in (STEP, -STEP)
+    )
+    for name in v:
+        slope = (ahead[name] - behind[name]) / (2 * STEP)
+        np.testing.assert_allclose(found[name], slope, rtol=0, atol=DIFFERENCES)
 
 
 @every_loss

@@ -22,17 +22,11 @@ PREDICTED = tuple(
 BOTH = NormalMeanVarianceNegativeLogProbLoss("m", "s", "t")
 
 
-@pytest.mark.parametrize("case", FIXED, ids=by_name)
+@pytest.mark.parametrize("case", [*FIXED, *PREDICTED], ids=by_name)
 def test_value_is_the_negative_log_density(case):
     values = case.values()
-    density = stats.norm.logpdf(values["t"], values["z"], case.loss.var**0.5)
-    assert case.loss.value(values) == pytest.approx(-density.sum(), rel=EXACT)
-
-
-@pytest.mark.parametrize("case", PREDICTED, ids=by_name)
-def test_value_with_predicted_variance_is_the_negative_log_density(case):
-    values = case.values()
-    density = stats.norm.logpdf(values["t"], values["z"], values["s"] ** 0.5)
+    variance = values["s"] if case in PREDICTED else case.loss.var
+    density = stats.norm.logpdf(values["t"], values["z"], variance**0.5)
     assert case.loss.value(values) == pytest.approx(-density.sum(), rel=EXACT)
 
 
