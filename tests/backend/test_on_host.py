@@ -6,19 +6,7 @@ import pytest
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.errors import InputError
-
-
-class Shared:
-    """An array of a third library on the host."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: object) -> object:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
+from tests.foreign import Foreign
 
 
 def test_on_host_returns_host_values_unchanged() -> None:
@@ -30,7 +18,7 @@ def test_on_host_returns_host_values_unchanged() -> None:
 
 def test_on_host_shares_arrays_of_other_libraries() -> None:
     array = np.ones(3)
-    found = on_host({"a": Shared(array)}, NumpyBackend())["a"]
+    found = on_host({"a": Foreign(array)}, NumpyBackend())["a"]
     assert np.shares_memory(found, array)
 
 

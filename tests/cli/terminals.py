@@ -76,6 +76,12 @@ def run_in_terminal(arguments, width, code=0, variables=None):
     return Screen(lines, colours, width, printed.decode())
 
 
+def table(lines, title):
+    """Return the lines between a title and the next empty line."""
+    start = lines.index(title) + 2
+    return lines[start : lines.index("", start)]
+
+
 def _read(reader):
     """Return all that a process writes until it closes the terminal."""
     parts = []

@@ -14,7 +14,7 @@ from tests.models import Net
 
 if sys.platform == "win32":
     pytest.skip("pseudo-terminals need a POSIX system", allow_module_level=True)
-from tests.cli.terminals import run_in_terminal
+from tests.cli.terminals import run_in_terminal, table
 from tests.nightly import nightly_but
 
 WIDTHS = nightly_but([80], [80, 100, 120])
@@ -46,12 +46,6 @@ def folder(request, tmp_path_factory):
     batch = {model.graph.input[0].name: x}, None
     ke.curvature(path / "m.onnx", batch, loss="categorical").save(path / "c.st")
     return path
-
-
-def table(lines, title):
-    """Return the lines between a title and the next empty line."""
-    start = lines.index(title) + 2
-    return lines[start : lines.index("", start)]
 
 
 @cache

@@ -15,7 +15,7 @@ from tests.models import Net
 
 if sys.platform == "win32":
     pytest.skip("pseudo-terminals need a POSIX system", allow_module_level=True)
-from tests.cli.terminals import run_in_terminal
+from tests.cli.terminals import run_in_terminal, table
 from tests.nightly import nightly_but
 
 WIDTHS = nightly_but([80], [80, 100, 120])
@@ -49,12 +49,6 @@ def model(request, tmp_path_factory):
 @pytest.fixture(scope="module", params=WIDTHS)
 def screen(request, model):
     return run_in_terminal(["inspect", str(model)], request.param)
-
-
-def table(lines, title):
-    """Return the lines between a title and the next empty line."""
-    start = lines.index(title) + 2
-    return lines[start : lines.index("", start)]
 
 
 def cells(layer, shapes):

@@ -1,6 +1,5 @@
 """The options of ``train`` that choose callbacks."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,35 +7,9 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.__main__ import main
-from kfac_engine.data import demo_model, digits
+from tests.cli.test_train import FAST, IMAGES, LABELS, N, folder, logged, parameters, run
 
-IMAGES, LABELS = digits()
-N = 320  # examples for training
-FAST = ["--batch-size=64", "--epochs=2"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("mlp.onnx").write_bytes(demo_model("mlp"))
-    np.savez("d.npz", image=IMAGES[:N], targets=LABELS[:N])
-    np.savez("v.npz", image=IMAGES[N : N + 90], targets=LABELS[N : N + 90])
-    return tmp_path
-
-
-def run(*arguments):
-    return main(["train", "mlp.onnx", "--data=d.npz", "-o", "out.onnx", *arguments])
-
-
-def parameters():
-    return ke.Engine.from_onnx("out.onnx", loss="categorical").parameters
-
-
-def logged(path):
-    """The records of a log, without the description of the run and the spectra."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return [entry for entry in entries if "step" in entry]
+__all__ = ["folder"]
 
 
 def test_the_result_has_the_weights_of_the_best_validation(folder, capsys):

@@ -15,6 +15,7 @@ from kfac_engine.errors import (
     UnsupportedError,
 )
 from kfac_engine.losses import LOSSES, RegisteredLoss
+from tests.foreign import Foreign
 from tests.losses.loss_cases import (
     BERNOULLI,
     BOTH,
@@ -222,16 +223,6 @@ def test_static_inner_shape_needs_only_shapes(case):
 
 @every_loss
 def test_dlpack_values_are_accepted(case):
-    class Foreign:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **options):
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     values = case.values()
     foreign = {name: Foreign(array) for name, array in values.items()}
     assert case.loss.evaluate()(foreign) == case.loss.value(values)

@@ -1,19 +1,12 @@
 """What ``repr`` and a notebook show of optimizers and of the history of a run."""
 
-import re
-
 import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests.engine.test_summaries import facts
 from tests.test_summary import Reader
 from tests.training import softmax_net as net
-
-
-def facts(summarized):
-    """Name to value, from the lines of ``repr``."""
-    lines = repr(summarized).splitlines()[1:]
-    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
 
 
 def halved(step):

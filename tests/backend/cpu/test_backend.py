@@ -11,6 +11,7 @@ from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import BackendError
+from tests.foreign import Foreign
 
 BACKEND = NumpyBackend()
 
@@ -24,23 +25,10 @@ def test_primitives_have_signatures_of_protocol():
             assert inspect.signature(declared) == inspect.signature(implemented), name
 
 
-class Capsule:
-    """An array of another library: nothing but the exchange protocol."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 def test_numpy_and_dlpack_arrays_are_not_copied():
     array = np.arange(6.0).reshape(2, 3)
     assert BACKEND.asarray(array) is array
-    assert np.shares_memory(BACKEND.asarray(Capsule(array)), array)
+    assert np.shares_memory(BACKEND.asarray(Foreign(array)), array)
     assert BACKEND.to_numpy(array) is array
 
 

@@ -7,6 +7,7 @@ import kfac_engine as ke
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.statistics import GradientSquare, KroneckerDiagonal, LayerSquare
 from kfac_engine.layers.views import RowView
+from tests.curvature.factors.test_dense_factor import observe
 
 ROUNDING = 1e-13  # relative: a few float64 operations
 D, N = 4, 6
@@ -18,15 +19,6 @@ def kronecker_side():
 
 def parameter(config=None):
     return DiagonalFactor(GradientSquare(((("g",),),), (N,)), config=config)
-
-
-def observe(factor, *batches, decay=0.9):
-    if not factor._averages_created:
-        factor.instantiate_cov_variables()
-    op = factor.make_covariance_update_op(decay)
-    for values in batches:
-        op(values)
-    return factor
 
 
 def draw(*shape, seed=0, dtype=np.float64):
