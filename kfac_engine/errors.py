@@ -18,14 +18,18 @@ The tree of classes, with built-in parent classes in brackets::
     └── BackendError            [RuntimeError]         the array library or ONNX Runtime failed
         └── MissingKernelError                         ONNX Runtime has no kernel for an operator
 
-The warnings are ``DivergenceWarning``, ``ExportWarning`` and ``InferenceFormWarning``.
+The warnings are ``DivergenceWarning``, ``ExportWarning``, ``InferenceFormWarning`` and
+``OverfittingWarning``. ``warn`` issues them at the line of the caller.
 
 Each message has one or two sentences: the error, its location and a remedy. A message is one
 printable line, even if names in it have line breaks or control characters.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 from typing import Self
 
 from kfac_engine.printable import one_line
@@ -125,6 +129,28 @@ class InferenceFormWarning(UserWarning):
 
 class OverfittingWarning(UserWarning):
     """The validation loss of a run has risen for long, so that earlier weights are better."""
+
+
+_PACKAGE = __name__.partition(".")[0]
+# Modules whose functions stand between two functions of this package.
+_BETWEEN = frozenset({_PACKAGE, "contextlib", "functools"})
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning, which is shown at the line that called this package.
+
+    Args:
+        message: The text.
+        category: Class of the warning.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _root(frame) in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _root(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 # -- the known name that is nearest to an unknown one ----------------------------------------------

@@ -4,7 +4,6 @@ A batch has one part or several, and the processes of a communicator have shards
 parts are computed one after the other.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite
-from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError
+from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
 from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -394,10 +393,9 @@ class LossHistory:
         exploded = loss > EXPLODED * abs(self._first)
         if exploded and self._parameters_moved and self._warns and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"the run diverges: the loss rose from {self._first:.3g} to {loss:.3g}; {CURES}.",
                 DivergenceWarning,
-                stacklevel=4,
             )
 
     @contextmanager

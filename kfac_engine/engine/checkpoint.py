@@ -5,7 +5,6 @@ parameters. A resumed run has the same bits as a run without interruption. The i
 because between refreshes they belong to older averages.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from kfac_engine.arguments import is_amount, is_count, texts
 from kfac_engine.curvature.config import RelativeDamping, show_damping
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.schedule import is_planner_state
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, warn
 from kfac_engine.system.state_files import (
     ENGINE_STATE,
     form_of,
@@ -191,11 +190,10 @@ def _warn_of_damping(path: str | Path, saved: float | None, known: float | None)
     """Warn of another damping than the known one, unless one of the two is None."""
     if known is not None and saved is not None and (known, type(known)) != (saved, type(saved)):
         # A caller may have warnings raised as errors.
-        warnings.warn(
+        warn(
             f"the state '{path}' was saved with damping {show_damping(saved)}, and this engine has "
             f"{show_damping(known)}: stored inverses have the saved damping until their next "
-            f"refresh. Set engine.damping to continue with the saved damping.",
-            stacklevel=4,
+            f"refresh. Set engine.damping to continue with the saved damping."
         )
 
 

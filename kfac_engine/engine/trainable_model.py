@@ -1,6 +1,5 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +27,7 @@ from kfac_engine.engine.report import (
 )
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.errors import ExportWarning, UnsupportedError
+from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
 from kfac_engine.graph.analysis.ties import Tie
 from kfac_engine.losses.objective import Residuals
@@ -428,5 +427,4 @@ class TrainableModel(Sealed):
 
     def _warn_of_export(self) -> None:
         for note in self.export_changes.notes if self.agreement.rank == 0 else ():
-            # Shown at the line that calls from_onnx, which its decorator calls.
-            warnings.warn(f"'{self.name}': {note}.", ExportWarning, stacklevel=4)
+            warn(f"'{self.name}': {note}.", ExportWarning)

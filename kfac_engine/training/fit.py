@@ -4,7 +4,6 @@ A run is a function of the seed, the data and the position: the order of the exa
 depends on the seed and the number of the epoch only. A resumed run therefore needs the position.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices, named_settings
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning
+from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning, warn
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
@@ -241,7 +240,7 @@ def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> 
 
 def _warn_of(notes: Iterable[str]) -> None:
     for note in notes:
-        warnings.warn(f"{note}.", InferenceFormWarning, stacklevel=3)
+        warn(f"{note}.", InferenceFormWarning)
 
 
 def _warn_of_rise(records: Sequence[Record], callbacks: Sequence[object]) -> None:
@@ -253,13 +252,12 @@ def _warn_of_rise(records: Sequence[Record], callbacks: Sequence[object]) -> Non
     best = min(range(len(losses)), key=losses.__getitem__, default=0)
     if len(losses) - best <= _LONG or losses[-1] <= losses[best] + _RISEN * abs(losses[best]):
         return
-    warnings.warn(
+    warn(
         f"the validation loss has risen from {losses[best]:.3g} in step "
         f"{validations[best]['step']} to {losses[-1]:.3g} in step {validations[-1]['step']}; "
         f"callbacks=[kfac_engine.BestWeights()] returns the best weights, and "
         f"kfac_engine.EarlyStop() ends such a run.",
         OverfittingWarning,
-        stacklevel=3,
     )
 
 

@@ -1,6 +1,5 @@
 """Roll-back of a run whose loss explodes: to stored weights, with smaller steps."""
 
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 from kfac_engine.arguments import whole
 from kfac_engine.datasets.examples import Batch, numbered_in_data
-from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError
+from kfac_engine.errors import DivergenceError, DivergenceWarning, NonFiniteError, warn
 from kfac_engine.system.deferred_signals import HeldInterrupts
 from kfac_engine.training.checkpoint import COUNTER, LEARNING_RATE, SavedState
 from kfac_engine.training.optimizer import Optimizer, StepReport
@@ -196,11 +195,10 @@ class Recovery:
         for _ in range(self._attempts):
             optimizer.restrain()
         if optimizer.engine.agreement.rank == 0:
-            warnings.warn(
+            warn(
                 f"{message}; {place}, and the next steps are smaller (roll-back {self._count} of "
                 f"{self._most}).",
                 DivergenceWarning,
-                stacklevel=2,
             )
         return replace(report, rolled_back=True)
 
