@@ -33,7 +33,7 @@ from kfac_engine.datasets.files import (
 )
 from kfac_engine.datasets.shards import WHOLE, Examples, OrderedBatches, Shard, Share
 from kfac_engine.errors import InputError
-from kfac_engine.losses.observed import Targets, Weighted
+from kfac_engine.losses.observed import Targets, Weighted, weights_gathered
 from kfac_engine.system.arrays import map_arrays
 from kfac_engine.system.reading import names_folder
 
@@ -260,6 +260,7 @@ def _names_a_file(data: Any) -> bool:
 
 
 def _targets(targets: Any, axes: ExampleAxes) -> Targets:
+    targets = weights_gathered(targets)
     if isinstance(targets, Weighted):
         return Weighted(
             _targets(targets.targets, axes),  # type: ignore[arg-type] # not weighted twice

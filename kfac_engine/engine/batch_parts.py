@@ -17,7 +17,7 @@ from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.errors import InputError, KfacError
 from kfac_engine.losses.objective import BatchSize, Observation
-from kfac_engine.losses.observed import Targets, Weighted
+from kfac_engine.losses.observed import Targets, Weighted, weights_gathered
 from kfac_engine.runtime.trace import Trace
 
 # Inputs of a batch by name, or the parts of a batch: inputs, targets and possibly their weights.
@@ -30,7 +30,7 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
     Targets of a list of parts are in its pairs, and ``targets`` is then None.
     """
     if not isinstance(inputs, list | tuple):
-        return [(inputs, targets)]  # type: ignore[list-item] # the engine checks the inputs
+        return [(inputs, weights_gathered(targets))]  # type: ignore[list-item] # the engine checks the inputs
     if targets is not None:
         raise InputError(
             "the parts of a batch have their own targets; give a list of pairs (inputs, targets) "
@@ -45,8 +45,9 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
                 f"the parts of a batch must be pairs (inputs, targets), also with weights after "
                 f"them; part {index} is {type(part).__name__}."
             )
-        weighted = len(part) == 3
-        parts.append((part[0], Weighted(*part[1:])) if weighted else part)  # type: ignore[arg-type] # three entries
+        given = Weighted(*part[1:]) if len(part) == 3 else part[1]
+        gathered = weights_gathered(given)
+        parts.append(part if gathered is part[1] else (part[0], gathered))  # type: ignore[arg-type] # two entries
     return parts
 
 

@@ -8,7 +8,7 @@ where the weights of a batch are stored; losses, metrics and statistics read the
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,13 +28,45 @@ class Weighted:
         targets: The targets of the loss; for several losses, by output.
         weights: A number ≥ 0, or a Boolean, for each target, each prediction or each example. For
             several losses, by output, or an array for all of them.
+
+    Targets by output may contain ``Weighted`` targets as well: ``{output: Weighted(…), …}``.
     """
 
     targets: Array | Mapping[str, Array] | None
     weights: Array | Mapping[str, Array]
 
+    def __post_init__(self) -> None:
+        """Refuse targets that have weights already, with an InputError."""
+        for form in (self.targets, self.weights):
+            parts = form.values() if isinstance(form, Mapping) else (form,)
+            if any(isinstance(part, Weighted) for part in parts):
+                raise InputError("targets are weighted twice; give each target one weight.")
+
 
 Targets: TypeAlias = Array | Mapping[str, Array] | Weighted | None
+
+
+def weights_gathered(targets: Targets) -> Targets:
+    """Return targets by output, of which some are ``Weighted``, as one ``Weighted``.
+
+    The targets of the other outputs have no weights. Other forms are returned unchanged.
+    ``InputError`` is raised if the targets of an output have outputs themselves.
+    """
+    named: Mapping[str, Any] = targets if isinstance(targets, Mapping) else {}
+    weighted = {name: part for name, part in named.items() if isinstance(part, Weighted)}
+    for name, part in weighted.items():
+        if isinstance(part.targets, Mapping) or isinstance(part.weights, Mapping):
+            raise InputError(
+                f"the targets of '{name}' and their weights must be one array each; give those of "
+                f"several outputs as {{output: Weighted(targets, weights)}}."
+            )
+    if not weighted:
+        return targets
+    arrays: dict[str, Any] = {
+        n: weighted[n].targets if n in weighted else part for n, part in named.items()
+    }
+    weights: dict[str, Any] = {name: part.weights for name, part in weighted.items()}
+    return Weighted(arrays, weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.graph.write import properties_of
-from kfac_engine.losses.observed import Weighted
+from kfac_engine.losses.observed import Weighted, weights_gathered
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.sessions.session import Session
@@ -163,6 +163,7 @@ class TrainingFiles:
             InputError: An input is missing, or the files have no input for weights.
             ShapeError: Weights are not those that the files were written for.
         """
+        targets = weights_gathered(targets)
         outputs, weighted = self.description.outputs, isinstance(targets, Weighted)
         named = _by_input(outputs, targets.targets if weighted else targets)
         if weighted:
@@ -366,6 +367,7 @@ def _sizes(batch: tuple[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 def _stacked(arrays: Sequence[Any]) -> Any:
     """Return arrays, arrays by name or weighted targets, with a first axis for their number."""
+    arrays = [weights_gathered(entry) for entry in arrays]
     if isinstance(arrays[0], Weighted):
         return Weighted(
             _stacked([a.targets for a in arrays]), _stacked([a.weights for a in arrays])

@@ -575,3 +575,62 @@ def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
         whole = ke.curvature(model, ({"input": x}, y, w), loss="categorical", structure="kron")
         assert measured.trace() == pytest.approx(whole.trace(), rel=1e-9)
         measured.save(tmp_path / "c.safetensors")
+
+
+def heads(**options):
+    """An engine with two losses, and a batch of 5 examples."""
+    model, rng = models.two_outputs(), np.random.default_rng(0)
+    inputs = {"input": rng.normal(size=(5, 5)).astype(np.float32)}
+    targets = {
+        "logits": rng.integers(0, 3, 5),
+        "mean": rng.normal(size=(5, 2)).astype(np.float32),
+    }
+    chosen = {"logits": "categorical", "mean": "normal"}
+    return engine(model, loss=chosen, reduction="batch_mean", **options), inputs, targets
+
+
+ONES = np.ones(5)
+BY_OUTPUT = {
+    "both": ({"logits": WEIGHTS, "mean": WEIGHTS[::-1]}, {}),
+    "one": ({"logits": WEIGHTS}, {"mean": ONES}),
+}
+CALLS = {
+    "loss": lambda e, x, y: e.loss(x, y),
+    "step": lambda e, x, y: e.step(x, y).loss,
+    "parts": lambda e, x, y: e.gradients([(x, y), (x, y)]).loss,
+    "evaluate": lambda e, x, y: e.evaluate((x, y))["loss"],
+    "an optimizer": lambda e, x, y: ke.SGD(e, 0.1).step(x, y).loss,
+    "fit": lambda e, x, y: ke.fit(e, (x, y), optimizer=ke.SGD(e, 0.1), steps=1).records[0]["loss"],
+    "fit on batches": lambda e, x, y: ke.fit(
+        e, [(x, y)], optimizer=ke.SGD(e, 0.1), steps=1
+    ).records[0]["loss"],
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("case", BY_OUTPUT.values(), ids=BY_OUTPUT)
+def test_each_output_may_have_weighted_targets(case, call):
+    given, others = case
+    tested, inputs, targets = heads(gradient_dtype="float32")
+    mixed = {n: ke.Weighted(y, given[n]) if n in given else y for n, y in targets.items()}
+    found = call(tested, inputs, mixed)
+    tested, inputs, targets = heads(gradient_dtype="float32")
+    expected = call(tested, inputs, ke.Weighted(targets, {**given, **others}))
+    assert found == pytest.approx(expected, rel=1e-6)
+    tested, inputs, targets = heads(gradient_dtype="float32")
+    assert call(tested, inputs, targets) != pytest.approx(expected, rel=1e-3)
+
+
+TWICE = {
+    "of an output": lambda y: ke.Weighted({"logits": ke.Weighted(y, ONES), "mean": y}, ONES),
+    "of all": lambda y: ke.Weighted(ke.Weighted(y, ONES), ONES),
+    "weights": lambda y: ke.Weighted(y, ke.Weighted(ONES, ONES)),
+    "outputs of an output": lambda y: {"logits": ke.Weighted({"logits": y}, ONES)},
+}
+
+
+@pytest.mark.parametrize("make", TWICE.values(), ids=TWICE)
+def test_targets_are_weighted_once(make):
+    tested, inputs, targets = heads()
+    with pytest.raises(ke.InputError, match=r"weighted twice|'logits' and their weights must be"):
+        tested.loss(inputs, make(targets["logits"]))
