@@ -106,13 +106,16 @@ def _measured(
     from kfac_engine.analysis.fisher_matrix.assembly import assembled
     from kfac_engine.analysis.fisher_matrix.measure import measured
     from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
-    from kfac_engine.cli.curvature_data import file_batches, first_examples
+    from kfac_engine.cli.curvature_data import file_batches
     from kfac_engine.cli.files import read_data
+    from kfac_engine.datasets.first_examples import with_first_examples
     from kfac_engine.system.arrays import map_arrays
 
     with working("reading"):
-        inputs, data = read_data(files.inputs, files.targets, model, map_arrays)
-        sample = first_examples(inputs, model, options["batch_axes"] or {}, size)
+        _, data = read_data(files.inputs, files.targets, model, map_arrays)
+        _, sample = with_first_examples(
+            model, data, options["batch_axes"], labeled=False, divided=False, size=size
+        )
     with working("preparing the model"), shown_warnings():
         record = CurvatureOptions(**options, sample_inputs=sample)
         assembly, estimator = assembled(model, record)

@@ -1,44 +1,13 @@
 """The data of ``curvature``: files that are read in batches, once or twice, with a bar."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kfac_engine._types import Array
 from kfac_engine.cli.display import progress
 from kfac_engine.datasets.examples import Batch, ExampleAxes
 from kfac_engine.datasets.forms import FILE_BATCH, batches_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import InputError
-from kfac_engine.graph.load import load_graph
-
-# Examples in the batch from which shapes are inferred.
-_SAMPLE = 8
-
-
-def first_examples(
-    inputs: Mapping[str, Array], model: Path, axes: Mapping[str, int], size: int | None
-) -> dict[str, Array] | None:
-    """Return the first examples of data, from which shapes are inferred.
-
-    ``axes`` has the axes of the examples that the user names; other axes are the first. There are
-    few examples if ``size`` is None. The result is None if examples cannot be told from the
-    declared shapes.
-    """
-    places = {name: axes.get(name, 0) for name in inputs}
-    declared = {entry.name: entry.shape for entry in load_graph(model).inputs}
-    lengths = set()
-    for name, array in inputs.items():
-        shape, axis = declared.get(name) or (), places[name]
-        if not 0 <= axis < min(len(shape), array.ndim) or isinstance(shape[axis], int):
-            return None
-        lengths.add(array.shape[axis])
-    if len(lengths) != 1:
-        return None
-    return {
-        name: array[(slice(None),) * places[name] + (slice(size or _SAMPLE),)]
-        for name, array in inputs.items()
-    }
 
 
 def file_batches(

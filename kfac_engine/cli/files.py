@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import TARGETS, WEIGHTS
 from kfac_engine.datasets.files import first_shard
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.graph.load import external_files, load_graph
 from kfac_engine.system.arrays import read_arrays
@@ -58,6 +60,20 @@ def read_inputs(path: Path | None, model: Path) -> dict[str, Array] | None:
     a lone array for several inputs.
     """
     return None if path is None else read_data(path, None, model)[0]
+
+
+def data_of(files: SimpleNamespace) -> Any:
+    """Return the data in the files of ``labeled_data``, in a form of ``fit``."""
+    return files.data if files.targets is None else (files.data, files.targets)
+
+
+def read_sample(
+    files: SimpleNamespace, model: Path, options: Mapping[str, Any]
+) -> dict[str, Array] | None:
+    """Return the batch of ``--inputs``, or the first examples of the data where they are needed."""
+    if files.inputs is not None:
+        return read_inputs(files.inputs, model)
+    return with_first_examples(model, data_of(files), options["batch_axes"])[1]
 
 
 def read_data(

@@ -11,12 +11,12 @@ from kfac_engine.cli.display import print_json, say, shown_warnings, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     Options,
+    data_sample_option,
     debug_option,
     gathered,
     json_option,
     keywords,
     labeled_data,
-    sample_option,
 )
 from kfac_engine.cli.train import OPTIMIZERS, SET_HERE
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _FILES: Options = (
     *labeled_data("--data"),
-    sample_option,
+    data_sample_option,
     Group.OUTPUT.file("--plot", help="Picture of the losses (.png, .svg, .pdf)."),
 )  # fmt: skip
 _SEARCH = (
@@ -65,7 +65,7 @@ def find_rate(
 ) -> None:
     """Suggest a learning rate, from a short run whose rate grows."""
     import kfac_engine as ke
-    from kfac_engine.cli.files import check_files, read_inputs
+    from kfac_engine.cli.files import check_files, data_of, read_sample
     from kfac_engine.training.rate_finder import check_plot
 
     read = {"--data": files.data, "--targets": files.targets, "--inputs": files.inputs}
@@ -73,13 +73,14 @@ def find_rate(
     if files.plot is not None:
         check_plot(files.plot)
     with working("preparing the model"), shown_warnings():
-        sample = read_inputs(files.inputs, model)
+        sample = read_sample(files, model, options)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
-    data = files.data if files.targets is None else (files.data, files.targets)
     with shown_warnings():
-        result = ke.find_rate(engine, data, **vars(search), seed=options["seed"], progress=True)
+        result = ke.find_rate(
+            engine, data_of(files), **vars(search), seed=options["seed"], progress=True
+        )
         if files.plot is not None:
             result.plot(files.plot)
     _report(result, search.optimizer, as_json)

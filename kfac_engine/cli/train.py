@@ -16,13 +16,13 @@ from kfac_engine.cli.interruption import Interruption, SignalReceived
 from kfac_engine.cli.options import (
     Invocation,
     Options,
+    data_sample_option,
     debug_option,
     gathered,
     json_option,
     keywords,
     labeled_data,
     one_or_more,
-    sample_option,
     spelled,
 )
 from kfac_engine.cli.processes import (
@@ -131,7 +131,7 @@ _FILES: Options = (
     Group.CHECKPOINTS.file("--checkpoint", help="Folder for the state of the run, to resume from."),
     Group.OUTPUT.file("--log", help="File for a line of JSON for each step."),
     Group.OUTPUT.file("--report", help="File for a page with the charts of the run (.html)."),
-    sample_option,
+    data_sample_option,
     Group.OUTPUT.file("-o", "--out", required=True, help="The trained model (.onnx)."),
 )
 _UPDATE = (
@@ -221,12 +221,12 @@ def _train(
     as_json: bool,
 ) -> None:
     import kfac_engine as ke
-    from kfac_engine.cli.files import read_inputs
+    from kfac_engine.cli.files import read_sample
 
     _check(files, model, resume=course.resume)
     refreshes = chosen_refreshes(options, update.optimizer)
     with working("preparing the model"), shown_warnings():
-        sample = read_inputs(files.inputs, model)
+        sample = read_sample(files, model, options)
         engine = ke.Engine.from_onnx(
             model, sample_inputs=sample, gradient_dtype="float32", **options
         )
@@ -300,12 +300,13 @@ def _fit(
     callbacks: "Sequence[Callback]",
 ) -> "ke.History":
     import kfac_engine as ke
+    from kfac_engine.cli.files import data_of
 
     with shown_warnings():
         warnings.simplefilter("ignore", InferenceFormWarning)
         return ke.fit(
             optimizer.engine,
-            files.data if files.targets is None else (files.data, files.targets),
+            data_of(files),
             optimizer=optimizer,
             validation=files.validation,
             callbacks=callbacks,

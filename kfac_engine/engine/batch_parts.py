@@ -45,8 +45,8 @@ def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
                 f"the parts of a batch must be pairs (inputs, targets), also with weights after "
                 f"them; part {index} is {type(part).__name__}."
             )
-        given = Weighted(*part[1:]) if len(part) == 3 else part[1]
-        gathered = weights_gathered(given)
+        its_targets = Weighted(*part[1:]) if len(part) == 3 else part[1]
+        gathered = weights_gathered(its_targets)
         parts.append(part if gathered is part[1] else (part[0], gathered))  # type: ignore[arg-type] # two entries
     return parts
 

@@ -7,7 +7,8 @@ operators that ONNX Runtime cannot execute.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -190,10 +191,33 @@ def load_model(source: ModelSource, *, train_form: bool = False) -> LoadedModel:
     """
     path = Path(source) if isinstance(source, str | os.PathLike) else None
     _require_room(source)
-    try:
+    with _decoding(path):
         return _load(read_model(source), path, train_form)
+
+
+def declared_values(source: ModelSource) -> tuple[tuple[Input, ...], tuple[str, ...]]:
+    """Return the inputs and the names of the outputs of a model, as ``load_model`` does.
+
+    Nothing else is checked, and external data are not read.
+    """
+    _require_room(source)
+    with _decoding(Path(source) if isinstance(source, str | os.PathLike) else None):
+        graph = (source if isinstance(source, onnx.ModelProto) else read_model(source)).graph
+        sparse = (entry.values for entry in graph.sparse_initializer)
+        constants = {entry.name for entry in (*graph.initializer, *sparse)}
+        inputs = tuple(_inputs(graph.input, constants, {}))
+        return inputs, tuple(_text(entry.name) for entry in graph.output)
+
+
+@contextmanager
+def _decoding(path: Path | None) -> Iterator[None]:
+    """Return a context in which text that is not UTF-8 raises ModelError.
+
+    Protobuf accepts any bytes as text, and raises an error when the text is read.
+    """
+    try:
+        yield
     except UnicodeDecodeError as failure:
-        # Protobuf accepts any bytes as text, and raises the error when the text is read.
         raise ModelError(
             f"{path or 'the model'} contains a name or text that is not UTF-8 "
             f"({failure.object[:40]!r}); the file is damaged."
@@ -339,7 +363,7 @@ def _declare_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -
 
 def _inputs(
     entries: Iterable[onnx.ValueInfoProto],
-    constants: Mapping[str, Array],
+    constants: Collection[str],
     stored: Mapping[str, DType],
 ) -> Iterator[Input]:
     for entry in entries:

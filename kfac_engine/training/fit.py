@@ -12,6 +12,7 @@ from typing import Any
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data
 from kfac_engine.datasets.shards import Share
 from kfac_engine.distributed.agreement import Agreement
@@ -163,7 +164,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             positive_weights=positive_weights,
             label_smoothing=label_smoothing,
         )
-        chosen = _optimizer(model_or_engine, loss, optimizer, seed, settings)
+        chosen = _optimizer(model_or_engine, data, loss, optimizer, seed, settings)
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
@@ -307,6 +308,7 @@ def _train(
 
 def _optimizer(
     source: ModelSource | Engine,
+    data: Data,
     loss: LossChoices,
     optimizer: str | Optimizer,
     seed: int,
@@ -331,6 +333,8 @@ def _optimizer(
     make = OPTIMIZERS[optimizer]
     if isinstance(source, Engine):
         return make(source)
+    _, sample = with_first_examples(source, data)
+    settings = {**settings, "sample_inputs": sample}
     return make(
         Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32", **settings)
     )

@@ -17,6 +17,7 @@ from scipy.ndimage import gaussian_filter1d
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, positive, whole
 from kfac_engine.datasets.examples import TARGETS, Batch
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
@@ -159,7 +160,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
     check_seed(seed)
     flag("progress", progress)
     rates = np.geomspace(lowest, highest, steps)
-    with _copy(model_or_engine, loss, seed) as engine:
+    with _copy(model_or_engine, data, loss, seed) as engine:
         trained = _optimizer(engine, optimizer, rates, options)
         batches = run_data(data, None, engine.example_axes, batch_size, seed).train
         with stages(progress, steps + 1) as begin:
@@ -195,10 +196,15 @@ def suggested_rate(rates: Array, losses: Array) -> float | None:
 
 
 @contextmanager
-def _copy(source: ModelSource | Engine, loss: LossChoices, seed: int) -> Iterator[Engine]:
+def _copy(
+    source: ModelSource | Engine, data: Data, loss: LossChoices, seed: int
+) -> Iterator[Engine]:
     """Return a context with an engine of its own for a model or for the model of an engine."""
     if not isinstance(source, Engine):
-        yield Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32")
+        _, sample = with_first_examples(source, data)
+        yield Engine.from_onnx(
+            source, loss=loss, seed=seed, gradient_dtype="float32", sample_inputs=sample
+        )
         return
     if not source.agreement.alone:
         raise UnsupportedError(

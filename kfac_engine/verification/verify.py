@@ -7,6 +7,7 @@ import numpy as np
 
 from kfac_engine.arguments import flag, whole
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, Path, batches_of
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, UnsupportedError
@@ -77,9 +78,10 @@ def verify(
     checks = []
     with stages(progress, 1 + len(_NAMES)) as begin:
         begin("preparing the model")
-        engine = model if isinstance(model, Engine) else Engine.from_onnx(model, **options)
+        data = inputs if targets is None else (inputs, targets)
+        engine, data = _prepared(model, data, options)
         engine.require_examples("the checks need")
-        batch = _batch(engine, inputs if targets is None else (inputs, targets))
+        batch = _batch(engine, data)
         specimen = Specimen.of_batch(engine, *batch, examples)
         with Rebuild.exported(engine, batch[0]) as rebuild:
             results = _checks(specimen, rebuild, parameters, _source(model))
@@ -88,6 +90,19 @@ def verify(
                 checks.append(next(results))
     names = spread_evenly(tuple(specimen.parameters), parameters)
     return Verification(tuple(checks), specimen.examples, names)
+
+
+def _prepared(
+    model: ModelSource | Engine, data: Data, options: dict[str, Any]
+) -> tuple[Engine, Data]:
+    """Return the engine of a model, and the data, whose first examples determine its sizes."""
+    if isinstance(model, Engine):
+        return model, data
+    if options.get("sample_inputs") is None:
+        axes = options.get("batch_axes")
+        data, sample = with_first_examples(model, data, axes, passes=1, divided=False)
+        options = {**options, "sample_inputs": sample}
+    return Engine.from_onnx(model, **options), data
 
 
 def _batch(engine: Engine, data: Data) -> Batch:

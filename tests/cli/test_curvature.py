@@ -11,7 +11,6 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.curvature import spectra_of
-from kfac_engine.cli.curvature_data import first_examples
 from tests.models import Net, linear, two_outputs
 
 EXAMPLES, DAMPING = 20, 0.1
@@ -108,19 +107,6 @@ def test_file_has_the_curvature_of_the_library():
     assert stored.options.biases == "separate"
     for name, array in direct.diagonal().items():
         np.testing.assert_allclose(stored.diagonal()[name], array, rtol=ROUNDING, atol=ROUNDING)
-
-
-def test_sample_has_the_first_examples_of_the_axis_that_is_named():
-    net = Net()
-    net.dense("fc", net.op("Transpose", "input", to="rows", perm=(1, 0)), 4, 3)
-    onnx.save(net.model({"input": ["d", "n"]}, {"fc": ["n", 3]}), "turned.onnx")
-    x = np.load("x.npz")["input"].T.copy()
-    np.save("turned.npy", x)
-    inputs, model = {"input": x}, Path("turned.onnx")
-    np.testing.assert_array_equal(first_examples(inputs, model, {"input": 1}, 3)["input"], x[:, :3])
-    np.testing.assert_array_equal(first_examples(inputs, model, {}, 3)["input"], x[:3])
-    # The model declares 4 features there.
-    assert first_examples(dict(np.load("x.npz")), Path("m.onnx"), {"input": 1}, 3) is None
 
 
 def test_model_with_a_fixed_batch_reads_batches_of_its_size(capsys):
@@ -222,7 +208,7 @@ WRONG = {
     "too few targets": (["--targets", "few.npy"], "20 examples"),
     "targets outside the classes": (["--targets", "far.npy"], "7"),
     "NaN": (["--inputs", "nan.npz"], "NaN"),
-    "no example": (["--inputs", "none.npy"], "the batch is empty"),
+    "no example": (["--inputs", "none.npy"], "the data have no examples"),
     "picture of no format": (["--plot", "p.bmp"], "no known format"),
     "picture over the data": (["--plot", "x.svg"], "would overwrite"),
     "file over the data": (["-o", "x.npz"], "would overwrite"),

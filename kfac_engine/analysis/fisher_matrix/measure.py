@@ -22,6 +22,7 @@ from kfac_engine.curvature.estimation_modes import MODES
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.memory import require_gradient
@@ -163,9 +164,15 @@ def curvature(model: ModelSource, batches: Data, options: CurvatureOptions) -> C
         NonFiniteError: A batch yields NaN or infinity.
         UnsupportedOpError: An operator between a parameter and the loss has no derivative rule.
     """
+    data = batches
+    if options.sample_inputs is None:
+        data, sample = with_first_examples(
+            model, data, options.batch_axes, labeled=False, passes=options.passes, divided=False
+        )
+        options = replace(options, sample_inputs=sample)
     assembly, estimator = assembled(model, options)
     axes = assembly.task.example_axes
-    pairs = batches_of(batches, axes, passes=options.passes, labeled=False)
+    pairs = batches_of(data, axes, passes=options.passes, labeled=False)
     return measured(assembly, estimator, options, pairs)
 
 

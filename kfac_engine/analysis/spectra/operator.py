@@ -1,7 +1,7 @@
 """Whole curvature matrices of a data set as linear operators of SciPy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector
 from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.curvature_products import CurvatureProducts
@@ -163,9 +164,16 @@ def curvature_operator(
     check_names("curvature_operator", options, known)
     if "loss" not in options:
         raise InputError("curvature_operator needs loss=, the loss of the model.")
-    assembly, _ = build(model, EngineOptions(**options, reduction="batch_mean"))
+    chosen = EngineOptions(**options, reduction="batch_mean")
+    data = batches
+    if chosen.sample_inputs is None:
+        data, sample = with_first_examples(
+            model, data, chosen.batch_axes, labeled=False, passes=2, divided=False
+        )
+        chosen = replace(chosen, sample_inputs=sample)
+    assembly, _ = build(model, chosen)
     assembly.task.require_examples("a curvature needs")
     shapes = {name: array.shape for name, array in assembly.model.parameters.items()}
     vector = ParameterVector(shapes, assembly.discovery.parts)
-    pairs = batches_of(batches, assembly.task.example_axes, passes=2, labeled=False)
+    pairs = batches_of(data, assembly.task.example_axes, passes=2, labeled=False)
     return CurvatureOperator(assembly, vector, pairs, matrix)

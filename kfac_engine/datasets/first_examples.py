@@ -1,0 +1,125 @@
+"""The first examples of data, for the sample run of a file that leaves sizes to the data.
+
+The axes of the examples are known only after the sample run. Here they are those that the caller
+or the file names, or the first ones.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import as_array
+from kfac_engine.datasets.examples import ExampleAxes
+from kfac_engine.datasets.files import files_of
+from kfac_engine.datasets.forms import Data, GivenBatches, batches_of
+from kfac_engine.errors import InputError, ShapeError
+from kfac_engine.graph.load import ModelSource, declared_values
+from kfac_engine.graph.structure import Input
+from kfac_engine.losses.observed import Targets
+from kfac_engine.runtime.batch_axis import Batch
+from kfac_engine.runtime.declared_axes import axis_of, says_batch
+from kfac_engine.runtime.example_axis import ExampleAxis
+
+# Examples of a sample, if the file declares no number of them.
+_FEW = 8
+
+
+def with_first_examples(
+    model: ModelSource,
+    data: Data,
+    axes: object = None,
+    *,
+    labeled: bool = True,
+    passes: int = 0,
+    divided: bool = True,
+    size: int | None = None,
+) -> tuple[Data, dict[str, Array] | None]:
+    """Return data, and the inputs of their first examples for ``sample_inputs`` of an engine.
+
+    Args:
+        model: The model.
+        data: Data in a form of ``fit``.
+        axes: The option ``batch_axes``, unchecked.
+        labeled: As for ``batches_of``.
+        passes: As for ``GivenBatches``. Only an iterator that is read once is begun; the data that
+            are returned have its first batch, too.
+        divided: Whether arrays in memory are divided into batches; if not, they are one batch.
+        size: Number of examples that the user names; without it, at most eight are returned, and
+            only for a file that leaves more than their number to the data.
+
+    Returns:
+        The data. The inputs by name: the first examples, or the first batch if its examples lie on
+        other axes than presumed. None if they are not needed, and for data that are wrong, which
+        whoever reads them afterwards refuses.
+    """
+    declared, outputs = declared_values(model)
+    piped = not all(path.is_file() or path.is_dir() for path in files_of(data))
+    if piped or (isinstance(data, Iterator) and passes != 1):
+        return data, None
+    try:
+        places = _presumed(declared, axes if isinstance(axes, Mapping) else {})
+        if not (size or any(_is_open(entry, places.get(entry.name)) for entry in declared)):
+            return data, None
+        first = data
+        if isinstance(data, Iterator):
+            first = list(islice(data, 1))
+            data = chain(first, data)
+        known = Batch(size or _FEW, places, dict.fromkeys(outputs, ExampleAxis(0, 1)))
+        presumed = ExampleAxes(known, outputs)
+        batches = batches_of(first, presumed, labeled=labeled)
+        for inputs, targets in islice(batches, 1):
+            if _fit(presumed, inputs, targets):
+                count = min(_declared_counts(declared, places), default=size or _FEW)
+                few, _ = presumed.part(inputs, None, slice(count))
+                return data, {name: as_array(array).copy() for name, array in few.items()}
+            if isinstance(batches, GivenBatches) or not divided:
+                return data, dict(inputs)
+    except InputError:
+        pass
+    return data, None
+
+
+def _fit(axes: ExampleAxes, inputs: Mapping[str, Array], targets: Targets) -> bool:
+    """Return whether the inputs and targets of a batch have equally many examples."""
+    try:
+        axes.check(inputs, targets)
+    except ShapeError:
+        return False
+    return True
+
+
+def _presumed(declared: Iterable[Input], axes: Mapping[str, object]) -> dict[str, int]:
+    """Return the axes of the examples in the inputs.
+
+    They are the axes of the caller, those with a symbol for the batch, or all first axes without a
+    size or else all first axes.
+    """
+    shapes = {entry.name: (None,) if entry.shape is None else entry.shape for entry in declared}
+    named = {n: axis for n, shape in shapes.items() for axis in _batch_axis(shape)}
+    opened = {n: 0 for n, shape in shapes.items() if not isinstance([*shape, 1][0], int)}
+    from_caller = {
+        n: axis_of(n, axis, len(shapes[n]))
+        for n, axis in axes.items()
+        if n in shapes and isinstance(axis, int)
+    }
+    return {**(named or opened or {n: 0 for n, shape in shapes.items() if shape}), **from_caller}
+
+
+def _batch_axis(shape: Sequence[int | str | None]) -> list[int]:
+    """Return the first axis with a symbol for the batch; empty for none."""
+    return [axis for axis, size in enumerate(shape) if says_batch(size)][:1]
+
+
+def _is_open(entry: Input, place: int | None) -> bool:
+    """Return whether data determine more of an input than the number of examples."""
+    if entry.shape is None or entry.is_setting:
+        return True
+    return any(not isinstance(size, int) for i, size in enumerate(entry.shape) if i != place)
+
+
+def _declared_counts(declared: Iterable[Input], places: Mapping[str, int]) -> Iterator[int]:
+    """Yield the numbers of examples that the file declares."""
+    for entry in declared:
+        size = entry.shape[places[entry.name]] if entry.shape and entry.name in places else None
+        if isinstance(size, int):
+            yield size
