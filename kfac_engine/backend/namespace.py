@@ -123,7 +123,7 @@ def in_library(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
 
 
 def _require_mapping(values: object) -> None:
-    if not isinstance(values, Mapping):
+    if not isinstance(values, dict | Mapping):
         raise InputError(
             f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
         )

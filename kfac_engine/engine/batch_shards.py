@@ -89,6 +89,7 @@ class BatchShards:
         size = observation.size
         count = size.examples if examples is None else examples
         if self.alone:
+            self.counts = (count,)
             return observation.within(size.of_examples(count))
         equal = dict(equal or {})
         if self._meetings % _CHECKED_EVERY == 0:

@@ -9,7 +9,7 @@ with its shard of a batch.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kfac_engine._types import Array, Rows, entries
+from kfac_engine._types import Array, Rows
 from kfac_engine.curvature import block_products
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.covariance_updates import MeasuredBatch
@@ -25,7 +25,7 @@ from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution, Replicate
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.engine.rollback import Undo, quiet
+from kfac_engine.engine.rollback import Undo
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products
 from kfac_engine.layers.parameter_slices import is_whole, join, split
@@ -71,6 +71,8 @@ class BlockFisher:
             shared = self.distribution
             estimator.divide(shared, shared.combine_bases, shared.divided)
         self._draws_placed = False
+        slices = assembly.discovery.parts.items()
+        self._whole = frozenset(name for name, parts in slices if is_whole(parts))
 
     @contextmanager
     def transaction(self, name: str) -> Iterator[Undo]:
@@ -195,26 +197,25 @@ class BlockFisher:
         decay: float | None = None,
         by_example: bool = True,
     ) -> bool:
-        """Measure a batch, and commit its statistics; after an error, nothing has changed.
+        """Measure a batch, and commit its statistics, in a ``transaction`` of the caller.
 
         ``batch`` is the evaluation of the batch, or its parts. ``examples`` and ``by_example`` are
         as for ``measure_parts``. A ``decay`` of None is the decay of the estimator. Return whether
         targets count, so that the averages have changed.
         """
         traced = self._passes.traced(batch)
-        with self.transaction("update"):
-            if len(traced.parts) > 1:
-                self.wait()
-                update = self.measure_parts(traced, examples, by_example=by_example)
-            else:
-                trace = traced.first()
-                seen = self.meet(trace, self._passes.observe(trace, targets=False), examples)
-                self.wait()
-                counts = examples is None or all(seen.whole.totals)
-                update = self.measure(trace, seen, by_example=by_example) if counts else None
-            if update is not None:
-                self.agree(0.0, update)
-                self.commit(update, decay=decay)
+        if len(traced.parts) > 1:
+            self.wait()
+            update = self.measure_parts(traced, examples, by_example=by_example)
+        else:
+            trace = traced.first()
+            seen = self.meet(trace, self._passes.observe(trace, targets=False), examples)
+            self.wait()
+            counts = examples is None or all(seen.whole.totals)
+            update = self.measure(trace, seen, by_example=by_example) if counts else None
+        if update is not None:
+            self.agree(0.0, update)
+            self.commit(update, decay=decay)
         return update is not None
 
     def agree(
@@ -283,16 +284,14 @@ class BlockFisher:
             self.distribution.complete()
         slices = self._assembly.discovery.parts
         # The damping of entries without a layer may be that of the mean block, which takes time.
-        whole = all(is_whole(slices[name]) for name in vectors)
+        whole = self._whole.issuperset(vectors)
         rest = 1.0 if whole else self.estimator.identity_damping**exp
         with self._shards.agreement.operation("products", ends=True):
             owned = self.distribution.owned(vectors)
-            with quiet():
-                pieces = split(slices, owned)
-                blocks = block_products.multiply(self._assembly.collection, pieces, product)
-                products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
-            arrays = {name: entries(product) for name, product in products.items()}
-            check_products(arrays, self._assembly.collection.backend, exp)
+            pieces = split(slices, owned)
+            blocks = block_products.multiply(self._assembly.collection, pieces, product)
+            products = {n: join(slices[n], blocks, v, rest) for n, v in owned.items()}
+            check_products(products, self._assembly.collection.backend, exp)
         shared = self.distribution.share(products, tuple(vectors) if names is None else names)
         return self._assembly.model.to_file_layout(shared)
 

@@ -75,7 +75,7 @@ class TrainableModel(Sealed):
 
     @property
     def part_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Examples of each process in each part of the latest batch; none for a single process."""
+        """Examples of each process in each part of the latest batch."""
         return self._passes.part_sizes
 
     # -- parameters --------------------------------------------------------------------------------
@@ -322,11 +322,25 @@ class TrainableModel(Sealed):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The loss, a gradient or a running statistic is not finite.
         """
-        return self._with_residuals(inputs, targets, update_buffers, None)[0]
+        with self._shards.computing("gradients"):
+            parts = self.parts(inputs, targets)
+            for of_part, _ in parts:
+                require_gradient(self._assembly, of_part)
+            moves = flag("update_buffers", update_buffers)
+            loss, gradients, notes, _ = self._differentiated(parts, moves)
+            notes = (*self._standing_notes, *notes)
+            return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
-    def gradients_and_residuals(self, inputs: Inputs) -> tuple[Result, Residuals]:
-        """Return ``gradients``, with running statistics, and the residuals of all processes."""
-        return self._with_residuals(inputs, None, True, Residuals())
+    def step_gradients(
+        self, parts: Sequence[Batch], residuals: Residuals | None = None
+    ) -> tuple[float, dict[str, Array], Residuals]:
+        """Return loss and gradients of a step of an optimizer, and update running statistics.
+
+        The caller has checked the memory, in a context of ``BlockFisher.transaction``. The
+        residuals of all processes are returned if those of this one are measured in ``residuals``.
+        """
+        loss, gradients, _, residuals = self._differentiated(parts, True, residuals)
+        return loss, gradients, residuals
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """Return the parts of a batch: one, unless a list of parts is given.
@@ -397,24 +411,22 @@ class TrainableModel(Sealed):
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _with_residuals(
-        self, inputs: Inputs, targets: Targets, update_buffers: bool, residuals: Residuals | None
-    ) -> tuple[Result, Residuals]:
-        """See ``gradients``; the residuals of this process are measured in ``residuals``."""
-        with self._shards.computing("gradients"):
-            parts = self.parts(inputs, targets)
-            for of_part, _ in parts:
-                require_gradient(self._assembly, of_part)
-            moves = flag("update_buffers", update_buffers)
-            backward = self._passes.gradients(parts, moves, residuals)
-            loss, residuals = self._totals(backward.loss, residuals)
+    def _differentiated(
+        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
+    ) -> tuple[float, dict[str, Array], tuple[str, ...], Residuals]:
+        """Return loss, gradients, notes and residuals of a batch, over all processes.
+
+        The residuals of this process are measured in ``residuals``.
+        """
+        backward = self._passes.gradients(parts, update_buffers, residuals)
+        loss, residuals = self._totals(backward.loss, residuals)
+        if not self._shards.alone:
             with self._shards.agreement.exchanging():
                 self._shards.sum(list(backward.gradients.values()))
-            self._passes.record(loss, backward.gradients)
-            self._model.buffers.update(backward.buffers)
-            gradients = self._model.to_file_layout(backward.gradients)
-            notes = (*self._standing_notes, *backward.notes)
-            return Result(loss, gradients, {}, notes, ties=self._model.ties), residuals
+        self._passes.record(loss, backward.gradients)
+        self._model.buffers.update(backward.buffers)
+        gradients = self._model.to_file_layout(backward.gradients)
+        return loss, gradients, backward.notes, residuals
 
     def _totals(self, loss: float, residuals: Residuals | None) -> tuple[float, Residuals]:
         """Return the loss and the residuals of all processes."""

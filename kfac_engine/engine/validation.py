@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
-from kfac_engine._types import Array
+from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import flag
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
@@ -37,9 +37,12 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
 
 def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
     """Return the number of examples in an unchecked batch; None if it cannot be determined."""
-    arrays = inputs if isinstance(inputs, Mapping) else {}
-    shapes = ((getattr(arrays.get(name), "shape", ()), axis) for name, axis in batch.inputs.items())
-    return next((shape[axis] for shape, axis in shapes if axis < len(shape)), None)
+    arrays = inputs if isinstance(inputs, dict | Mapping) else {}
+    for name, axis in batch.inputs.items():
+        shape = getattr(arrays.get(name), "shape", ())
+        if axis < len(shape):
+            return int(shape[axis])
+    return None
 
 
 def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
@@ -108,9 +111,11 @@ def check_blocks(collection: LayerCollection, names: Set[str]) -> None:
             )
 
 
-def check_products(products: Mapping[str, Array], backend: Backend, exp: float) -> None:
+def check_products(products: Mapping[str, Array | Rows], backend: Backend, exp: float) -> None:
     """Refuse natural gradients that are not finite; ``exp`` is the power of the Fisher matrix."""
-    finite = backend.download([backend.are_finite(list(products.values()))])[0]
+    finite = backend.download([backend.are_finite([entries(p) for p in products.values()])])[0]
+    if finite.all():
+        return
     for name, good in zip(products, finite, strict=True):
         if not good:
             raise NonFiniteError(

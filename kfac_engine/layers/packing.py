@@ -141,20 +141,27 @@ class Packing:
         weight.
         """
         parts = self.arrays(vector, where)
-        weight, layout = parts[0], _LAYOUTS[self.weight_format]
+        matrix = self.rows(parts[0], where)
+        if not self.has_bias:
+            return (matrix,)
+        d_out = matrix.shape[1]
+        if parts[1].size != d_out:
+            raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
+        return matrix, parts[1].reshape(d_out)
+
+    def rows(self, weight: Array, where: object) -> Array:
+        """Return the rows of a weight, the first of ``parts``."""
+        layout = _LAYOUTS[self.weight_format]
         if weight.ndim != len(layout.axes):
             raise ShapeError(
                 f"the weight of {where} has format {self.weight_format} with {len(layout.axes)} "
                 f"axes, got shape {weight.shape}."
             )
-        d_out = prod([weight.shape[axis] for axis in layout.axes[layout.row_axes :]])
-        matrix = weight.transpose(layout.read)
-        matrix = matrix.reshape(d_out, -1).T if layout.outputs_first else matrix.reshape(-1, d_out)
-        if not self.has_bias:
-            return (matrix,)
-        if parts[1].size != d_out:
-            raise ShapeError(f"the bias of {where} has shape {parts[1].shape}, not ({d_out},).")
-        return matrix, parts[1].reshape(d_out)
+        if weight.ndim > 2:
+            d_out = prod([weight.shape[axis] for axis in layout.axes[layout.row_axes :]])
+            shape = (d_out, -1) if layout.outputs_first else (-1, d_out)
+            weight = weight.transpose(layout.read).reshape(shape)
+        return weight.T if layout.outputs_first else weight
 
     def empty_parts(
         self, parts: Sequence[Array], dtype: DType, xp: ModuleType
@@ -175,13 +182,18 @@ class Packing:
         """
         assert not isinstance(like, Rows)  # ``parts`` refuses them
         arrays = like if isinstance(like, tuple | list) else (like,)
-        layout, shape = _LAYOUTS[self.weight_format], arrays[0].shape
-        matrix = parts[0].T if layout.outputs_first else parts[0]
-        weight = matrix.reshape([shape[axis] for axis in layout.read]).transpose(layout.back)
-        weight = weight.astype(arrays[0].dtype, order="C", copy=False)
+        weight = self.from_rows(parts[0], arrays[0])
         if not self.has_bias:
             return (weight,) if isinstance(like, tuple | list) else weight
         return weight, parts[1].reshape(arrays[1].shape).astype(arrays[1].dtype, copy=False)
+
+    def from_rows(self, rows: Array, like: Array) -> Array:
+        """Convert rows to a contiguous weight in the shape and type of ``like``; see ``joined``."""
+        layout, shape = _LAYOUTS[self.weight_format], like.shape
+        weight = rows.T if layout.outputs_first else rows
+        if like.ndim > 2:
+            weight = weight.reshape([shape[axis] for axis in layout.read]).transpose(layout.back)
+        return weight.astype(like.dtype, order="C", copy=False)
 
     def pack(self, vector: Vector, where: object, xp: ModuleType) -> Array:
         """Return the packed matrix of a weight or a ``(weight, bias)`` pair.

@@ -298,11 +298,12 @@ class LossFunction(ABC):
             InputError: An input is not a floating-point array.
             NonFiniteError: An input contains NaN or infinity.
         """
-        first = read_input(values, self.inputs[0])
+        shape: tuple[int, ...] | None = None
         for name in self.inputs:
             array = read_input(values, name)
             require_predictions(name, array, self.min_rank, self.class_axis)
-            require_shape(f"'{name}'", array.shape, first.shape, f"the shape of '{self.inputs[0]}'")
+            shape = array.shape if shape is None else shape
+            require_shape(f"'{name}'", array.shape, shape, f"the shape of '{self.inputs[0]}'")
 
     def check_targets(self, values: Values) -> Array:
         """Check inputs and targets of a batch; return the targets.

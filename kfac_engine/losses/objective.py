@@ -21,7 +21,7 @@ parts, and its gradient is the sum of their gradients.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import sqrt
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -92,7 +92,7 @@ class Observation:
 
     def within(self, whole: BatchSize) -> "Observation":
         """Return the observation as a part of a larger batch of a given size."""
-        return replace(self, whole=whole)
+        return Observation(self.terms, self.size, whole)
 
 
 @dataclass(slots=True)
@@ -158,6 +158,8 @@ class Objective:
             the caller, where they differ.
         terms: The loss functions of all losses, one for each part of the batch.
         inputs: Names of the values that the losses read, each once.
+        targeted: Map from the first input of each loss with targets to their name.
+        by_output: The same by the model output on which the user put the loss.
     """
 
     losses: tuple[RegisteredLoss, ...]
@@ -168,11 +170,17 @@ class Objective:
     prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
     terms: tuple[LossFunction, ...] = field(init=False)
     inputs: tuple[str, ...] = field(init=False)
+    targeted: Mapping[str, str] = field(init=False)
+    by_output: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
         """Collect the terms."""
         terms = tuple(term for loss in self.losses for term in loss.parts)
         object.__setattr__(self, "terms", terms)
+        targeted = {term.inputs[0]: term.targets for term in terms if term.targets}
+        object.__setattr__(self, "targeted", targeted)
+        by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
+        object.__setattr__(self, "by_output", by_output)
         names = dict.fromkeys(name for term in terms for name in term.inputs)
         object.__setattr__(self, "inputs", tuple(names))
 
@@ -187,9 +195,9 @@ class Objective:
             named = self.named_targets(targets.targets)
             weights = targets.weights
             if not isinstance(weights, Mapping):
-                weights = dict.fromkeys(self._targeted().values(), weights)
+                weights = dict.fromkeys(self.targeted.values(), weights)
             by_target = self._named(weights, prepare=False)
-            for value, name in self._targeted().items():
+            for value, name in self.targeted.items():
                 if self.axes.get(value) and by_target.get(name, np.zeros((1, 1))).ndim == 1:
                     raise ShapeError(
                         f"'{value}' has the examples on axis {self.axes[value]}; give its weights "
@@ -202,8 +210,7 @@ class Objective:
         self, targets: Array | Mapping[str, Array] | None, prepare: bool
     ) -> dict[str, Array]:
         """Return targets, or weights, under the names that the losses read."""
-        targeted = self._targeted()
-        by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
+        by_output = self.by_output
         if targets is None:
             return {}
         if not isinstance(targets, Mapping):
@@ -213,7 +220,7 @@ class Objective:
                     f"keys {', '.join(by_output)}."
                 )
             return {name: self._array(name, targets, prepare) for name in by_output.values()}
-        names = {name: name for name in targeted.values()} | targeted | by_output
+        names = {name: name for name in self.targeted.values()} | {**self.targeted, **by_output}
         for name in targets:
             if name not in names:
                 raise UnknownNameError(
@@ -227,18 +234,14 @@ class Objective:
         function = self.prepare.get(name) if prepare else None
         return as_array(array) if function is None else function(as_array(array))
 
-    def _targeted(self) -> dict[str, str]:
-        """Return the names of the targets by the first input of their losses."""
-        return {term.inputs[0]: term.targets for term in self.terms if term.targets}
-
     def observe(self, values: Values, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; return how much each target counts.
 
         The result is for a whole batch. ``values`` has loss inputs, targets and weights by name.
         Without ``targets``, targets are read only if there are any.
         """
-        terms = tuple(term.observe(values, targets=targets) for term in self.terms)
-        size = BatchSize(self.examples(values), tuple(observed.total for observed in terms))
+        terms = tuple([term.observe(values, targets=targets) for term in self.terms])
+        size = BatchSize(self.examples(values), tuple([observed.total for observed in terms]))
         return Observation(terms, size, size)
 
     def value(self, values: Values, observation: Observation | None = None) -> float:
@@ -289,9 +292,9 @@ class Objective:
         The weight is the coefficient of the loss times the weight of the reduction. A loss of which
         no prediction counts raises NonFiniteError.
         """
-        coefficients = (loss.coefficient for loss in self.losses for _ in loss.parts)
-        divisors = self._divisors(whole)
-        return tuple(k * (1 / divisor) for k, divisor in zip(coefficients, divisors, strict=True))
+        coefficients = [loss.coefficient for loss in self.losses for _ in loss.parts]
+        pairs = zip(coefficients, self._divisors(whole), strict=True)
+        return tuple([k * (1 / divisor) for k, divisor in pairs])
 
     def fisher_scales(self, observation: Observation) -> dict[str, float | Array]:
         """Return the scale by which cotangents of each loss input enter the Fisher matrix.
@@ -351,7 +354,7 @@ class Objective:
         A loss of which no prediction counts raises NonFiniteError.
         """
         for term, total in zip(self.terms, whole.totals, strict=True):
-            if isinstance(total, Real) and not total > 0:  # a file finds out in a run
+            if isinstance(total, int | float | Real) and not total > 0:  # a file finds out in a run
                 raise NonFiniteError(
                     f"no target of the loss on '{term.inputs[0]}' counts: each is ignored or has "
                     f"the weight 0; leave the batch out, as optimizers with "

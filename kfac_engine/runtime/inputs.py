@@ -30,8 +30,8 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
         UnknownNameError: A name is not an input of the model.
         ShapeError: An input does not fit its declared shape.
     """
-    declared = ", ".join(f"'{entry.name}'" for entry in graph.inputs)
-    if not isinstance(inputs, Mapping):
+    declared = ", ".join([f"'{entry.name}'" for entry in graph.inputs])
+    if not isinstance(inputs, dict | Mapping):
         raise InputError(
             f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}; the model "
             f"needs: {declared}."
@@ -42,8 +42,9 @@ def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
                 f"'{name}' is a constant of the model, not an input; change trainable constants "
                 f"with set_parameters. The inputs are: {declared}."
             )
-        if name not in {entry.name for entry in graph.inputs}:
-            near = suggestion(name, [entry.name for entry in graph.inputs])
+        names = [entry.name for entry in graph.inputs]
+        if name not in names:
+            near = suggestion(name, names)
             raise UnknownNameError(
                 f"the model has no input '{name}'{near}; its inputs are: {declared}."
             )

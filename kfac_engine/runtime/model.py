@@ -238,7 +238,7 @@ class OnnxModel:
         feeds |= self.buffers
         if parameters is not None:
             feeds |= self._checked(parameters)
-        named = targets if isinstance(targets, Mapping) else {"targets": targets}
+        named = targets if isinstance(targets, dict | Mapping) else {"targets": targets}
         extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
         try:
             return Trace(self, feeds, extra, not_finite(checked))
@@ -281,7 +281,7 @@ class OnnxModel:
         Raises:
             NonFiniteError: A number is too large for the type in the file.
         """
-        return in_types(spread(self.ties, values), self.result_types)
+        return in_types(spread(self.ties, values) if self.ties else values, self.result_types)
 
     def from_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Return arrays by parameter, from arrays by their names in the file.
@@ -365,15 +365,13 @@ class OnnxModel:
         Returns:
             Map from names to arrays, for all results that are not in ``drawn``.
         """
-        drawn = drawn or {}
+        if not drawn:
+            wanted = tuple(self._wanted)
+            return self._forward_session().run(wanted, feeds) if wanted else {}
         outputs = tuple(name for name in self._wanted if name not in drawn)
         if not outputs:
             return {}
-        session = (
-            open_forward(self.context(), self.extended_graph(), outputs, drawn)
-            if drawn
-            else self._forward_session()
-        )
+        session = open_forward(self.context(), self.extended_graph(), outputs, drawn)
         return session.run(outputs, {**feeds, **drawn})
 
     def backward(

@@ -81,18 +81,8 @@ class Trace(Mapping[str, Array]):
         return f"<Trace of {self._model.graph.name!r:.80}: {len(self):,} values>"
 
     def __getitem__(self, name: str) -> Array:
-        if name not in self._values:
-            constants = self._model.graph.constants
-            if name in constants:
-                self._values[name] = constants[name]
-            elif self._is_known(name):
-                self._fetch([name])
-            else:
-                raise UnknownNameError(
-                    f"'{name}'{suggestion(name, self)} is neither a value of model "
-                    f"'{self._model.graph.name}' nor a target."
-                )
-        return self._values[name]
+        array = self._values.get(name)
+        return self._found(name) if array is None else array
 
     def __contains__(self, name: object) -> bool:
         return name in self._values or self._is_known(name)
@@ -131,7 +121,7 @@ class Trace(Mapping[str, Array]):
         Raises:
             NonFiniteError: A value contains NaN or infinity, and an input does.
         """
-        bad = [name for name in names if self._suspects and not finite(self[name])]
+        bad = [name for name in names if not finite(self[name])] if self._suspects else []
         if bad:
             with self.explain():
                 raise NonFiniteError(f"'{bad[0]}' holds NaN or infinity.")
@@ -233,8 +223,10 @@ class Trace(Mapping[str, Array]):
                 arrays[name] = results.pop(gradient)
             else:  # the gradient is a feed, or the gradient of another value, too
                 arrays[name] = feeds[gradient].copy()
-        zeros = {name: np.zeros_like(self[name]) for name in others if name not in gradients}
-        return arrays, shared | zeros
+        for name in others:
+            if name not in gradients:
+                shared[name] = np.zeros_like(self[name])
+        return arrays, shared
 
     def jvp(
         self, tangents: Mapping[str, Array], outputs: Sequence[str], *, independent: bool = False
@@ -292,6 +284,20 @@ class Trace(Mapping[str, Array]):
 
     # -- private ----------------------------------------------------------------------------------
 
+    def _found(self, name: str) -> Array:
+        """Return a value that the forward pass has not returned."""
+        constants = self._model.graph.constants
+        if name in constants:
+            self._values[name] = constants[name]
+        elif self._is_known(name):
+            self._fetch([name])
+        else:
+            raise UnknownNameError(
+                f"'{name}'{suggestion(name, self)} is neither a value of model "
+                f"'{self._model.graph.name}' nor a target."
+            )
+        return self._values[name]
+
     def _is_known(self, name: object) -> bool:
         return name in self._model.graph.names or name in self._model.defined
 
@@ -334,9 +340,9 @@ class Trace(Mapping[str, Array]):
 
     def _saved(self, backward: Backward) -> dict[str, Array]:
         """Return the values of the forward pass that a backward graph reads."""
-        fed = self._model.fed(backward)
-        self._fetch([name for name in fed if name not in self._values])
-        return {name: self._values[name] for name in fed}
+        fed, values = self._model.fed(backward), self._values
+        self._fetch([name for name in fed if name not in values])
+        return {name: values[name] for name in fed}
 
     def _cotangents(self, backward: Backward, cotangents: Mapping[str, Array]) -> dict[str, Array]:
         return {

@@ -116,6 +116,7 @@ class Session(Uncopied):
         if not once:
             weakref.finalize(self, _close, self._open).atexit = False
 
+        self._reads_text = any(entry.type not in _DTYPES for entry in session.get_inputs())
         self.output_dtypes = array_types(session.get_outputs())
         self.input_dtypes = array_types(session.get_inputs())
         self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
@@ -126,10 +127,9 @@ class Session(Uncopied):
         ``BackendError`` is raised if an operator failed, usually because the shapes of the feeds do
         not match.
         """
-        if all(array.dtype.kind in "biuf" for array in feeds.values()):
-            return self.run_into({}, feeds, outputs)
         # Arrays of text cannot be bound without a copy.
-        return self._run_copied({}, feeds, outputs)
+        run = self._run_copied if self._reads_text else self.run_into
+        return run({}, feeds, outputs)
 
     def run_into(
         self,

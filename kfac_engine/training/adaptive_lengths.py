@@ -209,52 +209,56 @@ class AdaptiveLengthUpdate:
         gradients = self.units.split(step.gradients)
         (last,) = self._products(step, (gradients, step.slots["natural_gradient"]))
         back = self._part_back(step, last)
-        if is_recorded(back) or back:
-            step = _without_gradients(step, back > 0)
+        goes_back: Any = back > 0 if is_recorded(back) else bool(back)
+        if goes_back is not False:
+            step = _without_gradients(step, goes_back)
             gradients = self.units.split(step.gradients)
-        due = {name: self._is_due(name, step, last, back > 0) for name in self.roots}
+        onward = np.logical_not(goes_back) if is_recorded(goes_back) else not goes_back
+        due = {
+            name: onward if width <= _NARROW else self._is_due(name, step, last, onward)
+            for name, width in self.widths.items()
+        }
+        joint = {names: joined(step.gradients, names) for names in self.together.means}
         # Until the directions are known, the memory of the averages has those of a step ahead.
-        of_weights = [names for names in self.together.means if names[0] in self.groups]
+        of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
         self._average(step, of_weights, self.momentum**2)
         with step.clock("precondition"):
             ahead = self.units.split(step.new_slots["momentum"])
             natural = self._natural_gradients(ahead, step, due)
-        grouped = self._average(step, self.together.means, self.momentum)
+        grouped = self._average(step, joint, self.momentum)
         vectors = (step.parameters, step.new_slots["momentum"])
         parameters, means = map(self.units.split, vectors)
         slopes, squares = self._products(step, (gradients, natural), (natural, natural))
-        self._write_step_sizes(step, (last, slopes, squares), due, back)
+        self._write_step_sizes(step, (last, slopes, squares), due, goes_back)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
             gradients = {name: gradient.copy() for name, gradient in gradients.items()}
         # The memory of a gradient that is not needed any more receives the new value.
-        for name in self.roots:
-            self._by_matrix(name, gradients[name], natural[name], parameters[name], step, back)
+        sizes: Vector = step.new_slots["step_size"]
+        if goes_back is not False:
+            sizes = {n: size - back * step.slots["step_size"][n] for n, size in sizes.items()}
+        self._move(gradients, natural, parameters, sizes, step)
         for names in self.together.by_adam:
             value, mean = grouped.get(names) or (joined(gradients, names), joined(means, names))
             self._by_adam(names, value, mean, joined(parameters, names), step)
             if len(names) > 1:
                 gradients |= separated(value, {name: gradients[name] for name in names})
         values = self.units.join(gradients, step.parameters)
-        predicts = step.predicts and not back
+        predicts = step.predicts and not goes_back
         return Move(values, quadratic_change(self.engine, step, values) if predicts else None)
 
     def _average(
-        self, step: StepInputs, every: Sequence[tuple[str, ...]], decay: float
+        self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], decay: float
     ) -> dict[tuple[str, ...], tuple[Array, Array]]:
-        """Write averages of gradients with a decay.
+        """Write averages of the gradients ``joint`` of groups with a decay.
 
         Returns:
-            For each group of several parameters, a copy of the gradients and the averages, each on
-            one axis.
+            For each group of several parameters, the gradients and the averages.
         """
-        grouped = {}
-        for names in every:
-            mean, old = (
-                block_of(slots["momentum"], names) for slots in (step.new_slots, step.slots)
-            )
-            gradient = joined(step.gradients, names)
-            combine(mean, decay, old, 1 - decay, gradient)
+        old, new, grouped = step.slots["momentum"], step.new_slots["momentum"], {}
+        for names, gradient in joint.items():
+            mean = block_of(new, names)
+            combine(mean, decay, block_of(old, names), 1 - decay, gradient)
             if names[1:]:
                 grouped[names] = gradient, mean
         return grouped
@@ -279,25 +283,25 @@ class AdaptiveLengthUpdate:
             }
             for left, right in pairs
         ]
-        every = [products for pair in results for products in pair.values()]
-        if every and on_device(every[0]):
+        if any(map(on_device, pairs[0][1].values())):
+            every = [products for pair in results for products in pair.values()]
             on_host = iter(self.engine.collection.backend.download(every))
             results = [{name: next(on_host) for name in pair} for pair in results]
-        counts = {names: block_of(slopes, names).size for names in self.together.lengths}
-        return [{n: _numbers(pair, n, count) for n, count in counts.items()} for pair in results]
+        every_length = self.together.lengths
+        return [
+            {n: _numbers(pair, n, block_of(slopes, n).size) for n in every_length}
+            for pair in results
+        ]
 
-    def _is_due(self, name: str, step: StepInputs, last: Products, goes_back: Any) -> Any:
-        """Return whether a weight has a new direction in a step, or a recorded truth value.
+    def _is_due(self, name: str, step: StepInputs, last: Products, onward: Any) -> Any:
+        """Return whether a weight with wide factors has a new direction, or a recorded truth value.
 
         Args:
             name: The weight.
             step: The step.
             last: Inner products of the gradient with the last directions.
-            goes_back: Whether the step goes back.
+            onward: Whether the step does not go back.
         """
-        onward = np.logical_not(goes_back) if is_recorded(goes_back) else not goes_back
-        if onward is False or self.widths[name] <= _NARROW:
-            return onward
         always = self._rows(name, step.examples) >= self.widths[name]
         if not is_recorded(always) and always:
             return onward
@@ -320,20 +324,16 @@ class AdaptiveLengthUpdate:
     ) -> dict[str, Array]:
         """Return the orthogonalized natural gradients of the weights, or their last directions."""
         last = step.slots["natural_gradient"]
-        recorded = {
-            name for name, is_due in due.items() if is_due is not True and is_recorded(is_due)
-        }
-        wanted = [name for name, is_due in due.items() if name in recorded or is_due]
+        wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
         groups = {self.groups[name] for name in wanted}
         # With the gradients of biases, the part of the weights could point uphill: they move alone.
         alone = {n: ahead[n] if n in self.roots else np.zeros_like(ahead[n]) for n in self.moved}
         blocks = {n: g for n, g in step.gradients.items() if self.groups.get(n) in groups}
         natural = self.units.split(self.precondition(self.units.join(alone, blocks)))
-        now = {name: natural[name] for name in wanted}
-        new = {
-            n: np.where(due[n], direction, last[n]) if n in recorded else direction
-            for n, direction in self._directions(now, ahead, step.examples).items()
-        }
+        new = self._directions({name: natural[name] for name in wanted}, ahead, step.examples)
+        for name, direction in new.items():
+            if due[name] is not True and is_recorded(due[name]):
+                new[name] = np.where(due[name], direction, last[name])
         return {**last, **new}
 
     def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
@@ -345,8 +345,11 @@ class AdaptiveLengthUpdate:
             examples: Number of examples of the batch.
         """
         weights, directions = self.units.weights, dict(natural)
-        numbers = {name: self._iterations(name, examples) for name in natural}
+        large = (name for name in natural if self.sides[name] >= _SMALLEST_SIDE)
+        numbers = {name: self._iterations(name, examples) for name in large}
         iterations = {name: n for name, n in numbers.items() if not isinstance(n, int) or n}
+        if not iterations:
+            return directions
         matrices = {name: weights[name].matrices(natural[name]) for name in iterations}
         kinds = {name: (matrices[name].shape[1:], n) for name, n in iterations.items()}
         for names in groups(matrices, kinds):
@@ -365,10 +368,7 @@ class AdaptiveLengthUpdate:
 
     def _iterations(self, name: str, examples: Any) -> Any:
         """Return the number of Newton–Schulz iterations of a weight, or a recorded number."""
-        side = self.sides[name]
-        if side < _SMALLEST_SIDE:
-            return 0
-        iterations = self._rows(name, examples) / (2 * side)
+        iterations = self._rows(name, examples) / (2 * self.sides[name])
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _by_adam(
@@ -376,8 +376,8 @@ class AdaptiveLengthUpdate:
     ) -> None:
         """Write the new values of units in place of their gradients."""
         rate = step.scale * evaluated_rate(self.adam_rate, step.step)
-        both = step.slots, step.new_slots
-        old, new = (block_of(slots["second_moment"], names) for slots in both)
+        old = block_of(step.slots["second_moment"], names)
+        new = block_of(step.new_slots["second_moment"], names)
         direction = self.adam.direction(value, mean, old, new, step.step + 1)
         shrunk = 1 - rate * step.decay * self.weight_decay
         units = [self._unit(name, step) for name in names if step.spreads]
@@ -398,7 +398,7 @@ class AdaptiveLengthUpdate:
         step: StepInputs,
         products: tuple[Products, Products, Products],
         due: Mapping[str, Any],
-        back: Any,
+        goes_back: Any,
     ) -> None:
         """Write the new slopes, lengths and step sizes.
 
@@ -407,17 +407,17 @@ class AdaptiveLengthUpdate:
             products: Inner products of the gradient with the last directions and with the
                 directions, and the squared norms of the directions.
             due: Whether the direction of a weight is new.
-            back: Part of the last updates that the step takes back.
+            goes_back: Whether the step takes a part of the last updates back.
         """
         last, slopes, squares = products
-        old, new, goes_back = step.slots, step.new_slots, back > 0
+        old, new = step.slots, step.new_slots
         for names in self.together.lengths:
-            slope, log_length = (block_of(old[slot], names) for slot in ("slope", "log_length"))
-            logs = _next_logs(log_length, slope, last[names], step.scale, goes_back)
-            block_of(new["log_length"], names)[...] = logs
+            slope, log_length = block_of(old["slope"], names), block_of(old["log_length"], names)
+            logs = block_of(new["log_length"], names)
+            logs[...] = _next_logs(log_length, slope, last[names], step.scale, goes_back)
             norms = squares[names] ** 0.5
             scaled = self._rates(names, step) * np.exp(logs) / (norms + (norms == 0))
-            block_of(new["step_size"], names)[...] = np.where(goes_back, 0.0, scaled)
+            block_of(new["step_size"], names)[...] = _where(goes_back, 0.0, scaled)
             block_of(new["slope"], names)[...] = slopes[names]
             for name in names:
                 if due[name] is not True:
@@ -433,10 +433,12 @@ class AdaptiveLengthUpdate:
         """
         rise, fall = 0.0, 0.0
         for names, products in last.items():
-            slope, size = (block_of(step.slots[slot], names) for slot in ("slope", "step_size"))
+            size = block_of(step.slots["step_size"], names)
             rise = rise - (size * products).sum()
-            fall = fall + (size * slope).sum()
+            fall = fall + (size * block_of(step.slots["slope"], names)).sum()
         far = rise > np.maximum(np.abs(step.loss), _FAR * fall)
+        if not is_recorded(far) and not far:
+            return 0.0
         part = 1 / (1 + np.maximum(fall, 0.0) / np.where(far, rise, 1.0))
         return np.where(far, part, 0.0)
 
@@ -456,26 +458,25 @@ class AdaptiveLengthUpdate:
         moment = np.maximum(self.moment(self.blocks[name]), 1.0)
         return rate * self._unit(name, step) / np.sqrt(moment)
 
-    def _by_matrix(
+    def _move(
         self,
-        name: str,
-        value: Array,
-        natural: Array,
-        parameter: Array,
+        values: Vector,
+        natural: Vector,
+        parameters: Vector,
+        sizes: Vector,
         step: StepInputs,
-        back: Any,
     ) -> None:
-        """Write the new value of a weight in place of its gradient."""
-        weight, sizes = self.units.weights[name], step.new_slots["step_size"][name]
-        if is_recorded(back) or back:
-            sizes = sizes - back * step.slots["step_size"][name]
+        """Write the new values of the weights in place of their gradients ``values``."""
         shrunk = 1 - step.rate * step.decay * self.weight_decay
-        if sizes.ndim == 0:  # one matrix
-            combine(value, -sizes.item(), natural, shrunk, parameter)
-        else:
-            scales = array_module(natural).asarray(sizes, natural.dtype)[:, None, None]
-            scaled = weight.array(scales * weight.matrices(natural), natural)
-            combine(value, -1.0, scaled, shrunk, parameter)
+        for name, weight in self.units.weights.items():
+            size, direction = sizes[name], natural[name]
+            if size.ndim == 0:  # one matrix
+                factor = -size.item()
+            else:
+                scales = array_module(direction).asarray(size, direction.dtype)[:, None, None]
+                direction = weight.array(scales * weight.matrices(direction), direction)
+                factor = -1.0
+            combine(values[name], factor, direction, shrunk, parameters[name])
 
 
 def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:
@@ -503,6 +504,11 @@ def _numbers(products: Vector, names: Sequence[str], count: int) -> Array:
     return np.array([products[name] for name in names])
 
 
+def _where(condition: Any, chosen: Any, other: Any) -> Any:
+    """Return the first value if a condition holds, which may be recorded, else the other one."""
+    return other if condition is False else np.where(condition, chosen, other)
+
+
 def _next_logs(
     logs: Array, slopes: Array, next_slopes: Array, scale: float, goes_back: Any
 ) -> Array:
@@ -510,7 +516,7 @@ def _next_logs(
     ratios = next_slopes / np.where(slopes > 0, slopes, inf)
     agreements = np.minimum(np.maximum(ratios, -1.0), 1.0)
     grown = (1 - _DECAY) * logs + _GAIN * np.minimum(scale, 1.0) * agreements
-    new = np.where(goes_back, logs - _CUT, grown)
+    new = _where(goes_back, logs - _CUT, grown)
     result: Array = np.minimum(np.maximum(new, log(_LEAST)), log(_LARGEST))
     return result
 

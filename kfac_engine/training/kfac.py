@@ -9,7 +9,6 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import one_of, positive, whole
-from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -284,7 +283,7 @@ class KfacOptimizer(Optimizer):
             damping=damping,
             l2=self._l2,
             batch=batch,
-            examples=self._examples(batch),
+            examples=sum(map(sum, self.engine.part_sizes)),
             predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
             clock=clock,
             decay=_left(decay, size),
@@ -314,9 +313,8 @@ class KfacOptimizer(Optimizer):
         if not isinstance(self._update, AdaptiveLengthUpdate):
             return *self._gradients(batch, clock), None
         with clock("gradients"):
-            result, residuals = self.engine.gradients_and_residuals(batch)
-        gradients = {name: result.gradients[name] for name in self._names}
-        return result.loss, gradients, residuals
+            loss, gradients, residuals = self.engine.step_gradients(batch, Residuals())
+        return loss, {name: gradients[name] for name in self._names}, residuals
 
     def moved(
         self,
@@ -383,24 +381,17 @@ class KfacOptimizer(Optimizer):
         """Return the examples of all steps and of a batch; none unless decay needs them."""
         if not self.counts_examples:
             return self._seen
-        engine, sizes = self.engine, zip(*self.engine.part_sizes, strict=True)
-        reader, ranks = engine.collection.backend, engine.agreement
+        engine, ranks = self.engine, self.engine.agreement
+        counts = [sum(of_rank) for of_rank in zip(*engine.part_sizes, strict=True)]
         with ranks.exchanging():
-            counts = [sum(of_rank) for of_rank in sizes]
-            marks = fingerprints(batch, engine.example_axes, reader, ranks.communicator, counts)
+            axes, reader = engine.example_axes, engine.collection.backend
+            marks = fingerprints(batch, axes, reader, ranks.communicator, counts)
         return self._seen.after(marks)
-
-    def _examples(self, batch: Sequence[Batch]) -> int:
-        """Return the number of examples of a batch, of all processes."""
-        engine = self.engine
-        if engine.agreement.alone:
-            return sum(engine.example_axes.count(inputs) for inputs, *_ in batch)
-        return sum(map(sum, engine.part_sizes))
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
         values = self._parameters() if self._l2 else {}
-        return 0.5 * self._l2 * dot(values, values)
+        return 0.5 * self._l2 * dot(values, values) if values else 0.0
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._seen = self._seen_next
@@ -498,7 +489,7 @@ def _signal(size: Any, decay: Any) -> Any:
 
 
 def _least(value: Any, bound: float) -> Any:
-    return np.minimum(value, bound) if is_recorded(value) else min(value, bound)
+    return min(value, bound) if isinstance(value, float) else np.minimum(value, bound)
 
 
 def _adaptation(value: bool | DampingAdaptation) -> DampingAdaptation | None:

@@ -341,8 +341,8 @@ class Optimizer(Summarized, Sealed, ABC):
     ) -> tuple[float, dict[str, Array]]:
         """Return the loss and new arrays of gradients; running statistics are updated."""
         with clock("gradients"):
-            result = self.engine.gradients(batch, update_buffers=True)
-        return result.loss, {name: result.gradients[name] for name in self._names}
+            loss, gradients, _ = self.engine.step_gradients(batch)
+        return loss, {name: gradients[name] for name in self._names}
 
     def _new_bytes(self) -> int:
         """Return the bytes of states whose memory is not used yet.

@@ -29,8 +29,9 @@ _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
 
 def add_multiple(out: Array, factor: float, array: Array) -> None:
     """Add ``factor · array`` to ``out``, in place; both have the same shape and type."""
-    axpy = _AXPY.get(out.dtype.char) if _is_flat(out) and _is_flat(array) else None
-    if axpy is None or array.dtype != out.dtype or not out.size:
+    axpy = _AXPY.get(out.dtype.char) if type(out) is type(array) is np.ndarray else None
+    flat = axpy is not None and out.flags.c_contiguous and array.flags.c_contiguous
+    if axpy is None or not flat or array.dtype != out.dtype or not out.size:
         out += factor * array
     else:
         axpy(array.reshape(-1), out.reshape(-1), a=factor)

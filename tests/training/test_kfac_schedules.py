@@ -161,7 +161,7 @@ REFRESH = {name: size**3 / 2000 for name, size in zip(FACTORS, (6, 4, 5, 3), str
 @pytest.fixture
 def clock(monkeypatch):
     """Gradients and the refresh of each factor take simulated seconds, and nothing else does."""
-    now, begin, gradients = [0.0], Refreshes.begin, ke.Engine.gradients_and_residuals
+    now, begin, gradients = [0.0], Refreshes.begin, ke.Engine.step_gradients
 
     def timed_begin(self, keys):
         now[0] += sum(REFRESH[FACTORS[int(key)]] for key in keys)
@@ -172,7 +172,7 @@ def clock(monkeypatch):
         return gradients(self, *arguments, **options)
 
     monkeypatch.setattr(Refreshes, "begin", timed_begin)
-    monkeypatch.setattr(ke.Engine, "gradients_and_residuals", timed_gradients)
+    monkeypatch.setattr(ke.Engine, "step_gradients", timed_gradients)
     for module in (refreshes, profiling):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
 

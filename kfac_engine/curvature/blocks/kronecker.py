@@ -300,8 +300,9 @@ class KroneckerProductFB(FisherBlock):
 
     @property
     def work(self) -> float:
-        a, g = map(shape_of, self.factors)
-        sizes = sum(shape[-1] for shape in (a, g) if len(shape) > 1)
+        A, G = self.factors
+        a, g = shape_of(A), shape_of(G)
+        sizes = (a[-1] if len(a) > 1 else 0) + (g[-1] if len(g) > 1 else 0)
         return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(sizes, 1)
 
     @property
@@ -327,15 +328,18 @@ class KroneckerProductFB(FisherBlock):
         left, right = self._stored(exp)
         if left is None or right is None:
             return super().multiply_weight(weight, exp)
-        left = left[:-1, :-1] if self.packing.has_bias else left
-        (V,) = self._of_weight.parts(weight, self.params)
-        matmul, by_row = self._collection.backend.matmul, V.flags.c_contiguous
+        packing, matmul = self.form.packing, self._collection.backend.matmul
+        left = left[:-1, :-1] if packing.has_bias else left
+        V = packing.rows(weight, self.params)
         # Both powers are symmetric: columns in a row of memory are rows of the transposed product.
-        product = matmul(matmul(left, V), right) if by_row else matmul(matmul(right, V.T), left).T
+        if V.flags.c_contiguous:
+            product = matmul(matmul(left, V), right)
+        else:
+            product = matmul(matmul(right, V.T), left).T
         scale = float(self.repeats) ** exp
         if scale != 1.0:
             product *= scale
-        return self._of_weight.joined((product,), weight)  # type: ignore[return-value] # one array
+        return packing.from_rows(product, weight)
 
     def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
         vector = self._operand(vector)

@@ -249,17 +249,18 @@ class DenseSquareMatrixFactor(FisherFactor):
 
     def _read(self, operation: Hashable, damping_func: Damping) -> Array:
         key = operation, damping_id(damping_func)
+        stored = self.stored.get(key)
+        if stored is not None:
+            return stored
         if key not in self._registered:
             raise UnknownNameError(
                 f"'{operation}' of {self.name} was not registered with this damping; register it "
                 f"before the inverses are computed."
             )
-        if key not in self.stored:
-            raise NotReadyError(
-                f"'{operation}' of {self.name} was not computed yet: update the statistics, then "
-                f"refresh the inverses."
-            )
-        return self.stored[key]
+        raise NotReadyError(
+            f"'{operation}' of {self.name} was not computed yet: update the statistics, then "
+            f"refresh the inverses."
+        )
 
     def _check_operand(self, x: Array, axis: int) -> None:
         if x.ndim != 2 or x.shape[axis] != self.side:
