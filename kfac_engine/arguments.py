@@ -26,7 +26,7 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> None:
 
 def whole(name: str, value: object, *, least: int | None, most: int = _MOST) -> None:
     """Raise an InputError unless a value is an integer from ``least`` to ``most``."""
-    fits = isinstance(value, Integral) and not isinstance(value, bool)
+    fits = isinstance(value, int | Integral) and not isinstance(value, bool)
     if not fits or (least is not None and value < least):  # type: ignore[operator] # a number
         bound = "" if least is None else f" of at least {least}"
         raise InputError(f"{name} must be a whole number{bound}, got {value!r:.80}.")
@@ -55,7 +55,7 @@ def positive(name: str, value: object) -> None:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that a float can hold."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if not isinstance(value, float | Real) or isinstance(value, bool):
         return False
     try:
         return isfinite(value)

@@ -109,7 +109,10 @@ def on_host(values: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
     """
     _require_mapping(values)
     return {
-        n: backend.to_numpy(backend.asarray(v)) if _is_foreign(v) else v for n, v in values.items()
+        n: v
+        if type(v) is np.ndarray or not _is_foreign(v)
+        else backend.to_numpy(backend.asarray(v))
+        for n, v in values.items()
     }
 
 
@@ -130,8 +133,6 @@ def _require_mapping(values: object) -> None:
 
 
 def _is_foreign(value: Any) -> bool:
-    if type(value) is np.ndarray:  # most often
-        return False
     return not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__")
 
 

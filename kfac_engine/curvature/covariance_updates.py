@@ -297,21 +297,30 @@ class CovarianceUpdates:
             f"the batch_size of {self.name}",
         )
 
-    @contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Return a context that restores generator and element types after an error.
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores generator and element types after an error.
 
         The draws of a refused batch are not used, and its numbers need no wider averages.
         """
         bits, factors = self.rng.bit_generator, self.updater.factors
         before: Mapping[str, Any] = bits.state
         types = [factor.narrowest for factor in factors]
-        try:
-            yield
-        except BaseException:
+
+        def restore() -> None:
             bits.state = before
             for factor, narrowest in zip(factors, types, strict=True):
                 factor.narrowest = narrowest
+
+        return restore
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Return a context that restores a ``snapshot`` after an error."""
+        restore = self.snapshot()
+        try:
+            yield
+        except BaseException:
+            restore()
             raise
 
     def _measure_examples(
@@ -353,13 +362,14 @@ class CovarianceUpdates:
         trace, weights = batch.trace, batch.weights
         forward = take(trace, names, backend)
         wrt = tuple(dict.fromkeys((*differentiated.values(), *self.variables)))
-        layers = self._layers_of(forward) if weights else ()
-        read = {*differentiated.values()}
-        probed = any(not read.issuperset(layer.outputs) for layer in layers)
-        if weights and weights.by_gradient:
-            probed = probed or not self.mode.one_source
-        if weights and probed:
-            forward |= self._probed_rows(layers, batch, weights)
+        layers: tuple[LayerRows, ...] = ()
+        probed = False
+        if weights:
+            layers, read = self._layers_of(forward), {*differentiated.values()}
+            probed = any(not read.issuperset(layer.outputs) for layer in layers)
+            probed |= weights.by_gradient and not self.mode.one_source
+            if probed:
+                forward |= self._probed_rows(layers, batch, weights)
         for cotangents in self._cotangents(batch):
             gradients = take(trace.vjp(cotangents, wrt), wrt, backend) if wrt else {}
             for name in self.variables:

@@ -91,15 +91,15 @@ class EstimationMode:
         """
         if not losses:
             raise RegistrationError("no loss is registered; register one before estimating.")
-        known = [loss.name for loss in losses]
         for name in draws or {}:
-            if name not in known:
+            if name not in (known := [loss.name for loss in losses]):
                 raise UnknownNameError(f"draws for unknown loss '{name}'; losses are: {known}.")
         arrays: dict[str, Array] = {}
-        for part in (part for loss in losses for part in loss.parts):
-            if self.mat_type == "GGN":
-                part.require_ggn()
-            arrays |= part.read(values, targets=self.needs_targets)
+        for loss in losses:
+            for part in loss.parts:
+                if self.mat_type == "GGN":
+                    part.require_ggn()
+                arrays |= part.read(values, targets=self.needs_targets)
         return self.sources(losses, arrays, rng, draws or {})
 
 

@@ -186,15 +186,14 @@ class BatchPasses:
 
     def traced(self, batch: Trace | Sequence[Batch]) -> TracedParts:
         """Return the evaluations of a batch, or of the parts of a batch."""
-        if isinstance(batch, Trace):
-            return TracedParts.of(batch, self.example_axes)
-        return TracedParts(batch, self.trace, self.example_axes)
+        if isinstance(batch, list | tuple) or not isinstance(batch, Trace):
+            return TracedParts(batch, self.trace, self.example_axes)
+        return TracedParts.of(batch, self.example_axes)
 
     def observe(self, trace: Trace, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; see ``Objective.observe``."""
         try:
-            with quiet():
-                return self.objective.observe(trace, targets=targets)
+            return self.objective.observe(trace, targets=targets)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
 
@@ -251,11 +250,8 @@ class BatchPasses:
         """Compute loss and gradients of a shard; see ``run_backward`` for the arguments."""
         parameters, objective = tuple(self._model.parameters), self.objective
         try:
-            with quiet():
-                backward = run_backward(
-                    trace, objective, observation, parameters, outputs, residuals
-                )
-                check_finite(backward.gradients, self._model.memory_space)
+            backward = run_backward(trace, objective, observation, parameters, outputs, residuals)
+            check_finite(backward.gradients, self._model.memory_space)
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
         return BackwardResult(

@@ -82,8 +82,7 @@ class BlockFisher:
         and inverses are restored. Ctrl-C takes effect at the end.
         """
         undo = Undo(self.estimator, self._assembly.model.buffers)
-        restored = self.estimator.statistics.restored_on_error
-        with HeldInterrupts(), self._shards.computing(name), restored():
+        with HeldInterrupts(), self._shards.computing(name):
             try:
                 yield undo
             except BaseException:  # of several processes, the one that fails has another error

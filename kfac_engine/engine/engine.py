@@ -50,7 +50,6 @@ from kfac_engine.engine.report import (
     layer_reports,
 )
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.engine.validation import (
     check_blocks,
@@ -459,7 +458,7 @@ class Engine(Summarized, TrainableModel):
             MemoryLimitError: The batch does not fit; the message names what would fit.
         """
         parts = parts_of(inputs)
-        sizes = (unchecked(self._assembly, part, statistics=statistics) for part, _ in parts)
+        sizes = [unchecked(self._assembly, part, statistics=statistics) for part, _ in parts]
         if largest := max(sizes):
             self._footprint_of(len(parts), statistics).require(largest, more())
 
@@ -547,7 +546,7 @@ class Engine(Summarized, TrainableModel):
                 backward = passes.gradients(parts, update_buffers)
             fisher.wait()
             if due:
-                with clock("statistics"), quiet():
+                with clock("statistics"):
                     update = fisher.measure_parts(passes.traced(parts))
             return backward, update
         with clock("forward"):

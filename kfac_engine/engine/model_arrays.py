@@ -27,6 +27,7 @@ class ModelArrays:
 
     def __init__(self, model: OnnxModel, backend: Backend) -> None:
         self._model, self._backend = model, backend
+        self._library_array = type(backend.asarray(np.zeros(1)))
 
     def for_model(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Convert arrays of any library to arrays of the memory space that the model runs in."""
@@ -35,7 +36,8 @@ class ModelArrays:
 
     def for_backend(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Convert arrays of the model to arrays of the backend; each is copied once at most."""
-        return {name: self._backend.asarray(array) for name, array in arrays.items()}
+        of_library, asarray = self._library_array, self._backend.asarray
+        return {name: a if type(a) is of_library else asarray(a) for name, a in arrays.items()}
 
     def for_caller(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return parameters or buffers as the file stores them, read-only.

@@ -37,14 +37,15 @@ def _saved(factor: FisherFactor) -> Callable[[], None]:
 
 
 class Undo:
-    """What an engine restores after an error: running statistics, and protected averages.
+    """What an engine restores after an error.
 
-    The engine has the factors and the generator of ``estimator``, and the running statistics
-    ``buffers``.
+    These are the generator and the element types of ``estimator``, the running statistics
+    ``buffers``, and protected averages.
     """
 
     def __init__(self, estimator: FisherEstimator, buffers: dict[str, Array]) -> None:
         self._estimator, self._present, self._buffers = estimator, buffers, dict(buffers)
+        self._restore_draws = estimator.statistics.snapshot()
         self._restore: Callable[[], None] | None = None
 
     def protect(
@@ -78,6 +79,7 @@ class Undo:
 
     def restore(self) -> None:
         """Restore what was stored."""
+        self._restore_draws()
         self._present.update(self._buffers)
         if self._restore is not None:
             self._restore()

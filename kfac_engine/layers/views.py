@@ -91,7 +91,8 @@ class RowView:
         return shape[self.feature_axis]
 
     def count(self, shape: tuple[int, ...]) -> int:
-        return prod(shape) // max(self.width(shape), 1)
+        self._check(shape)
+        return prod(shape) // max(shape[self.feature_axis], 1)
 
     def second_moment(
         self,
@@ -124,10 +125,11 @@ class RowView:
         return backend.xp.moveaxis(x, self.feature_axis, 1), pointwise(x.ndim - 2)
 
     def _check(self, shape: tuple[int, ...]) -> None:
-        if len(shape) < 2 or (self.rank is not None and len(shape) != self.rank):
+        rank, axis = len(shape), self.feature_axis
+        if rank < 2 or (self.rank is not None and rank != self.rank):
             needed = "at least 2" if self.rank is None else str(self.rank)
             raise ShapeError(f"a tensor of a layer has shape {shape}, but needs {needed} axes.")
-        if not -len(shape) < self.feature_axis < len(shape) or self.feature_axis == 0:
+        if not -rank < axis < rank or axis == 0:
             raise ShapeError(
                 f"feature axis {self.feature_axis} does not exist in a tensor of shape {shape}, "
                 f"where axis 0 is the batch."

@@ -113,6 +113,9 @@ def open_backward(
         return _open(context, backward, fetched)
     parts = split_backward(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
     session = _open(context, parts.session, fetched) if parts.session.gradients else None
+    computed = parts.session.gradients.keys()
+    if session and not parts.finished and computed >= {*backward.gradients.values()}:
+        return session
     workers = Workers(context.threads or None)
     return WeightGradientSession(
         session, parts, context.graph.constants, workers, context.scratch_bytes

@@ -30,7 +30,7 @@ class _Handling(ABC):
         self._over = False
 
     def __enter__(self) -> Self:
-        if current_thread() is main_thread():
+        if self._numbers and current_thread() is main_thread():
             try:
                 for number, older in self._replaced():
                     self._older[number] = older
@@ -123,7 +123,7 @@ class HeldInterrupts(_Handling):
 
     def __init__(self) -> None:
         around = getattr(_handler_of(signal.SIGINT), "__self__", None)
-        nested = isinstance(around, HeldInterrupts) and not around._over
+        nested = type(around) is HeldInterrupts and not around._over
         super().__init__(() if nested else _ALL)
         self._held: BaseException | None = None
 

@@ -1,10 +1,9 @@
 """When an optimizer updates statistics and inverses, and on which part of the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from math import ceil, inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -119,7 +118,7 @@ class PartialBatch:
         """
         sizes = self._engine.part_sizes if not self._engine.agreement.alone else ()
         sizes = sizes or tuple((count,) for count in counts)
-        places = iter(np.cumsum([0, *(size for part in sizes for size in part)]).tolist())
+        places = accumulate((size for part in sizes for size in part), initial=0)
         whole = sum(map(sum, sizes))
         chosen = []
         for part in sizes:
@@ -131,8 +130,7 @@ class PartialBatch:
         return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class DueUpdates:
+class DueUpdates(NamedTuple):
     """The updates of a step.
 
     Attributes:
@@ -216,8 +214,12 @@ class CurvatureUpdates:
                 the decay of the engine.
             by_example: Whether gradients of single examples are measured as well.
         """
-        update = partial(self._engine.fisher.update, decay=decay, by_example=by_example)
-        self._part.first(step, batch, lambda *part: update(*part) or None)
+        update = self._engine.fisher.update
+
+        def use(part: Sequence[Batch], examples: int | None) -> bool | None:
+            return update(part, examples, decay=decay, by_example=by_example) or None
+
+        self._part.first(step, batch, use)
 
     def advance(self, seconds: float) -> tuple[str, ...]:
         """Record that the step of the latest ``update`` has succeeded.

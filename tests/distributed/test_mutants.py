@@ -137,7 +137,7 @@ def test_ranks_that_go_on_after_an_error_of_another_are_noticed(monkeypatch):
 
 
 def test_a_generator_that_is_not_restored_is_noticed(monkeypatch):
-    monkeypatch.setattr(CovarianceUpdates, "restored_on_error", nothing)
+    monkeypatch.setattr(CovarianceUpdates, "snapshot", lambda _: lambda: None)
     with pytest.raises(AssertionError):
         fail_on_one_rank()
 

@@ -40,13 +40,14 @@ def layout(x: Array) -> Layout | None:
     """
     if not x.flags.aligned:
         return None
+    size, shape, strides = x.itemsize, x.shape, x.strides
     for inner, outer in ((1, 0), (0, 1)):
         # The stride of an axis of length one is not used.
-        adjacent = x.strides[inner] == x.itemsize or x.shape[inner] <= 1
-        step, rest = divmod(x.strides[outer], x.itemsize)
-        leading = step if x.shape[outer] > 1 else max(x.shape[inner], 1)
-        if adjacent and leading >= max(x.shape[inner], 1) and (not rest or x.shape[outer] <= 1):
-            return Layout(inner == 1, leading)
+        if strides[inner] == size or shape[inner] <= 1:
+            least = shape[inner] or 1
+            leading = strides[outer] // size if shape[outer] > 1 else least
+            if leading >= least and (shape[outer] <= 1 or not strides[outer] % size):
+                return Layout(inner == 1, leading)
     return None
 
 

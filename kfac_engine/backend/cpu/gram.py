@@ -15,7 +15,13 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.channel_groups import Accumulation, scale
 from kfac_engine.backend.cpu import blas
-from kfac_engine.backend.cpu.syrk import accumulate, count_parts, run_tasks, threads_for
+from kfac_engine.backend.cpu.syrk import (
+    accumulate,
+    add_columns,
+    count_parts,
+    run_tasks,
+    threads_for,
+)
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import ShapeError
 
@@ -53,6 +59,15 @@ def second_moment(
     if stack is not None:
         with single_threaded_blas():
             add_batched_gram(stack, out, how, scratch_bytes, workers)
+        return
+    one_thread = x.ndim > 1 and x.size and threads_for(rows * d * d / 2, workers) == 1
+    if one_thread and (whole := _merged(x, out.dtype)) is not None:
+        with single_threaded_blas():
+            blas.syrk(whole, out[:d, :d], alpha=how.alpha, beta=how.beta)
+            if homogeneous:
+                total = np.zeros(d)
+                add_columns(whole, total)
+                write_border(out, Border(total, rows), how)
         return
     spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
     parts = split_rows(x, count_parts(rows, d, workers, spare))
@@ -145,12 +160,14 @@ def matrices(x: Array, dtype: DType, chunk_bytes: int) -> Iterator[Array]:
 
 def _merged(x: Array, dtype: DType) -> Array | None:
     """Return ``x`` as one matrix ``(d, rows)`` without a copy; None if that is impossible."""
-    axes = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
-    if x.dtype != dtype or any(
-        x.strides[a] != x.strides[b] * x.shape[b] for a, b in pairwise(axes)
-    ):
+    if x.dtype != dtype:
         return None
-    rows = x.reshape(-1, x.shape[-1]).T
+    if x.ndim > 2:
+        axes = [axis for axis in range(x.ndim - 1) if x.shape[axis] > 1]
+        if any(x.strides[a] != x.strides[b] * x.shape[b] for a, b in pairwise(axes)):
+            return None
+        x = x.reshape(-1, x.shape[-1])
+    rows = x.T
     return rows if blas.layout(rows) else None
 
 

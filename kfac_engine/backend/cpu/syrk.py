@@ -110,7 +110,7 @@ def _add_pieces(
     total: Array | None,
 ) -> None:
     for piece in pieces:
-        columns = [] if total is None else [partial(_add_columns, piece, total)]
+        columns = [] if total is None else [partial(add_columns, piece, total)]
         work = piece.size * len(piece) / 2
         threads = threads_for(work, workers)
         if threads == 1:
@@ -127,7 +127,8 @@ def _add_pieces(
     scale(out, beta)
 
 
-def _add_columns(piece: Array, total: Array) -> None:
+def add_columns(piece: Array, total: Array) -> None:
+    """Add the columns of a matrix ``(d, k)`` to a sum ``(d,)``, float64."""
     for start in range(0, piece.shape[1], _SUM_BLOCK):
         block = piece[:, start : start + _SUM_BLOCK]
         total += block @ np.ones(block.shape[1], block.dtype)

@@ -52,7 +52,7 @@ class DividedMoment(KroneckerMoment):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         scale(out, beta)
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:

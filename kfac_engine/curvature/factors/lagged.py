@@ -51,14 +51,14 @@ class LagMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        if any(self._row_weights(uses, values) is not None for _, uses in self._parts()):
+        if any(self._row_weights(uses, values) is not None for _, uses in self._parts):
             raise UnsupportedError(
                 "'kron_series_1' and 'kron_series_2' cannot leave out uses whose targets do not "
                 "count; choose 'kron_indep'."
             )
         KroneckerMoment.add_to(self, out[0], values, backend, alpha, beta)
         scale(out[1], beta)
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             rows = [self.view.rows(x, backend) for x in arrays]
             total = sum(x.shape[0] * x.shape[1] for x in rows)
@@ -119,7 +119,8 @@ class LaggedFactor(DenseSquareMatrixFactor):
             return
         if self.average.value is not None:
             raise InputError(f"call register_cov_dt1 of {self.name} before its first batch.")
-        values = {field.name: getattr(self._moment, field.name) for field in fields(self._moment)}
+        arguments = (field.name for field in fields(self._moment) if field.init)
+        values = {name: getattr(self._moment, name) for name in arguments}
         self.statistic = LagMoment(**values)
         self.average.name = self.name
 

@@ -92,13 +92,13 @@ class SampledMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        if all(self._row_weights(uses, values) is not None for _, uses in self._parts()):
+        if all(self._row_weights(uses, values) is not None for _, uses in self._parts):
             KroneckerMoment.add_to(self, out, values, backend, alpha, beta)  # all rows that count
             return
         scale(out, beta)
         rng = np.random.default_rng(self.seed)
         shard = self.rows or Rows(0, 1, 1)
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             # Images of the whole batch in each tensor.
             batches = [len(x) // shard.count * shard.whole for x in arrays]

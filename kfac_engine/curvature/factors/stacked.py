@@ -39,7 +39,7 @@ class GroupedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:

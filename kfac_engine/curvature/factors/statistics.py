@@ -7,7 +7,7 @@ parts. Statistics are frozen: layers with equal statistics share a factor.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -160,9 +160,18 @@ class KroneckerMoment(Statistic):
     num_uses: int = 1
     batch: str | None = None
     exact: bool = False
+    # Every part of every source, after the number of parts; and all names.
+    _parts: Sequence[tuple[int, Uses]] = field(init=False, repr=False, compare=False)
+    _names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Collect the names."""
+        parts = [(len(source), uses) for source in self.tensors for uses in source]
+        object.__setattr__(self, "_parts", parts)
+        object.__setattr__(self, "_names", tuple(name for _, uses in parts for name in uses))
 
     def names(self) -> tuple[str, ...]:
-        return tuple(name for source in self.tensors for part in source for name in part)
+        return self._names
 
     def lengths(self) -> tuple[str, ...]:
         return () if self.batch is None else (self.batch,)
@@ -174,7 +183,7 @@ class KroneckerMoment(Statistic):
     def features(self, values: Values) -> int:
         """Return the number of features of a row, without the one."""
         widths = {}
-        for _, part in self._parts():
+        for _, part in self._parts:
             folded = self.num_uses if len(part) == 1 else 1
             for name in part:
                 shape = folded_shape(values[name].shape, self.view, folded)
@@ -182,22 +191,15 @@ class KroneckerMoment(Statistic):
         return the_same("features", widths)
 
     def batch_size(self, values: Values) -> int:
-        sizes = {
-            part[0]: examples([values[name].shape for name in part], self.view, self.num_uses)
-            for _, part in self._parts()
-        }
+        view, uses, batch, total = self.view, self.num_uses, self._batch(values), 0
+        sizes: dict[str, int] = {}
+        for index, (_, part) in enumerate(self._parts):
+            shapes = [values[name].shape for name in part]
+            sizes[part[0]] = examples(shapes, view, uses)
+            if index < len(self.tensors[0]):
+                total += examples(shapes, view, uses, batch, exact=self.exact)
         the_same("examples", sizes)
-        batch = self._batch(values)
-        return sum(
-            examples(
-                [values[name].shape for name in part],
-                self.view,
-                self.num_uses,
-                batch,
-                exact=self.exact,
-            )
-            for part in self.tensors[0]
-        )
+        return total
 
     def repeats(self, values: Values) -> int:
         shapes = [values[name].shape for name in self.tensors[0][0]]
@@ -209,7 +211,7 @@ class KroneckerMoment(Statistic):
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        weights = [w for _, uses in self._parts() for w in self._row_weights(uses, values) or ()]
+        weights = [w for _, uses in self._parts for w in self._row_weights(uses, values) or ()]
         if not weights:
             return None
         total: float = sum(w.sum().item() for w in weights)
@@ -218,7 +220,7 @@ class KroneckerMoment(Statistic):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:
@@ -241,8 +243,12 @@ class KroneckerMoment(Statistic):
 
     def _row_weights(self, uses: Uses, values: Values) -> list[Array] | None:
         """Return the weights of the rows of a part, for each tensor; None without weights."""
-        names = [rows_name(name) for name in uses]
-        return [values[name] for name in names] if all(n in values for n in names) else None
+        weights = []
+        for name in uses:
+            if (of_rows := rows_name(name)) not in values:
+                return None
+            weights.append(values[of_rows])
+        return weights
 
     def _add_weighted(
         self,
@@ -292,15 +298,10 @@ class KroneckerMoment(Statistic):
 
     def _arrays(self, uses: Uses, values: Values, backend: Backend) -> list[Array]:
         """Return the tensors of a part, a single tensor with all uses along its first axis."""
-        folded = self.num_uses if len(uses) == 1 else 1
-        arrays = (backend.asarray(values[name]) for name in uses)
-        return [x.reshape(folded_shape(x.shape, self.view, folded)) for x in arrays]
-
-    def _parts(self) -> Iterator[tuple[int, Uses]]:
-        """Yield every part of every source, with the number of parts."""
-        for source in self.tensors:
-            for uses in source:
-                yield len(source), uses
+        arrays = [backend.asarray(values[name]) for name in uses]
+        if len(uses) > 1 or self.num_uses == 1:
+            return arrays
+        return [x.reshape(folded_shape(x.shape, self.view, self.num_uses)) for x in arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +318,7 @@ class KroneckerDiagonal(KroneckerMoment):
     ) -> None:
         scale(out, beta)
         squares = out[: out.size - self.homogeneous]
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, values, backend)
             weights = self._row_weights(uses, values)
             if weights is not None:
@@ -429,7 +430,7 @@ class LayerSquare(LayerPairs):
 def the_same(what: str, measured: Mapping[Name, Measure]) -> Measure:
     """Return the common value of all tensors; a ShapeError if they differ."""
     measures = list(measured.values())
-    if any(measure != measures[0] for measure in measures):
+    if measures.count(measures[0]) < len(measures):
         listed = ", ".join(f"{measure} in {name!r}" for name, measure in measured.items())
         raise ShapeError(f"tensors of one statistic differ in their {what}: {listed}.")
     return measures[0]
@@ -442,6 +443,9 @@ def one_use(names: Sequence[str]) -> tuple[Uses, ...]:
 
 def side_by_side(arrays: Sequence[Array], backend: Backend) -> Iterator[Array]:
     """Yield the uses of a layer, with small tensors joined along the axis of the examples."""
+    if len(arrays) == 1:
+        yield arrays[0]
+        return
     equal = len({(x.shape[1:], x.dtype) for x in arrays}) == 1
     largest = max(x.nbytes for x in arrays)
     step = max(1, _JOINED_BYTES // max(largest, 1)) if equal and largest < _SMALL_BYTES else 1
@@ -495,7 +499,7 @@ class ReducedMoment(KroneckerMoment):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             weights = self._row_weights(uses, values)
             if weights is not None:
                 arrays = self._arrays(uses, values, backend)
@@ -511,7 +515,7 @@ class ReducedMoment(KroneckerMoment):
                 beta = 1.0
 
     def counted(self, values: Values, sizes: Sizes) -> float | None:
-        weights = [self._row_weights(uses, values) for _, uses in self._parts()]
+        weights = [self._row_weights(uses, values) for _, uses in self._parts]
         if weights[0] is None:
             return None
         return sum(

@@ -82,7 +82,7 @@ class PixelCovariance(KroneckerMoment):
 
     def sums(self, values: Values, dtype: DType, backend: Backend) -> Array:
         """Return the second moment of pixels with a one, ``(1, C + 1, C + 1)``."""
-        if any(self._row_weights(uses, values) is not None for _, uses in self._parts()):
+        if any(self._row_weights(uses, values) is not None for _, uses in self._parts):
             raise UnsupportedError(
                 "'kron_sua' measures pixels, not patches, so that it cannot leave out the patches "
                 "of targets that do not count; choose another approximation."

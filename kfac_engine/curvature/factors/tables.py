@@ -56,7 +56,7 @@ class IdCounts(KroneckerDiagonal):
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
-        for parts, uses in self._parts():
+        for parts, uses in self._parts:
             arrays = self._arrays(uses, self._in_rows(values), backend)
             weights = self._row_weights(uses, values)
             shares: Sequence[Array | None] = weights or [None] * len(arrays)

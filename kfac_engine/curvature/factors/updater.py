@@ -272,16 +272,18 @@ class FactorUpdater:
         weight: float,
     ) -> None:
         """Measure a checked batch of one source directly into the averages."""
-        readers, lock = self._readers.copy(), Lock()
+        readers, lock = dict(self._readers), Lock()
 
         def update(index: int) -> None:
             factor, names = self.factors[index], self._names[index]
             factor.commit(factor.measure(values, checked[index]), decay, weight)
+            unread = []
             with lock:
-                readers.subtract(names)
-                unread = [name for name in names if not readers[name]]
-                for name in unread:
-                    del values[name]
+                for name in names:
+                    readers[name] -= 1
+                    if not readers[name]:
+                        del values[name]
+                        unread.append(name)
                 if release is not None:
                     release(unread)
 
@@ -307,8 +309,9 @@ class FactorUpdater:
         for factor in self.factors:
             sizes = factor.check(values, known)
             if expected is None:
-                expected, whose = sizes.examples, f"that of {factor.name}"
+                expected = sizes.examples
             if sizes.examples != expected:
+                whose = whose if self._examples else f"that of {self.factors[0].name}"
                 raise InputError(
                     f"Batch size {sizes.examples} for factor {factor.name} did not match value "
                     f"{expected}, {whose}."
