@@ -39,8 +39,8 @@ class KfacError(Exception):
     """Base class of all errors of this package.
 
     Attributes:
-        place: Name and index of the entry of a batch that is wrong, ``"targets"`` or an input; None
-            if the error is not about one entry.
+        place: The wrong entry of a batch: the name of the input, or ``"targets"``, and the index in
+            it. None if the error does not concern a single entry.
     """
 
     place: tuple[str, tuple[int, ...]] | None = None

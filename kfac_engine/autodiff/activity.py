@@ -81,7 +81,7 @@ def _smooth(
     wrt: Sequence[str],
     stops: Container[str] = frozenset(),
 ) -> dict[str, Node | None]:
-    """Return the values between ``wrt`` and the outputs, mapped to their last quantizer."""
+    """Map each value on a path from ``wrt`` to an output to the last rounding node behind it."""
     reached = activity(graph, facts, wrt)
 
     def passes_on(node: Node, results: Sequence[str]) -> bool:

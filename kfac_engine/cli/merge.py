@@ -108,7 +108,7 @@ def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
 def _distances(
     models: "Sequence[Mapping[str, Array]]", merged: "Mapping[str, Array]"
 ) -> dict[str, list[float]]:
-    """Return the Euclidean distance of each parameter of each model from the merged one."""
+    """Return, for each parameter, the Euclidean distances of the models from the merged model."""
     import numpy as np
 
     return {

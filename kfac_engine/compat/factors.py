@@ -200,7 +200,7 @@ class FullyConnectedDiagonalFactor(DiagonalFactor):
 
 
 def uses_of(names: Tower) -> Uses:
-    """Return the names of a tower as a tuple."""
+    """Return the names over the uses of a tower as a tuple; a single name is one use."""
     return (names,) if isinstance(names, str) else tuple(names)
 
 

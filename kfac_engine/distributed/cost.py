@@ -193,14 +193,14 @@ def _to_owners(collective: str, amounts: Sequence[tuple[int, float]], every: int
 def _copies(
     amounts: Mapping[str, float], assigned: Mapping[str, Sequence[int]]
 ) -> list[tuple[int, float]]:
-    """Return the whole of each amount for each of its ranks."""
+    """Count each amount in full for each of its ranks; return pairs of rank and amount."""
     return [(rank, amount) for key, amount in amounts.items() for rank in assigned[key]]
 
 
 def _shares(
     amounts: Mapping[str, float], assigned: Mapping[str, Sequence[Part]]
 ) -> list[tuple[int, float]]:
-    """Return the share of each rank in each amount, by its rows or columns."""
+    """Divide each amount among its ranks in proportion to the rows or columns that they own."""
     return [
         (part.owner, amount * (part.stop - part.start) / assigned[key][-1].stop)
         for key, amount in amounts.items()

@@ -211,6 +211,6 @@ def generator_of(rng: AnyGenerator, loss: str) -> np.random.Generator:
 
 
 def _discard(draw: Callable[[int], object], count: int) -> None:
-    """Draw numbers in pieces without a reference to them."""
+    """Draw numbers and discard them, in pieces that bound the memory."""
     for start in range(0, count, _PIECE):
         draw(min(_PIECE, count - start))

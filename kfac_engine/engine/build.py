@@ -81,9 +81,10 @@ class Task:
         return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS)
 
     def require_examples(self, what: str) -> None:
-        """Refuse a loss that is a single number for the whole batch, which the file computes.
+        """Refuse a loss that the file computes as a single number for the whole batch.
 
-        ``what`` is the subject and the verb of the message.
+        ``what`` begins the message with its subject and verb, such as ``"statistics of curvature
+        need"``.
         """
         for head in self.heads:
             if head.output not in self.batch.places:

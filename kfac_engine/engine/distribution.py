@@ -123,8 +123,8 @@ class Distribution(Division):
         """Update the averages with the update of ``meet``, and sum the gradients over the ranks.
 
         ``gradients`` are the gradients of the shard and may be changed; ``decay`` is the weight of
-        the old averages. The result is the gradients of the batch that this rank preconditions. If
-        several ranks own a table, it has the rows of this rank.
+        the old averages. The result has those gradients of the batch that this rank preconditions.
+        If several ranks own a table, the result has only the rows of this rank.
         """
         gradients = gradients or {}
         if self._shards.alone:

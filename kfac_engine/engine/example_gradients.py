@@ -125,7 +125,7 @@ class ExampleGradients:
         return self._outer
 
     def _changed(self, trace: Trace, examples: slice | list[int]) -> Trace:
-        """Return the evaluation of examples of the batch in another order."""
+        """Evaluate the model on chosen examples of the batch, in the order of ``examples``."""
         axes = self._batch.inputs
         return trace.with_inputs(
             {name: trace[name][(*(slice(None),) * axes[name], examples)].copy() for name in axes}

@@ -146,7 +146,7 @@ class Metric:
 
 
 def _loss(batch: Evaluated) -> Sum:
-    """The loss times the number that it is divided by; under the reduction ``"sum"`` the loss."""
+    """Return the sum of the losses of a batch, and the divisor of their mean; 0 for ``"sum"``."""
     size, objective = batch.observation.size, batch.objective
     divisor: float = batch.examples
     if objective.reduction == "mean" and (

@@ -137,7 +137,7 @@ def recorded_metrics(metrics: Sequence[MetricChoice] | None, engine: Engine) -> 
 
 
 def _recorded(name: str) -> str:
-    """Return the name of a metric in records, where the loss of the batch is ``loss``."""
+    """Return the name of a metric in records, where ``loss`` is the loss of the training batch."""
     return "validation_loss" if name == "loss" else name
 
 

@@ -1,9 +1,10 @@
 """Writes a model with the variance of its outputs under uncertain parameters of all layers.
 
 The file has the forward graph and a backward graph for each of the ``k`` outputs of an example, in
-standard operators. The gradients of each example with respect to a layer follow from its inputs and
-output gradients. Parameters for which they do not take a ``Scan`` over the examples. The nodes are
-recorded: ``gradient_forms`` computes the variance from arrays, and writes it from recorded arrays.
+standard operators. The gradients of each example with respect to a layer follow from the inputs and
+output gradients of the layer. For parameters without a layer, a ``Scan`` runs over the examples.
+The nodes are recorded: ``gradient_forms`` computes the variance from arrays, and writes it from
+recorded arrays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,8 +83,9 @@ def export_network(
         node_limit: Largest number of nodes of the file.
 
     Raises:
-        UnsupportedError: Examples depend on each other or on chance, a size that must be fixed is
-            not, or a parameter without a layer meets a model of one batch size.
+        UnsupportedError: Examples depend on each other or on random numbers, the number of outputs
+            of an example is not fixed, or a parameter has no layer and the model has a fixed batch
+            size.
         InputError: The path is wrong, the file would have more nodes, or it has a value
             ``variance`` already.
     """
@@ -131,7 +133,7 @@ def _checked_value(layout: Layout) -> str:
 
 
 def _open_size(layout: Layout) -> str:
-    """Return an axis without a fixed size, other than that of the examples; ``""`` for none."""
+    """Describe an axis of an input that has no fixed size and no examples; ``""`` for none."""
     batch = layout.assembly.task.batch
     for entry in layout.assembly.model.graph.inputs:
         for axis, size in enumerate(entry.shape or (None,)):

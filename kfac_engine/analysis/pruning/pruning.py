@@ -75,13 +75,14 @@ def prune(
             remain for each output. The inputs of a convolution are ordered by pixel of the window,
             then by channel. Other numbers have the same form.
         method: A method of ``saliency``. With ``"obs"``, the remaining weights of each block move
-            to the minimum of the damped quadratic model of the loss; with the others they remain.
+            to the minimum of the damped quadratic model of the loss; the other methods do not
+            change them.
         damping: λ, or λ of each parameter.
         parameters: Names of the parameters to prune, or patterns such as ``"*.weight"``; by default
             the weights of all layers, without biases, scales and parameters without a layer.
 
     Returns:
-        The name of every parameter to a new array, in the shape and type of the parameter, for
+        A new array for every parameter, by name, with its shape and type, for
         ``Engine.set_parameters``.
 
     Raises:

@@ -45,8 +45,8 @@ def _rearranges(weights: Set[str], node: Node) -> bool:
 def merge_rearrangements(graph: Graph, parameters: Iterable[str]) -> Graph:
     """Return a graph without repeated nodes that rearrange the entries of a weight.
 
-    The weight replaces the result of an ``Identity`` of it. The result is ``graph`` itself if no
-    two nodes are equal.
+    The readers of an ``Identity`` of a weight read the weight instead. The result is ``graph``
+    itself if nothing changes.
     """
     weights = rearranged(graph, parameters)
     captured = {name for node in graph.nodes for name in node.captures}

@@ -161,7 +161,10 @@ class Kit:
         return self.activations[index](self.clip(value))
 
     def parts(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Write parts of the columns with ``gates`` gates each; return their names."""
+        """Split the columns into parts of whole gates, and return their names.
+
+        ``gates`` is the number of gates of each part.
+        """
         sizes = self.b.constant([gate * self.hidden for gate in gates])
         return self.b.multi("Split", [value, sizes], ("",) * len(gates), axis=1)
 

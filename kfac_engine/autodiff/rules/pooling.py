@@ -124,10 +124,11 @@ def _tiles(window: SlidingWindow) -> bool:
 
 
 def _covers(b: VjpBuilder, x: str, y: str, window: SlidingWindow) -> bool:
-    """Return whether the only window is cut off by the image, which it covers.
+    """Return whether a single window covers the image and extends beyond it.
 
-    A window of thousands of pixels is the usual way to average images of any size. On a larger
-    image, ``ceil_mode`` adds windows, and the cotangents have another shape than is expanded.
+    Models use a window of thousands of pixels to average images of any size. On an image that is
+    larger than the window, ``ceil_mode`` adds windows, and the cotangent cannot be expanded to the
+    shape of the image.
     """
     padded = any(window.begins + window.ends) or window.same
     images, windows = (b.sample_shape(value)[2:] for value in (x, y))

@@ -142,7 +142,7 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
 
 
 def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
-    """Write the region of interest of one axis, with three complete axes."""
+    """Write the region of interest of four axes: that of one resized axis, and three whole axes."""
     ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))
     begin, end = (b.forward("Gather", roi, at) for at in (place, ends))
     zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))

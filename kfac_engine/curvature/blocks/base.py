@@ -185,7 +185,7 @@ class FisherBlock(ABC):
 
     @property
     def damping(self) -> float:
-        """λ divided by the number of uses × positions, which multiplies the block.
+        """The damping of the block without its scale: λ divided by the number of uses × positions.
 
         Raises:
             NotReadyError: The factors were not instantiated.

@@ -78,7 +78,7 @@ Compute: TypeAlias = Callable[[Sequence[Request]], Callable[[], Mapping[Request,
 
 
 class Division:
-    """The division of refreshes among processes: here, one process computes all of them."""
+    """Divides refreshes among processes; this class serves one process, which computes them all."""
 
     @property
     def ranks(self) -> int:

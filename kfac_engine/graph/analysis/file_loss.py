@@ -26,7 +26,7 @@ _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
 
 @dataclass(frozen=True, slots=True)
 class FileLoss:
-    """A loss in a file.
+    """A loss that the file itself computes.
 
     Attributes:
         distribution: Distribution of the labels.
@@ -35,10 +35,11 @@ class FileLoss:
         labels: Name of the input of the labels.
         targets: The value of the labels that the loss reads; a function of ``labels``.
         class_axis: Axis of the classes or features in ``value``.
-        reduction: Reduction over all entries; ``"none"`` for none.
+        reduction: Reduction over all entries; ``"none"`` if the output has a loss for each entry.
         options: Options of the distribution: ``ignore_index`` and ``class_weights``.
         weights: Name of an input with the weights of the labels, of their shape; empty for none.
-        rank: The only rank of ``value`` for which the axis has the classes; 0 for any.
+        rank: The number of axes that ``value`` must have, so that ``class_axis`` has the classes; 0
+            for any number.
     """
 
     distribution: Distribution

@@ -61,7 +61,10 @@ def _is_new(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
 
 
 def _expanded(model: onnx.ModelProto, versions: Mapping[str, int]) -> onnx.ModelProto:
-    """Return a model with new operators replaced by their definitions, once."""
+    """Return a model in which each new operator is replaced by its definition.
+
+    A definition may contain operators that are new themselves.
+    """
     types = dict(_types(model))
     result = onnx.ModelProto()
     result.CopyFrom(model)
