@@ -12,8 +12,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Arguments without the name of the program; by default those of the process. A
-            signal then ends the process here.
+        arguments: Arguments without the name of the program; by default the arguments of the
+            process. A signal then ends the process here.
 
     Returns:
         The exit status: 0 if done, 2 if the input is wrong, 1 for a bug, above 128 after a signal.

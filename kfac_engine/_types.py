@@ -65,7 +65,7 @@ class Rows:
 
 
 def entries(vector: "Array | Rows") -> Array:
-    """Return the entries of an array, or those of some rows."""
+    """Return an array itself, or the array of the nonzero rows of ``Rows``."""
     return vector.values if isinstance(vector, Rows) else vector
 
 

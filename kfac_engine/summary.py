@@ -47,7 +47,7 @@ class Summary:
 
     Attributes:
         title: Class and name of the object.
-        facts: Name to value.
+        facts: Values by name.
         table: The table; None for none.
     """
 

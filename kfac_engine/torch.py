@@ -145,8 +145,8 @@ class KFAC:
                 omit ``scaler`` after ``scaler.unscale_(optimizer)``.
 
         Returns:
-            The factor, at most 1, that ``kl_clip`` multiplied the natural gradients by; 0 if scaled
-            gradients overflowed. ``scaler.step`` then leaves the parameters as they are.
+            The factor, at most 1, by which ``kl_clip`` multiplied the natural gradients; 0 if
+            scaled gradients overflowed. ``scaler.step`` then leaves the parameters as they are.
 
         Raises:
             InputError: No parameter has a gradient, the inputs are wrong, the module has changed,

@@ -28,7 +28,7 @@ class Activity:
 
     Attributes:
         active: Floating-point values, and values that are computed from rounded values.
-        rounded: Rounded values of a coarse type, mapped to the rounding node.
+        rounded: The rounding node of each rounded value of a coarse type.
     """
 
     active: frozenset[str]
@@ -120,7 +120,7 @@ def _last_marked(
     passes_on: Callable[[Node, Sequence[str]], bool],
     marks: Callable[[Node], bool],
 ) -> dict[str, Node | None]:
-    """Return the ancestors of outputs, mapped to the last marked node on the path or None."""
+    """Map each ancestor of the outputs to the last marked node on its path, or to None."""
     last: dict[str, Node | None] = dict.fromkeys(outputs)
     for node in reversed(graph.nodes):
         results = [name for name in node.outputs if name in last]

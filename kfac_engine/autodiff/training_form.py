@@ -129,8 +129,8 @@ def _rewritten(
 ) -> Iterator[Node]:
     """Yield the inference form of a node.
 
-    ``unchanged`` receives a map from the share of the batch in a running statistic to the
-    statistic.
+    ``unchanged`` receives the running statistic that belongs to each share of the batch in it, so
+    that the sum of both becomes the statistic alone.
     """
     if node.qualified_op == "BatchNormalization" and node.attributes.get("training_mode", 0):
         yield from _with_running_statistics(node, statistics, unchanged)

@@ -127,7 +127,7 @@ class VjpBuilder(NodeBuilder):
         return self.forward("Cast", product, to=FLOAT_CODES[self.dtype(name).name])
 
     def indices(self, size: str) -> str:
-        """Write the numbers from zero to a 0-d size, which they exclude, in the forward graph."""
+        """Write the integers from zero up to, but without, a 0-d size, in the forward graph."""
         return self.forward("Range", self.constant(0), size, self.constant(1))
 
     def halves(self, vector: str) -> tuple[str, ...]:

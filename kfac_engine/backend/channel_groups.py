@@ -35,7 +35,7 @@ class Accumulation:
 
     @property
     def of_others(self) -> "Accumulation":
-        """The accumulation of further rows."""
+        """The same accumulation for further rows, which keeps the result so far."""
         return replace(self, beta=1.0)
 
 

@@ -46,7 +46,7 @@ class MemorySpace(Protocol):
     def to_device(self, value: Any) -> Array:
         """Convert an array of any library to a C-contiguous array in this memory space.
 
-        Small integers go to the device, too, which ``as_feed`` keeps on the host.
+        Unlike ``as_feed``, this method copies small integers to the device, too.
         """
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:

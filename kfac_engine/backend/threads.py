@@ -83,8 +83,8 @@ def threads_of_a_rank(cores: int, ranks_on_node: int, machine: int | None = None
     """Return the number of threads, at least one, of a process that shares a node with others.
 
     A process may use all cores of the node, or those to which its launcher has bound it. In the
-    first case the cores are divided. In the second case they are its share already, unless it is
-    larger than an equal share of the node. ``cores`` is the number of cores that the process may
+    first case the cores are divided. In the second case these cores are its share already, unless
+    they exceed an equal share of the node. ``cores`` is the number of cores that the process may
     use, ``machine`` the number of cores of the node. None, or a smaller number, means ``cores``.
     """
     return max(1, min(cores, max(cores, machine or 0) // ranks_on_node))
@@ -103,7 +103,7 @@ _BLAS_LIMIT = _BlasLimit()
 
 
 class _SingleThreadedBlas:
-    """The context of ``single_threaded_blas``; it takes less time than that of a generator."""
+    """The context of ``single_threaded_blas``; a generator would take more time."""
 
     def __enter__(self) -> None:
         with _BLAS_LIMIT.lock:
@@ -226,7 +226,7 @@ def _blas() -> tuple[Any, ...]:
 
 
 def _reset_after_fork() -> None:
-    """Reset the module in a forked process, which has no threads of its parent."""
+    """Reset the module in a forked process, which does not inherit threads."""
     global _BLAS_LIMIT  # a thread of the parent may have locked it
     _BLAS_LIMIT = _BlasLimit()
     _IDLE.clear()

@@ -17,7 +17,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class _FilePath(click.Path):
-    """A path without zero bytes and lone surrogates, which no file has."""
+    """The type of a path; paths with a zero byte or a lone surrogate are refused."""
 
     def convert(
         self,
@@ -162,7 +162,7 @@ class Command(click.Command):
     def notes(
         self, options: Sequence[click.Option]
     ) -> Iterable[tuple[str, Sequence[tuple[str, str]]]]:
-        """Return sections to follow the options of a group: heading and rows."""
+        """Return the sections that follow the options of a group, each a heading with rows."""
         del options
         return ()
 
@@ -178,7 +178,7 @@ class Choice(click.Choice):  # type: ignore[type-arg] # click is generic since 8
     """One of several names; the error for another name suggests the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the name; raise ``BadParameter`` with the nearest name if the value is none."""
+        """Return the name; for another value raise ``BadParameter`` with the nearest name."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:

@@ -38,7 +38,7 @@ MakeOptimizer: TypeAlias = Callable[[ke.Engine, float | None], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer and the learning rates that it is run with; None for the default."""
+    """An optimizer, and the learning rates with which it runs; None for the default."""
 
     make: MakeOptimizer
     rates: tuple[float | None, ...] = (None,)
@@ -73,7 +73,7 @@ class Run(ke.Callback):
         held_out: Inputs and targets that no step reads.
         seconds: CPU seconds at the end of each step.
         losses: Loss of each batch before its update.
-        evaluations: Number of steps to the loss of the held-out data after it.
+        evaluations: Losses of the held-out data, by the number of steps before them.
         accuracy: Part of the held-out data that is classified correctly, at the end.
     """
 

@@ -135,8 +135,8 @@ def print_curvature(
 ) -> None:
     """Print a report on a curvature that is stored in ``path``.
 
-    Log-determinants and effective dimensions have the given damping. With ``wide``, a narrow
-    terminal has all columns, too.
+    Log-determinants and effective dimensions have the given damping. With ``wide``, all columns are
+    shown in a narrow terminal, too.
     """
     rows, totals, notes = _rows(curvature, damping), _totals(curvature, damping), _notes(curvature)
     if as_json:
@@ -182,7 +182,7 @@ def spectra_of(curvature: "ke.Curvature", damping: float) -> "Sequence[FactorSpe
 
 
 def _precision(curvature: "ke.Curvature", block: "Block") -> float:
-    """Return the rounding error of the averages of a block, single precision at least."""
+    """Return the relative rounding error of the averages of a block: of float32 or of float64."""
     import numpy as np
 
     dtypes = [curvature.parameters[name].dtype for name in block.parameters]
@@ -195,7 +195,7 @@ class _Row:
 
     Attributes:
         parameters: Its parameters.
-        parts: The entries of each that it has, such as ``[0:4, :]``; empty for all entries.
+        parts: The entries of each parameter in the block, such as ``[0:4, :]``; empty for all.
         shapes: Shapes of the parameters.
         formula: The block in a few symbols.
         eigenvalues: Number of eigenvalues.
@@ -246,7 +246,7 @@ def _several(key: "Params") -> tuple[str, ...]:
 
 
 def _extents(curvature: "ke.Curvature") -> dict[str, str]:
-    """Return the entries of a parameter that each slice in a block has, by name of the slice."""
+    """Return the entries of the parameter that each slice has, as text, by name of the slice."""
     from kfac_engine.engine.parameter_entries import ParameterEntries
 
     assembly = curvature.layout.assembly

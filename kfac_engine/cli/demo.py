@@ -108,7 +108,7 @@ def _print_comparison(winners: "Winners", seeds: int, seconds: float) -> None:
 
 
 def verdicts(winners: "Winners") -> list[str]:
-    """Return for each number which method has the best one, and the number of K-FAC."""
+    """Return a line for each measured number: the best method, and the value of K-FAC."""
     lines = []
     for head, (measured, show) in {**_LOSSES, **_REACHED}.items():
         values = {name: measured(runs) for name, runs in winners.items()}

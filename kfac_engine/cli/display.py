@@ -86,7 +86,7 @@ def shown_warnings() -> Iterator[None]:
 
 @contextmanager
 def report_beside(path: Path) -> Iterator[None]:
-    """Print on stderr if the content of a file is written to the standard output."""
+    """Return a context that prints on stderr if ``path`` is the standard output."""
     from kfac_engine.system.writing import is_stdout
 
     with redirect_stdout(sys.stderr) if is_stdout(path) else nullcontext():

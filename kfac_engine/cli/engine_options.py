@@ -29,7 +29,7 @@ OBJECTIVE = (
     "positive_weights", "label_smoothing", "reduction", "freeze", "gradient_dtype", "batch_axes",
 )  # fmt: skip
 
-# Field to a value, for messages.
+# Example values by field, for messages.
 _EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1", "periods": "conv*=20"}
 
 
@@ -75,7 +75,7 @@ def _unlike(parameter: click.Parameter, text: str) -> click.BadParameter:
 
 
 class Row:
-    """What an option of the command line says besides its field.
+    """The part of a command-line option that does not follow from its field.
 
     Args:
         group: Group of the option.
@@ -260,8 +260,8 @@ def _kinds() -> list[tuple[str, str]]:
 def options_of(record: type[Any], names: Sequence[str] = ()) -> list[Option]:
     """Return an option for each field of a dataclass that has rows in ``ROWS``, in their order.
 
-    ``names`` selects fields; if it is empty, all are selected but those that the commands have as
-    their own.
+    ``names`` selects fields; if it is empty, all are selected except those for which commands have
+    options of their own.
     """
     types = get_type_hints(record)
     other = CURVATURE_TEXTS if record.__name__ == "CurvatureOptions" else {}

@@ -32,7 +32,7 @@ def check_files(
     model: Path,
     appended: Collection[str] = (),
 ) -> None:
-    """Refuse to write over a file that is read, or in vain, before anything is computed.
+    """Refuse output files that are inputs or cannot be written, before anything is computed.
 
     ``InputError`` is raised as by ``check_outputs``. The model and its external data count as
     inputs.

@@ -254,9 +254,9 @@ def _as_json(report: _Report) -> dict[str, object]:
 
 
 def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
-    """Print a row for each layer, and for each parameter that belongs to none.
+    """Print a row for each layer, and for each parameter without a layer.
 
-    Return whether all columns are shown. With ``wide``, a narrow terminal has all columns, too.
+    Return whether all columns are shown. With ``wide``, all are shown in a narrow terminal, too.
     """
     return print_table(
         "layers",
@@ -374,7 +374,7 @@ def _print_losses(losses: "tuple[LossReport, ...]") -> None:
 
 
 def _assumptions(loss: "LossReport") -> Iterator[str]:
-    """Yield a line for each limit of the batches."""
+    """Yield a line for each restriction of batches and for each dependence of examples."""
     if loss.fixed_batch:
         yield f"one batch size only: {loss.fixed_batch}."
     if loss.coupling:

@@ -134,7 +134,7 @@ def one_or_all(
 def by_output(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> str | tuple[str, ...] | dict[str, str] | None:
-    """Return names of losses, or a map from outputs to them for values OUTPUT=NAME."""
+    """Return names of losses, or for values OUTPUT=NAME a map from outputs to names."""
     pairs = [value.rpartition("=") for value in values]
     if len(values) < 1 or not any(equals for _, equals, _ in pairs):
         return one_or_all(context, parameter, values)

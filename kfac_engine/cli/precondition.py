@@ -126,7 +126,7 @@ def _precondition(
     gradients: "dict[str, Array] | None",
     exp: float,
 ) -> "tuple[float | None, dict[str, Array], dict[str, Array]]":
-    """Return the loss, which gradients of the user do not have, and both kinds of gradients."""
+    """Return the loss and both kinds of gradients; the loss is None for gradients of the user."""
     if gradients is not None:
         engine.observe(inputs, targets)
         return None, gradients, engine.precondition(gradients, exp=exp)

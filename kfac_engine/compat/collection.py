@@ -71,8 +71,8 @@ class LayerCollection(LossMethods, core.LayerCollection):
         backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
 
     Attributes:
-        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
-        fisher_factors: (class, arguments) to factor, in the order of creation.
+        fisher_blocks: Blocks by parameters (a name or a tuple), in the order of registration.
+        fisher_factors: Factors by ``(class, arguments)``, in the order of creation.
         graph: The model, or the shapes.
         subgraph: The part of the model that the losses depend on; None before
             ``create_subgraph``, and without a model.
@@ -116,7 +116,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
             params: The weight, or ``(weight, bias)``.
             inputs: Name of the input, ``(n, …positions, d_in)``.
             outputs: Name of the output, ``(n, …positions, d_out)``.
-            approx: Name of an approximation of the kind; by default that of the collection.
+            approx: Name of an approximation of the kind; by default the default of the collection.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             feature_axis: Axis of the features in inputs and outputs; -2 for ``weight · inputs``.
@@ -149,7 +149,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
                 ``(num_uses·n, d_in)`` (use by use) or ``(num_uses, n, d_in)``.
             outputs: Names of outputs with ``d_out`` features, in either form.
             num_uses: Number of uses; optional if they are listed.
-            approx: Name of an approximation of the kind; by default that of the collection.
+            approx: Name of an approximation of the kind; by default the default of the collection.
             reuse: Whether this is a further tower.
             weight_format: ``"IO"`` or ``"OI"``.
             dense_inputs: As in ``register_fully_connected``; a single tensor of token ids is
@@ -307,7 +307,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
             outputs: Name of the output.
             data_format: ``"NHWC"`` (default) or ``"NCHW"``.
             dilations: As ``strides``; 1 by default.
-            approx: Name of an approximation of the kind; by default that of the collection.
+            approx: Name of an approximation of the kind; by default the default of the collection.
             reuse: Whether this is a further tower.
             sub_sample_inputs: Whether the input factor reads a random subset of the examples; by
                 default the choice of the configuration.
@@ -356,7 +356,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
             num_uses: Number of uses; optional if they are listed.
             data_format: As in ``register_conv2d``, for one use.
             dilations: As in ``register_conv2d``.
-            approx: Name of an approximation of the kind; by default that of the collection.
+            approx: Name of an approximation of the kind; by default the default of the collection.
             reuse: Whether this is a further tower.
             weight_format: As in ``register_conv2d``.
         """
@@ -541,7 +541,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
             inputs: Name of the data before scaling, with as many axes as ``outputs``; or names over
                 the uses of the parameters.
             outputs: Name of the scaled and shifted data, likewise.
-            approx: ``"full"`` or ``"diagonal"``; by default that of the collection.
+            approx: ``"full"`` or ``"diagonal"``; by default the default of the collection.
             reuse: Whether this is a further tower.
             feature_axis: Axis of the data for the last axis of the parameters; 1 for a number for
                 each channel of ``(n, channels, …)``.

@@ -251,7 +251,7 @@ class ConvDiagonalFactor(DiagonalFactor):
 
 
 def _output_view(data_format: str | None) -> RowView:
-    """Return the view of outputs, whose number of axes is that of the format if not None."""
+    """Return the view of outputs; a format that is not None determines the number of axes."""
     if data_format not in (*_CHANNELS_LAST, *_CHANNELS_FIRST):
         known = ", ".join(name for name in (*_CHANNELS_LAST, *_CHANNELS_FIRST) if name)
         raise InputError(f"data_format is '{data_format}'; choose one of: {known}.")

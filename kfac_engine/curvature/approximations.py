@@ -68,8 +68,9 @@ class LayerKind:
     """A kind of layer.
 
     Attributes:
-        approximations: Name to row; the first row is the default.
-        large: Default of layers with a larger matrix than ``largest``; empty for the same default.
+        approximations: Rows by name; the first row is the default.
+        large: Default of layers that have a matrix of more than ``largest`` rows; empty for the
+            same default.
         largest: Largest number of rows of the matrices of a layer with the first default.
         several: The kind of the same layers if they are used several times; empty for this kind.
     """
@@ -81,7 +82,7 @@ class LayerKind:
 
     @property
     def default(self) -> str:
-        """The default approximation of a layer without larger matrices than ``largest``."""
+        """The default approximation of a layer whose matrices have at most ``largest`` rows."""
         return next(iter(self.approximations))
 
     def default_for(

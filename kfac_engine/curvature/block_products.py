@@ -20,8 +20,8 @@ def matpower(exp: float, columns: Mapping[Params, slice] | None = None) -> Produ
     """Return the product of a block with a vector for a power of the damped matrix.
 
     The power 1 reads the current averages; a registered power reads the last refresh. ``columns``
-    has the only columns of products that are needed, by the parameters of a block; the other
-    columns may be zero (``FisherBlock.multiply_columns``).
+    has, by the parameters of a block, the columns of the product that are needed. The other columns
+    may be zero (``FisherBlock.multiply_columns``).
     """
     needed = {} if exp == 1 else columns or {}
 

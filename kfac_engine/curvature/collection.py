@@ -42,8 +42,8 @@ class LayerCollection(FactorOwner):
         backend: ``"auto"``, ``"numpy"`` or ``"cupy"``, or a result of ``select``.
 
     Attributes:
-        fisher_blocks: Parameters (a name or a tuple) to block, in the order of registration.
-        fisher_factors: (class, arguments) to factor, in the order of creation.
+        fisher_blocks: Blocks by parameters (a name or a tuple), in the order of registration.
+        fisher_factors: Factors by ``(class, arguments)``, in the order of creation.
         graph: The model, or the shapes.
         subgraph: The part of the model that the losses depend on; None before
             ``create_subgraph``, and without a model.
@@ -181,7 +181,7 @@ class LayerCollection(FactorOwner):
             form: Layout of the tensors and parameters, for one use; it has the number of uses.
             inputs: Name of the input, or names over uses; no names for a shift.
             outputs: Name of the output before any nonlinearity, or names over uses.
-            approx: Name of an approximation of the kind; by default that of the collection.
+            approx: Name of an approximation of the kind; by default the default of the collection.
 
         Raises:
             RegistrationError: The parameters do not fit the form, belong to another layer, or are

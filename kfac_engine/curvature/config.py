@@ -31,9 +31,9 @@ class RelativeDamping(float):
     A block ``F`` of ``n`` rows is damped by ``ε·tr(F)/n``, with its current average. The damped
     block then has the same condition number whatever the scale of the loss, of the inputs and of
     the other layers. Each factor of a Kronecker block is damped by ``√ε`` times its own mean
-    eigenvalue; the factor of features that are an input of the model, by ``√ε`` times the second
-    moment of each feature. Parameters without a block are damped by ``ε`` times the mean over all
-    blocks.
+    eigenvalue. If the features of an input factor are an input of the model, each feature is damped
+    by ``√ε`` times its own second moment. Parameters without a block are damped by ``ε`` times the
+    mean over all blocks.
 
     Sums, products, quotients and powers with numbers are relative as well, so that
     ``engine.damping *= 2`` doubles ε. ``float`` returns ε itself.
@@ -103,7 +103,7 @@ class CollectionConfig:
         subtract_mean_contrib_from_cov: SUA with centred activations: whether the outer product
             of the mean is subtracted from the second moment.
         sub_sample_inputs: Whether input factors of convolutions read a part of the examples.
-        inputs_to_extract_patches_factor: Part of the examples in the subset.
+        inputs_to_extract_patches_factor: Fraction of the examples in the subset.
         sub_sample_patches: Whether input factors of convolutions read a part of the patches.
         max_num_patches: Largest number of patches.
         max_num_patches_per_dimension: Largest number of patches per row of the factor.
@@ -152,7 +152,7 @@ class CollectionConfig:
             patches: Whether the factor reads a part of the patches; ``sub_sample_patches`` if None.
 
         Returns:
-            The sub-sampling, inactive for neither.
+            The sub-sampling; it is inactive if the factor reads everything.
         """
         some_inputs = self.sub_sample_inputs if inputs is None else inputs
         some_patches = self.sub_sample_patches if patches is None else patches

@@ -55,9 +55,9 @@ class MeasuredBatch:
 
     Attributes:
         trace: The evaluation.
-        scales: Loss input to the factor of its cotangents; 1 where absent.
-        weights: Weights of the examples, next to ``scales``; None if no target has a weight.
-        draws: Fixes the randomness, by loss name.
+        scales: Factors of the cotangents, by loss input; 1 where absent.
+        weights: Weights of the examples, besides ``scales``; None if no target has a weight.
+        draws: Draws that replace random ones, by loss name.
     """
 
     trace: Trace
@@ -77,16 +77,16 @@ class CovarianceUpdates:
         rng: Generator of sampled targets and random signs; advanced by each pass.
         factors: All factors.
         alone: Factors whose statistics read gradients of single examples.
-        gradients: Name of a gradient, as factors read it, to the differentiated value.
-        layers: The layers, whose inputs have rows that count or not.
+        gradients: The differentiated value of each gradient, by the name that factors read.
+        layers: The layers. Weights of targets decide which rows of their inputs count.
         examples: Computes gradients of single examples; None if traces cannot.
         variables: Parameters whose gradients are summed over the sources.
         batch_size: Size that every batch must have; None for any size.
         name: Name of the estimator, for messages.
         rows: The rows of the batch that this process has; None for all of them.
-        placements: Name of a loss to the place of the examples in its draws; the first axis where
+        placements: Place of the examples in the draws of each loss, by name; the first axis where
             absent.
-        axes: Name of a value to its axis of examples; 0 where absent.
+        axes: Axes of the examples, by name of a value; 0 where absent.
         batch: Name of a value whose first axis has the examples only; empty if the first axis of
             the first loss input has them.
         divided: Whether batches are divided among processes, which combine what they measure.
@@ -120,7 +120,7 @@ class CovarianceUpdates:
         self.updater = self._updater_of(f for f in self.factors if f not in self.alone)
 
     def read_values(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the values by which the losses are differentiated.
+        """Return the values with respect to which the losses are differentiated.
 
         The first tuple is for the losses of a whole batch, the second for the losses of single
         examples.
@@ -131,7 +131,7 @@ class CovarianceUpdates:
     def measured_batch(
         self, trace: Trace, draws: Draws | None = None, scales: Scales | None = None
     ) -> MeasuredBatch:
-        """Return a batch; without scales, with the weights of the predictions that losses read."""
+        """Return a batch to measure; by default, weights of predictions give its scales."""
         if scales is not None:
             return MeasuredBatch(trace, scales, None, draws)
         return MeasuredBatch(trace, self.scales_of(trace), self._weights_of(trace), draws)

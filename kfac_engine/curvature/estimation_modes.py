@@ -52,8 +52,8 @@ class EstimationMode:
         mat_type: The matrix that the second moment of the sources estimates.
         sources: The generator of the sources, without checks.
         needs_targets: Whether it reads the targets of the batch.
-        one_source: Whether there is one source, always. Several are summed up before an average
-            moves, which takes memory for the sums.
+        one_source: Whether there is always one source. Several sources are summed up before an
+            average moves, which takes memory for the sums.
         examples_first: Whether it numbers the entries of a loss input after the first axis, which
             must then hold the examples alone.
     """
@@ -77,8 +77,9 @@ class EstimationMode:
             losses: The losses, with their parts.
             values: The loss inputs of the batch by name, and targets where the mode needs them.
             rng: Generator of sampled targets and signs, of the batch or of some of its rows.
-            draws: Fixes them for some losses: sampled targets in mode ``gradients``, ±1 signs of
-                the inner shape in ``curvature_prop``. Modes without randomness do not read it.
+            draws: Draws that replace random ones for some losses: targets in mode ``gradients``, ±1
+                signs of the inner shape in ``curvature_prop``. Modes without randomness do not read
+                them.
 
         Returns:
             Iterator over mappings from loss input to cotangent, in that input's shape.

@@ -244,7 +244,7 @@ class FisherEstimator(Sealed):
         """Set where the examples lie in random numbers, for ``rows``; by default the first axis.
 
         Args:
-            placements: Name of a loss to the place.
+            placements: Places by name of the loss.
         """
         self.statistics.placements = placements
 
@@ -252,7 +252,7 @@ class FisherEstimator(Sealed):
         """Set where the examples lie, for weights of targets; by default the first axis.
 
         Args:
-            axes: Name of a value to its axis of examples.
+            axes: Axes of the examples, by name of a value.
             batch: Name of a value whose first axis has the examples only; empty for none.
         """
         self.statistics.axes, self.statistics.batch = axes, batch
@@ -292,9 +292,9 @@ class FisherEstimator(Sealed):
 
         Args:
             trace: The evaluation of the batch.
-            draws: Fixes the randomness, by loss name.
-            scales: Loss input to the factor of its cotangents; ``√w`` multiplies the Fisher matrix
-                of the loss by ``w``.
+            draws: Draws that replace random ones, by loss name.
+            scales: Factors of the cotangents, by loss input; ``√w`` multiplies the Fisher matrix of
+                the loss by ``w``.
             should_decay: False for the plain mean of all batches.
             release: Called with names of values after the last factor has read them. Modes with
                 several sources read all values to the end and do not call it.
@@ -321,9 +321,9 @@ class FisherEstimator(Sealed):
         Args:
             trace: The evaluation of the batch.
             weight: Weight of the batch in the means, such as its number of examples.
-            draws: Fixes the randomness, by loss name.
+            draws: Draws that replace random ones, by loss name.
             scales: As for ``update_covariances``.
-            factors: Factors to update; None for all. Raises as ``update_covariances`` does.
+            factors: Factors to update; None for all. Errors are as for ``update_covariances``.
         """
         chosen = self.factors if factors is None else tuple(factors)
         self.statistics.add(chosen, trace, 1.0, weight, draws, scales)
@@ -416,7 +416,7 @@ class FisherEstimator(Sealed):
             )
 
     def _instantiate_factors(self, exps: Sequence[float]) -> dict[str, str]:
-        """Return the gradients that factors read: their names to the differentiated values."""
+        """Create the factors; return the differentiated value of each gradient that they read."""
         gradients: dict[str, str] = {}
         for block in self.blocks:
             named: list[str | tuple[str, ...]] = []

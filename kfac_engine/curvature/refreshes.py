@@ -75,12 +75,12 @@ class Refreshes:
     def early_rates(
         self, repeats: Callable[[FisherBlock], float] | None = None
     ) -> tuple[float, float]:
-        """Return the rates that bound the periods of the refreshes of an optimizer from below.
+        """Return two rates, from which ``least_period`` computes the least period of refreshes.
 
-        The rates are the part of the steps between two refreshes for each example of a batch, and a
-        constant part. Both are infinite if a refresh takes milliseconds. After ``least_period``
-        steps of a batch, a refresh of all factors is at most 20 % of the operations. The numbers
-        follow from sizes, so that periods are the same in each run and on each process.
+        The reciprocal of the period is the first rate times the number of examples of a batch, plus
+        the second rate. With this period, refreshes of all factors are at most 20 % of the
+        operations. Both rates are infinite if a refresh takes milliseconds. They follow from sizes,
+        so that periods are the same in each run and on each process.
 
         ``repeats`` returns the number of rows of each example in the factors of a block, which is
         measured by default.
@@ -231,7 +231,7 @@ class Refreshes:
 
 
 def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
-    """Return the least number of steps between two refreshes, by ``Refreshes.early_rates``.
+    """Return the least number of steps between two refreshes, for ``Refreshes.early_rates``.
 
     ``examples`` is the number of examples of a batch, or a recorded number.
     """

@@ -51,7 +51,7 @@ class Schedule:
         budget: Largest share of refreshes in the time of all calls, in (0, 1), with the policy
             ``"budget"``. Call 0 does not count, and the share may be exceeded by one refresh. The
             plans depend on measured times, so that two runs differ.
-        periods: Pattern of parameter names to the period of their factors, which replaces
+        periods: Periods of factors, by pattern of parameter names. Such a period replaces
             ``refresh_every``. The first pattern that matches counts. A factor of several layers has
             the shortest of their periods.
     """
@@ -124,7 +124,7 @@ class PlannerState:
     """The state of a planner: results of earlier calls, which a checkpoint stores.
 
     Attributes:
-        refreshed: Key of a work to the counter of its latest refresh.
+        refreshed: Counter of the latest refresh of each work, by key.
         elapsed: Seconds of all calls after call 0.
         spent: Seconds of their refreshes.
         cost: Sum of the costs of earlier refreshes, with less weight for older ones.

@@ -34,7 +34,7 @@ class ExampleAxes:
         weights: Name of the weights of the targets among arrays by name.
 
     Attributes:
-        inputs: Input name to axis.
+        inputs: Axes of the examples, by input name.
         obstacle: Why the model does not run on a part of a batch; empty where it does.
         fixed_size: The only number of examples that the model runs with; None where it runs with
             others, or where its targets have no parts.
@@ -204,7 +204,7 @@ class ExampleAxes:
         return {(TARGETS, name): array for name, array in named.items()}
 
     def _mapped(self, targets: Targets, function: Callable[[Any, int], Array]) -> Targets:
-        """Return targets and weights in the same form, after a function of key and axis."""
+        """Return targets in their form, each array replaced by ``function`` of its key and axis."""
         results = {
             key: function(key, self._target_axis(key[1], array, key[0]))
             for key, array in self._named(targets).items()
@@ -242,7 +242,7 @@ class NumberedBatch(tuple[Mapping[str, Array], Targets]):
         return self
 
     def located(self, error: KfacError) -> KfacError:
-        """Return an error that also says which example of the data is wrong, if it is about one."""
+        """Return the error with the number of the wrong example in the data, if it concerns one."""
         name, index = error.place or ("", ())
         axis = self._axes.axis(name)
         if axis is None or axis >= len(index) or raised_by_all_ranks(error):

@@ -151,7 +151,7 @@ class GivenBatches:
         return (part for part in parts if self._share.size == 1 or self._axes.count(part[0]))
 
     def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
-        """Return the batches of the steps of an epoch from the step ``start`` on, as their parts.
+        """Return the parts of the batch of each step of an epoch, from the step ``start`` on.
 
         ``InputError`` is raised if an entry is no batch, or has fewer examples than there are
         processes.

@@ -193,14 +193,14 @@ class ShuffledBatches:
         self.per_epoch: int | None = sum(self._counts) // self._size
 
     def steps(self, number: int, start: int = 0) -> Iterator[list[Batch]]:
-        """Return the batches of an epoch from the batch ``start`` on, each as its parts."""
+        """Return the parts of each batch of an epoch, from the batch ``start`` on."""
         parts = self._parts(number, start * self._size)
         for batch in full_batches(parts, self._size):
             pieces = (self._share.of_parts(cut.of_parts(batch)) for cut in self._cuts)
             yield [self._examples.batch(piece) for piece in pieces]
 
     def _parts(self, epoch: int, skip: int) -> Iterator[tuple[int, Array]]:
-        """Yield shards with their examples in the order of an epoch, without the first ones."""
+        """Yield shards with their examples in the order of an epoch, after the first ``skip``."""
         shards = len(self._counts)
         # Streams 0 to shards − 1 order the examples of a shard, and the next one the shards.
         for shard in np.random.default_rng([self._seed, epoch, shards]).permutation(shards):

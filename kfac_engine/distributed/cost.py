@@ -59,9 +59,9 @@ class RankCost:
         memory: Bytes of averages and inverses on the rank that has most.
         refresh: Multiplications of a refresh of all inverses on the rank that has most.
         products: Operations of preconditioning on the rank that has most, in a step.
-        factor_owners: Name of a factor to the ranks that compute its inverses: several if they own
+        factor_owners: Ranks that compute the inverses of each factor, by name: several if they own
             parts of one layer.
-        block_owners: Name of a block to its parts, each with the rank that preconditions it; empty
+        block_owners: Parts of each block, by name, each with the rank that preconditions it; empty
             if every rank preconditions all.
     """
 
@@ -186,7 +186,7 @@ def _to_all(count: int, every: int, ranks: int) -> Message:
 
 
 def _to_owners(collective: str, amounts: Sequence[tuple[int, float]], every: int) -> Message:
-    """Return the message of parts that have owners, given as ranks with bytes."""
+    """Return the message of parts that have owners; ``amounts`` are pairs of rank and bytes."""
     return Message(collective, sum(amount for _, amount in amounts), every, _most(amounts))
 
 

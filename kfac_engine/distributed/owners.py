@@ -197,8 +197,9 @@ class _Group:
 def _counts(groups: Mapping[str, _Group], ranks: int) -> dict[str, int]:
     """Return the number of parts of each group.
 
-    A part is not smaller than the share of a rank, nor than the largest group with one owner, which
-    the others would wait for: in its work, and for rows in its bytes.
+    No part is smaller than the share of a rank, nor than the largest group with one owner, because
+    the other ranks wait for that owner. The size of a part is its work; for rows, its bytes count,
+    too.
     """
     loads = {key: group.part(1) for key, group in groups.items()}
     whole = [load for key, load in loads.items() if groups[key].most == 1]

@@ -65,9 +65,9 @@ class Placement:
     Attributes:
         axis: Index of the axis that contains the examples, or the examples and their positions; a
             negative index counts from the last axis.
-        positions_first: Whether that axis has the entries of all examples for one position after
-            the other. False if it has the positions of one example after the other; None if the
-            order is not known.
+        positions_first: Order on that axis. True: all examples at the first position, then all at
+            the next one. False: all positions of the first example, then all of the next one. None:
+            the order is not known.
     """
 
     axis: int = 0
@@ -85,7 +85,7 @@ class RowGenerator:
     Args:
         rng: Generator with the state of one process; advanced by each draw.
         rows: The rows to draw.
-        placements: Name of a loss to the place of the examples in its draws; the first axis, with
+        placements: Place of the examples in the draws of each loss, by name; the first axis, with
             positions behind examples, where absent.
         loss: Name of the loss that draws.
     """
@@ -127,7 +127,7 @@ class RowGenerator:
         return self._draw(size, draw, self._skip_bits if (low, high) == (0, 2) else None)
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        """Refuse the other methods of a generator, which would draw the same on all ranks."""
+        """Refuse the other methods of a generator, which would draw equal numbers on all ranks."""
         if not hasattr(np.random.Generator, name):
             raise AttributeError(name)
         raise UnsupportedError(
@@ -160,7 +160,7 @@ class RowGenerator:
         return (drawn[0] if runs == 1 else np.concatenate([draw(0), *drawn])).reshape(size)
 
     def _layout(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """Return how often all examples come one after the other, and the numbers of each."""
+        """Return how often the sequence of all examples repeats, and how many numbers each has."""
         placement = self._placements.get(self._loss, Placement())
         axis, count = placement.axis % len(size), self._rows.count
         # Without an example, the number of positions on the axis cannot be determined.

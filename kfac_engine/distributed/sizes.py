@@ -91,8 +91,8 @@ class ModelSize:
     """The sizes of a model.
 
     Attributes:
-        blocks: Name of a block to its sizes.
-        factors: Name of a factor to its sizes. Blocks may share a factor.
+        blocks: Sizes of the blocks, by name.
+        factors: Sizes of the factors, by name. Blocks may share a factor.
         itemsize: Bytes of an entry.
     """
 

@@ -38,7 +38,7 @@ class BackwardResult(NamedTuple):
 
     Attributes:
         loss: The reduced loss.
-        gradients: Parameter to gradient of the loss, in new arrays.
+        gradients: Gradients of the loss by parameter, in new arrays.
         outputs: Value to the gradient that statistics of the mode ``empirical`` read; None if
             statistics need a separate backward pass.
         buffers: New running statistics, if they are computed.

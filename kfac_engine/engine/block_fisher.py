@@ -271,13 +271,14 @@ class BlockFisher:
         """Multiply vectors by blocks, and entries of parameters without a layer by the damping.
 
         Args:
-            vectors: Parameter to array, or to the rows of a table that this process owns.
+            vectors: Arrays by parameter, or the rows of a table that this process owns.
             product: A product of a block.
-            exp: The power that it is, for parameters without a block.
-            names: Parameters of all products, if ``vectors`` has those of this process only.
+            exp: The power of the product, for parameters without a block.
+            names: Parameters of all products, if ``vectors`` has only the parameters of this
+                process.
 
         Returns:
-            Parameter to product, in the layout of the file.
+            Products by parameter, in the layout of the file.
         """
         if exp == 1:
             self.distribution.complete()

@@ -218,7 +218,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
 
 
 def _data(graph: Graph) -> frozenset[str]:
-    """Return the inputs of a graph, and the values with the entries of an input in other places."""
+    """Return the inputs of a graph, and the values that only rearrange entries of an input."""
     names = {entry.name for entry in graph.inputs}
     for node in graph.nodes:
         if node.op in RELAYS and node.inputs[0] in names:

@@ -69,10 +69,10 @@ class CurvatureProducts:
         """Return the Fisher matrix times a vector.
 
         Args:
-            vector: Parameter name to array.
+            vector: Arrays by parameter name.
 
         Returns:
-            Parameter name to array, for all parameters.
+            Arrays by parameter name, for all parameters.
 
         Raises:
             UnknownNameError: A name is not a parameter.
@@ -88,10 +88,10 @@ class CurvatureProducts:
         It equals the Fisher matrix for losses on natural parameters, and exists for these only.
 
         Args:
-            vector: Parameter name to array.
+            vector: Arrays by parameter name.
 
         Returns:
-            Parameter name to array, for all parameters.
+            Arrays by parameter name, for all parameters.
 
         Raises:
             UnsupportedError: A loss does not read natural parameters.
@@ -103,10 +103,10 @@ class CurvatureProducts:
         """Return the Hessian matrix of the loss on the targets of the batch, times a vector.
 
         Args:
-            vector: Parameter name to array.
+            vector: Arrays by parameter name.
 
         Returns:
-            Parameter name to array, for all parameters.
+            Arrays by parameter name, for all parameters.
 
         Raises:
             InputError: The trace has no targets.
@@ -121,7 +121,7 @@ class CurvatureProducts:
         are sums in float64.
 
         Args:
-            *vectors: Parameter name to array, each; all with the same names.
+            *vectors: Arrays by parameter name, each; all with the same names.
 
         Returns:
             ``(m, m)`` for ``m`` vectors, symmetric and positive semidefinite up to rounding.

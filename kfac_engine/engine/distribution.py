@@ -55,8 +55,8 @@ class Distribution(Division):
 
     Attributes:
         divided: Factors whose averages are divided among the ranks.
-        columns: Parameters of a block to the columns of its product that this rank computes, where
-            it does not compute all of them.
+        columns: The columns of a product that this rank computes, by the parameters of the block,
+            where it does not compute all of them.
     """
 
     columns: Mapping[Params, slice] = MappingProxyType({})

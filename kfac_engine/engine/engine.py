@@ -165,7 +165,7 @@ class Engine(Summarized, TrainableModel):
 
     @property
     def schedule(self) -> Schedule:
-        """Calls that update statistics and refresh inverses; can be set, which keeps times."""
+        """Calls that update statistics and refresh inverses; can be set, which keeps all counts."""
         return self.planner.schedule
 
     @schedule.setter
@@ -211,7 +211,7 @@ class Engine(Summarized, TrainableModel):
         Parameters do not change; ``set_parameters`` changes them.
 
         Args:
-            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
                 and targets, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
@@ -262,7 +262,7 @@ class Engine(Summarized, TrainableModel):
         """Update statistics from a batch and refresh inverses, as scheduled.
 
         Args:
-            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
                 and targets, as for ``gradients``.
             targets: The estimation mode ``"empirical"`` needs them. Every mode checks them as
                 ``step`` does if they are given.
@@ -332,12 +332,12 @@ class Engine(Summarized, TrainableModel):
         """Return gradients times a power of the damped Fisher matrix, as of the last refresh.
 
         Args:
-            gradients: Parameter name to array, from any library. A block needs the gradients of
+            gradients: Arrays by parameter name, from any library. A block needs the gradients of
                 all its parameters; blocks without gradients are left out.
             exp: One of ``exps``, or 1, which reads the current averages.
 
         Returns:
-            Parameter name to a new array.
+            New arrays by parameter name.
 
         Raises:
             UnknownNameError: A name is not a parameter, or the power is none of ``exps``.
@@ -358,11 +358,11 @@ class Engine(Summarized, TrainableModel):
         ``B`` belongs to the last refresh and needs the option ``compute_cholesky``.
 
         Args:
-            vectors: Parameter name to array, as for ``precondition``.
+            vectors: Arrays by parameter name, as for ``precondition``.
             transpose: Whether the product is ``Bᵀ v``.
 
         Returns:
-            Parameter name to array, new.
+            New arrays by parameter name.
 
         Raises:
             KfacError: As for ``precondition``, or the option is not set.
@@ -378,11 +378,11 @@ class Engine(Summarized, TrainableModel):
         covariance ``(F + λI)⁻¹``.
 
         Args:
-            vectors: Parameter name to array, as for ``precondition``.
+            vectors: Arrays by parameter name, as for ``precondition``.
             transpose: Whether the product is ``B⁻ᵀ v``.
 
         Returns:
-            Parameter name to array, new.
+            New arrays by parameter name.
 
         Raises:
             KfacError: As for ``multiply_cholesky``.
@@ -414,7 +414,7 @@ class Engine(Summarized, TrainableModel):
 
     @property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """Parameter to the pieces that layers use: weights as matrices, and vectors."""
+        """The pieces that layers use, by parameter: weights as matrices, and vectors."""
         return self._entries.pieces(self.collection.fisher_blocks)
 
     def memory(
@@ -450,7 +450,7 @@ class Engine(Summarized, TrainableModel):
         """Refuse a batch that does not fit into the available memory, before it is computed.
 
         Args:
-            inputs: Input name to array, or a list of the parts of the batch.
+            inputs: Arrays by input name, or a list of the parts of the batch.
             statistics: Part of the examples whose statistics are updated, as for ``memory``.
             more: Returns the bytes of further arrays that are allocated for the batch.
 
@@ -622,7 +622,7 @@ def precondition(
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        inputs: Input name to array.
+        inputs: Arrays by input name.
         targets: The targets of the loss.
         loss: As for ``Engine.from_onnx``.
         **options: Further options of ``Engine.from_onnx``.

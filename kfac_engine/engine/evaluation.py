@@ -93,7 +93,7 @@ class Evaluation:
         )
 
     def _joined(self, name: str, parts: Sequence[Array]) -> Array:
-        """Return an output of several batches; of the first one if it has no examples."""
+        """Join an output of several batches; without examples, return the first one."""
         place = self._task.batch.places.get(name)
         if len(parts) == 1 or place is None:
             return parts[0]

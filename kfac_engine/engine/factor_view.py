@@ -82,10 +82,10 @@ class FactorView:
         """The number that a refresh at this time adds to each eigenvalue, π included.
 
         It follows ``engine.damping`` and the current traces. Stored inverses have the damping of
-        their own refresh. Where a relative damping depends on the feature of an input, it is that
-        of a feature of the mean second moment. A factor of several groups has an array ``(g,)``
-        with a number for each group. The factors A and G of EKFAC have none: EKFAC damps its
-        eigenvalues instead.
+        their own refresh. Where a relative damping depends on the feature of an input, the number
+        is the damping of a feature with the mean second moment. A factor of several groups has an
+        array ``(g,)`` with a number for each group. The factors A and G of EKFAC have none: EKFAC
+        damps its eigenvalues instead.
 
         Raises:
             NotReadyError: No batch was observed.
@@ -170,7 +170,7 @@ class FactorView:
         return (*start, f"{self.trace:.4g}", _show_level(self.damping))
 
     def spectrum_of(self, eigenvalues: Array | None) -> FactorSpectrum:
-        """Return the spectrum with eigenvalues that are known, or None."""
+        """Return the spectrum with the given eigenvalues, or with None."""
         average, damping = self.factor.average.lower(), self.damping
         return FactorSpectrum(
             self.parameters,

@@ -60,13 +60,13 @@ class LossOptions:
 
     Attributes:
         loss: A name of ``LOSSES``, a loss with options such as ``Categorical(…)`` or a loss object,
-            a list of them, one an output, or a map from outputs to them.
-        output: Output of each loss that is a name; by default the outputs that no other output is
-            computed from.
+            a list with a loss for each output, or a map from outputs to losses.
+        output: Output of each loss that is a name; by default the outputs from which no other
+            output is computed.
         class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
         weights: Factor of each loss; 1 by default.
-        batch_axes: Input name to the axis of its examples; found by sample runs when left out.
+        batch_axes: Axes of the examples, by input name; found by sample runs when left out.
         settings: Options of the losses that are given by name.
     """
 

@@ -32,7 +32,7 @@ MetricChoice: TypeAlias = str | MetricFunction
 
 
 Direction: TypeAlias = Literal["higher", "lower"]
-# A sum over the examples of a batch, and the number that it is divided by: that of examples, or the
+# A sum over the examples of a batch, and the number that divides it: the number of examples, or the
 # sum of the weights of predictions; 0 where the metric of several batches is the sum of theirs.
 Sum: TypeAlias = tuple[float, float]
 
@@ -87,7 +87,7 @@ class Evaluated:
         return arrays if len(arrays) > 1 else next(iter(arrays.values()))
 
     def weights_like(self, results: Array) -> Array | None:
-        """Return the weights of a metric's values; None for values of nothing that has weights.
+        """Return the weights of a metric's values; None if the values have no weights.
 
         There is a value for each example, or for each entry of ``weights``.
         """
@@ -167,7 +167,7 @@ def _loss(batch: Evaluated) -> Sum:
 
 
 def _mean(arrays: Sequence[Array], batch: Evaluated) -> Sum:
-    """The mean over all entries, times the number of examples."""
+    """Return the mean over all entries times the number of examples, and that number."""
     total = sum(float(array.sum(dtype=np.float64)) for array in arrays)
     return total / sum(array.size for array in arrays) * batch.examples, batch.examples
 

@@ -62,8 +62,8 @@ class EngineOptions:
             options, such as ``Categorical(ignore_index=255)``, and a loss object are accepted too,
             and a list with a loss for each output. A dictionary puts losses on outputs by name or
             pattern, such as ``{"box*": "normal", "class*": "multi_bernoulli"}``.
-        output: Output that a loss by name reads; by default the output that no other output is
-            computed from. With several losses, a list.
+        output: Output that a loss by name reads; by default the output from which no other output
+            is computed. With several losses, a list.
         class_axis: Axis of the classes or features in that output. -1 is the axis of the softmax,
             of the channels or of the columns of the operator that computes the classes, and where
             there is no such operator, the last axis.

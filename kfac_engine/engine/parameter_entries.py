@@ -16,11 +16,11 @@ class ParameterEntries:
 
     Args:
         discovery: The layers of a model, and the slices of its parameters.
-        parameters: Parameter name to value.
+        parameters: Values by parameter name.
 
     Attributes:
         layers: The layers, in the order of the graph.
-        shapes: Parameter name to shape.
+        shapes: Shapes by parameter name.
     """
 
     def __init__(self, discovery: Discovery, parameters: Mapping[str, Array]) -> None:

@@ -63,11 +63,11 @@ class ParameterMatches:
         """Return parameters or gradients under the names and in the layout of the file.
 
         Args:
-            arrays: Name in the framework to array, from any library, also to tensors that require
-                gradients. Names in ``unmatched`` are ignored.
+            arrays: Arrays of any library, by name in the framework; they may be tensors that
+                require gradients. Names in ``unmatched`` are ignored.
 
         Returns:
-            Name in the file to array of the host, for the parameters that ``arrays`` has.
+            Arrays of the host, by name in the file, for the parameters that ``arrays`` has.
 
         Raises:
             UnknownNameError: A name is not one of the framework's arrays.
@@ -98,12 +98,12 @@ class ParameterMatches:
         """Return parameters, gradients or natural gradients for the framework.
 
         Args:
-            arrays: Name in the file to array, as the engine returns them.
+            arrays: Arrays by name in the file, as the engine returns them.
 
         Returns:
-            Name in the framework to a new array in its layout; other libraries read it by DLPack,
-            such as ``torch.from_dlpack``. An array with several names is under each of them. NumPy
-            lacks bfloat16; such an array is float32.
+            New arrays in the layout of the framework, by its names; other libraries read it by
+            DLPack, such as ``torch.from_dlpack``. An array with several names is under each of
+            them. NumPy lacks bfloat16; such an array is float32.
 
         Raises:
             UnknownNameError: A name is not a parameter of the engine.
@@ -135,7 +135,7 @@ def match_parameters(engine: Engine, arrays: Mapping[str, Array]) -> ParameterMa
 
     Args:
         engine: The engine.
-        arrays: Name to array of the module, such as ``module.state_dict()``.
+        arrays: Arrays of the module by name, such as ``module.state_dict()``.
 
     Returns:
         The matches, which convert arrays in both directions.

@@ -19,7 +19,7 @@ class StageClock:
         memory: Whether memory is measured as well.
 
     Attributes:
-        seconds: Stage to its wall time, without the stages inside; the times of equal stages are
+        seconds: Wall times by stage, without the stages inside; the times of equal stages are
             added.
     """
 

@@ -64,7 +64,7 @@ def _spelled_value(value: object) -> str:
 
 
 def _check_coupling(assembly: Assembly) -> None:
-    """Refuse a model whose results for an example are others in another batch."""
+    """Refuse a model whose results for an example depend on the rest of the batch."""
     task, model = assembly.task, assembly.model
     graph = model.graph
     for node in graph.nodes:

@@ -71,11 +71,11 @@ class LossReport:
 
     Attributes:
         loss: Class of the predictive distribution.
-        output: The output that it is put on.
-        reads: The value that it reads.
-        how: Why that is another value than the output; empty where it is the output.
+        output: The output on which the loss is put.
+        reads: The value that the loss reads.
+        how: Why the loss reads another value than the output; empty if it reads the output.
         batch_axis: Axis of the examples in the output.
-        input_axes: Input name to the axis of the examples; inputs without such an axis are absent.
+        input_axes: Axes of the examples, by input name; inputs without such an axis are absent.
         positions: Positions of each example that are folded into this axis; 1 for none.
         fixed_batch: Why the model runs with one batch size only; empty where any will do.
         coupling: The node that makes results of one example depend on the others; empty if none

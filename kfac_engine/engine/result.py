@@ -39,10 +39,10 @@ class Result(Summarized):
 
     Attributes:
         loss: The loss under the engine's reduction; by default the mean over the batch.
-        gradients: Parameter name to gradient of ``loss``, in the parameter's shape; under the
+        gradients: Gradients of ``loss`` by parameter name, in the parameter's shape; under the
             distribution ``"shard"``, only gradients that the process owns, unless ``step`` has
             gathered all.
-        natural_gradients: Parameter name to preconditioned gradient; empty after ``gradients``.
+        natural_gradients: Preconditioned gradients by parameter name; empty after ``gradients``.
         notes: Sentences on the values that losses read in place of outputs, on parameters that are
             not trained because of rounding, and on interpretations that may be wrong.
         stages: Time and memory of each part of the step; empty without ``profile=True``.

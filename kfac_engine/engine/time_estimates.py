@@ -45,7 +45,7 @@ class _Operation:
     Attributes:
         run: Computes the results for matrices.
         most_rows: Number of rows to which matrices are cut; a matrix takes about 20 ms on a core.
-        most_flops: Number of operations from which no more matrices are measured.
+        most_flops: Number of operations after which no further matrix is measured.
     """
 
     run: Callable[[Backend, Sequence[Array]], object]
@@ -157,7 +157,7 @@ class StepTime:
 def measure_step(
     engine: Engine, examples: int, refresh: RefreshEstimate, memory: MemoryReport
 ) -> StepTime:
-    """Measure steps of an engine, which has other statistics and another schedule afterwards.
+    """Measure steps of an engine, which changes its statistics and its schedule.
 
     The first step refreshes all inverses at the cost ``refresh``; ``memory`` is the peak memory of
     a step. If one of them is too large, the result is the reason why there is no time.

@@ -82,12 +82,12 @@ class TrainableModel(Sealed):
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """Parameter name to current value, read-only; ``set_parameters`` changes values."""
+        """Current values by parameter name, read-only; ``set_parameters`` changes values."""
         return self._passes.parameters
 
     @property
     def stored_parameters(self) -> dict[str, Array]:
-        """Parameter name to the array that the engine holds, which nobody may change."""
+        """The arrays of the engine by parameter name; nobody may change them."""
         return self._arrays.stored(self._model.parameters)
 
     @property
@@ -99,7 +99,7 @@ class TrainableModel(Sealed):
         """Replace parameter values; the next call uses them, without a new session.
 
         Args:
-            values: Parameter name to array in the parameter's shape, from any library. Parameters
+            values: Arrays by parameter name, in the parameter's shape, from any library. Parameters
                 that are absent keep their values.
             copy: Whether the values are copied. If False, the engine may store the arrays
                 themselves; do not change them afterwards.
@@ -118,7 +118,7 @@ class TrainableModel(Sealed):
         """Replace running statistics; absent ones keep their values.
 
         Args:
-            values: Name to array in the shape of the buffer, from any library.
+            values: Arrays by name, in the shape of the buffer, from any library.
 
         Raises:
             UnknownNameError: A name is not a buffer.
@@ -164,7 +164,7 @@ class TrainableModel(Sealed):
         are replaced later do not change it.
 
         Args:
-            inputs: Input name to array, in the shapes that the model declares.
+            inputs: Arrays by input name, in the shapes that the model declares.
             targets: The targets of the loss; for several losses, by output. Loss values and the
                 mode ``"empirical"`` read them.
 
@@ -187,7 +187,7 @@ class TrainableModel(Sealed):
         use the statistics of the batch. ``evaluate`` uses their running statistics instead.
 
         Args:
-            inputs: Input name to array; or a list of the parts of the batch, as for ``gradients``.
+            inputs: Arrays by input name; or a list of the parts of the batch, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output.
 
         Returns:
@@ -212,7 +212,7 @@ class TrainableModel(Sealed):
             inputs: Inputs of a form of ``fit``, or data of ``fit``, whose targets are not read.
 
         Returns:
-            The output, or output name to array for several outputs; new arrays. Outputs that are
+            The output, or arrays by output name for several outputs; new arrays. Outputs that are
             not tensors are left out. Outputs in half precision are float32.
 
         Raises:
@@ -251,8 +251,8 @@ class TrainableModel(Sealed):
                 the accuracy where all targets are discrete.
 
         Returns:
-            Metric to its mean over the examples of all batches, of all processes. A loss under the
-            reduction ``"sum"`` is their sum.
+            Means of the metrics by name, over the examples of all batches and of all processes. A
+            loss under the reduction ``"sum"`` is a sum instead.
 
         Raises:
             KfacError: Inputs or targets are wrong (see ``trace``), or the data have no batch.
@@ -309,7 +309,7 @@ class TrainableModel(Sealed):
         processes, each passes its examples of every part.
 
         Args:
-            inputs: Input name to array; or a list of the parts of the batch, each a pair of inputs
+            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
                 and targets.
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
@@ -348,7 +348,7 @@ class TrainableModel(Sealed):
         Labels of a loss that the file computes are targets, also where they are among the inputs.
 
         Args:
-            inputs: Input name to array, or a list of parts, each a pair of inputs and targets.
+            inputs: Arrays by input name, or a list of parts, each a pair of inputs and targets.
             targets: The targets; None for a list of parts.
 
         Returns:

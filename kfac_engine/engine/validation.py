@@ -72,11 +72,11 @@ def checked_vectors(
     Args:
         model: The model with the parameters.
         backend: Array library.
-        vectors: Parameter name to array, from any library.
+        vectors: Arrays by parameter name, from any library.
         what: Noun that precedes the name of a parameter in messages.
 
     Returns:
-        Parameter name to array of the backend; half precision is converted to float32.
+        Arrays of the backend, by parameter name; half precision is converted to float32.
 
     Raises:
         UnknownNameError: A name is not a parameter.

@@ -207,8 +207,8 @@ def joint_model(
     """Return a model of the nodes that the outputs need, and the values of its initializers.
 
     ``joint`` is a forward graph with the nodes that were added to it. The model casts from and to
-    the types of ``stored``, which are the element types in the file that differ from those of the
-    graph.
+    the types of ``stored``, which are the element types in the file that differ from the element
+    types in the graph.
     """
     names = [entry.name for entry in outputs]
     nodes = needed(joint.nodes, names)

@@ -176,7 +176,7 @@ class _LossBuilder(NodeBuilder):
         """Declare the targets and their weights, and leave out targets that do not count.
 
         Args:
-            axes: Axes of the value that the targets have; those of their weights are among them.
+            axes: Axes of the value that the targets have; they include the axes of the weights.
             dtype: Element type of the targets.
 
         Returns:

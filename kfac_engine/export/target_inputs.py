@@ -83,7 +83,7 @@ class TargetInputs:
         return isinstance(loss, CategoricalLogitsNegativeLogProbLoss) and not self.probabilities
 
     def axes(self, loss: LossFunction, rank: int, place: ExampleAxis) -> tuple[int, ...]:
-        """Return which axes of a loss input its weights have.
+        """Return the axes of a loss input that its weights have.
 
         ``rank`` is the rank of the input, and ``place`` is where its examples are. Weights of
         examples for an axis that has positions as well raise UnsupportedError.

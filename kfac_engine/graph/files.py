@@ -93,7 +93,7 @@ def model_files(
 
 
 def write_model(path: str | Path, files: ModelFiles) -> None:
-    """Write a model, and the file beside it if there is one; each is the old one or the new one.
+    """Write a model and its second file, if any; each is replaced whole or not at all.
 
     A crash between the two leaves the old message beside new weights, which it fits if it was
     written here from the same graph. Two files for a device or pipe raise InputError.

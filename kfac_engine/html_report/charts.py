@@ -75,7 +75,7 @@ class Stages:
     """The time of a run by stage.
 
     Attributes:
-        totals: Name of each stage to its seconds.
+        totals: Seconds of each stage, by name.
         chart: Mean milliseconds of a step, over ranges of steps.
     """
 
@@ -255,9 +255,9 @@ def _finites(values: Array) -> list[Any]:
 def extremes(values: Array, most: int) -> Array:
     """Return the ascending indices of the extremes of ranges, at most ``most`` indices.
 
-    The values are ``(n,)``, and ``most`` is at least 4. Few values have all their indices.
-    Otherwise the ranges have equal sizes, and the first, the last, the smallest and the largest
-    value are among the results. Ranges of NaN have one index.
+    The values are ``(n,)``, and ``most`` is at least 4. If there are at most ``most`` values, the
+    result has all indices. Otherwise the ranges have equal sizes, and the first, the last, the
+    smallest and the largest value are among the results. Ranges of NaN have one index.
     """
     n = len(values)
     if n <= most:

@@ -179,8 +179,8 @@ class FactorRefreshes:
     Attributes:
         name: Name of the factor.
         records: Indices of the records of its refreshes, ascending.
-        seconds: Their time. The factors of a step are refreshed together: its time is divided in
-            proportion to the cubes of their sizes.
+        seconds: Seconds of these refreshes. The factors of a step are refreshed together, so that
+            their time is divided in proportion to the cubes of their sizes.
     """
 
     name: str

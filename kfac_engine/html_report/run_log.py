@@ -32,7 +32,7 @@ class RunLog:
     Attributes:
         run: Settings, versions and layers; empty if the log has no description.
         spectra: An entry for each factor; empty if the log has none.
-        columns: Name of a number to its values, ``(steps,)``, NaN where a record lacks it.
+        columns: Values of each number, ``(steps,)``, by name; NaN where a record lacks the number.
         refreshed: Names of the factors that each step refreshed.
         notes: Sentences about parts of the log that are missing.
     """

@@ -69,7 +69,7 @@ class ScaleShiftForm:
         return (self.scale is not None) + (self.shift is not None)
 
     def with_bias(self, has_bias: bool) -> Self:
-        """Return the form with or without the shift behind a scale."""
+        """Return the form with or without a shift after the scale."""
         return self if has_bias or self.scale is None else replace(self, shift=None)
 
     def with_uses(self, num_uses: int) -> Self:

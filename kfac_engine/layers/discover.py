@@ -94,7 +94,7 @@ class Discovery:
     Attributes:
         layers: Layers in the order of their first use, then generic parameters. Their parameters
             are names of slices.
-        parts: Parameter name to its slices; each slice belongs to exactly one layer.
+        parts: Slices by parameter name; each slice belongs to exactly one layer.
     """
 
     layers: tuple[LayerMatch, ...]
@@ -120,8 +120,8 @@ def discover(
         shapes: Shape of every value in the sample run.
         batch: Number of examples in the sample run.
         dtypes: Element types of values; by default the types of the constants.
-        axes: Value name to the axis of the examples, as in ``MatchContext``. By default the first
-            axis of each value that depends on the data, if it is not longer than ``batch``.
+        axes: Axes of the examples, by value name, as in ``MatchContext``. By default the first axis
+            of each value that depends on the data, if it is not longer than ``batch``.
     """
     views = find_parameter_views(graph, trainable, shapes)
     types = dtypes or {name: array.dtype for name, array in graph.constants.items()}
@@ -162,7 +162,7 @@ class _Group:
 def _groups(
     graph: Graph, parameters: Set[str], views: Mapping[str, ParameterView]
 ) -> tuple[_Group, ...]:
-    """Return groups of the values that computations read: equal entries are a group."""
+    """Return the values that computations read, in groups of equal entries."""
     read: dict[str, str] = {}
     for node in graph.nodes:
         for index, name in enumerate(node.inputs):
@@ -180,7 +180,7 @@ def _groups(
 
 
 def _overlapping(groups: Sequence[_Group], views: Mapping[str, ParameterView]) -> dict[str, str]:
-    """Return the parameters whose slices overlap, mapped to the reason."""
+    """Return the parameters whose slices overlap, by name, with the reason."""
     times: dict[str, Array] = {}
     groups_of = Counter(group.parameter for group in groups)
     for group in groups:

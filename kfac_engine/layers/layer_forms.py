@@ -74,7 +74,7 @@ EVERYTHING = Sampling()
 
 
 def _choose(count: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
-    """Return ``size`` different random indices below ``count``, ascending as images in memory."""
+    """Return ``size`` different random indices below ``count``, in ascending order."""
     return np.sort(rng.choice(count, size, replace=False))
 
 

@@ -68,9 +68,9 @@ class MatchContext:
         trainable: Names of values that have entries of parameters and are operands of computations.
         shapes: Shape of every value in the sample run.
         batch: Number of examples in the sample run.
-        views: Value name to the entries of a parameter that the value consists of.
+        views: The parameter entries that a value consists of, by value name.
         dtypes: Element types of values.
-        axes: Value name to the axis of the examples; values whose examples share an axis with
+        axes: Axes of the examples, by value name; values whose examples share an axis with
             positions are absent.
         shared: Names in ``trainable`` whose entries are read in another layout, too.
         by_shape: Whether values that depend on the shape of the data alone, such as the initial

@@ -1,4 +1,4 @@
-"""The matchers, and their table: operator and operand to the layer of its weight."""
+"""The matchers, which find the layer of a weight, and their table by operator and operand."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -156,7 +156,7 @@ Matcher: TypeAlias = Callable[[MatchContext, Node, int], LayerMatch | str]
 def match(context: MatchContext, node: Node, index: int) -> LayerMatch | str:
     """Match a parameter that is operand ``index`` of a node to a layer.
 
-    The reason why there is no layer takes its place.
+    If there is no layer, the result is the reason.
     """
     operand = node.qualified_op, index
     if operand in _MATCHERS:

@@ -40,7 +40,7 @@ def scale_of_product(context: MatchContext, node: Node, index: int) -> LayerMatc
     """Match the scale of a product ``x ∘ scale``, with the shift that is added to it.
 
     A normalization may compute ``(scale · x) ∘ z``; the data are then the product ``x ∘ z``. The
-    scale is operand ``index`` of a Mul. The reason why there is no layer takes its place.
+    scale is operand ``index`` of a Mul. If there is no layer, the result is the reason.
     """
     x, y = node.inputs[1 - index], node.outputs[0]
     scale = _broadcast_parameter(context, node.inputs[index])

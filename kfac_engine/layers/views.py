@@ -39,7 +39,7 @@ class View(Protocol):
 
     @property
     def feature_axis(self) -> int:
-        """Axis of the features or channels; token ids have none, and the last axis of the rows."""
+        """Axis of the features or channels; for token ids, the last axis of the rows."""
 
     def width(self, shape: tuple[int, ...]) -> int:
         """Return the number of features ``d`` of a tensor of this shape."""

@@ -211,11 +211,11 @@ class LossFunction(ABC):
         )
 
     def expected_squares(self, values: Values, targets: Array | None = None) -> float:
-        """Return the squared norm of the gradients that the least certain predictions expect.
+        """Return the expected squared norm of the gradients if predictions are least certain.
 
-        It is the trace of the Fisher matrix of all predictions, at its largest where it has a
-        bound, and else at the present predictions; for a fixed variance, the squared norm of the
-        gradients at the mean of the targets.
+        It is the trace of the Fisher matrix of all predictions: its largest value if it has a
+        bound, otherwise its value at the present predictions. For a fixed variance, it is the
+        squared norm of the gradients at the mean of the targets.
 
         Args:
             values: The inputs by name.

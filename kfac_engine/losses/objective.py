@@ -103,7 +103,7 @@ class Residuals:
     not depend on the scale of the loss. They can be added over the parts of a batch.
 
     Attributes:
-        sums: Input of a loss to the sum of the squared gradients of the loss at all predictions,
+        sums: By input of a loss, the sum of the squared gradients of the loss at all predictions,
             ``LossFunction.expected_squares``, and ``LossFunction.unit_squares`` unless it is 0.
     """
 
@@ -125,15 +125,15 @@ class Residuals:
         self.sums[loss.inputs[0]] = tuple(a + b for a, b in zip(old, new, strict=True))
 
     def size(self) -> Any:
-        """Return the root of the sum of squares, as a part of the expected one."""
+        """Return the root of the sum of squares, divided by the root of the expected sum."""
         observed, expected, *_ = map(sum, zip(*self.sums.values(), strict=False))
         return (observed / (expected + (expected == 0))) ** 0.5
 
     def spreads(self) -> dict[str, Any]:
-        """Return the spread of the targets of each loss whose predictions have their unit.
+        """Return the spread of the targets, for each loss whose predictions have the same unit.
 
-        It is the root of the mean square of the deviations from the mean of the targets, or from
-        the predictions if that is larger.
+        The spread is the root of the mean square of the deviations from the mean of the targets, or
+        from the predictions if that is larger.
         """
         return {
             name: np.sqrt(np.maximum(observed, expected) / unit[0])

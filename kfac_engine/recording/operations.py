@@ -184,7 +184,8 @@ class Draws:
     Args:
         tape: Receives the nodes.
         step: Number of the step.
-        noise: Receives inputs with the numbers in place of both; None for none.
+        noise: If it is a list, the random numbers are inputs of the file, which the list receives.
+            None if the file draws them.
     """
 
     def __init__(self, tape: Tape, step: Symbol, noise: list["NoiseInput"] | None) -> None:

@@ -274,7 +274,7 @@ class _Probe:
             yield chunk
 
     def _with_other(self, changed: int, batch: Batch) -> Iterator[dict[str, Array]]:
-        """Yield inputs with one example replaced, for which the model may not run, and without."""
+        """Yield inputs with one example replaced, for which the run may fail, then old inputs."""
         for new_id in (_next_id, _same_id) if self._is_generated else (_same_id,):
             feeds = dict(self._feeds)
             for name, axis in batch.inputs.items():

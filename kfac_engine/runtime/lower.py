@@ -24,7 +24,7 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.inputs import fixed_inputs
 from kfac_engine.runtime.sample_run import sample_facts
 
-# Largest depth of nested bodies, above that of all exporters.
+# Largest depth of nested bodies; no exporter nests as deep.
 _MOST_ROUNDS = 16
 
 

@@ -55,8 +55,8 @@ class _Constants(Mapping[str, Array]):
     """Constants of a graph, with the present values of parameters among them.
 
     Args:
-        constants: Name to value.
-        parameters: Name to present value of each constant that is trained.
+        constants: Values by name.
+        parameters: Present values of the trained constants, by name.
         read: Returns a parameter as an array of the host.
     """
 
@@ -189,7 +189,7 @@ class OnnxModel:
                 del self.parameters[name]
 
     def free_initial_values(self) -> None:
-        """Read constants that are trained from ``parameters``: values before a step are freed.
+        """Read trained constants from ``parameters``, so that values before a step are freed.
 
         Later changes of the graph come before this call.
         """
@@ -218,7 +218,7 @@ class OnnxModel:
         """Return a trace: an evaluation of the model on a batch.
 
         Args:
-            inputs: Input name to array.
+            inputs: Arrays by input name.
             targets: An array, which has the name ``"targets"`` in the trace, or a map from names to
                 arrays.
             parameters: Map from a parameter to a value that replaces the current value in this
@@ -273,7 +273,7 @@ class OnnxModel:
         """Return parameters or gradients in the element types and with the names of the file.
 
         Args:
-            values: Parameter name to array.
+            values: Arrays by parameter name.
 
         Returns:
             Map from names to arrays; the array of tied weights is under each of their names.
@@ -287,10 +287,10 @@ class OnnxModel:
         """Return arrays by parameter, from arrays by their names in the file.
 
         Args:
-            values: Name to array.
+            values: Arrays by name.
 
         Returns:
-            Parameter name to array.
+            Arrays by parameter name.
 
         Raises:
             InputError: The arrays of a parameter and a tied weight differ.
@@ -381,7 +381,7 @@ class OnnxModel:
 
         Args:
             outputs: Values to differentiate.
-            wrt: Values to differentiate with respect to.
+            wrt: Values with respect to which the outputs are differentiated.
             independent: Whether the values in ``wrt`` are independent variables.
 
         Returns:

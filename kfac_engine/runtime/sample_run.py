@@ -158,7 +158,7 @@ def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dic
             fixed size one. None generates inputs from the declared shapes.
 
     Returns:
-        Value name to fact, except for sequences and optional values.
+        Facts by value name, except for sequences and optional values.
 
     Raises:
         ModelError: The model fails on all tried inputs.

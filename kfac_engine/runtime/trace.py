@@ -98,7 +98,7 @@ class Trace(Mapping[str, Array]):
         """Return a new evaluation of the model, with some inputs replaced.
 
         Args:
-            inputs: Input name to array in the memory space of the model.
+            inputs: Arrays by input name, in the memory space of the model.
 
         Returns:
             The new evaluation; inputs without a new array do not change.
@@ -138,13 +138,13 @@ class Trace(Mapping[str, Array]):
         """Return gradients of ``Σ ⟨cotangent, value⟩``, the products ``Jᵀ c``.
 
         Args:
-            cotangents: Value name to array in the shape of the value.
+            cotangents: Arrays by value name, in the shape of the value.
             wrt: Names of activations, parameters or inputs, which may have a cotangent.
             independent: Whether values in ``wrt`` are independent variables, even if one depends on
                 another.
 
         Returns:
-            Name to gradient in the shape of the value; zeros for values without influence.
+            Gradients by name, in the shape of the value; zeros for values without influence.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
@@ -165,11 +165,11 @@ class Trace(Mapping[str, Array]):
         ONNX Runtime writes without a copy.
 
         Args:
-            cotangents: Value name to array in the shape of the value.
+            cotangents: Arrays by value name, in the shape of the value.
             wrt: Names of values.
 
         Returns:
-            Name to gradient; the arrays do not share memory.
+            Gradients by name; the arrays do not share memory.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
@@ -184,12 +184,12 @@ class Trace(Mapping[str, Array]):
         """Return ``writable_vjp`` and ``vjp`` of two sets of values, from one backward pass.
 
         Args:
-            cotangents: Value name to array in the shape of the value.
+            cotangents: Arrays by value name, in the shape of the value.
             writable: Names of values whose gradients must be writable.
             others: Names of values whose gradients may be read-only.
 
         Returns:
-            Name to gradient for ``writable``, and for ``others``. The arrays for ``writable`` do
+            Gradients by name, for ``writable``, and for ``others``. The arrays for ``writable`` do
             not share memory.
 
         Raises:
@@ -238,13 +238,13 @@ class Trace(Mapping[str, Array]):
         session.
 
         Args:
-            tangents: Value name to array in the shape of the value.
+            tangents: Arrays by value name, in the shape of the value.
             outputs: Names of values.
             independent: Whether values with a tangent are independent variables, even if one
                 depends on another.
 
         Returns:
-            Output name to derivative in the shape of the output.
+            Derivatives by output name, in the shape of the output.
 
         Raises:
             UnknownNameError: A name is not a value of the graph.
@@ -266,8 +266,8 @@ class Trace(Mapping[str, Array]):
         depends on another.
 
         Args:
-            cotangents: Output name to array in the shape of the output.
-            tangents: Value name to array in the shape of the value.
+            cotangents: Arrays by output name, in the shape of the output.
+            tangents: Arrays by value name, in the shape of the value.
 
         Returns:
             ``J v`` by output name, and the product with the Hessian matrix by value name.

@@ -15,8 +15,8 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):  # type: ignore[misc] # with
     """A regressor that trains an ONNX model with K-FAC or another optimizer.
 
     The model returns a column for each target. The loss is the squared error (``"normal"``). The
-    arguments are those of ``OnnxClassifier``. Scale the targets to a variance near one, such as
-    with ``TransformedTargetRegressor``.
+    arguments are the same as in ``OnnxClassifier``. Scale the targets to a variance near one, such
+    as with ``TransformedTargetRegressor``.
 
     Attributes:
         n_features_in_: Number of values of an example.

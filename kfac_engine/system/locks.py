@@ -1,4 +1,4 @@
-"""Locks of files, by which processes notice each other; the system releases those of a process."""
+"""Locks of files, by which processes notice each other; the system frees them when one ends."""
 
 import os
 import platform

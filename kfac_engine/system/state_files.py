@@ -37,7 +37,7 @@ class StateKind:
         entry: Entry of the metadata that holds the whole header; None if each has its own.
         older: Entries that files of older versions lack, with the values that hold for such files.
         always_checked: Whether files of all versions have a checksum.
-        otherwise: What may have written another file.
+        otherwise: What may have written a file that is not of this kind and version, for messages.
     """
 
     name: str

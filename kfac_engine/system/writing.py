@@ -80,8 +80,8 @@ def check_outputs(
     """Raise ``InputError`` unless outputs can be written, are different files, and are not inputs.
 
     Args:
-        outputs: Name for messages to path of each output; None for an output not requested.
-        inputs: Name for messages to the path of an input, or to paths. The files of a folder are
+        outputs: The path of each output, by name for messages; None for an output not requested.
+        inputs: The path of an input, or its paths, by name for messages. The files of a folder are
             inputs.
         appended: Names of the outputs that are written in place; the others are replaced.
     """

@@ -95,23 +95,23 @@ class Together:
 class AdaptiveLengthUpdate:
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
 
-    The average of a matrix is that of Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g``
-    with the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight.
-    Adam takes v'.
+    For a matrix, the average is Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with
+    the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam
+    takes v'.
 
     The direction p of a matrix is its natural gradient with singular values close to one. Averages
     of few rows have eigenvalues that are too small. The natural gradient is too long along these
     eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
-    iterations is that of the rows of the batch divided by twice the smaller side of the matrix, up
-    to five, so that they take at most a third of the products of its gradient. A matrix of few
+    iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
+    up to five, so that they take at most a third of the products of its gradient. A matrix of few
     rows, or with a side below 64, keeps its natural gradient. Where p is no direction of descent
-    for the averaged gradient, the natural gradient takes its place, which is one: biases do not
-    enter it.
+    for the averaged gradient, the natural gradient takes its place. The natural gradient is a
+    direction of descent, because biases do not enter it.
 
-    Few rows make the products with the inverses of wide factors longer than those of the gradient.
-    A matrix with fewer rows in the batch than the sum of the sides of its factors, if that exceeds
-    512, has a new direction in every second step only, unless c < −1. The averaged gradient, of ten
-    steps, changes little meanwhile.
+    If a batch has few rows, the products with the inverses of wide factors take longer than the
+    products of the gradient. A matrix with fewer rows in the batch than the sum of the sides of its
+    factors, if that exceeds 512, has a new direction in every second step only, unless c < −1. The
+    averaged gradient, of ten steps, changes little meanwhile.
 
     The Frobenius norm of an update is ``k L √outputs``: with ``k = 1``, each output of a layer
     changes by the same amount whatever their number, as with Muon. The multiple ``k`` of a matrix
@@ -133,14 +133,14 @@ class AdaptiveLengthUpdate:
     to the minimum of the parabola with these slopes. log k of each matrix falls by 1. The gradient,
     which is large far from the minimum, counts as zero in the averages.
 
-    Predictions of means have the unit of their targets. The length of the matrix of a layer whose
-    outputs they are is multiplied by ``u / max(1, v)``, and the rate of its bias by u. u is the
-    spread of the targets (``Residuals``), at least 1, and v the root of the mean square of the
-    inputs of the layer.
+    Predictions of means have the unit of their targets. If the outputs of a layer are such
+    predictions, the length of its matrix is multiplied by ``u / max(1, v)``, and the rate of its
+    bias by u. u is the spread of the targets (``Residuals``), at least 1, and v the root of the
+    mean square of the inputs of the layer.
 
-    A matrix is that of a layer, whatever its layout in the file: see ``Piece.matrices``. Each group
-    of a convolution, each expert of a stack and each part of the outputs that the graph reads apart
-    has a matrix of its own.
+    A matrix is the matrix of a layer, whatever its layout in the file: see ``Piece.matrices``. Each
+    group of a convolution, each expert of a stack and each part of the outputs that the graph reads
+    apart has a matrix of its own.
 
     Attributes:
         engine: The engine.
@@ -161,7 +161,7 @@ class AdaptiveLengthUpdate:
         weight_decay: Parameters shrink by this number times the rate of their update and the factor
             ``decay`` of the step.
         repeats: Rows of each example in the factors of a weight, until they are measured.
-        predictions: Weight or bias to the input of the loss that its layer computes.
+        predictions: The input of the loss that a layer computes, by its weight or bias.
         moment: Returns the mean square of the inputs of a block.
     """
 
@@ -268,7 +268,7 @@ class AdaptiveLengthUpdate:
 
         Args:
             step: The step.
-            pairs: Pairs of vectors; the weights are those of the second one.
+            pairs: Pairs of vectors; the second one of each pair has the weights.
 
         Returns:
             The inner products for each pair. A device is read once.
@@ -490,7 +490,7 @@ def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:
 
 
 def _inner_products(weight: Piece, left: Array, right: Array) -> Any:
-    """Return the inner product of each matrix of one array with that of another."""
+    """Return the inner products of corresponding matrices of two arrays."""
     return (weight.matrices(left) * weight.matrices(right)).sum(axis=(1, 2))
 
 
@@ -590,7 +590,7 @@ def _averages(engine: Engine, block: FisherBlock) -> tuple[tuple[int, ...], ...]
 
 
 def _groups(engine: Engine, units: Units) -> dict[str, int]:
-    """Number the weights and the parameters with weights; those of one block have one number."""
+    """Number the weights and the parameters with weights; a block has one number."""
     pieces = {n: ps for n, ps in engine.pieces.items() if any(p.kind not in _BY_ADAM for p in ps)}
     owners = {piece.weight or piece.part.name: n for n, ps in pieces.items() for piece in ps}
     first = {name: name for name in pieces}

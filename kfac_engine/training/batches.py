@@ -88,7 +88,7 @@ def run_data(
         batch_size: Examples in a batch, where data are not batches already.
         seed: Seed of the orders and of the split.
         share: The examples of each batch that this process has.
-        accumulate: Number of parts of a step; ``batch_size`` is that of a part.
+        accumulate: Number of parts of a step; ``batch_size`` is the size of a part.
 
     Returns:
         The batches.

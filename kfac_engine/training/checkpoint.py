@@ -1,4 +1,4 @@
-"""The state of a training run in one file: that of the engine, with the parts of the run.
+"""The state of a training run in one file: the engine, with the parts of the run.
 
 The file is a state of the engine (see ``engine/checkpoint``) whose extras are the numbers and the
 arrays of each part: the optimizer, and the callbacks of ``fit`` that have a state.
@@ -24,7 +24,7 @@ LEARNING_RATE = "learning_rate"
 # The values of a counter; larger ones are not exact as floats.
 COUNTER = (0, 2**53)
 
-# Group to name (mostly that of a parameter) to array.
+# Arrays by group, then by name, mostly the name of a parameter.
 Arrays: TypeAlias = Mapping[str, Mapping[str, Array]]
 
 
@@ -33,9 +33,9 @@ class SavedState:
     """The state of an object of a run, such as an optimizer.
 
     Attributes:
-        numbers: Name to a number, a text, or a list of them.
-        arrays: Group to name to array. The shapes and types do not change during a run.
-        bounds: Name of a number to the smallest and the largest value that a file may have.
+        numbers: Numbers, texts, or lists of them, by name.
+        arrays: Arrays by group, then by name. The shapes and types do not change during a run.
+        bounds: The smallest and the largest value of each number in a file, by name.
     """
 
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -48,11 +48,11 @@ Parts: TypeAlias = Mapping[str, SavedState]
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The state of a training run besides that of the engine.
+    """The state of a training run without the state of the engine.
 
     Attributes:
         optimizer: Class of the optimizer.
-        parts: Name to part; the optimizer's is ``"optimizer"``.
+        parts: The parts by name; the optimizer is ``"optimizer"``.
         run: The position of ``fit``; empty in a file of ``Optimizer.save``.
     """
 
@@ -106,7 +106,7 @@ def read_training(
         check_optimizer: Called with the numbers of the optimizer, if there is no difference.
 
     Returns:
-        The state besides that of the engine.
+        The state without the state of the engine.
 
     Raises:
         InputError: The file is missing, damaged, or of another model or optimizer; every
@@ -140,7 +140,7 @@ def read_training(
 
 
 def _check_values(path: str | Path, values: Mapping[str, Any], expected: TrainingState) -> None:
-    """Refuse a file that is not a state of such an optimizer."""
+    """Refuse a file that does not have the state of an optimizer of this class."""
     if values.get("format") != TRAINING_STATE.version:
         raise InputError(TRAINING_STATE.another(path))
     parts, run = values.get("parts"), values.get("run")

@@ -30,7 +30,7 @@ def check_part(name: str, value: float) -> None:
 
 
 class PartialBatch:
-    """Chooses some examples of a batch, others in each step.
+    """Chooses some examples of a batch, different ones in each step.
 
     A model that runs with one batch size only has the whole batch.
 
@@ -46,8 +46,8 @@ class PartialBatch:
     def __call__(self, step: int, batch: Sequence[Batch]) -> tuple[Sequence[Batch], int | None]:
         """Return the examples, and the number of examples of the whole batch.
 
-        Of several processes, each returns those of its shard. All have met for the gradients of
-        the batch before.
+        Each of several processes returns examples of its shard. All of them must have met before,
+        for the gradients of the batch.
 
         Args:
             step: Number of the step, from 0.
@@ -75,7 +75,7 @@ class PartialBatch:
         batch: Sequence[Batch],
         use: Callable[[Sequence[Batch], int | None], Result | None],
     ) -> Result:
-        """Return the result of a function of the first part in which targets count, from a step on.
+        """Return ``use`` of the first part in which targets count, from the part of a step on.
 
         Args:
             step: Number of the step, from 0.
@@ -83,7 +83,8 @@ class PartialBatch:
             use: Takes the results of a call of this object; returns None if no target counts.
 
         Returns:
-            The result; that of the whole batch, if no part has targets of all losses that count.
+            The result. It is the result for the whole batch if no part has targets that count for
+            all losses.
         """
         # The parts of so many steps cover the batch, also with rounded sizes.
         for later in range(ceil(1.5 / self._part)):
@@ -95,7 +96,7 @@ class PartialBatch:
         return result
 
     def _joined(self, parts: Sequence[Batch], most: int) -> list[Batch]:
-        """Join consecutive parts of equal shapes to parts of at most so many examples."""
+        """Join consecutive parts of equal shapes to parts of at most ``most`` examples."""
         groups: list[list[Batch]] = []
         size = 0
         for part in parts:
@@ -152,10 +153,10 @@ class CurvatureUpdates:
     Args:
         engine: The engine.
         schedule: The policy of the refreshes, and the largest periods of a ``GrowingPlanner``;
-            ``covariance_every`` is that of the statistics.
+            ``covariance_every`` is the largest period of the statistics.
         part: Part of the batch whose statistics are computed, in (0, 1].
-        by_example: Whether each statistics contain the gradients of single examples, which
-            parameters without a layer need; if not, once in ``refresh_every`` steps.
+        by_example: Whether every update measures gradients of single examples, which parameters
+            without a layer need; if not, one update in ``refresh_every`` steps does.
 
     Attributes:
         planner: Plans the updates.
@@ -174,7 +175,7 @@ class CurvatureUpdates:
         self._latest = DueUpdates(0, statistics=False, inverses=False, bound=1)
 
     def due(self, step: int, examples: int) -> DueUpdates:
-        """Return the updates of a step with a batch of so many examples, of all processes."""
+        """Return the updates of a step; ``examples`` is the batch size over all processes."""
         bound = self.planner.bound(step, examples)
         inverses = bool(self._refreshes.due(self.planner, step, bound, moved=False))
         return DueUpdates(step, self.planner.observes(step), inverses, bound)

@@ -65,7 +65,7 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
 
 
 def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
-    """Return what a run is made of besides its model and its numbers, as a resumed run compares it.
+    """Return texts for the loss and the data of a run, which a resumed run compares.
 
     Args:
         engine: The engine with its losses.

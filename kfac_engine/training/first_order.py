@@ -55,8 +55,8 @@ class _Setting:
 
     Attributes:
         units: The division of the parameters.
-        rules: Unit to its update rule.
-        groups: The units; those of small arrays with one rule are updated together.
+        rules: Update rules by unit.
+        groups: The units; units of small arrays with one rule are updated together.
         decoupled: Whether weight decay shrinks the parameters directly, in place of a term of the
             gradient.
         momentum: The momentum in reports.
@@ -112,9 +112,9 @@ class _FirstOrder(Optimizer):
 
     @property
     def _states(self) -> int:
-        """One where a step fails by its numbers alone.
+        """Number of states in memory: 1 if only the numbers of a step can make it fail, else 2.
 
-        It may fail in another process, or for lack of memory on a GPU.
+        A step can also fail in another process, or for lack of memory on a GPU.
         """
         on_host = all(isinstance(array, np.ndarray) for array in self._parameters().values())
         return 1 if on_host and self.engine.agreement.alone else 2
@@ -142,8 +142,8 @@ class _FirstOrder(Optimizer):
         """Return the new parameters of a step, and write the new state.
 
         Args:
-            gradients: Parameter to gradient; may be overwritten.
-            parameters: Parameter to value.
+            gradients: Gradients by parameter; may be overwritten.
+            parameters: Values by parameter.
             slots: The old state, and the arrays that receive the new one.
             steps: Number of steps so far.
             scale: Value of the schedule.

@@ -85,10 +85,11 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     """Train a model on data.
 
     If the engine has a communicator of several processes, all of them call ``fit`` with the same
-    arguments. Each trains on its share of the examples of each batch, and the results are those of
-    one process. The first process writes the log and the checkpoints, and shows the progress.
-    Callbacks run in every process, unless they write files (``Callback.on_every_rank``). Any number
-    of processes can resume a run; the folder of the checkpoint must be visible to all of them.
+    arguments. Each trains on its share of the examples of each batch, and the results are the same
+    as with one process. The first process writes the log and the checkpoints, and shows the
+    progress. Callbacks run in every process, unless they write files (``Callback.on_every_rank``).
+    Any number of processes can resume a run; the folder of the checkpoint must be visible to all of
+    them.
 
     Args:
         model_or_engine: Path, bytes or ``ModelProto`` of a model, or an engine.
@@ -96,7 +97,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             by name with ``targets`` and, optionally, ``weights``; the path of an ``.npz`` file with
             such arrays, or of a folder of such files; or an iterable of batches that can be
             iterated again. Inputs are a dictionary of arrays by input name; a model of one input
-            takes the array alone. ``weights`` are how much each target counts; see ``Weighted``.
+            takes the array alone. ``weights`` say how much each target counts; see ``Weighted``.
         loss: Loss of a model; an engine has its own.
         optimizer: ``"kfac"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``, or an optimizer of
             the engine.
@@ -123,9 +124,10 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
         accumulate: Number of parts of a step, which are computed one after the other, so that the
-            memory is that of one part. ``batch_size`` is that of a part: the step is that of
-            ``batch_size · accumulate`` examples, in the order in which this size would cut the
-            data. Of an iterable of batches, so many consecutive ones are the parts of a step.
+            memory is that of one part. ``batch_size`` is the size of a part. A step has
+            ``batch_size · accumulate`` examples, the same as a run with batches of this size. If
+            ``data`` is an iterable of batches, ``accumulate`` consecutive batches are the parts of
+            a step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.

@@ -47,14 +47,12 @@ class History(Summarized):
         engine: The engine with the trained parameters.
         optimizer: The optimizer with its state.
         records: A dictionary of numbers for each step: ``step`` (from 1), ``epoch`` (from 0),
-            ``seconds``, ``loss`` of the batch before the update, and ``learning_rate``. The other
-            numbers of the step are those of ``StepReport`` where they are defined: ``momentum``,
-            ``damping``, ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and
-            ``seconds/STAGE``
-            for each stage.
-            ``spent`` is the part of the budget that is spent. Steps that end an epoch or the run
-            also have ``validation_loss`` and the other metrics by name, and with ``BestWeights``
-            the ``best_step`` so far.
+            ``seconds``, ``loss`` of the batch before the update, and ``learning_rate``. Further
+            numbers come from ``StepReport``, where they are defined: ``momentum``, ``damping``,
+            ``reduction_ratio``, ``refreshed``, ``skipped``, ``rolled_back``, and ``seconds/STAGE``
+            for each stage. ``spent`` is the part of the budget that is spent. Steps that end an
+            epoch or the run also have ``validation_loss`` and the other metrics by name, and with
+            ``BestWeights`` the ``best_step`` so far.
         description: ``settings``, ``versions`` and ``layers`` of the run, and the name of the
             ``model``: values that JSON can hold.
     """
@@ -135,7 +133,7 @@ class Log:
 
 
 def check_entries(record: Record, before: Record, callback: str) -> None:
-    """Convert the numbers in a record to those of Python, in place.
+    """Convert the numbers in a record to numbers of Python, in place.
 
     Args:
         record: A record that a callback received. None becomes NaN, and a NumPy number or an array

@@ -67,14 +67,14 @@ class Callback:
         """
 
     def evaluated_weights(self, record: Record, optimizer: Optimizer) -> Weights | None:
-        """Return weights that replace those of the optimizer in validations and after the run.
+        """Return weights for validations and for the end of the run, or None.
 
         Args:
             record: The record of the latest step.
             optimizer: The optimizer, after the step.
 
         Returns:
-            The weights; None for those of the optimizer.
+            The weights; None for the weights of the optimizer.
         """
         del record, optimizer
         return None
@@ -110,8 +110,8 @@ class Callback:
     def state(self, optimizer: Optimizer) -> SavedState:
         """Return the state that checkpoints store.
 
-        A resumed run calls it before ``restore``: the names of its numbers and arrays, and the
-        types and shapes, must be those of the checkpoint.
+        A resumed run calls it before ``restore``. The names of numbers and arrays, the types and
+        the shapes must then equal those in the checkpoint.
 
         Args:
             optimizer: The optimizer with its engine.
@@ -151,7 +151,7 @@ class Hooks(Callback):
                 )
 
     def keep_those_of(self, rank: int) -> None:
-        """Call only the callbacks of a process; states are those of all callbacks."""
+        """Call only the callbacks of a process; ``states`` still has all callbacks."""
         self._callbacks = [c for c in self._every_callback if rank == 0 or c.on_every_rank]
 
     def check_metrics(self, names: Collection[str]) -> None:

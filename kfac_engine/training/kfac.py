@@ -87,11 +87,11 @@ class KfacOptimizer(Optimizer):
     is scaled to the Frobenius norm ``k · update_length · √outputs``. The multiple k of a matrix
     grows while its gradients agree with its last update, and returns to 1 in noise
     (``AdaptiveLengthUpdate``). Vectors, embeddings and parameters without a layer are updated by
-    Adam with ``adam_rate``. All lengths fall with the residuals: where the root of the mean square
-    of the loss's gradients is less than a tenth of what the least certain predictions expect
-    (``Residuals``), they are multiplied by ten times this part. Where few examples come again and
-    again (``SeenExamples``), weights shrink more and lengths fall earlier. The damping is relative
-    (``RelativeDamping``).
+    Adam with ``adam_rate``. All lengths fall with the residuals: the residual is the root of the
+    mean square of the loss's gradients, relative to its expected value for the least certain
+    predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
+    Where few examples come again and again (``SeenExamples``), weights shrink more and lengths fall
+    earlier. The damping is relative (``RelativeDamping``).
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -228,7 +228,7 @@ class KfacOptimizer(Optimizer):
         self._damping = RelativeDamping(value) if self._relative else float(value)
 
     def _engine_damping(self, value: float) -> float:
-        """Return the damping of the engine for a damping; an InputError where that is refused."""
+        """Return the damping of the engine for a given one; raise an InputError for a wrong one."""
         positive("damping", value)
         if not self._relative and value < self._l2:
             raise InputError(
@@ -329,8 +329,8 @@ class KfacOptimizer(Optimizer):
         """Return the new parameters of a step with ``"auto"``, and write the new state.
 
         Args:
-            gradients: Parameter to gradient; may be overwritten.
-            parameters: Parameter to value.
+            gradients: Gradients by parameter; may be overwritten.
+            parameters: Values by parameter.
             slots: The old state, and the arrays that receive the new one.
             steps: Number of steps so far.
             scale: Value of the schedule.

@@ -18,8 +18,8 @@ class StepInputs(NamedTuple):
     """The inputs of an update.
 
     Attributes:
-        gradients: Parameter name to gradient; may be overwritten, unless ``predicts``.
-        parameters: Parameter name to value.
+        gradients: Gradients by parameter name; may be overwritten, unless ``predicts``.
+        parameters: Values by parameter name.
         slots: The state of the optimizer.
         new_slots: Arrays that receive the new state.
         step: Number of steps so far.
@@ -27,7 +27,7 @@ class StepInputs(NamedTuple):
         rate: Learning rate of the step, times the value of the schedule.
         scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
         decay: Factor of the weight decay, for ``"auto"``.
-        spreads: Input of a loss to the spread of its targets, for ``"auto"``.
+        spreads: Spreads of the targets, by input of a loss, for ``"auto"``.
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
@@ -60,7 +60,7 @@ class Move(NamedTuple):
     """The result of an update, which is not applied yet.
 
     Attributes:
-        values: Parameter name to new value.
+        values: New values by parameter name.
         predicted: Change of the loss that the quadratic model predicts; None if it is not needed.
         rate: Learning rate, if the update has solved it.
         momentum: Momentum, if the update has solved it.

@@ -60,9 +60,9 @@ class StepReport:
         skipped: Whether the batch had no effect, because it yields NaN or infinity.
         burn_in: Whether the batch updated statistics only.
         rolled_back: Whether ``fit`` restored earlier parameters after the step.
-        seconds: Stage of the step to its wall time: ``"gradients"``, ``"statistics"``,
-            ``"inverses"``, ``"precondition"``, ``"curvature"`` (products of the quadratic model),
-            ``"damping"`` (a second loss), and ``"update"`` for the arithmetic of the optimizer.
+        seconds: Wall times by stage of the step: ``"gradients"``, ``"statistics"``, ``"inverses"``,
+            ``"precondition"``, ``"curvature"`` (products of the quadratic model), ``"damping"`` (a
+            second loss), and ``"update"`` for the arithmetic of the optimizer.
     """
 
     loss: float
@@ -96,7 +96,7 @@ class Proposal(NamedTuple):
     """The result of a step that is not applied yet.
 
     Attributes:
-        parameters: Parameter name to new value.
+        parameters: New values by parameter name.
         slots: New state arrays.
         report: The report of the step.
     """
@@ -185,10 +185,10 @@ class Optimizer(Summarized, Sealed, ABC):
         Ctrl-C takes effect at the end of the step, and a second Ctrl-C at once.
 
         A batch that does not fit into the memory is given as a list of parts, which are computed
-        one after the other: see ``Engine.gradients``. The step is that of the whole batch.
+        one after the other: see ``Engine.gradients``. The step is the same as for the whole batch.
 
         Args:
-            inputs: Input name to array, the batch first; or a list of the parts of the batch, each
+            inputs: Arrays by input name, the batch first; or a list of the parts of the batch, each
                 a pair of inputs and targets.
             targets: Targets of the loss; for several losses, by output. None for a list of parts.
             scale: Factor of the learning rate, at least 0: the value of a schedule.
@@ -244,8 +244,8 @@ class Optimizer(Summarized, Sealed, ABC):
             accumulate: Number of parts of a batch.
 
         Returns:
-            Bytes of each part of a step; ``optimizer`` is that of the state. Inputs and targets
-            are not among them.
+            Bytes of each part of a step; ``optimizer`` is the state of the optimizer. Inputs and
+            targets are not included.
 
         Raises:
             InputError: An argument is not a positive whole number.
@@ -362,7 +362,7 @@ class Optimizer(Summarized, Sealed, ABC):
         return sum(array.nbytes for slot in self._slots.values() for array in slot.values())
 
     def _new_slots(self) -> SlotArrays:
-        """Return arrays that receive the new state: those of the state before the present one."""
+        """Return arrays for the new state: they belonged to the state before the present one."""
         if not self._spare_slots:
             self._spare_slots = {slot: Zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
@@ -380,7 +380,7 @@ class Optimizer(Summarized, Sealed, ABC):
 
         The new parameters are in arrays that the engine may keep. A step that changes averages
         protects them by ``undo``. A step that cannot fail any more may write the new state to the
-        memory of the old one: the slots of the proposal are then those of the optimizer.
+        memory of the old one: the proposal and the optimizer then have the same slots.
         """
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:

@@ -89,16 +89,16 @@ _LARGEST_CHANGE = 1.0
 class QuadraticUpdate:
     """``v ← μ v − α p``, ``θ ← θ − v`` for the natural gradient p, with α from the quadratic model.
 
-    The model is that of the update ``α p + μ d`` with the previous update ``d = −v``. Its curvature
-    is that of the whole Fisher matrix on a part of the batch. μ is solved as well, or given; where
-    the model rises with a given μ, that step has μ = 0. Both are multiplied by a part if a
+    The model predicts the change for the update ``α p + μ d`` with the previous update ``d = −v``.
+    Its curvature is the whole Fisher matrix on a part of the batch. μ is solved as well, or given;
+    where the model rises with a given μ, the step has μ = 0. Both are multiplied by a part if a
     parameter would otherwise change by more than its norm, in a network of several layers.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 7.
 
     Attributes:
         engine: The engine that preconditions.
-        part: Chooses the part of a batch whose curvature is that of the model.
+        part: Chooses the part of a batch on which the curvature of the model is computed.
         weight_decay: Part of the parameters that is subtracted in each step.
     """
 

@@ -219,7 +219,7 @@ def _copy(
 
 
 def _optimizer(engine: Engine, name: str, rates: Array, options: dict[str, Any]) -> Optimizer:
-    """Return an optimizer whose learning rate is that of the step."""
+    """Return an optimizer that takes the learning rate of each step from ``rates``."""
     if not isinstance(name, str):
         raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r:.80}.")
     if "learning_rate" in options:
@@ -245,7 +245,7 @@ def _endless(batches: Batches) -> Iterator[list[Batch]]:
 def _announced(
     batches: Iterator[list[Batch]], rates: Array, begin: Callable[[str], None]
 ) -> Iterator[list[Batch]]:
-    """Yield a batch for each rate, after it is shown, and one for the loss at the end."""
+    """Show each rate and yield a batch for it; yield another batch for the last loss."""
     for rate, batch in zip([*rates, rates[-1]], batches, strict=False):
         begin(f"rate {rate:.2e}")
         yield batch

@@ -33,7 +33,8 @@ class Rule(Protocol):
 
     Attributes:
         slots: Names of the state arrays; each has the shape of the parameter and starts at zero.
-        elementwise: Whether each entry is updated by itself, so that parts of an array are.
+        elementwise: Whether each entry is updated by itself, so that parts of an array can be
+            updated alone.
         gain: Bound of the entries of the direction and of its terms, divided by the norm of
             gradient and momentum, or by one if that is larger.
     """
@@ -51,7 +52,8 @@ class Rule(Protocol):
         Args:
             gradient: Gradient of the loss, in the parameter's shape; it may be overwritten.
             old: The state arrays.
-            new: Arrays for the new state: those of ``old``, or in the memory of no other argument.
+            new: Arrays for the new state: the arrays of ``old``, or arrays that share memory with
+                no argument.
             step: Number of the step, from 1.
 
         Returns:
@@ -75,7 +77,7 @@ class HeavyBall:
 
     @property
     def gain(self) -> float:
-        """``μ v + g`` and ``g + μ v`` with the sum for v are at most three times as long."""
+        """A bound: ``v' = μ v + g`` and ``g + μ v'`` are at most three times as long as v or g."""
         return 3.0
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
@@ -149,8 +151,8 @@ class AdaptiveMoments:
 class Orthogonalized:
     """Muon: the momentum of a matrix with its singular values replaced by numbers close to one.
 
-    The matrices are those of the layer: see ``Piece.matrices``. The direction of each is multiplied
-    by ``√max(1, outputs / inputs)``.
+    The matrices are the matrices of the layer: see ``Piece.matrices``. The direction of each is
+    multiplied by ``√max(1, outputs / inputs)``.
 
     Source: K. Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
@@ -170,7 +172,7 @@ class Orthogonalized:
 
     @property
     def gain(self) -> float:
-        """That of the momentum, and ``√outputs`` for singular values close to one."""
+        """A bound that is larger than the gain of the momentum times ``√outputs``."""
         return 1e6
 
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:

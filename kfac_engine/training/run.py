@@ -51,7 +51,7 @@ class Run:
         budget: When the run ends.
         schedule: Factor of the learning rate.
         validation: Batches that are evaluated; None for no validation.
-        metrics: Metrics of the validation; None for those of the losses.
+        metrics: Metrics of the validation; None for the metrics of the losses.
         hooks: The callbacks of a validation.
         recovery: The steps of the optimizer, with roll-backs.
     """
@@ -118,7 +118,7 @@ def recorded_metrics(metrics: Sequence[MetricChoice] | None, engine: Engine) -> 
     """Return the names of metrics in records.
 
     Args:
-        metrics: Metrics of ``Engine.evaluate``; None for those of the losses.
+        metrics: Metrics of ``Engine.evaluate``; None for the metrics of the losses.
         engine: The engine.
 
     Returns:

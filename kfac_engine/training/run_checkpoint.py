@@ -124,7 +124,7 @@ class RunCheckpoint:
         return epoch_ends if self._every is None else position.steps % self._every == 0
 
     def begin(self) -> None:
-        """Create the file of the records of a new run; ``restore`` reads that of a resumed run.
+        """Create the file of the records of a new run; a resumed run reads its file in ``restore``.
 
         Raises:
             InputError: The file cannot be written. A run learns this before its first step.
@@ -160,7 +160,7 @@ class RunCheckpoint:
             The position, the records, and the state of the further parts.
 
         Raises:
-            InputError: There is no folder, or its checkpoint is damaged or that of another run.
+            InputError: There is no folder, or its checkpoint is damaged or belongs to another run.
             RankError: Some of the processes cannot read the folder.
         """
         if self._file is None:
@@ -304,7 +304,7 @@ def read_records(folder: Path, position: RecordPosition) -> list[Record]:
         position: The position.
 
     Raises:
-        InputError: The file is missing, damaged, or not that of the checkpoint.
+        InputError: The file is missing, damaged, or does not belong to the checkpoint.
     """
     path = folder / position.file
     check_file(path)

@@ -39,7 +39,8 @@ class SeenExamples:
         count: Number of examples of all steps; an example counts each time.
         least: The smallest fingerprints of different examples, ascending, ``(1024,)``; 1 where
             there are fewer.
-        times: How often each of them has been seen, ``(1024,)``; 0 where there are fewer.
+        times: How often each example of ``least`` has been seen, ``(1024,)``; 0 where there are
+            fewer.
     """
 
     count: int = 0
@@ -67,7 +68,7 @@ class SeenExamples:
         return cls(int(values["count"]), values["least"], values["times"])
 
     def after(self, fingerprints: Array) -> "SeenExamples":
-        """Return the examples with those of one more step."""
+        """Return the examples after one more step."""
         count = self.count + len(fingerprints)
         places = self.least[:-1].searchsorted(fingerprints)
         known = self.least[places] == fingerprints
@@ -85,8 +86,8 @@ def scarcity(count: Any, seen: Any, different: Any) -> Any:
 
     Args:
         count: Number of examples of all steps; an example counts each time.
-        seen: The same number of all examples, or of a random sample of the different ones.
-        different: Number of different examples, or of the sample.
+        seen: How often the ``different`` examples have been seen, in all.
+        different: Number of different examples, or of a random sample of them.
     """
     # Of c examples, 1 - different / seen came again, and c * different / seen are different.
     return (seen / different - 1) / count

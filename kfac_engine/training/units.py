@@ -23,7 +23,7 @@ class Units:
         is_matrix: Whether the optimizer treats a weight as matrices.
 
     Attributes:
-        weights: Unit to its weight, for the units that are matrices.
+        weights: Weights by unit, for the units that are matrices.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Arithmetic of vectors over the parameters: name to array, in place where possible.
+"""Arithmetic of vectors over the parameters, which are arrays by name; in place where possible.
 
 Temporary arrays of the size of a parameter cost more than the arithmetic, because the operating
 system provides and takes back their memory in each step. Results are therefore written to arrays
@@ -21,7 +21,8 @@ Vector: TypeAlias = Mapping[str, Array]
 # Entries of a part of an array.
 _PART = 1 << 16
 # Largest number of entries of an array in a group. A call of NumPy takes as long as the arithmetic
-# of some thousand entries, and a launch on a GPU as that of some hundred thousand.
+# of some thousand entries, and a launch on a GPU as long as the arithmetic of some hundred
+# thousand.
 _SMALL, _SMALL_ON_DEVICE = 1 << 13, 1 << 18
 
 _AXPY: Mapping[str, Any] = {"f": blas.saxpy, "d": blas.daxpy}
@@ -52,7 +53,7 @@ class Zeros(dict[str, Array]):
     """Arrays of zeros by name, in the memory of one array for each type.
 
     Args:
-        like: Name to an array of the shape and the type.
+        like: An array of the shape and the type, by name.
 
     Attributes:
         blocks: The memory, by the name of the first array in it.
@@ -88,8 +89,9 @@ def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]
     """Return the names of small arrays of one kind and type together, other names alone.
 
     Args:
-        arrays: Name to array.
-        kinds: Name to the rule of the entries, which must be equal in a group; None for no group.
+        arrays: Arrays by name.
+        kinds: The rule of the entries, by name. Entries of a group have equal rules; None is no
+            group.
 
     Returns:
         The groups.

@@ -16,8 +16,8 @@ class Weights:
     """Parameters and buffers.
 
     Attributes:
-        parameters: Name to array, without the copies of tied weights.
-        buffers: Name of a running statistic to array.
+        parameters: Arrays by name, without the copies of tied weights.
+        buffers: Arrays of the running statistics, by name.
     """
 
     parameters: dict[str, Array]

@@ -166,7 +166,7 @@ class CurvatureSteps:
         return state
 
     def describe(self) -> dict[str, str]:
-        """Return what each factor belongs to, by the end of its name in the state."""
+        """Return the name of each factor, by its number in the names of the state."""
         return {str(index): factor.name for index, factor in enumerate(self._factors)}
 
     # -- a step ------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class CurvatureSteps:
         Args:
             tape: Receives the nodes.
             observes: Whether the step has measured statistics.
-            averages: The averages with them, and without.
+            averages: The averages with the statistics of the step, and without them.
             block: A block of a layer.
 
         Returns:
@@ -342,7 +342,7 @@ class CurvatureSteps:
         return replace(batch, examples=examples, names=names, selection=index, visible=True)
 
     def _later(self, batch: Evaluation, step: Symbol, size: Symbol, n: Symbol) -> Symbol | int:
-        """Return how many steps later the part is that has targets that count.
+        """Return the number of steps after which the part of a step has targets that count.
 
         It is 0 if all targets count, and for several losses, whose targets may have no common part,
         and where examples and positions share an axis.

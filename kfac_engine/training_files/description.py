@@ -23,17 +23,17 @@ class Description:
         optimizer: Name of the optimizer.
         options: Its options that are not the defaults.
         losses: Name of the class of each loss.
-        inputs: Input of the model to the axis of its examples; −1 without.
-        targets: Input with targets to the axis of its examples.
-        outputs: Output of the model to the input with its targets.
-        weights: Output of the model to the input with the weights of its targets, if there is one,
+        inputs: Axes of the examples, by input of the model; −1 without.
+        targets: Axes of the examples, by input with targets.
+        outputs: The input with the targets of each output of the model, by output.
+        weights: By output of the model, the input with the weights of its targets, if there is one,
             and the number of axes of this input in a step.
-        state: Name of each state to its shape.
+        state: Shapes of the states, by name.
         parameters: The states that are weights or running statistics of the model.
         metrics: Outputs that are no state.
-        noise: Input with random numbers to its shape; −1 for the size of the part of the batch
-            whose statistics a step measures.
-        factors: Number of each factor of the curvature to what it measures.
+        noise: Shapes of the inputs with random numbers, by name; −1 for the size of the part of the
+            batch whose statistics a step measures.
+        factors: What each factor of the curvature measures, by number of the factor.
         ties: Weight, copy in the file, and whether the copy is its transpose.
         batch_size: The only number of examples; None for any.
         steps_per_call: Number of steps that a call should take; with more than one, the inputs and

@@ -101,7 +101,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         loss: As in ``Engine.from_onnx``.
         optimizer: ``"kfac"``, ``"adamw"``, ``"adam"``, ``"muon"`` or ``"sgd"``.
         path: Folder of the files; it is created if it does not exist.
-        output: As in ``Engine.from_onnx``, as the following ones.
+        output: Name of the output with the loss, as in ``Engine.from_onnx``.
         class_axis: Axis of the classes in the output, as for ``Engine.from_onnx``.
         find_logits: Whether a loss on an output of probabilities reads the logits.
         loss_weights: Factor of each loss; ones by default.

@@ -106,7 +106,7 @@ class TrainingFiles:
         """Train with ONNX Runtime alone, as a device does.
 
         Args:
-            data: Data in a form of ``fit``; the batches are those of ``fit`` with the same seed.
+            data: Data in a form of ``fit``; the batches are the same as in ``fit`` with this seed.
             steps: Number of steps.
             batch_size: Number of examples in a batch.
             rate: Value of the schedule: a number, or a function of the number of steps so far.
@@ -152,12 +152,12 @@ class TrainingFiles:
 
         Args:
             state: The state by name.
-            inputs: Input name to array; further inputs of the file, such as ``noise``, as well.
+            inputs: Arrays by input name; further inputs of the file, such as ``noise``, as well.
             targets: The targets, also ``Weighted``; for several losses, by output.
             rate: Value of the schedule.
 
         Returns:
-            Output name to read-only array. A ``new`` state without entries is the old one.
+            Read-only arrays by output name. A ``new`` state without entries is the old one.
 
         Raises:
             InputError: An input is missing, or the files have no input for weights.
@@ -182,10 +182,10 @@ class TrainingFiles:
 
         Args:
             state: A state by name, or a file of ``save``; its parameters suffice.
-            inputs: Input name to array.
+            inputs: Arrays by input name.
 
         Returns:
-            Output name to array.
+            Arrays by output name.
         """
         session = self._session(PREDICT)
         arrays = {**inputs, **self.read(state)}
@@ -233,7 +233,7 @@ class TrainingFiles:
         Args:
             state: As for ``read``.
             path: File of the model.
-            model: The model that was exported; that of the constructor by default.
+            model: The model that was exported; by default the argument of the constructor.
 
         Raises:
             InputError: There is no model, or it is another one.

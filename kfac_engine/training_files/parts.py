@@ -32,7 +32,7 @@ class Evaluation:
         assembly: The model and its losses.
         tape: Receives the nodes.
         examples: Number of examples, or None if the model runs with one number only.
-        names: Value of the model to its name in the file; the same where absent.
+        names: Names in the file, by value of the model; the same name where absent.
         target_inputs: What the targets are, and which of them have weights.
         selection: Numbers of the examples in the batch; None for all of them.
         visible: Whether other bodies can read its values.
@@ -105,7 +105,7 @@ class Evaluation:
         return Recorded(self.tape, self.names.get(name, name), tuple(sizes), chosen.dtype(_FLOAT))
 
     def _weight_axes(self, loss: LossFunction) -> tuple[int, ...]:
-        """Return which axes of a loss input its weights have."""
+        """Return the axes of a loss input that its weights have."""
         task, value = self.assembly.task, loss.inputs[0]
         output = task.objective.outputs.get(value, value)
         place = task.batch.places[output]
@@ -114,7 +114,7 @@ class Evaluation:
     def observe(self, objective: Objective) -> Observation:
         """Record how much each target counts; see ``Objective.observe``.
 
-        Class numbers that are no classes are read as others: see ``has_possible_targets``.
+        Class numbers outside the classes are read as other classes: see ``has_possible_targets``.
         """
         values: Any = self
         terms = []

@@ -43,12 +43,12 @@ class Step:
     Attributes:
         tape: Its nodes and constants.
         data: The inputs that change from step to step.
-        state: Name of each state to its value before the first step.
+        state: Values of the states before the first step, by name.
         parameters: The states that are parameters or running statistics of the model.
         metrics: The outputs that are no state.
-        outputs: Output to its value in the graph.
+        outputs: Values of the graph, by output.
         noise: Inputs with random numbers: see ``Description``.
-        factors: Number of each factor of the curvature to the layer that it belongs to.
+        factors: The layer of each factor of the curvature, by number of the factor.
         weights: Inputs with weights of targets: see ``Description``.
     """
 
@@ -244,7 +244,7 @@ class StepRecorder:
         return {**{name: named[name] for name in outputs}, **named}
 
     def _renamed(self, state: Mapping[str, Array]) -> dict[str, str]:
-        """Return other names for values of the model that have names of the file's own.
+        """Return new names for values of the model whose names the file itself needs.
 
         An input or a weight of the model with such a name raises InputError.
         """
@@ -264,7 +264,7 @@ class StepRecorder:
     # -- the parts of a step -----------------------------------------------------------------------
 
     def _slots(self) -> dict[str, dict[str, Array]]:
-        """Return the optimizer's state; a file has two numbers in place of its examples."""
+        """Return the arrays of the optimizer's state, without the record of seen examples."""
         slots = self._optimizer.state().arrays
         return {slot: dict(arrays) for slot, arrays in slots.items() if slot != EXAMPLES}
 

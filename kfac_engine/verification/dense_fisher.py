@@ -33,7 +33,7 @@ class Entries:
     """Entries of parameters: the rows and columns of a slice.
 
     Attributes:
-        positions: Parameter name to indices of its flattened entries, ascending.
+        positions: Ascending indices of the flattened entries, by parameter name.
     """
 
     positions: Mapping[str, Sequence[int]]
@@ -70,10 +70,9 @@ class DenseFisher:
         specimen: The model and the batch.
         entries: The rows of the slice.
         method: How the Jacobian matrix was computed.
-        jacobian: Value of a loss to the columns of its Jacobian matrix that belong to the entries,
+        jacobian: By value of a loss, the columns of its Jacobian matrix that belong to the entries,
             in the shape ``(value size, entries)``.
-        changes: For each vector, value of a loss to the product of its Jacobian matrix with the
-            vector.
+        changes: For each vector, its products with the Jacobian matrices, by value of a loss.
     """
 
     specimen: Specimen

@@ -50,8 +50,8 @@ def differentiate_along(
     Args:
         copy: The copy of the model that the function evaluates; its type determines the steps.
         function: Function of all parameters.
-        parameters: Parameter name to value.
-        direction: Parameter name to array, with entries as large as the entries of the parameter.
+        parameters: Values by parameter name.
+        direction: Arrays by parameter name, with entries as large as the entries of the parameter.
         absolute: The derivative is accepted if a step and half of it differ by less.
         relative: The same, relative to the norm of the derivative.
 

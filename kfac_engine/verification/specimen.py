@@ -39,7 +39,7 @@ class Specimen:
 
     Attributes:
         engine: The engine of the model. No check changes its state.
-        inputs: Input name to array.
+        inputs: Arrays by input name.
         targets: The targets.
         examples: Number of examples.
     """
@@ -99,7 +99,7 @@ class Specimen:
 
     @cached_property
     def parameters(self) -> dict[str, Floats]:
-        """Parameter name to value, in float64."""
+        """Values by parameter name, in float64."""
         host = on_host(self.model.parameters, self.engine.collection.backend)
         return {name: array.astype(np.float64) for name, array in host.items()}
 
@@ -111,7 +111,7 @@ class Specimen:
 
     @cached_property
     def probability_weights(self) -> dict[str, float]:
-        """Value that a loss of classes reads to the weight of its probabilities in the objective.
+        """Weights of probabilities in the objective, by the value that a loss of classes reads.
 
         The derivative of such a loss is a probability minus a target. The rounding error of a
         probability close to one exceeds this difference if the predictions are certain.
@@ -131,7 +131,7 @@ class Specimen:
 
     @cached_property
     def gradients(self) -> dict[str, Floats]:
-        """Parameter name to the gradient that the engine computes, in float64."""
+        """The gradients that the engine computes, in float64, by parameter name."""
         result = self.engine.gradients(self.inputs, self.targets).gradients
         host = on_host(result, self.engine.collection.backend)
         return {name: host[name].astype(np.float64) for name in self.parameters}

@@ -55,7 +55,7 @@ def verify(
         options: The fields of ``EngineOptions``, if ``model`` is not an engine.
 
     Returns:
-        The checks; ``passed`` is whether none failed.
+        The checks; ``passed`` is True if none failed.
 
     Raises:
         InputError: Options are given for an engine, or the model, the data or an option is wrong.

@@ -35,7 +35,7 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
 
     Args:
         layout: The model with its layers.
-        inputs: Input name to array.
+        inputs: Arrays by input name.
         targets: The targets of the loss; for several losses, by output.
 
     Returns:
@@ -56,7 +56,7 @@ def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:
 
     Args:
         layout: The model with its layers.
-        inputs: Input name to array.
+        inputs: Arrays by input name.
 
     Returns:
         The batch, and the cotangents in the row-major order of the values.

@@ -42,7 +42,7 @@ class ExampleTile:
 
     Attributes:
         examples: Numbers of the examples in the batch.
-        arrays: Parameter name to derivatives in float64. Gradients are ``(m, *shape)`` for ``m``
+        arrays: Derivatives by parameter name, in float64. Gradients are ``(m, *shape)`` for ``m``
             examples, rows of Jacobians ``(m, k, *shape)`` for ``k`` values of an example. If
             several layers have parts of a parameter, the entries of other layers are zero.
             ``Curvature.multiply`` needs all parameters of a block, so that such a tile has the
@@ -111,7 +111,7 @@ class Curvature:
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """Parameter name to the present value as a NumPy array."""
+        """Present values as NumPy arrays, by parameter name."""
         return self.on_host(self.model.parameters)
 
     def on_host(self, vectors: Mapping[str, Array]) -> dict[str, Array]:
@@ -128,8 +128,8 @@ class Curvature:
         """Return the eigenvalues of each block without damping, ascending.
 
         Returns:
-            The parameters of a block, a name or a tuple of names, to as many eigenvalues as they
-            have entries, in float64.
+            Eigenvalues in float64, as many as the block has parameter entries, by the parameters of
+            a block: a name or a tuple of names.
         """
         return {
             part.key: np.sort(block.spectrum.eigenvalues[:, part.rows], axis=None)
@@ -180,7 +180,7 @@ class Curvature:
             damping: λ, or λ of each parameter.
 
         Returns:
-            Parameter name to array in float64, in the shape of the parameter.
+            Arrays by parameter name, in float64, in the shape of the parameter.
 
         Raises:
             InputError: The damping is negative, or the power does not exist.
@@ -199,14 +199,14 @@ class Curvature:
         """Return ``(F + λI)^power`` times vectors.
 
         Args:
-            vectors: Parameter name to array, from any library, in the shape of the parameter, or
+            vectors: Arrays by parameter name, from any library, in the shape of the parameter, or
                 ``(count, *shape)`` for several vectors at once. A block needs the arrays of all its
                 parameters; blocks without arrays are left out.
             power: Any real number.
             damping: λ, or λ of each parameter.
 
         Returns:
-            Parameter name to a new array in the shape of the vector, in its type if that is a
+            New arrays by parameter name, in the shape of the vector, in its type if that is a
             floating-point type, else in float64.
 
         Raises:
@@ -235,7 +235,7 @@ class Curvature:
             damping: λ, or λ of each parameter.
 
         Returns:
-            Parameter name to array ``(count, *shape)`` in float64.
+            Arrays ``(count, *shape)`` in float64, by parameter name.
 
         Raises:
             InputError: An argument is wrong, or the damped matrix is singular.
@@ -292,12 +292,12 @@ class Curvature:
     ) -> Iterator[ExampleTile]:
         """Yield the gradient of the negative log-likelihood of each example, layer by layer.
 
-        The memory is that of one backward pass and of a tile of examples, which the option
+        The method takes the memory of one backward pass and of a tile of examples, which the option
         ``scratch_bytes`` bounds; the gradients of all examples are never stored together. A
         parameter without a layer takes a backward pass for each example.
 
         Args:
-            inputs: Input name to array.
+            inputs: Arrays by input name.
             targets: The targets of the loss, also ``Weighted``; for several losses, by output.
 
         Yields:
@@ -321,7 +321,7 @@ class Curvature:
         are as for ``example_gradients``, with a backward pass for each value.
 
         Args:
-            inputs: Input name to array.
+            inputs: Arrays by input name.
 
         Yields:
             Tiles of consecutive examples, with arrays ``(m, k, *shape)`` for ``k`` values.
@@ -431,7 +431,7 @@ def _tiles(
         sources: Cotangents of each row of a Jacobian.
 
     Yields:
-        Derivatives with an axis for the sources after that of the examples.
+        Derivatives with an axis for the sources after the axis of the examples.
     """
     vector, scratch_bytes = layout.vector, layout.assembly.collection.backend.scratch_bytes
     readers = LayerGradients(layout.assembly).read(trace, sources)
@@ -447,7 +447,7 @@ def _tiles(
 
 
 def _groups(layout: Layout) -> list[tuple[str, ...]]:
-    """Return the parameters that share layers: the blocks of a group have all its parameters."""
+    """Return groups of parameters, such that no layer has parameters of two groups."""
     groups: list[tuple[str, ...]] = []
     for layer, _ in layout.layers:
         names = tuple(map(layout.vector.parameter_of, layer.parameters))

@@ -39,8 +39,8 @@ class Decomposer:
             inputs: Eigenvalues of the input factor, for a block whose basis is set.
 
         Returns:
-            In float64 on the host; and the second moment of the inputs of the layer, None if it was
-            not measured.
+            The spectrum in float64 on the host, and the second moment of the inputs of the layer;
+            None for the moment if it was not measured.
 
         Raises:
             UnsupportedError: The eigenvalues of the block have no closed form.
@@ -87,7 +87,7 @@ class Decomposer:
         Args:
             factor: A factor with statistics.
             parts: Rows that are decomposed together.
-            rows: Number of vectors whose outer products the average is the mean of, if known.
+            rows: Number of vectors whose outer products the factor averages, if known.
         """
         if factor.is_diagonal:
             return self.read(factor.diagonal())[None].clip(min=0.0), None
@@ -149,7 +149,7 @@ class _Spectra:
 
 
 def _rows(factor: FisherFactor, repeats: float | None) -> int:
-    """Return the number of vectors whose outer products the average of a factor is the mean of."""
+    """Return the number of vectors whose outer products a factor averages."""
     return round(factor.average.weight * (repeats or 1))
 
 

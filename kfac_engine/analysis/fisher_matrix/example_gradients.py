@@ -40,10 +40,10 @@ class LayerReader:
     """Reads the gradients of a layer.
 
     Attributes:
-        tiles: Yields the gradients of as many examples as its argument says, in the order of the
-            batch.
-        numbers: Numbers of an example in their form.
-        entries: Numbers of an example as whole matrices.
+        tiles: Yields the gradients of tiles of examples, in the order of the batch. The argument is
+            the number of examples in a tile.
+        numbers: Number of floating-point numbers that an example takes in the form of ``tiles``.
+        entries: Number of floating-point numbers that an example takes as whole matrices.
     """
 
     tiles: Callable[[int], Iterator[Gradients]]
@@ -51,7 +51,7 @@ class LayerReader:
     entries: int
 
     def step(self, scratch_bytes: int, *, whole: bool) -> int:
-        """Return how many examples have gradients below a number of bytes, at least one."""
+        """Return the number of examples whose gradients fit into some bytes; at least one."""
         return max(1, scratch_bytes // (_BYTES * max(1, self.entries if whole else self.numbers)))
 
 
@@ -70,7 +70,7 @@ class LayerGradients:
 
         Args:
             trace: The batch.
-            sources: For each gradient of an example, loss input to cotangent.
+            sources: For each gradient of an example, the cotangents by loss input.
 
         Returns:
             A reader for each layer of the model. Its tiles raise a ``NonFiniteError`` for an
@@ -113,7 +113,7 @@ class _Reading(ABC):
         """Return the reader.
 
         Args:
-            sources: For each gradient of an example, loss input to cotangent.
+            sources: For each gradient of an example, the cotangents by loss input.
             gradients: The gradients of ``outputs`` for each source.
         """
 
@@ -157,7 +157,7 @@ class _Readings:
         return _Sums(self.assembly, self.layer, self.trace, form)
 
     def one_by_one(self) -> _Reading:
-        """Read a backward pass for each example."""
+        """Read the gradients by one backward pass for each example."""
         return _OneByOne(self.assembly, self.layer, self.trace)
 
     def _is_first(self, name: str) -> bool:

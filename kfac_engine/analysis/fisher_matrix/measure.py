@@ -48,7 +48,7 @@ class ExampleMoments:
         places: For each layer, the places of its entries among all parameters.
         scratch_bytes: Bound of the memory of the gradients of a tile of examples.
         matrix: ``Σ g gᵀ`` over all parameters, ``(size, size)``; None if it is not measured.
-        squares: Number of a layer to ``Σ g²``, packed, for the layers that are measured.
+        squares: ``Σ g²``, packed, by number of the layer, for the layers that are measured.
     """
 
     gradients: LayerGradients
@@ -84,7 +84,7 @@ def whole_matrix(shapes: Mapping[str, tuple[int, ...]]) -> Float:
     """Return a matrix of zeros over all parameters.
 
     Args:
-        shapes: Parameter name to shape.
+        shapes: Shapes by parameter name.
 
     Returns:
         ``(size, size)`` in float64.

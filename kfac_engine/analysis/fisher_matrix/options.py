@@ -47,8 +47,8 @@ class CurvatureOptions:
         trainable: Pattern of the names of parameters to include; by default every constant that the
             graph uses like a parameter. A list may have several patterns.
         freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
-        approximations: Approximation of a kind of layer, in place of that of the structure.
-        threads: Number of threads, also of ONNX Runtime; by default that of BLAS.
+        approximations: Approximation of a kind of layer, in place of the choice of the structure.
+        threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
         scratch_bytes: Bound of the temporary memory of a statistic; by default 64 MiB.
         backend: Array library.
         seed: Seed of sampled targets.

@@ -43,8 +43,8 @@ class ParameterVector:
     """The concatenation of all parameters, each in row-major order.
 
     Attributes:
-        shapes: Parameter name to shape, in the order of the concatenation.
-        slices: Parameter name to the slices that blocks use.
+        shapes: Shapes by parameter name, in the order of the concatenation.
+        slices: The slices that blocks use, by parameter name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class ParameterVector:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Parameter name to the place of its first entry."""
+        """Places of the first entries, by parameter name."""
         ends = np.cumsum([0, *map(prod, self.shapes.values())]).tolist()
         return dict(zip(self.shapes, ends, strict=False))
 
@@ -63,7 +63,7 @@ class ParameterVector:
 
     @cached_property
     def owners(self) -> dict[str, tuple[str, ParameterSlice]]:
-        """Name of a slice to its parameter and the slice."""
+        """Parameters and slices, by name of the slice."""
         return {
             part.name: (name, part) for name in self.shapes for part in self.slices.get(name, ())
         }
@@ -84,7 +84,7 @@ class ParameterVector:
         """Return vectors by parameter as rows.
 
         Args:
-            vectors: Parameter name to array, in the shape of the parameter, or with one more axis
+            vectors: Arrays by parameter name, in the shape of the parameter, or with one more axis
                 in front for several vectors. Entries of absent parameters are zero.
 
         Returns:
@@ -120,11 +120,11 @@ class ParameterVector:
         Args:
             rows: ``(count, size)``.
             names: Parameters to return.
-            dtypes: Parameter name to element type.
+            dtypes: Element types by parameter name.
             several: Whether arrays have the axis of the rows in front.
 
         Returns:
-            Parameter name to a new array.
+            New arrays by parameter name.
         """
         vectors: dict[str, Array] = {}
         for name in names:

@@ -93,8 +93,8 @@ def eigenbasis(
     Args:
         matrices: Positive semi-definite up to rounding, ``(g, d, d)``.
         parts: Rows of each diagonal block. Entries outside these blocks are ignored.
-        rows: Number of vectors whose outer products each matrix is the mean of, which bounds its
-            rank; None if unknown.
+        rows: Number of vectors whose mean outer product each matrix is. It bounds the rank; None if
+            unknown.
         epsilon: Relative rounding error of the matrices.
 
     Returns:

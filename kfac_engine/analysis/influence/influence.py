@@ -26,8 +26,9 @@ from kfac_engine.errors import InputError, NonFiniteError
 class Products:
     """Vectors of a block whose inner products with gradients are computed.
 
-    The vectors are in the eigenvectors of the block. Either the gradients are rotated into them, or
-    the vectors back: once, as soon as the examples have had more rows than the vectors have.
+    The vectors are in the basis of the eigenvectors of the block. At first, the gradients are
+    rotated into this basis. When the gradients so far have had more rows than the vectors, the
+    vectors are rotated back once, and later gradients are not rotated.
 
     Attributes:
         vectors: ``(q, g, d_in, d_out)``.

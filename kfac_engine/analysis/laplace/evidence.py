@@ -40,7 +40,7 @@ class Group:
     Attributes:
         parameters: Their names.
         eigenvalues: Eigenvalues of their blocks of the mean Fisher matrix.
-        square: Sum of their squares.
+        square: Sum of the squares of the parameters.
     """
 
     parameters: tuple[str, ...]
@@ -196,7 +196,7 @@ class Evidence:
 def _sum_of_log1p(values: Float) -> float:
     """Return ``Σ log(1 + v)`` of numbers that are not negative.
 
-    Logarithms take most of the time: those of products of sixteen numbers are fewer.
+    Logarithms take most of the time, so one logarithm serves the product of sixteen numbers.
     """
     whole = len(values) // _FACTORS * _FACTORS
     factors = values + 1.0

@@ -56,7 +56,7 @@ class Network:
 
         Args:
             name: The value.
-            fixed: Axes whose sizes are those of the sample run in every run.
+            fixed: Axes that have the sizes of the sample run in every run.
             stacked: Name of its gradients, one after the other along the first axis.
         """
         fact, tape = self.model.facts[name], self.tape
@@ -90,7 +90,7 @@ class Network:
             backward: Backward graph from the value that the loss reads.
 
         Returns:
-            Name of a differentiated value to its gradient for each of the ``k`` unit vectors.
+            The gradients of each differentiated value for the ``k`` unit vectors, by name.
 
         Raises:
             InputError: The file would have too many nodes.
@@ -130,7 +130,7 @@ def example_gradients(network: Network, layers: Sequence[tuple[str, ...]]) -> di
         layers: Parameters of each layer.
 
     Returns:
-        Parameter to its gradients, ``(n, k, size)``. Layers that the value does not depend on are
+        Gradients by parameter, ``(n, k, size)``. Layers that the value does not depend on are
         absent.
 
     Raises:

@@ -35,7 +35,7 @@ class Recording(Protocol):
     def needs_first_axis(self) -> bool: ...
 
     def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
-        """Return the axes of a tensor of a layer whose sizes are those of its parameters.
+        """Return the axes of a tensor of a layer whose sizes the parameters determine.
 
         Args:
             output: Whether the tensor is an output, or an input.
@@ -151,12 +151,12 @@ class _RecordedSums:
 
 
 def _by_source(x: Symbol, sources: int) -> Symbol:
-    """Divide the first axis by outputs of an example, ``(k, n, …)``."""
+    """Split the first axis into the ``k`` outputs of an example and the examples, ``(k, n, …)``."""
     return x.reshape(sources, x.shape[0] // sources, *x.shape[1:])
 
 
 class _AfterSources(BroadcastShape):
-    """The broadcast of a parameter to data behind an axis of sources, which stays."""
+    """The broadcast of a parameter to data that has an axis of sources before its other axes."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
 """Writes a model with the variance of its outputs under uncertain parameters of a last dense layer.
 
-The nodes follow those of the file and read the inputs of the layer. A layer with the input φ has
-the outputs ``Wᵀ φ̃`` with ``φ̃ = (φ, 1)``, so that the covariance of outputs k and l is
-``Σ φ̃_i φ̃_j C_(ik)(jl)`` for the covariance ``C`` of the parameters.
+The nodes follow the nodes of the file and read the inputs of the layer. A layer with the input φ
+has the outputs ``Wᵀ φ̃`` with ``φ̃ = (φ, 1)``, so that the covariance of outputs k and l is ``Σ
+φ̃_i φ̃_j C_(ik)(jl)`` for the covariance ``C`` of the parameters.
 """
 
 from collections.abc import Mapping

@@ -83,7 +83,7 @@ class Laplace:
         """Return the eigenvalues of each block of the posterior precision ``P``, ascending.
 
         Returns:
-            The parameters of a block, a name or a tuple of names, to eigenvalues in float64.
+            Eigenvalues in float64, by the parameters of a block: a name or a tuple of names.
         """
         return {
             part.key: np.sort(self._precisions(block)[:, part.rows], axis=None)
@@ -92,7 +92,7 @@ class Laplace:
         }
 
     def log_determinant(self) -> float:
-        """Return ``log det P``, minus the entropy of the posterior up to a constant, doubled."""
+        """Return ``log det P``: up to a constant, −2 times the entropy of the posterior."""
         return float(sum(np.log(self._precisions(block)).sum() for block in self.curvature.blocks))
 
     def sample(self, count: int, seed: int = 0) -> dict[str, Array]:
@@ -103,7 +103,7 @@ class Laplace:
             seed: Seed of the generator.
 
         Returns:
-            Parameter name to array ``(count, *shape)`` in float64; a sample can be given to
+            Arrays ``(count, *shape)`` in float64, by parameter name; a sample can be given to
             ``set_parameters``.
 
         Raises:
@@ -130,8 +130,8 @@ class Laplace:
         ``log p(D) ≈ log p(D|θ)/T − ½ (log det P − log det P₀ + θᵀ P₀ θ)``.
 
         Args:
-            prior_precision: λ, or λ of each parameter; by default that of the posterior.
-            noise: σ; by default that of the posterior.
+            prior_precision: λ, or λ of each parameter; by default λ of the posterior.
+            noise: σ; by default σ of the posterior.
 
         Returns:
             The evidence; the posterior does not change.
@@ -210,7 +210,7 @@ class Laplace:
         ``variance + σ² I``.
 
         Args:
-            inputs: Input name to array, or data in another form of ``Engine.predict``.
+            inputs: Arrays by input name, or data in another form of ``Engine.predict``.
             link: How means and variances of logits become probabilities: ``"probit"``,
                 ``"bridge"``, ``"bridge_norm"`` or ``"monte_carlo"``.
             joint: Whether to return the covariance of the outputs of all examples, too.
@@ -246,9 +246,9 @@ class Laplace:
         """Write the model with one more output, ``variance``, which any runtime computes.
 
         The output is ``Predictive.variance``, ``(n, k, k)``, in operators of the ONNX standard. A
-        last dense layer takes a few nodes after those of the file. Other posteriors take the nodes
-        of a backward pass for each of the ``k`` outputs of an example. Parameters that belong to no
-        layer, and layers with examples and positions on one axis, take a ``Scan`` over the
+        last dense layer takes a few nodes after the nodes of the file. Other posteriors take the
+        nodes of a backward pass for each of the ``k`` outputs of an example. Parameters that belong
+        to no layer, and layers with examples and positions on one axis, take a ``Scan`` over the
         examples.
 
         Args:
@@ -257,8 +257,8 @@ class Laplace:
 
         Raises:
             UnsupportedError: Several losses read several values, examples depend on each other or
-                on chance, the number of outputs of an example is not fixed, or parameters take a
-                ``Scan`` in a model that runs with one batch size only.
+                on random numbers, the number of outputs of an example is not fixed, or parameters
+                take a ``Scan`` in a model that runs with one batch size only.
             InputError: The path is wrong, the file would have more nodes than ``node_limit``, or
                 the model has a value ``variance``.
         """

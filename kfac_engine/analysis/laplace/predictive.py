@@ -80,8 +80,8 @@ class Linearization:
         """Return means, and covariances for several distributions of the parameters.
 
         Args:
-            inputs: Input name to array.
-            powers: For each distribution, ``id`` of a block to the eigenvalues of ``P⁻¹``.
+            inputs: Arrays by input name.
+            powers: For each distribution, the eigenvalues of ``P⁻¹``, by ``id`` of a block.
 
         Returns:
             Means ``(n, …, k)``, and covariances of all outputs of an example, ``(p, n, K, K)``.
@@ -106,8 +106,8 @@ class Linearization:
         """Return the covariance of the outputs of all examples.
 
         Args:
-            inputs: Input name to array.
-            powers: ``id`` of a block to the eigenvalues of ``P⁻¹``.
+            inputs: Arrays by input name.
+            powers: Eigenvalues of ``P⁻¹``, by ``id`` of a block.
 
         Returns:
             ``(nK, nK)``.
@@ -176,8 +176,8 @@ class Linearization:
     def _require_variances(self, inputs: Mapping[str, Array], several: int) -> None:
         """Refuse covariances of the outputs of all examples that do not fit.
 
-        The cotangents of a batch, the covariances of its examples, and those of all examples are in
-        memory together.
+        The memory holds the cotangents of a batch, the covariances of its examples and the
+        covariance of all examples at the same time.
         """
         assembly = self.curvature.layout.assembly
         batch, (value, *_) = assembly.task.batch, assembly.task.objective.inputs

@@ -17,7 +17,7 @@ class HasParameters(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, Array]:
-        """Parameter name to array."""
+        """Arrays by parameter name."""
 
 
 def merge(
@@ -38,8 +38,7 @@ def merge(
         weights: Weight ``w`` of each model, positive; by default all are equal.
 
     Returns:
-        Parameter name to a new array, in the type of the first model, for
-        ``Engine.set_parameters``.
+        New arrays by parameter name, in the type of the first model, for ``Engine.set_parameters``.
 
     Raises:
         InputError: There are fewer than two models, numbers of models, curvatures and weights

@@ -99,13 +99,13 @@ def saliency(
             loss (Hassibi & Stork 1993, optimal brain surgeon). ``"magnitude"``: ``½ θᵢ²``.
         damping: λ, or λ of each parameter. ``"obs"`` needs a positive damping where ``F`` is
             singular.
-        blocks: The weights that make up for a zero with ``"obs"``: those of its block of the
-            ``"measured"`` curvature, or those of its ``"layer"``. They differ for a curvature of
-            ``structure="full"``, whose only block has all layers.
+        blocks: With ``"obs"``, the weights that make up for a zero: ``"measured"`` for the weights
+            of its block of the curvature, ``"layer"`` for the weights of its layer. The two differ
+            for a curvature of ``structure="full"``, whose only block has all layers.
 
     Returns:
-        Parameter name to array in float64, in the shape of the parameter. The loss is that of the
-        curvature: the negative log-likelihood of an example, in nats.
+        Arrays by parameter name, in float64, in the shape of the parameter. The loss is the loss of
+        the curvature: the negative log-likelihood of an example, in nats.
 
     Raises:
         UnknownNameError: The method is unknown.

@@ -1,4 +1,4 @@
-"""Operands that are rearranged or scaled weights: merged, moved to the data, or computed once."""
+"""Merges, moves to the data or precomputes the operators that rearrange or scale weights."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.sessions.session import Session
 
-# Operators that are linear in two operands: map from the index of each to that of the other.
+# Operators that are linear in two operands: for the index of each, the index of the other.
 _PRODUCTS: Mapping[str, Mapping[int, int]] = {
     "Conv": {1: 0},
     "ConvTranspose": {1: 0},

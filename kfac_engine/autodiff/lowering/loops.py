@@ -22,7 +22,7 @@ from kfac_engine.sessions.session import Session
 
 
 def trip_count(b: LoweringBuilder, node: Node, body: Body, known: KnownValues) -> int:
-    """Return the number of iterations of a Loop, computing only what its condition depends on.
+    """Return the number of iterations of a Loop; only the nodes of its condition are computed.
 
     A number that depends on data, or that is larger than ``MOST_STEPS``, raises UnsupportedOpError.
     ``known`` records the values that the number was computed from.

@@ -355,7 +355,7 @@ class _Unrolled:
         return tuple(self._builder.op("Squeeze", piece, self._zero) for piece in pieces)
 
     def _cut(self, value: str, *gates: int) -> tuple[str, ...]:
-        """Write parts of the rows with ``gates`` gates each; return ``""`` for an omitted value."""
+        """Split the rows into parts of whole gates; return ``""`` for an omitted value."""
         if not value or len(gates) == 1:
             return (value,) * len(gates)
         sizes = self._builder.constant([count * self._hidden for count in gates])

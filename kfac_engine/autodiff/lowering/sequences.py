@@ -44,7 +44,7 @@ _RELAYS = frozenset({"Identity", "Optional", "OptionalGetElement"})
 
 
 def _maker(b: LoweringBuilder, node: Node, value: str, relays: frozenset[str] = _RELAYS) -> Node:
-    """Return the node that computes a sequence or optional value, before Identity nodes."""
+    """Return the node that computes a sequence or optional value; skip Identity nodes."""
     while True:
         maker = b.graph.producers.get(value)
         if maker is None:

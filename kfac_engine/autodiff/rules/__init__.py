@@ -78,8 +78,8 @@ def vjp_rule(*ops: str) -> Callable[[Rule], Rule]:
 def add_slopes(slopes: Mapping[str, tuple[str, Slope]]) -> None:
     """Register operators of one operand whose cotangents are a product or a quotient.
 
-    An entry has ``"Mul"`` or ``"Div"``, with a minus if the result is negated, and the second
-    operand of it; the first one is the cotangent of the result.
+    An entry has ``"Mul"`` or ``"Div"``, with a minus if the result is negated, and a function that
+    writes the second operand. The first operand is the cotangent of the result.
     """
     for op, (form, slope) in slopes.items():
         RULES.add(op, partial(_sloped, form, slope))

@@ -49,7 +49,7 @@ def prelu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 @vjp_rule("Clip")
 def clip(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the cotangent for x inside the bounds, and for the bound elsewhere."""
+    """Pass the cotangent to x inside the bounds, and to the bound elsewhere."""
     x, low, high = (*node.inputs, "", "")[:3]
     # y = min(max(x, low), high), so an empty interval gives high.
     at_low = b.op("Less", x, low) if low else ""

@@ -66,7 +66,7 @@ def _pads_itself(node: Node) -> bool:
 
 
 def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """Write the cotangent, padded to all pixels of the taps if the crop depends on its size."""
+    """Pad the cotangent to all pixels under taps, where its size determines the crop."""
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
     size = b.forward("Shape", y, start=2)
@@ -181,7 +181,7 @@ class _Shifts:
 
 
 def _shifts(b: VjpBuilder, node: Node, window: SlidingWindow) -> _Shifts | None:
-    """Return the division with the smallest operands; None if all are too large."""
+    """Return the division of the axes with the smallest operands; None if all are too large."""
     outs, ins = b.sample_shape(node.inputs[1])[:2]
     kernel, pads = window.kernel, (window.begins, window.ends)
     inside = all(p <= reach for ends in pads for p, reach in zip(ends, window.reaches, strict=True))
@@ -237,7 +237,7 @@ def _only_last(window: SlidingWindow, cut: int) -> SlidingWindow:
 
 
 def _against(window: SlidingWindow, cut: int) -> SlidingWindow:
-    """Return the window of the cotangent, reversed, along the first ``cut`` axes of an image.
+    """Return the window that shifts a cotangent, in reverse, along the first ``cut`` axes.
 
     ``window`` has unit strides and a padding of at most the reach of the kernel. The result is as
     long as the image along these axes. Its padding is the reach of the kernel minus the padding of

@@ -104,7 +104,7 @@ def where(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients
 
 
 def _each(b: VjpBuilder, node: Node, wide: dict[int, str]) -> Gradients:
-    """Return cotangents in the shapes of the operands, summed from the shape of the result."""
+    """Sum cotangents in the shape of the result to the shapes of the operands."""
     y = node.outputs[0]
     return {i: b.unbroadcast(name, y, node.inputs[i]) for i, name in wide.items()}
 
@@ -133,8 +133,8 @@ _DEEPEST_SUM = 4
 def _apart_from_zero(b: VjpBuilder, value: str, square: str) -> str:
     """Return a value whose zeros are replaced by one, if ``square`` is a sum of squares.
 
-    The derivative of the root is then finite where all squares are zero, and their derivatives make
-    it the subgradient zero of the norm.
+    The derivative of the root is then finite where all squares are zero. The squares have the
+    derivative zero there, so the norm has the subgradient zero.
     """
     if not _is_squared_norm(b, square, _DEEPEST_SUM):
         return value

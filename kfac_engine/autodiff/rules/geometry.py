@@ -50,7 +50,7 @@ def sliding(node: Node, kernel: tuple[int, ...]) -> SlidingWindow:
 
 
 def _resolved(window: SlidingWindow) -> SlidingWindow:
-    """Return a window of unit strides with explicit padding for SAME: the reach of the window."""
+    """Return a window of unit strides whose padding for SAME is explicit."""
     begins, ends = split_padding(window.reaches, window.same)
     return SlidingWindow(
         window.kernel, window.strides, window.dilations, begins, ends, "", window.ceil_mode

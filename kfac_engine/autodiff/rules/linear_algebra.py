@@ -11,7 +11,7 @@ from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
 from kfac_engine.graph.structure import Node
 
-# How much larger a batch may be than that of the sample run, which has two examples.
+# How much larger a batch may be than the batch of the sample run, which has two examples.
 _BATCH = 16
 
 

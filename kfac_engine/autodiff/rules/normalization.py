@@ -22,7 +22,7 @@ from kfac_engine.graph.structure import Node
 
 @dataclass(frozen=True, slots=True)
 class _Standardised:
-    """Names of standardized values: ``value`` of h, ``inverse`` of 1/σ, ``axes`` of the axes."""
+    """Names of values: h (``value``), 1/σ (``inverse``) and the axes of the means (``axes``)."""
 
     value: str
     inverse: str

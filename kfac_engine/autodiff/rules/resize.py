@@ -123,7 +123,7 @@ def _matrix(b: VjpBuilder, node: Node, axis: int) -> str:
 
 
 def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """Write the Resize of the identity as channels of images that are one pixel wide."""
+    """Resize the identity matrix along one axis, as channels of images one pixel wide."""
     x, roi, scales, _ = (*node.inputs, "", "", "")[:4]
     place = b.constant([_named_axes(b, node).index(axis)])
     one, whole = b.constant([1]), b.constant([1], "float32")
@@ -142,7 +142,7 @@ def _resized_alone(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
 
 
 def _region(b: VjpBuilder, node: Node, roi: str, place: str) -> str:
-    """Write the region of interest of four axes: that of one resized axis, and three whole axes."""
+    """Write a region of interest of four axes: one axis is resized, the others are whole."""
     ends = b.forward("Add", place, b.constant([len(_named_axes(b, node))]))
     begin, end = (b.forward("Gather", roi, at) for at in (place, ends))
     zeros, ones = (b.constant([n, n], b.dtype(roi).name) for n in (0, 1))
@@ -159,7 +159,7 @@ def _of_images(node: Node) -> Node:
 
 
 def _resized_whole(b: VjpBuilder, node: Node, identity: str, axis: int) -> str:
-    """Write the Resize of the identity as full-size images, for scales that depend on all sizes."""
+    """Resize the identity matrix as images of full size, for scales that depend on all sizes."""
     x, rank, named = node.inputs[0], b.rank(node.inputs[0]), _named_axes(b, node)
     if "axes" not in node.attributes or 0 in named:
         raise UnsupportedOpError(

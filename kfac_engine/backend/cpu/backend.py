@@ -178,7 +178,7 @@ class NumpyBackend:
         return np.array(self._reduced(reductions.all_finite, arrays), bool)
 
     def _reduced(self, reduced: Callable[[Array], Number], arrays: Sequence[Array]) -> list[Number]:
-        """Return a number of each array; threads divide many large arrays."""
+        """Reduce each array to a number; threads share many large arrays."""
         if TO_READ * sum(array.size for array in arrays) < WORTH_WAKING:
             return [reduced(array) for array in arrays]
         numbers: dict[int, Number] = {}
@@ -192,6 +192,6 @@ class NumpyBackend:
         return [numbers[index] for index in range(len(arrays))]
 
     def _scratch(self) -> int:
-        """Return the scratch memory of an operation, which is a part of the bound inside a task."""
+        """Return the scratch memory of an operation, in bytes; inside a task, a share of it."""
         free = len(self.workers.row_blocks(self.workers.count))
         return self.scratch_bytes * free // self.workers.count

@@ -157,7 +157,7 @@ def trmm(lower: Array, out: Array, *, right: bool, transposed: bool, alpha: floa
 
 
 def _read(x: Array, out: Array) -> Layout:
-    """Return the layout of an operand whose type equals that of ``out``."""
+    """Return the layout of an operand, which must have the type of ``out``."""
     assert x.ndim == 2, f"an operand of shape {x.shape} is not a matrix"
     assert x.dtype == out.dtype, f"{x.dtype} and {out.dtype} differ"
     view_layout = layout(x)

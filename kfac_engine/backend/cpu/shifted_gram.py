@@ -209,7 +209,7 @@ def scratch_numbers(
 def images_per_round(images: int, channels: int, spatial_shape: tuple[int, ...]) -> int:
     """Return the number of images that are multiplied together.
 
-    It makes lines long enough for BLAS, and rounds about equal in size.
+    The number makes lines long enough for BLAS, and rounds about equal in size.
     """
     line, image = channels * spatial_shape[-1], channels * prod(spatial_shape)
     if channels <= FEW_CHANNELS:

@@ -56,7 +56,7 @@ def run_tasks(tasks: Sequence[Callable[[], None]], threads: int, workers: Worker
 
 
 def count_parts(rows: int, size: int, workers: Workers, spare: int) -> int:
-    """Return the number of parts of the rows that are multiplied to separate matrices.
+    """Return the number of parts into which the rows are divided, each with a matrix of its own.
 
     It is 1 if row blocks are faster, or if ``spare`` entries of scratch memory hold no second
     matrix.

@@ -72,7 +72,8 @@ class FisherBlock(ABC):
         symbols: The symbol of each factor.
         is_product: Whether a power is a number times the same power of two factors, ``A ⊗ G``.
         selects_rows: Whether the inputs are token ids, which select rows of a table.
-        of_parameters: Whether statistics read gradients of parameters, not those of a layer.
+        of_parameters: Whether statistics read gradients of parameters instead of gradients of a
+            layer.
     """
 
     symbols: ClassVar[tuple[str, ...]] = ("F",)
@@ -117,7 +118,7 @@ class FisherBlock(ABC):
         return tuple(names if len(names) > 1 else names[0] for names in self._tensors.outputs)
 
     def layer_rows(self) -> tuple[LayerRows, ...]:
-        """Return the inputs and outputs of each part, whose rows belong to each other."""
+        """Return the inputs and outputs of each part; their rows correspond."""
         return ()
 
     def instantiate_factors(
@@ -341,7 +342,7 @@ class FisherBlock(ABC):
         return (weight, *zeros) if zeros else weight
 
     def _level(self) -> float:
-        """Return the damping as the owner of the block sets it, checked."""
+        """Return the damping that the owner of the block has set, after a check."""
         if self._damping is None:
             raise NotReadyError(f"call instantiate_factors of the block of {self.params} first.")
         return self._checked_damping(self._damping())

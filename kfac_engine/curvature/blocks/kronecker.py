@@ -451,7 +451,7 @@ class ReducedKroneckerFB(KroneckerProductFB):
 
 
 def patches_side(form: LayerForm, side: Side = DENSE) -> Side:
-    """Return the form of an input factor, which is dense where it samples a part of a batch."""
+    """Return the form of an input factor; a factor that samples a part of a batch is dense."""
     if not form.sampling.active:
         return side
     return Side(partial(SampledMoment, sampling=form.sampling), SampledFactor)

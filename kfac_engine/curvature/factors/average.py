@@ -54,7 +54,7 @@ class MovingAverage:
             decay: In [0, 1]; 1 is a plain mean.
             weight: Weight of the new value, positive.
             config: Decides whether the average is debiased or classical.
-            repeats: Number of rows of an example of the new value.
+            repeats: Number of rows for each example in the new value.
             over_rows: Whether the values are means over rows.
 
         Returns:

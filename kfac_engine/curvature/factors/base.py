@@ -143,13 +143,13 @@ class Measurement:
         factor: The factor that measures.
         values: Checked values of the first source. A deferred measurement refers to them.
         sizes: Result of ``FisherFactor.check``.
-        combined: Whether the measurement is combined with other parts of the batch. The array of a
-            square of sums then holds its sums.
+        combined: Whether the measurement is combined with other parts of the batch. If the
+            statistic squares sums over a batch, the array then holds the sums.
 
     Attributes:
         factor: The factor that measures.
-        examples: Number of examples of the batch, or sum of the weights of its rows for each
-            repeat: the weight of the measurement in a mean over processes.
+        examples: Weight of the measurement in a mean over processes: the number of examples of the
+            batch, or the sum of the weights of its rows divided by ``repeats``.
         repeats: Uses × positions for each example, or its mean over the parts of a batch.
         weighted: Whether ``examples`` is a sum of weights.
         batch: Number of examples of the whole batch, those that do not count too; None if the
@@ -419,7 +419,7 @@ class FisherFactor(ABC):
         """Return the checked values of a batch that the statistic reads, as arrays of the backend.
 
         Args:
-            values: Value name to array, of any library.
+            values: Arrays by value name, of any library.
 
         Raises:
             KfacError: As ``check``. Factors of one collection must read equal numbers of examples.
@@ -529,7 +529,7 @@ class FisherFactor(ABC):
         self.narrowest = _WIDE
 
     def _room(self, measurement: Measurement) -> Array:
-        """The average's own array; before the first batch, identity or zero."""
+        """Return the array of the average, created as identity or zeros before the first batch."""
         value = self.average.value
         if value is None:
             value = measurement.zeros()
@@ -621,12 +621,12 @@ class FisherFactor(ABC):
         return 1
 
     def times(self, power: Array, x: Array) -> Array:
-        """Return a power in the form of the average times a matrix, or a stack of them."""
+        """Return the product of a power, in the form of the average, and a matrix or stack."""
         product: Array = power[:, None] * x if power.ndim == 1 else power @ x
         return product
 
     def moments(self, average: Any, xp: Any = np) -> Any:
-        """Return the second moments of features that a damping by feature is in proportion to.
+        """Return the second moments of features, to which a damping by feature is proportional.
 
         Args:
             average: The average, or a recorded one.

@@ -201,7 +201,7 @@ class DenseSquareMatrixFactor(FisherFactor):
     def _requests_by_feature(
         self, cov: Array, wanted: Iterable[Wanted]
     ) -> dict[Request, Sequence[Wanted]]:
-        """Return a request for each operation; its matrix has the damping beyond the least."""
+        """Return a request for each operation; the matrix contains all but the least damping."""
         requests: dict[Request, Sequence[Wanted]] = {}
         for op, level in wanted:
             levels = self._by_feature(level)
@@ -239,7 +239,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return product
 
     def _level(self, damping_func: Damping) -> float | tuple[float, ...]:
-        """Return the current value of a damping, hashable."""
+        """Return the current value of a damping, as a hashable object."""
         return float(damping_func())
 
     def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:

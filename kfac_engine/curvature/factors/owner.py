@@ -28,7 +28,7 @@ class FactorOwner(LossCollection):
 
     Attributes:
         graph: The model, or the shapes.
-        fisher_factors: (class, arguments) to factor, in the order of creation.
+        fisher_factors: Factors by ``(class, arguments)``, in the order of creation.
         data: Names of inputs of the model, whose features may have units of their own.
     """
 

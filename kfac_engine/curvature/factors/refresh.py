@@ -86,7 +86,7 @@ class Division:
         return 1
 
     def hand_over(self, due: Sequence[Any]) -> Sequence[Any]:
-        """Complete the averages of factors where their refresh is computed.
+        """Complete the average of each factor on the process that computes its refresh.
 
         Return the factors that store results on this process.
         """

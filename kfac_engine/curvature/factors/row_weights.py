@@ -27,7 +27,7 @@ from kfac_engine.losses.checks import Named
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """The tensors of a layer, whose rows belong to each other.
+    """The tensors of a layer; rows of inputs and outputs correspond.
 
     Attributes:
         inputs: Names of the input, over uses.
@@ -50,7 +50,7 @@ class ExampleWeights:
         weights: A number ≥ 0 for each example; None for ones.
         partial: Whether an example has predictions that count and others that do not; None if it is
             not known, because examples and positions share an axis.
-        axes: Name of a value to its axis of examples; 0 where absent.
+        axes: Axes of the examples, by name of a value; 0 where absent.
     """
 
     weights: Array | None

@@ -91,9 +91,10 @@ class Statistic(ABC):
         return 1
 
     def counted(self, values: Values, sizes: "Sizes") -> float | None:
-        """Return how many examples this measurement counts as in the mean over processes.
+        """Return the number of examples that this measurement counts for in a mean over processes.
 
-        It is the sum of the row weights, divided by the rows of an example; None without weights.
+        The number is the sum of the row weights, divided by the rows of an example; None without
+        weights.
         """
         del values, sizes
         return None

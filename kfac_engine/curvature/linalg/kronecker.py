@@ -94,9 +94,9 @@ def multiply_in_turn(
 
 
 def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> float:
-    """Return the ratio π of the damping of two factors.
+    """Return the ratio π by which two factors divide a damping.
 
-    It makes ``(A + π√λ·I) ⊗ (G + √λ/π·I)`` closest to ``A ⊗ G + λ·I`` in trace norm.
+    The ratio makes ``(A + π√λ·I) ⊗ (G + √λ/π·I)`` closest to ``A ⊗ G + λ·I`` in trace norm.
 
     Args:
         trace_a: Trace of the undamped input factor, the homogeneous coordinate included.

@@ -40,7 +40,7 @@ def of_constants(graph: Graph) -> frozenset[str]:
 
 
 def final_outputs(graph: Graph, outputs: Iterable[str]) -> list[str]:
-    """Return the outputs that no other output is computed from, in their order.
+    """Return the outputs from which no other output is computed, in their order.
 
     States of attention, hidden states and attention weights are on the way to an output. A copy of
     such a value, or a rearrangement of it, is too.

@@ -61,7 +61,7 @@ class _BestValidation(Callback):
 class EarlyStop(_BestValidation):
     """Ends a run whose validation does not improve.
 
-    The run keeps the weights of its last step; ``BestWeights`` returns those of the best
+    The run keeps the weights of its last step; ``BestWeights`` returns the weights of the best
     validation.
 
     Source: Prechelt 1998, "Early stopping – but when?", criterion UP.

@@ -121,7 +121,7 @@ class TensorBoard(Callback):
 
 
 def _number(value: Any) -> float:
-    """Return an entry of a record as a number: that of its names for a list."""
+    """Return an entry of a record as a number: for a list, the number of its names."""
     return float(len(value) if isinstance(value, list) else value)
 
 

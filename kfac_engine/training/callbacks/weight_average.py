@@ -25,9 +25,10 @@ class WeightAverage(Callback):
 
     With a decay ``d``, the average over the steps ``t = 1 … n`` is exponential, without a bias
     towards the first weights: ``Σ dⁿ⁻ᵗ θ_t / Σ dⁿ⁻ᵗ``. With ``"tail"``, it is the mean over the
-    steps at the end of the budget. The running statistics remain those of the last step: they are
-    averages already, and a second average lags behind the parameters. The optimizer continues from
-    its own weights, which checkpoints store as well. After a roll-back, the average starts anew.
+    steps at the end of the budget. The running statistics of the last step are not averaged: they
+    are averages already, and a second average lags behind the parameters. The optimizer continues
+    from its own weights, which checkpoints store as well. After a roll-back, the average starts
+    anew.
 
     Sources: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging";
     Kingma & Ba 2015, "Adam", section 7.2, for the exponential average; Jain et al. 2018,
