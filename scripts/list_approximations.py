@@ -31,13 +31,13 @@ Formulas use these symbols, which `inspect` explains, too:
 An inverse takes time cubic in the rows of a factor, and a product with a gradient linear time. An
 engine therefore chooses the default approximation by the size of a layer:
 
-- A layer whose factors have at most {largest:,} rows, those of 1,024 inputs and a bias, has the
-  default of its kind.
-- A layer with a larger factor has the default of large layers. `blocks` is the form of each of its
-  factors by itself: a matrix of at most {largest:,} rows is dense. A matrix of at most {divided:,}
-  rows is divided into equal blocks on its diagonal, of at most {part:,} rows each. A matrix with
-  more rows, such as the outputs of a vocabulary, is a diagonal.
-- Scales and shifts are large with more than {scales} numbers.
+- A layer whose factors have at most {largest:,} rows (1,024 inputs and a bias) has the default of
+  its kind.
+- A layer with a larger factor has the default of large layers. With `blocks`, the size of each
+  factor determines its form: a matrix of at most {largest:,} rows is dense. A matrix of at most
+  {divided:,} rows is divided into equal blocks on its diagonal, of at most {part:,} rows each. A
+  matrix with more rows, such as the outputs of a vocabulary, is a diagonal.
+- Scales and shifts are large if they have more than {scales} entries.
 
 `inspect` and `engine.layers` show the approximation of each layer. `approximations={{kind: name}}`
 holds for layers of all sizes: `{{"fully_connected": "kron"}}` has dense factors whatever their

@@ -325,11 +325,11 @@ NOTATION: Mapping[str, str] = {
     "m": "mean of the channels of a pixel",
     "⊕": "one block for each group g, with the factors A_g and G_g",
     "Σ_d": "sum over lags d between uses, with the moments A_d and G_d of uses at this lag",
-    "blocks": f"diagonal blocks of at most {LARGEST_PART:,} rows of a matrix of more than "
-    f"{LARGEST_BLOCK:,} rows, a smaller one as it is; diagonal of one of more than "
-    f"{LARGEST_DIVIDED:,} rows",
-    "H": "partial trace over the vocabulary of a sum of F over rows and uses",
-    "V": "partial trace over the features of the same sum, divided by its trace",
+    "blocks": f"a matrix of up to {LARGEST_BLOCK:,} rows is complete; a larger one has diagonal "
+    f"blocks of at most {LARGEST_PART:,} rows; one of more than {LARGEST_DIVIDED:,} rows has only "
+    f"its diagonal",
+    "H": "a sum of F over rows and uses, reduced by a partial trace over the vocabulary",
+    "V": "the same sum, reduced by a partial trace over the features and divided by its trace",
     "g": "gradient of an example, or of the batch in blocks without an engine",
 }
 
