@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Return a NumPy array, or an object with ``__dlpack__``, as an array of this library."""
 
     def to_numpy(self, array: Array) -> Array:
-        """Return an array as an array of NumPy, which is a view of an array in host memory."""
+        """Return an array as an array of NumPy: a view if the array is in host memory."""
 
     def download(self, arrays: Sequence[Array]) -> list[Array]:
         """Return float64 copies of small arrays on the host, after a single read of a device."""

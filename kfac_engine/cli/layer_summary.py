@@ -104,7 +104,7 @@ def summary(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -
 
 
 def _percent(part: int, total: int) -> str:
-    """Return a share, which is 0 % and 100 % only if exact."""
+    """Return a share in percent as text; rounding yields neither 0 % nor 100 %."""
     share = 100 * part / total if total else 0.0
     if part not in (0, total):
         share = min(max(share, 0.1), 99.9)

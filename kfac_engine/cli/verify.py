@@ -119,7 +119,7 @@ def _report(result: "Verification") -> dict[str, object]:
 
 
 def _measurement(measurement: "Measurement") -> dict[str, object]:
-    """Return a measurement for JSON, which has no infinity."""
+    """Return a measurement for JSON, without infinity, which JSON lacks."""
     error = measurement.error if isfinite(measurement.error) else None
     return {
         "subject": measurement.subject,

@@ -169,7 +169,7 @@ class LossMethods(LossCollection):
         coeff: float = 1.0,
         reuse: Reuse = "VARIABLE_SCOPE",
     ) -> str:
-        """Register a Gaussian output of variance ½, which is the squared error."""
+        """Register a Gaussian output of variance ½; its loss is the squared error."""
         loss = NormalMeanNegativeLogProbLoss(prediction, 0.5, targets, seed)
         base = "squared_error_loss"
         return self.register_loss_function(loss, prediction, base, name, coeff, reuse)

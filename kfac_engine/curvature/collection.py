@@ -329,7 +329,7 @@ def _entries(names: object) -> tuple[object, ...]:
 
 
 def canonical_key(params: Params | Sequence[str]) -> Params:
-    """Return the key of a block, which is a name or a tuple of names.
+    """Return the key of a block: a name or a tuple of names.
 
     ``RegistrationError`` is raised if there is no name, a name occurs twice, or an entry is not a
     string.

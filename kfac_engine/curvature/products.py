@@ -121,7 +121,7 @@ class CurvatureMatrixVectorProductComputer:
         )
 
     def multiply_fisher_factor(self, loss_vecs: Vectors) -> tuple[Array, ...]:
-        """Return ``B`` times a vector of the inner space, which has one array for each loss.
+        """Return ``B`` times a vector of the inner space; the vector has one array for each loss.
 
         Args:
             loss_vecs: Arrays of the shapes ``fisher_factor_inner_shapes``.

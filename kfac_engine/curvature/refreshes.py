@@ -242,7 +242,7 @@ def least_period(rates: tuple[Any, Any], examples: Any) -> Any:
 
 
 def factor_shapes(collection: LayerCollection) -> dict[int, tuple[int, ...]]:
-    """Return the shape of the average of each factor, by ``id``, which is known before any batch.
+    """Return the shape of the average of each factor, by ``id``, before any batch is measured.
 
     The collection has the shapes of its parameters.
     """
@@ -273,8 +273,8 @@ def averaged_shapes(
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Return the shapes of the averages that the refresh of each factor reads.
 
-    ``shapes`` has the shape of the average of each factor. The factors include all whose averages
-    are read.
+    ``shapes`` has the shape of the average of each factor. ``factors`` must include every factor
+    whose average a refresh reads.
     """
     known = {id(f.average): shape for f, shape in zip(factors, shapes, strict=True)}
     return [tuple(known[id(average)] for average in f.averages) for f in factors]

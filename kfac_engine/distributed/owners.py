@@ -84,7 +84,7 @@ def slots(works: Mapping[str, Load], size: int, period: int) -> dict[str, Slot]:
 
 
 def loads(works: Mapping[str, Load], assigned: Mapping[str, int], size: int) -> list[Load]:
-    """Return the load of each rank, which is the sum over its works."""
+    """Return the load of each rank: the sum over its works."""
     sums = [Load()] * size
     for key, rank in assigned.items():
         sums[rank] += works[key]

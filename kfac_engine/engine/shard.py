@@ -249,7 +249,7 @@ class Shard(Distribution):
         return self._rows(part, part.needed(vector), vector.shape)
 
     def _rows(self, part: ParameterPart, needed: Array, shape: tuple[int, ...]) -> Array | Rows:
-        """Return the entries ``needed``, as ``Rows`` of an array of ``shape`` for rows."""
+        """Return ``needed``; if the part has rows, as ``Rows`` of an array of ``shape``."""
         if part.divisible != "rows":
             return needed
         return Rows(self._backend.xp.arange(part.start, part.stop), needed, shape[0])

@@ -98,7 +98,7 @@ def _padded(
     constants: Mapping[str, onnx.TensorProto],
     names: set[str],
 ) -> list[onnx.NodeProto]:
-    """Return the nodes of a convolution with further outputs, which are cut off."""
+    """Return the nodes of a convolution with additional outputs, and cut these outputs off."""
     groups, width, filters = sizes
     padded = -(-width // _RIGHT) * _RIGHT
     nodes: list[onnx.NodeProto] = []

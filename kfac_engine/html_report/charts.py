@@ -90,7 +90,7 @@ def charts(log: RunLog) -> list[Chart]:
 
 
 def constants(log: RunLog) -> dict[str, float]:
-    """Return the numbers that are equal in all steps, which have no chart, by title."""
+    """Return the numbers that are equal in all steps and have no chart, by title."""
     return {
         title: float(log.columns[name][0])
         for name, (title, _, _) in _NUMBERS.items()

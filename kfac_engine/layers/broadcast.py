@@ -73,12 +73,12 @@ class ScaleShiftForm:
         return self if has_bias or self.scale is None else replace(self, shift=None)
 
     def with_uses(self, num_uses: int) -> Self:
-        """Return the form, which is the same for any number of uses."""
+        """Return the form itself: it is the same for any number of uses."""
         del num_uses
         return self
 
     def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the rows of the matrix over all parameters, which have ``shapes``."""
+        """Return the number of rows of the matrix over all parameters with these shapes."""
         return sum(map(prod, shapes))
 
 

@@ -120,7 +120,7 @@ class LayerForm:
         return self.packing.matrix_shape(weight_shape)
 
     def largest_side(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Return the rows of the largest matrix of the layer, whose parameters have ``shapes``."""
+        """Return the number of rows of the layer's largest matrix, for these parameter shapes."""
         if not self.input_view.has_rows:  # token ids: the vocabulary has a diagonal
             return shapes[0][-1]
         return max(self.packing.matrix_shape(shapes[0]))

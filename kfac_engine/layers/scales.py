@@ -161,7 +161,7 @@ def _shift(context: MatchContext, scale: _BroadcastParameter, y: str) -> tuple[s
 
 
 def _broadcast_parameter(context: MatchContext, value: str) -> _BroadcastParameter | None:
-    """Return the parameter that a value contains; None if the graph reads another layout."""
+    """Return the parameter that a value contains; None if it has none or shares its entries."""
     if value not in context.trainable or value in context.shared:
         return None
     view = context.views.get(value)

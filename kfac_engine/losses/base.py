@@ -150,7 +150,7 @@ class LossFunction(ABC):
         return shapes[self.inputs[0]]
 
     def hessian(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the Hessian of ``value`` times ``v``, which is ``F v`` for natural parameters."""
+        """Return the Hessian of ``value`` times ``v``; for natural parameters this is ``F v``."""
         assert self.ggn_equals_fisher, "a distribution of other parameters overrides this method"
         return self.fisher(values, v)
 
@@ -279,7 +279,7 @@ class LossFunction(ABC):
         return self.static_inner_shape({name: values[name].shape for name in self.inputs})
 
     def positions(self, values: Values) -> int:
-        """Return the number of predictions of an example, which is 1 for inputs of rank 2."""
+        """Return the number of predictions of an example; 1 for inputs of rank 2."""
         shape = read_input(values, self.inputs[0]).shape
         require_class_axis(self.inputs[0], shape, self.class_axis)
         return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1

@@ -15,7 +15,7 @@ from kfac_engine.losses.checks import first_index
 
 
 class LocationLoss(ElementwiseLoss):
-    """A distribution of the errors of a mean, which is the first input."""
+    """A distribution of the errors of a mean; the first input is the mean."""
 
     def __init__(
         self,

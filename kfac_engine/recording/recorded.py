@@ -318,7 +318,7 @@ class Recorded(NDArrayOperatorsMixin):
 
     @property
     def nbytes(self) -> int:
-        """The bytes for one example, by which the library chooses among equal formulas."""
+        """Bytes of the array for one example. The library compares them to choose a formula."""
         sizes = (int(s.factor) if isinstance(s, Size) else s for s in self.shape)
         return prod(sizes) * self.dtype.itemsize
 

@@ -166,7 +166,7 @@ def _buffered(pipe: IO[bytes]) -> IO[bytes]:
 
 @contextmanager
 def _members(file: IO[bytes]) -> Iterator[list[_Member]]:
-    """Return a context with the arrays of a file, which can be opened inside it."""
+    """Return a context with the arrays of a file; open the arrays inside the context."""
     start = file.read(len(_NPY))
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

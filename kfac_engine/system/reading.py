@@ -65,7 +65,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def is_pipe(path: Path) -> bool:
-    """Return whether a path names a pipe or a socket, which can be read only once."""
+    """Return whether a path names a pipe or a socket. Both can be read only once."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):

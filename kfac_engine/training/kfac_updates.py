@@ -57,7 +57,7 @@ class StepInputs(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The result of an update, which is not applied yet.
+    """The result of an update before it is applied.
 
     Attributes:
         values: New values by parameter name.

@@ -93,7 +93,7 @@ _RESTRAINT = 0.1
 
 
 class Proposal(NamedTuple):
-    """The result of a step that is not applied yet.
+    """The result of a step before it is applied.
 
     Attributes:
         parameters: New values by parameter name.

@@ -204,7 +204,7 @@ class Recovery:
 
 
 def _tenfold(loss: float) -> float:
-    """Return a bound above a loss, which may be negative."""
+    """Return a bound above a loss; losses may be negative."""
     return loss + 9 * abs(loss)
 
 

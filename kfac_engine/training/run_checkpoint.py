@@ -332,7 +332,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether the value of a line, which may be forged, has the form of a record."""
+    """Return whether the value of a line has the form of a record; lines may be forged."""
     if not (isinstance(value, dict) and value.keys() >= {*_COUNTS, "seconds", "loss"}):
         return False
     numbers = [entry for entry in value.values() if type(entry) is int]
@@ -348,7 +348,7 @@ def _is_record(value: Any) -> bool:
 
 
 def position_of(values: Mapping[str, Any]) -> RecordPosition:
-    """Return a position from the values of ``RecordFile.add``, which may be forged.
+    """Return a position from the values of ``RecordFile.add``; they may be forged.
 
     Raises:
         InputError: The values are not a position.

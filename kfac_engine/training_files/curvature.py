@@ -118,7 +118,7 @@ class CurvatureSteps:
 
     @cached_property
     def _weighted(self) -> bool:
-        """Whether targets have weights, such as those that equal ``ignore_index``."""
+        """Whether targets have weights; a target that equals ``ignore_index`` has the weight 0."""
         sample = Evaluation(self._assembly, new_tape(""), None, {}, self._target_inputs)
         seen = sample.observe(self._engine.objective)
         return any(observed.weights is not None for observed in seen.terms)

@@ -475,7 +475,7 @@ class _RecordedCurvature:
 
 
 def _number(tape: Tape, number: Any) -> Symbol:
-    """Return a number, which may depend on the number of examples, as a recorded value."""
+    """Return a number as a recorded value; it may depend on the number of examples."""
     if isinstance(number, Size):
         return number.recorded()
     if isinstance(number, Recorded):

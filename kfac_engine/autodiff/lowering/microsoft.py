@@ -171,7 +171,7 @@ def grid_sample(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::SkipLayerNormalization")
 def skip_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """Write LayerNormalization over the last axis of a sum, which may be a result, too."""
+    """Write LayerNormalization over the last axis of a sum; the sum may be a result, too."""
     x, skip, scale, shift, bias = (*node.inputs, "", "")[:5]
     *results, total = (*node.outputs, "", "", "")[:4]
     summed = _sum(b, (x, skip, bias), total)
@@ -208,7 +208,7 @@ def simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
 
 @lowering("com.microsoft::SkipSimplifiedLayerNormalization")
 def skip_simplified_layer_normalization(b: LoweringBuilder, node: Node) -> None:
-    """Write ``SimplifiedLayerNormalization`` of a sum, which may be a result, too."""
+    """Write ``SimplifiedLayerNormalization`` of a sum; the sum may be a result, too."""
     x, skip, scale, bias = (*node.inputs, "")[:4]
     y, mean, inverse, total = (*node.outputs, "", "", "")[:4]
     if mean:

@@ -384,7 +384,7 @@ class _Unrolled:
         return tuple(self._builder.op("Where", mask, after, before) for after, before in pairs)
 
     def _valid(self, mask: str, h: str) -> str:
-        """Write the output of a step, which is zero for finished examples."""
+        """Write the output of a step: zero for finished examples."""
         if not mask:
             return h
         return self._builder.op("Where", mask, h, self._builder.scalar(0, self._operands["X"]))

@@ -143,7 +143,7 @@ def _apart_from_zero(b: VjpBuilder, value: str, square: str) -> str:
 
 
 def _is_squared_norm(b: VjpBuilder, name: str, depth: int) -> bool:
-    """Return whether a value is a square or a sum of squares, which may be times one number."""
+    """Return whether a value is a square or a sum of squares, or one of them times a number."""
     node = b.graph.producers.get(name)
     while node is not None and (node.op in RELAYS or node.op in _OF_SQUARES):
         if node.op == "ReduceSumSquare":

@@ -94,7 +94,7 @@ def _of_value(b: VjpBuilder, node: Node, h: _Standardised, g: str, along: str) -
 
 
 def _of_statistic(b: VjpBuilder, h: _Standardised, output: int, g: str, count: str) -> str:
-    """Write the gradient of the output Mean (1), or of InvStdDev (2), which is −h/(n σ²)."""
+    """Write the gradient of output 1 (Mean) or 2 (InvStdDev, with the derivative −h/(n σ²))."""
     share = b.op("Div", g, count)
     if output == 1:
         return share

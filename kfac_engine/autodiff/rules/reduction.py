@@ -89,7 +89,7 @@ def _norm(b: VjpBuilder, r: _Reduction) -> str:
 
 
 def _log_sum(b: VjpBuilder, r: _Reduction) -> str:
-    """Return the cotangent divided by the sum, which is exp(y)."""
+    """Return the cotangent divided by the sum exp(y)."""
     share = b.op("Mul", r.g, b.op("Exp", b.op("Neg", r.y)))
     return b.op("Expand", share, b.shape(r.x))
 

@@ -201,7 +201,7 @@ def _with_channel_axis(window: Window, size: int) -> Window:
 
 @lru_cache(maxsize=64)
 def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan:
-    """Return the plan of the sums over positions, for a window of ``_with_channel_axis``."""
+    """Return the plan of the sums over positions; ``_with_channel_axis`` returns the window."""
     apart = [prod(spatial_shape[axis + 1 :]) for axis in range(len(spatial_shape))]
     # Features are tap-major, so the first axis, that of channels, is the innermost axis of
     # features.

@@ -31,7 +31,7 @@ _SMALLEST_NORM = 1e-140
 
 
 def damping_floor(matrix: Array, dtype: DType) -> float:
-    """Return the least useful damping, which is the rounding error of the eigenvalues.
+    """Return the least useful damping: the rounding error of the eigenvalues.
 
     The floor is ``ε·‖matrix‖_F`` with the machine epsilon of ``dtype``, the element type of the
     factor. The matrix is float64. By Weyl's inequality, rounding can change an eigenvalue by this

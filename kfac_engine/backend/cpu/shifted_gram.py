@@ -244,7 +244,7 @@ class _GroupSums:
         ]
 
     def line_calls(self, lines: ChannelsLastLines, batch: Array) -> Iterator[Call]:
-        """Yield functions that add the products of the whole lines that the buffer then contains.
+        """Yield functions that add the products of whole lines, as the buffer has them when called.
 
         ``batch`` is scratch memory for the small products of one or several lines.
         """
@@ -307,7 +307,7 @@ def _add_images(x: Array, groups: Sequence[_GroupSums]) -> None:
 
 
 def _run_rounds(x: Array, lines: ChannelsLastLines, calls: Sequence[Call]) -> None:
-    """Run all calls for each round of images, which are copied to the buffer first."""
+    """Copy each round of images to the buffer, and run all calls for it."""
     for start in range(0, len(x), lines.group):
         lines.fill(x[start : start + lines.group])
         for call in calls:

@@ -34,7 +34,7 @@ _ALIGNED = 16
 
 
 def threads_for(multiplications: float, workers: Workers) -> int:
-    """Return the number of threads for a product, which is 1 inside a task.
+    """Return the number of threads for a product; 1 inside a task.
 
     A triangle takes ``d²·rows / 2`` multiplications.
     """

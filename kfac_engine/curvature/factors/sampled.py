@@ -121,7 +121,7 @@ class SampledMoment(KroneckerMoment):
         features: int,
         rng: np.random.Generator,
     ) -> list[_Draw]:
-        """Draw from the tensors of a part, which have ``batches`` images in the whole batch."""
+        """Draw from the tensors of a part, with ``batches`` images in the whole batch."""
         drawn = [self.sampling.examples(images, rng) for images in batches]
         lengths = [n if i is None else len(i) for n, i in zip(batches, drawn, strict=True)]
         positions = [self.view.count((1, *x.shape[1:])) for x in arrays]

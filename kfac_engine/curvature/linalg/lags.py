@@ -130,14 +130,14 @@ def lag_weights(x: Array, uses: int) -> Array:
 
 
 def solve_symmetric(V: Array, A: Symmetric, G: Symmetric, uses: int) -> Array:
-    """Return the inverse of the block of option 1 times ``V``, ``(d_in, d_out)``."""
+    """Multiply ``V``, ``(d_in, d_out)``, by the inverse of the block of option 1."""
     Z = A.basis.T @ V @ G.basis / lag_weights(A.values[:, None] * G.values, uses)
     solution: Array = A.basis @ Z @ G.basis.T
     return solution
 
 
 def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
-    """Return the inverse of the block of option 2 times ``V``, ``(d_in, d_out)``."""
+    """Multiply ``V``, ``(d_in, d_out)``, by the inverse of the block of option 2."""
     xp = array_module(V)
     V = V - A.shift @ V @ G.shift.T
     scales = 1.0 - A.values[:, None] * G.values
@@ -149,7 +149,7 @@ def solve_infinite(V: Array, A: Infinite, G: Infinite, uses: int) -> Array:
 
 
 def multiply_symmetric(V: Array, A: Whitened, G: Whitened, uses: int, backend: Backend) -> Array:
-    """Return the block of option 1 times ``V``, ``(…, d_in, d_out)``."""
+    """Multiply ``V``, ``(…, d_in, d_out)``, by the block of option 1."""
     (psi_a, basis_a), (psi_g, basis_g) = (
         backend.linalg.eighs([(factor.lag + factor.lag.T) / 2])[0] for factor in (A, G)
     )

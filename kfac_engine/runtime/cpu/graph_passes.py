@@ -110,7 +110,7 @@ PASSES = Registry(
 
 
 def chosen_passes(names: Sequence[str] | None) -> frozenset[str]:
-    """Return the checked names of the passes that a model runs, which are all if ``names`` is None.
+    """Return the checked names of the passes that a model runs; all names if ``names`` is None.
 
     ``InputError`` is raised if ``names`` is not a list of strings, and ``UnknownNameError`` if a
     name is not in ``PASSES``.

@@ -301,7 +301,7 @@ class _LayoutBuilder(NodeBuilder):
         return True
 
     def _split(self, value: str, *shape: int) -> str:
-        """Write a value in another shape; return its name."""
+        """Write a Reshape of a value to a shape, once; return the name of the result."""
         result = f"{value} as {'×'.join(map(str, shape))}"
         if result not in self._splits:
             self.op("Reshape", value, self._shape_constant(*shape), result=result)

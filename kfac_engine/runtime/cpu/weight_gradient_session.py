@@ -119,7 +119,7 @@ class WeightGradientSession:
         self._scratch_bytes = scratch_bytes
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the gradients ``outputs``, which may be read-only.
+        """Return the gradients ``outputs`` as arrays that may be read-only.
 
         ``feeds`` has an array for each input of the backward graph.
         """
@@ -166,7 +166,7 @@ class WeightGradientSession:
         results: Mapping[str, Array],
         known: Mapping[str, Array],
     ) -> dict[str, Array]:
-        """Return the gradients that BLAS computes, in arrays of the caller if they exist."""
+        """Compute gradients by BLAS, in the arrays of ``results`` or in new arrays."""
         scratch, tasks = Scratch(self._scratch_bytes), list[Task]()
         gradients: dict[str, Array] = {}
         for name, terms in selected.items():
