@@ -107,8 +107,9 @@ class Agreement:
     def exchanging(self) -> AbstractContextManager[None]:
         """Return a context for messages that are no votes, and for code right before them.
 
-        An error in it is raised by this rank alone. In a vote, this rank would meet the others in
-        another message. All ranks have met before, and no code that may fail has followed.
+        An error in it is raised by this rank alone. This rank does not vote on the error, because
+        the others may be in another message. All ranks have met before, and no code that may fail
+        has followed.
         """
         return _NOTHING if self.alone else self._exchanging()
 

@@ -51,8 +51,8 @@ class State:
     Attributes:
         counter: Calls of ``observe`` and ``step`` so far.
         generator: State of the random generator, as NumPy describes it.
-        parameters: Parameter name to value.
-        buffers: Running statistic to value.
+        parameters: Values by parameter name.
+        buffers: Values by running statistic.
         damping: Damping of the engine; None if it is unknown.
         planner: State of the planner of the schedule; None if it is unknown.
         samples: Entries of averages from which drifts are computed, by name.
@@ -75,7 +75,7 @@ class Expected:
 
     Attributes:
         generator: Must accept the state's generator; None for no comparison.
-        shapes: Identity of a factor to the shape of its average; empty for no comparison.
+        shapes: Shapes of the averages, by ``id`` of the factor; empty for no comparison.
         damping: Damping of the engine, which is compared with the damping of the state. A
             difference yields a warning. None for no comparison.
         accept: Compares the extras, before anything changes.
@@ -137,8 +137,8 @@ def load_state(
     Args:
         path: The file.
         factors: All factors, in the order of creation.
-        parameters: Parameter name to an array of the right shape.
-        buffers: Running statistic to an array of the right shape.
+        parameters: Arrays of the right shapes, by parameter name.
+        buffers: Arrays of the right shapes, by running statistic.
         expected: Further requirements of an engine.
 
     Raises:
@@ -187,7 +187,7 @@ def load_state(
 
 
 def _warn_of_damping(path: str | Path, saved: float | None, known: float | None) -> None:
-    """Warn of another damping than the known one, unless one of the two is None."""
+    """Warn if the saved damping differs from the known one, unless one of the two is None."""
     if known is not None and saved is not None and (known, type(known)) != (saved, type(saved)):
         # A caller may have warnings raised as errors.
         warn(
@@ -237,7 +237,7 @@ def _finite(array: Array) -> bool:
 
 
 def _accepts(generator: np.random.Generator, state: Mapping[str, object]) -> bool:
-    """Whether a state is one of such a generator."""
+    """Whether a generator of this kind can have the state."""
     trial = type(generator.bit_generator)()
     try:
         trial.state = state
