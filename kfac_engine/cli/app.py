@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> int:
             )
         except (Exception, KeyboardInterrupt, SignalReceived) as error:  # all failures end here
             status = _report(error, invocation)
-    # Without an explicit exit, as that of --help, click returns the value of the command: None.
+    # Unless a command exits explicitly, as --help does, click returns its value: None.
     return status or 0
 
 

@@ -31,8 +31,8 @@ _OPTIONS = (
     Group.TRAINING_SUITE.file(
         "--data-folder",
         metavar="DIR",
-        help="Folder of Fashion-MNIST, for the suite train; by default that of Debian's package "
-        "dataset-fashion-mnist, or else the bundled digits.",
+        help="Folder of Fashion-MNIST, for the suite train; by default the folder of Debian's "
+        "package dataset-fashion-mnist, or else the bundled digits.",
     ),
     Group.TRAINING_SUITE.option(
         "--tasks",
@@ -62,7 +62,7 @@ _OPTIONS = (
         default="",
         metavar="NUMBERS",
         callback=partial(_list, float),
-        help="CPU seconds of each run of the suite train; by default those of the table of tasks.",
+        help="CPU seconds of each run of the suite train; by default the budget of each task.",
     ),
     Group.TRAINING_SUITE.file(
         "--runs",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kfac_engine._types import Array
     from kfac_engine.cli.comparison import Run
 
-    # Method to its runs with the best rate, one for each seed.
+    # The runs of each method with its best rate, one for each seed.
     Winners: TypeAlias = Mapping[str, Sequence[Run]]
 
 PICTURE = "demo.png"
@@ -153,8 +153,8 @@ def _seconds_to(loss: float) -> "Callable[[Run], float | None]":
     return lambda run: run.seconds_to(loss)
 
 
-# Head of a column to the median over the runs of a method, and its text. In the columns after those
-# of the course, the smallest number is the best.
+# The median over the runs of a method, and its text, by head of the column. In the columns that are
+# not in ``_COURSE``, the smallest number is the best.
 _COURSE = {
     "steps": _measure(lambda run: len(run.losses), "g"),
     "ms/step": _measure(lambda run: 1e3 * run.spent / len(run.losses), ".1f"),

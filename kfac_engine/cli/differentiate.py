@@ -36,8 +36,8 @@ _OPTIONS = (
         metavar="NAME",
         multiple=True,
         callback=one_or_all,
-        help="Value that is differentiated, one for each loss; by default the one that no other "
-        "output is computed from.",
+        help="Value that is differentiated, one for each loss; by default the output from which "
+        "no other is computed.",
     ),
     Group.MODEL.option(
         "--wrt",

@@ -24,7 +24,7 @@ _PACKAGES = (
     "threadpoolctl", "cupy-cuda12x", "cupy-cuda13x", "matplotlib",
 )  # fmt: skip
 
-# BLAS library to the variables that select another kernel than that of the processor.
+# Variables of the environment that select another kernel than the processor's own, by BLAS library.
 _KERNEL_VARIABLES = {
     "openblas": ("OPENBLAS_CORETYPE",),
     "mkl": ("MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS"),

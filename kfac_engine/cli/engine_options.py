@@ -105,8 +105,8 @@ ROWS: Mapping[str, Row] = {
     "loss": Row(Group.LOSS, "Name of the loss; box*=normal puts it on the outputs that match "
         "box*.", names=LOSSES, metavar="[OUTPUT=]NAME", default=("categorical",),
         callback=by_output, type=str),
-    "output": Row(Group.LOSS, "Output that a loss by name reads; by default the one that no "
-        "other output is computed from.", metavar="NAME"),
+    "output": Row(Group.LOSS, "Output that a loss by name reads; by default the output from "
+        "which no other is computed.", metavar="NAME"),
     "class_axis": Row(Group.LOSS, "Axis of the classes or features in that output; -1 is found "
         "for classes, and else the last."),
     "find_logits": Row(Group.LOSS, "Let a loss on probabilities read the logits from which the "
@@ -126,7 +126,7 @@ ROWS: Mapping[str, Row] = {
     "freeze": Row(Group.MODEL, "Pattern of the names of parameters to exclude from training.",
         metavar="PATTERN"),
     "gradient_dtype": Row(Group.MODEL, "Element type of the gradients and parameters of a "
-        "half-precision model: that of the file, or float32."),
+        "half-precision model: file for the type in the file, or float32."),
     "tie_weights": Row(Group.MODEL, "Train weights that are equal in the file as one "
         "parameter."),
     "batch_axes": Row(Group.MODEL, "Axis of the examples of an input; by default detected by "
@@ -162,8 +162,8 @@ ROWS: Mapping[str, Row] = {
         "(0, 1), with the policy budget.", flag="--refresh-budget"),
     "periods": Row(Group.REFRESHES, "Period of the factors of parameters whose names match a "
         "pattern, in place of --refresh-every.", flag="--refresh-period", metavar="PATTERN=CALLS"),
-    "threads": Row(Group.MACHINE, "Number of threads, also of ONNX Runtime; by default that of "
-        "BLAS."),
+    "threads": Row(Group.MACHINE, "Number of threads, also of ONNX Runtime; by default as "
+        "many as BLAS has."),
     "scratch_bytes": Row(Group.MACHINE, "Bound of the temporary memory of a statistic or of a "
         "gradient of convolution weights; by default 64 MiB, on a GPU 256 MiB.", flag="--scratch",
         metavar="MB", callback=_megabytes),
@@ -173,12 +173,12 @@ ROWS: Mapping[str, Row] = {
         names=("all", "none", "runtime.cpu.graph_passes.PASSES"), metavar="NAMES", callback=_names,
         multiple=False, default="all"),
 }  # fmt: skip
-# Those of a measurement of curvature that differ.
+# Help texts that differ for a measurement of curvature.
 CURVATURE_TEXTS: Mapping[str, str] = {
     "trainable": "Pattern of the names of parameters to include; by default every constant that "
     "the graph uses like a parameter.",
     "freeze": "Pattern of the names of parameters to exclude.",
-    "approximations": "Approximation of a kind of layer, in place of that of the structure.",
+    "approximations": "Approximation of a kind of layer, in place of the default of the structure.",
     "scratch_bytes": "Bound of the temporary memory of a statistic; by default 64 MiB.",
 }
 

@@ -33,10 +33,10 @@ _OPTIONS = (
     Group.OPTIMIZER.option(
         "--learning-rate",
         type=float,
-        help="Learning rate; kfac has none. Default: that of the optimizer's class.",
+        help="Learning rate; kfac has none. By default the optimizer's own.",
     ),
     Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer's class."
+        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."
     ),
     Group.OUTPUT.count(
         "--steps-per-call",

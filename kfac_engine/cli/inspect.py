@@ -67,8 +67,8 @@ _REFRESH = " refresh"
 _SIZES = (
     Group.MODEL.count(
         "--batch",
-        help="Number of examples in a batch, for the peak memory; by default that of --inputs, or "
-        "1.",
+        help="Number of examples in a batch, for the peak memory; by default the number in "
+        "--inputs, or 1.",
     ),
     Group.MODEL.count(
         "--ranks", help="Number of processes. Show traffic, memory and work of one of them."
@@ -384,12 +384,9 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
         )
 
 
-if TYPE_CHECKING:
-    from kfac_engine.distributed.cost import Distribution, RankCost
-
 # -- the table of --ranks --------------------------------------------------------------------------
 
-# Row of the table, field of a cost, and how it is shown.
+# Title of a row, the field of a cost, and the function that shows its value.
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("handed to collectives", "handed_over", show_bytes),
     ("traffic", "traffic", show_bytes),
@@ -397,7 +394,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("refresh, slowest rank", "refresh", show_flops),
     ("products, slowest rank", "products", show_flops),
 )
-# Field of a cost to its name in JSON.
+# Names in JSON of the fields of a cost.
 _VALUES = {
     "handed_over": "handed_over_bytes",
     "traffic": "traffic_bytes",
@@ -427,7 +424,7 @@ def print_ranks(costs: "Mapping[Distribution, RankCost]", refresh_every: int) ->
     ]
     print_table(f"one of {counted(costs['sgd'].ranks, 'rank')}", heads, rows)
     every = counted(refresh_every, "call")
-    say(f"Bytes are those of a step, the mean over a refresh every {every}.")
+    say(f"Bytes are the mean of a step, with a refresh every {every}.")
     print_lines([""])
 
 

@@ -50,7 +50,7 @@ _FILES = (
         "--node-limit",
         default=20_000,
         help="Largest number of nodes of the file of --export. It has a backward pass for each "
-        "output of an example, unless the curvature is that of a last dense layer.",
+        "output of an example, unless the curvature covers only a last dense layer.",
     ),
 )
 _POSTERIOR = (

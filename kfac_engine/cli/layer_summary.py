@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 from kfac_engine.cli.tables import print_table
-from kfac_engine.summary import counted as spelled_count
+from kfac_engine.summary import counted
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -24,7 +24,7 @@ def print_legend(formulas: Iterable[str]) -> None:
 
 def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> None:
     """Print the numbers of parameters, the bytes of factors, and the costs of a step."""
-    total, covered = counted(engine)
+    total, covered = parameter_counts(engine)
     factors = sum(layer.factor_bytes for layer in engine.layers)
     seconds = f", {show_seconds(refresh.seconds)} on this machine (estimate)"
     rows = [
@@ -36,7 +36,7 @@ def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTim
             show_flops(refresh.flops) + (seconds if refresh.flops else ""),
         ),
         (
-            f"step of {spelled_count(step.examples, 'example')}",
+            f"step of {counted(step.examples, 'example')}",
             f"not measured: {step.reason}"
             if step.seconds is None
             else f"{show_seconds(step.seconds)} on this machine, without a refresh",
@@ -67,8 +67,8 @@ def print_memory(memory: "MemoryReport", batch: int) -> None:
     print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)
 
 
-def counted(engine: "ke.Engine") -> tuple[int, int]:
-    """Return the number of parameters, and of parameters in Kronecker-factored blocks."""
+def parameter_counts(engine: "ke.Engine") -> tuple[int, int]:
+    """Return the number of all parameters, and of parameters in Kronecker-factored blocks."""
     return (
         sum(array.size for array in engine.parameters.values()),
         sum(layer.numbers for layer in engine.layers if "A" in layer.symbols),
@@ -89,7 +89,7 @@ def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tu
 
 def summary(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> dict[str, object]:
     """Return the numbers of the tables as values that JSON can hold."""
-    total, covered = counted(engine)
+    total, covered = parameter_counts(engine)
     return {
         "parameters": total,
         "parameters_in_kronecker_blocks": covered,

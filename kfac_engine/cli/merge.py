@@ -100,7 +100,7 @@ def _warn_of_constants(curvatures: "Sequence[ke.Curvature]") -> None:
             "warning",
             printable(
                 f"{', '.join(names[:_MOST_NAMES])}{more} differ between the models and are not "
-                f"among the parameters; the merged model has those of the first model."
+                f"among the parameters; the merged model has the values of the first model."
             ),
         )
 

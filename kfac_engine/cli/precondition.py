@@ -98,7 +98,7 @@ def precondition(
             model, exps=(exp,), schedule=schedule, sample_inputs=inputs, **options
         )
         if files.state is not None and exists(files.state):
-            # The parameters are those of the model's file, not those of the state's time.
+            # The parameters come from the model's file, not from the state.
             with warnings.catch_warnings(record=True) as issued:
                 warnings.simplefilter("always")
                 engine.load(files.state, parameters=False)

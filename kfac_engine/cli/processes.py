@@ -21,7 +21,7 @@ def distribution_option() -> Option:
         type=Choice(("replicate", "shard")),
         group=Group.MACHINE,
         help="Division of the curvature among the processes of mpirun: each stores all inverses, "
-        "or those of its layers. By default replicate.",
+        "or the inverses of its layers. By default replicate.",
     )
 
 

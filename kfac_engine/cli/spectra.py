@@ -101,7 +101,7 @@ def _write_page(path: Path, title: str, spectra: "Sequence[FactorSpectrum]") -> 
     write_file(path, [text.encode()])
 
 
-# Suffix of a file to the function that writes it.
+# The function that writes a file, by suffix of the file.
 _FORMATS: "Mapping[str, Callable[[Path, str, Sequence[FactorSpectrum]], None]]" = {
     ".png": _write_drawing,
     ".svg": _write_drawing,

@@ -139,13 +139,13 @@ _UPDATE = (
         "--optimizer", type=Choice(OPTIMIZERS), default=OPTIMIZERS[0],
         help="The optimizer."),
     Group.OPTIMIZER.option(
-        "--learning-rate", type=float, help="Learning rate; by default that of the optimizer."),
+        "--learning-rate", type=float, help="Learning rate; by default the optimizer's own."),
     Group.OPTIMIZER.option(
         "--damping", "optimizer_damping", type=float,
         help="Damping for kfac; without --learning-rate, relative to the mean eigenvalue of each "
         "block, and 0.1 by default."),
     Group.OPTIMIZER.option(
-        "--weight-decay", type=float, help="Weight decay; by default that of the optimizer."),
+        "--weight-decay", type=float, help="Weight decay; by default the optimizer's own."),
 )  # fmt: skip
 _COURSE = (
     Group.LENGTH.count(
@@ -157,8 +157,8 @@ _COURSE = (
         help="Examples in a batch, or in a part of it with --accumulate."),
     Group.OPTIMIZER.count(
         "--accumulate", default=1, metavar="PARTS",
-        help="Parts of a step, computed one after the other: the step is that of a batch of "
-        "PARTS times --batch-size examples, in the memory of one part."),
+        help="Parts of a step, computed one after the other: the step equals the step of a "
+        "batch of PARTS times --batch-size examples, in the memory of one part."),
     Group.OPTIMIZER.option(
         "--schedule", type=Choice(SCHEDULES), default=SCHEDULES[0],
         help="Factor of the learning rate: constant to 60 % of the run and then linear to zero, a "

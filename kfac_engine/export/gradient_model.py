@@ -108,8 +108,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
             correctly on WebGPU.
         path: Path of a file for the result. Required for more than 2 GB of weights: they are
             written to ``<name>.data`` in the same folder, and the returned model refers to them.
-        ignore_index: Target that does not count, as for ``Engine.from_onnx``. If none of a batch
-            counts, the mean is NaN.
+        ignore_index: Target that does not count, as for ``Engine.from_onnx``. If no target of a
+            batch counts, the mean is NaN.
         class_weights: Weight of the targets of each class.
         positive_weights: Weight of targets of 1 of a sigmoid loss.
         label_smoothing: Part of each target that is divided among all classes.
@@ -171,7 +171,8 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     backward = backward_graph(graph, facts, [value], names)
     if not backward.gradients:
         raise ModelError(
-            f"'{value}' depends on none of: {', '.join(names)}."
+            f"'{value}' depends on none of: {', '.join(names)}; name a parameter or an input that "
+            f"it depends on, or leave wrt out."
             if wrt
             else nothing_to_train(graph.name, [value], left)
         )

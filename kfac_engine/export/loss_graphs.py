@@ -78,7 +78,7 @@ def with_losses(
     if clashes:
         raise ModelError(
             f"the model has values with the names of loss or targets: {', '.join(clashes)}; rename "
-            f"them."
+            f"them in the model's file."
         )
     return (
         Graph(
@@ -376,7 +376,7 @@ def _laplace(b: _LossBuilder, term: Term, mean: str, targets: str) -> str:
 
 
 def _huber(b: _LossBuilder, term: Term, mean: str, targets: str) -> str:
-    """Write ``c (e − c/2) + log Z`` for an error e, which is c between −δ and δ."""
+    """Write ``c (e − c/2) + log Z`` for an error e, where c is e clipped to [−δ, δ]."""
     assert isinstance(term.loss, HuberNegativeLogProbLoss)
     error, delta = b.each("Sub", mean, targets), term.loss.delta
     near = b.each("Clip", error, b.scalar(-delta), b.scalar(delta))
@@ -424,7 +424,7 @@ def _multi_bernoulli(b: _LossBuilder, term: Term, logits: str, targets: str) -> 
     return b.each("Add", *terms)
 
 
-# Class of a loss to the function that writes it. The lookup is exact: a subclass may differ.
+# The function that writes a loss, by class of the loss. The lookup is exact: a subclass may differ.
 LOSS_GRAPHS: dict[type[LossFunction], _LossGraph] = {
     CategoricalLogitsNegativeLogProbLoss: _categorical,
     HuberNegativeLogProbLoss: _of_entries(_huber),

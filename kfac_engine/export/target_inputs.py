@@ -60,7 +60,7 @@ class TargetInputs:
         if self.probabilities and not any(classes):
             raise InputError(
                 "probabilities in place of class numbers are targets of the loss 'categorical'; "
-                "leave probabilities out: the targets of 'multi_bernoulli' may be any in 0 to 1."
+                "leave probabilities out: targets of 'multi_bernoulli' may be numbers from 0 to 1."
             )
 
     @property

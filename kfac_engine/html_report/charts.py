@@ -148,7 +148,7 @@ def _points(log: RunLog, name: str, values: Array, chosen: Array, style: Style) 
 
 
 def _loss(log: RunLog) -> Chart | None:
-    """Return the chart of the losses: of the batches, their means, and of the validation."""
+    """Return the chart of the losses of batches, their means over steps, and validation losses."""
     if "loss" not in log.columns:
         return None
     loss, lines = log.columns["loss"], []
@@ -167,7 +167,7 @@ def _loss(log: RunLog) -> Chart | None:
     return _chart("Loss", note, "", lines)
 
 
-# Column to title, note and unit; then the lines to compare with.
+# Title, note and unit of the chart of a column of the log, and the lines to compare with.
 _NUMBERS: dict[str, tuple[str, str, list[tuple[float, str]]]] = {
     "learning_rate": ("Learning rate", "Learning rate of each step, times the schedule.", []),
     "momentum": ("Momentum", "Momentum of each step.", []),

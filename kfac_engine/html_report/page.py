@@ -120,8 +120,8 @@ def _refreshes(factors: Sequence[FactorRefreshes], log: RunLog) -> str:
 def _spectra(spectra: Sequence[SpectrumEntry]) -> str:
     note = (
         "Eigenvalues of the factors, next to the damping that is added to "
-        "them. Along eigenvectors of eigenvalues far below the damping, the damping alone is "
-        "inverted. Eigenvalues below their rounding errors are not drawn."
+        "them. Along eigenvectors whose eigenvalues are far below the damping, the damping alone "
+        "is inverted. Eigenvalues below their rounding errors are not drawn."
     )
     figures = _grid(map(_spectrum, _by_layer(spectra)))
     return f'<p class="note">{note}</p>{figures}{spectrum_table(spectra)}'

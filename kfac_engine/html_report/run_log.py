@@ -75,7 +75,7 @@ def gathered(lines: Iterable[Json]) -> RunLog:
             log.refreshed.append(_texts(line.get(REFRESHED)))
             steps += 1
     if not steps:
-        raise InputError("the run has no record of a step.")
+        raise InputError("the run has no record of a step; report a run after its first step.")
     for name, column in values.items():
         column.extend([nan] * (steps - len(column)))
         log.columns[name] = np.array(column)
@@ -117,7 +117,10 @@ def _lines(path: Path, notes: list[str]) -> Iterable[Json]:
                 notes.append("The last line of the log is incomplete and is left out.")
                 return
             if not isinstance(value, dict):
-                raise InputError(f"line {number} is not an object of JSON, but {value!r:.40}.")
+                raise InputError(
+                    f"line {number} is not an object of JSON, but {value!r:.40}; give the file "
+                    f"that fit writes with log=."
+                )
             yield value
 
 
@@ -137,7 +140,7 @@ def _check_positions(log: RunLog) -> None:
     """Refuse steps that do not increase; complete missing seconds by NaN."""
     steps = log.columns["step"]
     if not np.isfinite(steps).all() or (np.diff(steps) <= 0).any():
-        raise InputError("the steps of the records do not increase.")
+        raise InputError("the steps of the records do not increase; give the log of one run.")
     seconds = log.columns.get("seconds")
     if seconds is None or not np.isfinite(seconds).all() or (np.diff(seconds) < 0).any():
         log.columns["seconds"] = np.full(len(steps), nan)
