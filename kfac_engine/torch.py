@@ -348,7 +348,7 @@ def _trained(module: torch.nn.Module) -> list[str]:
 
 
 def _parts(module: torch.nn.Module) -> dict[str, str]:
-    """Return what determines the function of each part of a module besides its parameters."""
+    """Return the class and settings of each part of a module, by name of the part."""
     return {name: _description(part) for name, part in module.named_modules()}
 
 

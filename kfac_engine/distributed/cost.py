@@ -107,14 +107,14 @@ def rank_cost(
 
 
 def _sgd(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
-    """Plain SGD: an all-reduce of the gradients."""
+    """Return the cost of plain SGD: an all-reduce adds the gradients of all ranks."""
     del periods
     gradients = _to_all(model.parameter_bytes, 1, ranks)
     return RankCost("sgd", ranks, _sent((gradients,), ranks), 0, 0.0, 0.0, {}, {})
 
 
 def _replicate(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
-    """Each factor has an owner, which receives its statistic and sends its inverse to all."""
+    """Return the cost if each factor has an owner, which computes its inverse for all ranks."""
     item, every, results = model.itemsize, periods.refresh_every, model.result_bytes
     works = {name: Load(f.refresh, results[name]) for name, f in model.inverted.items()}
     assigned = {name: (rank,) for name, rank in owners(works, ranks).items()}
@@ -138,7 +138,7 @@ def _replicate(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
 
 
 def _shard(model: ModelSize, ranks: int, periods: Periods) -> RankCost:
-    """Each block has owners, which receive its statistics and gradients."""
+    """Return the cost if each block has owners, which receive its statistics and gradients."""
     item, every = model.itemsize, periods.refresh_every
     assigned = layer_owners(model, ranks, every)
     ranks_of = {key: tuple(part.owner for part in parts) for key, parts in assigned.items()}

@@ -207,7 +207,7 @@ def _description(factor: FisherFactor) -> dict[str, object]:
 
 
 def _are_entries(value: Any) -> bool:
-    """Whether a value describes factors."""
+    """Return whether a value describes factors."""
     return isinstance(value, list) and all(
         isinstance(entry, dict)
         and entry.keys() == {"name", "operations", "weight", "repeats"}
@@ -237,7 +237,7 @@ def _finite(array: Array) -> bool:
 
 
 def _accepts(generator: np.random.Generator, state: Mapping[str, object]) -> bool:
-    """Whether a generator of this kind can have the state."""
+    """Return whether a generator of this kind can have the state."""
     trial = type(generator.bit_generator)()
     try:
         trial.state = state

@@ -264,7 +264,7 @@ def _before_link(
 
 
 def real_outputs(graph: Graph, facts: Mapping[str, Fact]) -> list[str]:
-    """The outputs of floating-point numbers."""
+    """Return the names of outputs that have floating-point numbers."""
     return [name for name in graph.outputs if _is_real(facts, name)]
 
 

@@ -314,5 +314,5 @@ def _advice(layer: LayerReport) -> str:
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:
-    """Whether an average is a matrix, or a stack of them, of many rows."""
+    """Return whether an average is a matrix of many rows, or a stack of such matrices."""
     return len(shape) > 1 and shape[-1] > _LARGE

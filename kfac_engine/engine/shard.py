@@ -56,7 +56,7 @@ class ParameterPart:
 
     @property
     def indices(self) -> slice:
-        """The indices along the axis."""
+        """The indices of the part along its axis."""
         return slice(self.start, self.stop)
 
 

@@ -192,7 +192,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
 
 
 def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
-    """Return the declared shape of an output; sizes are None if the sample run contradicts it."""
+    """Return the declared shape of an output; all sizes are None if the sample run has another."""
     shape = loaded.output_shapes.get(value, ())
     fits = len(shape) == len(fact.shape) and all(
         declared == size

@@ -169,7 +169,7 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _with_sorted_metadata(data: bytes) -> list[bytes | memoryview]:
-    """A safetensors file with its metadata sorted; the library writes them in random order."""
+    """Return a safetensors file with sorted metadata; the library writes them in random order."""
     start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     header = json.loads(data[_LENGTH_BYTES:start])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

@@ -140,7 +140,7 @@ def _checks(specimen: Specimen, rebuild: Rebuild, most: int, source: Any) -> Ite
 
 
 def _moved(specimen: Specimen, probe: Engine, rng: np.random.Generator) -> Engine:
-    """Move the parameters of ``probe`` by a small part of their size, and return it.
+    """Move the parameters of ``probe`` by a small part of their size, and return ``probe``.
 
     At the initial parameters, such as biases of zero, activations lie on kinks, where differences
     are no derivatives.

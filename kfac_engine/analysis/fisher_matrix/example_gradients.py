@@ -51,7 +51,7 @@ class LayerReader:
     entries: int
 
     def step(self, scratch_bytes: int, *, whole: bool) -> int:
-        """Return the number of examples whose gradients fit into some bytes; at least one."""
+        """Return the number of examples whose gradients fit into ``scratch_bytes``; at least 1."""
         return max(1, scratch_bytes // (_BYTES * max(1, self.entries if whole else self.numbers)))
 
 

@@ -212,7 +212,7 @@ def _stored(options: CurvatureOptions) -> dict[str, object]:
 
 
 def _is_header(header: Mapping[str, Any]) -> bool:
-    """Whether a header is one of a curvature."""
+    """Return whether a header belongs to a file of a curvature."""
     kinds = {"options": dict, "about": dict, "weights": dict, "positions": list}
     if any(not isinstance(header.get(name), kind) for name, kind in kinds.items()):
         return False

@@ -67,7 +67,7 @@ class Recordings:
     outputs: int
 
     def rows(self, form: LayerForm) -> Recording | None:
-        """Record rows, if both views are known and each output has an input."""
+        """Return a recording of rows; None if a view is unknown or an output has no own input."""
         views, packing = (form.input_view, form.output_view), form.packing
         known = all(type(view) in _VIEWS for view in views) and form.output_view.has_rows
         known = known and (packing.one_matrix or type(packing) in _PACKINGS)
@@ -87,7 +87,7 @@ class Recordings:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedRows:
-    """The sums ``Σ_t a_t ds_tᵀ`` over uses and positions."""
+    """Records gradients of a layer: the sums ``Σ_t a_t ds_tᵀ`` over uses and positions."""
 
     form: LayerForm
 
@@ -122,7 +122,7 @@ class _RecordedRows:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedSums:
-    """The sums ``[Σ x∘ds, Σ ds]`` over uses and positions."""
+    """Records gradients of scale and shift: the sums ``[Σ x∘ds, Σ ds]`` over uses and positions."""
 
     form: ScaleShiftForm
 

@@ -54,7 +54,7 @@ class Letters:
         return "".join(e for e in self.weight if e in self.data and e in self.result)
 
     def is_plain(self) -> bool:
-        """Whether the product is a batch of matrix products, without sums over a single operand."""
+        """Return whether the product is a batch of matrix products: no sum is over one operand."""
         strings = self.data, self.weight, self.result
         once = all(len(set(letters)) == len(letters) for letters in strings)
         positions = set(self.data) - set(self.weight) <= set(self.result)

@@ -83,13 +83,13 @@ def hard_sigmoid(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gr
 
 @vjp_rule("Elu")
 def elu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is 1 for x > 0, else y + α."""
+    """Return the gradient. The derivative is 1 for x > 0, else y + α."""
     return _exponential_unit(b, node, g[0], number(node, "alpha", 1.0), 1.0)
 
 
 @vjp_rule("Selu")
 def selu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is γ for x > 0, else y + γ α."""
+    """Return the gradient. The derivative is γ for x > 0, else y + γ α."""
     gamma = number(node, "gamma", _SELU_GAMMA)
     return _exponential_unit(b, node, g[0], gamma * number(node, "alpha", _SELU_ALPHA), gamma)
 
@@ -105,7 +105,7 @@ def _exponential_unit(
 
 @vjp_rule("Celu")
 def celu(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """The derivative is 1 for x > 0, else 1 + y/α."""
+    """Return the gradient. The derivative is 1 for x > 0, else 1 + y/α."""
     x, y = node.inputs[0], node.outputs[0]
     left = polynomial(b, y, (1, 1 / number(node, "alpha", 1.0)))
     return {0: b.op("Mul", g[0], b.op("Where", _positive(b, x), b.scalar(1, x), left))}

@@ -111,7 +111,7 @@ _COTANGENTS: Mapping[str, Callable[[VjpBuilder, _Reduction], str]] = {
 
 @vjp_rule(*_COTANGENTS)
 def reduce(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the gradient by the function of ``_COTANGENTS`` for the operator."""
+    """Return the gradient of the operand of a reduction."""
     return {0: _COTANGENTS[node.op](b, _reduction(b, node, g))}
 
 

@@ -113,7 +113,7 @@ class TensorStats:
     squared_norms: Mapping[str, float]
 
     def is_finite(self, name: str) -> bool:
-        """Whether the sum of squares of a value is finite."""
+        """Return whether the sum of squares of a value is finite."""
         return isfinite(self.squared_norms[name])
 
     def norm_bound(self, name: str, x: Array) -> float:

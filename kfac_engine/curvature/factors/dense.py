@@ -243,7 +243,7 @@ class DenseSquareMatrixFactor(FisherFactor):
         return float(damping_func())
 
     def _takes_eigenvectors(self, powers: Sequence[Wanted]) -> bool:
-        """Whether eigenvectors are needed, or cheaper than the inverses."""
+        """Return whether eigenvectors are needed, or cheaper than the inverses."""
         many = len(powers) >= self.config.eigendecomposition_threshold
         return many or any(op != _INVERSE for op, _ in powers)
 
