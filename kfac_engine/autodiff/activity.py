@@ -189,7 +189,7 @@ def straight_through(graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str]
 
 
 def _terms(graph: Graph, name: str, sign: int, depth: int) -> list[tuple[str, int]]:
-    """Return a value and the terms of nested sums and differences of it, each with its sign."""
+    """Return a value, and the operands of the nested sums that compute it, each with its sign."""
     terms, node = [(name, sign)], graph.producers.get(name)
     if node is not None and node.qualified_op in _SUMS and depth:
         for index, operand in enumerate(node.inputs):

@@ -126,7 +126,7 @@ class _Sweep:
         return value in self._sums or value in self._products
 
     def add(self, value: str, cotangent: str) -> None:
-        """Add a cotangent of a value: at once, because later all of them would be in memory."""
+        """Add a cotangent of a value at once; a later sum would need all cotangents in memory."""
         if cotangent in self._builder.row_products:
             self._products.setdefault(value, []).append(cotangent)
         elif value in self._sums:

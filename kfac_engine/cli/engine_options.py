@@ -235,7 +235,7 @@ class EngineCommand(Command):
 
     @property
     def takes_all(self) -> bool:
-        """Whether the command has all options of an engine, but those that it sets itself."""
+        """Whether the command has all options of an engine, except options that it sets itself."""
         return self._record is engine_record and not self._names
 
     def notes(
@@ -247,7 +247,7 @@ class EngineCommand(Command):
 
 
 def _kinds() -> list[tuple[str, str]]:
-    """Return the kinds of layer with several approximations, and the names of these."""
+    """Return kinds of layer with several approximations, each with their names."""
     from kfac_engine.curvature.approximations import KINDS, accepted
 
     kinds: dict[str, list[str]] = {}

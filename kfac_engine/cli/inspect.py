@@ -217,7 +217,7 @@ def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
 def _plotted(
     plot: Path, engine: "ke.Engine", sample: "Mapping[str, Array]", title: str
 ) -> "Sequence[FactorSpectrum]":
-    """Draw the spectra of the factors of a batch, and return them."""
+    """Draw the spectra of the factors of a batch, and return the spectra."""
     import kfac_engine as ke
     from kfac_engine.cli.spectra import write_picture
 
@@ -352,7 +352,7 @@ def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]
 
 
 def _names(layer: "LayerReport") -> list[str]:
-    """Return the parameters of a layer, each followed by the part that belongs to it."""
+    """Return the parameters of a layer, each followed by the part that belongs to the layer."""
     pairs = zip(layer.parameters, layer.parts, strict=True)
     return [f"{name} {part}" if part else name for name, part in pairs]
 

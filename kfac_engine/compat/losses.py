@@ -27,7 +27,7 @@ _COEFFICIENT: Mapping[str, Callable[[float], float]] = {
 
 
 class LossMethods(LossCollection):
-    """Losses in towers; the signatures, including positional arguments, are those in the library.
+    """Losses in towers; signatures and positions of arguments are as in the library.
 
     Args:
         *args: Of the collection.

@@ -189,7 +189,7 @@ class CovarianceUpdates:
 
     @property
     def parts_of_bases(self) -> tuple[FisherFactor, ...]:
-        """The factors whose first batch sets the bases of EKFAC; none after it."""
+        """The factors whose first batch sets the bases of EKFAC; none after that batch."""
         return self.updater.parts_of_bases
 
     def set_bases(self, sums: PartSums) -> None:

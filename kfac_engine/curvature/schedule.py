@@ -216,7 +216,7 @@ class Planner:
             state.spent += spent
 
     def age(self, key: str, counter: int) -> float:
-        """Return the number of calls since the latest refresh of a work; infinite before it."""
+        """Return the number of calls since the latest refresh of a work; infinite without one."""
         return counter - self.state.refreshed.get(key, -inf)
 
     def saved(self) -> dict[str, object]:
@@ -351,7 +351,7 @@ def _in_slots(planner: Planner) -> Choice:
 
 
 def _by_drift(planner: Planner, call: Call) -> Iterator[str]:
-    """Yield the works whose averages have moved, and those whose period has passed."""
+    """Yield the works whose averages have moved, and the works whose period has passed."""
     for work in planner.works:
         moved = call.drifts.get(work.key, inf) >= planner.schedule.drift
         period = call.bounded(planner.periods[work.key])

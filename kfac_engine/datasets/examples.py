@@ -242,7 +242,7 @@ class NumberedBatch(tuple[Mapping[str, Array], Targets]):
         return self
 
     def located(self, error: KfacError) -> KfacError:
-        """Return the error with the number of the wrong example in the data, if it concerns one."""
+        """Return the error; an error about one example also names its number in the data."""
         name, index = error.place or ("", ())
         axis = self._axes.axis(name)
         if axis is None or axis >= len(index) or raised_by_all_ranks(error):

@@ -101,7 +101,7 @@ class LossOptions:
 
     @property
     def choices(self) -> list[LossKind | LossFunction]:
-        """The losses as a list; those by name with their options.
+        """The losses as a list; losses by name have received their options.
 
         Options without a loss by name raise InputError.
         """

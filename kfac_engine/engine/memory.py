@@ -185,7 +185,7 @@ class Footprint:
         )
 
     def _stored(self, report: MemoryReport) -> int:
-        """Return the bytes of averages and powers on the host, if there are any already."""
+        """Return the bytes of the averages and powers that are on the host already."""
         factors = self.assembly.collection.get_factors() if self.layers else ()
         are_stored = any(factor.average.value is not None for factor in factors)
         return report.factors if are_stored and not report.device else 0

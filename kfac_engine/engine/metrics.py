@@ -70,7 +70,7 @@ class Evaluated:
         return any(seen.counts is not None for seen in self.observation.terms)
 
     def weights(self) -> Array | Mapping[str, Array]:
-        """Return the weight of each prediction, or of each target where these differ.
+        """Return the weights of predictions, or of targets where targets of one prediction differ.
 
         The weights of several losses are by output.
         """

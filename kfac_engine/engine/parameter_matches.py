@@ -250,7 +250,7 @@ class _Matching:
             )
 
     def _refuse_merged(self) -> None:
-        """Refuse arrays that the file does not have because it has another with equal values."""
+        """Refuse arrays that the file lacks because another of its arrays has equal values."""
         for name in self.engine.export_changes.merged:
             pair = self.pairs.get(name)
             stem = pair and without_numbers(pair[0])

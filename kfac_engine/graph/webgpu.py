@@ -37,7 +37,7 @@ def for_webgpu(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _drop_unread(graph: onnx.GraphProto, read: set[str]) -> None:
-    """Remove the filters that wider ones replace."""
+    """Remove the filters that wider filters replace."""
     entries = [entry for entry in graph.initializer if entry.name in read]
     del graph.initializer[:]
     graph.initializer.extend(entries)

@@ -33,7 +33,7 @@ _USED_ONCE = {"stacked_dense"}
 def merge_uses(
     uses: Sequence[LayerMatch], several: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> LayerMatch | str:
-    """Merge the uses of a weight into one layer, or return the reason why there is none.
+    """Merge the uses of a weight into one layer, or return the reason why there is no layer.
 
     ``several`` describes the uses; the reason begins with it.
     """
@@ -234,7 +234,7 @@ def _uses(context: MatchContext, group: _Group) -> list[tuple[str, Node, int]]:
 
 
 def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatch | str:
-    """Return the layer whose weight is a group, with all uses; or why there is none."""
+    """Return the layer whose weight is a group, with all uses; or why there is no layer."""
     uses = _uses(context, group)
     matches = [match(context, node, index) for _, node, index in uses]
     if len({isinstance(outcome, LayerMatch) for outcome in matches}) > 1:

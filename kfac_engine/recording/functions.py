@@ -15,7 +15,7 @@ _INTEGER, _TRUTH = np.dtype(np.int64), np.dtype(np.bool_)
 
 
 class Namespace:
-    """NumPy with the functions that create arrays, for recorded ones."""
+    """NumPy for code on recorded arrays: functions that create arrays record constants."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -158,7 +158,7 @@ def _expm1(tape: Tape, x: Symbol) -> Symbol:
 
 
 def _log1p(tape: Tape, x: Symbol) -> Symbol:
-    """Record ``log(1 + x)``, which a sum loses for small numbers."""
+    """Record ``log(1 + x)``, by a series for small x, which the rounded sum would lose."""
     small = x * (1.0 - x * (0.5 - x * (1 / 3)))
     return np.where(np.absolute(x) < 1e-2, small, _record(tape, "Log", "log", [1.0 + x]))
 

@@ -94,7 +94,7 @@ class Tape:
 
     @property
     def level(self) -> Level:
-        """The nodes to which new ones are added."""
+        """The list that receives new nodes."""
         return self.levels[-1]
 
     def record(

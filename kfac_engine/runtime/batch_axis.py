@@ -387,7 +387,7 @@ def find_position_orders(
 
 
 def _with_ids(feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Replace generated identifiers by different ones; all of them are zero before."""
+    """Replace generated identifiers, which are all zero, by different numbers."""
     rng = np.random.default_rng(0)
     return {
         name: rng.integers(0, 2, array.shape).astype(array.dtype)

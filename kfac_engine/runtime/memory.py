@@ -151,7 +151,7 @@ class _Sizes:
 
 
 def _computed(graph: Graph, parameters: Container[str]) -> set[str]:
-    """Return the values that follow from small constants, among them sizes."""
+    """Return the values that follow from small constants, such as sizes."""
     known = {
         name
         for name, array in graph.constants.items()

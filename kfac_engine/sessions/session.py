@@ -161,7 +161,7 @@ class Session(Uncopied):
     def _run_copied(
         self, results: Mapping[str, Array], feeds: Mapping[str, Array], others: Sequence[str]
     ) -> dict[str, Array]:
-        """Do the work of ``run_into`` by copies of the outputs, a faster way for small ones."""
+        """Do the work of ``run_into`` by copies, which is faster for small outputs."""
         names = [*results, *others]
         call = partial(self._session.run, names, {**feeds, **self._fed})
         values = dict(zip(names, self._done(call), strict=True))

@@ -46,13 +46,13 @@ class Weights:
         return Weights(parameters, {name: array.copy() for name, array in self.buffers.items()})
 
     def apply(self, engine: Engine) -> None:
-        """Replace the weights of an engine by copies of these."""
+        """Replace the weights of an engine by copies of these weights."""
         engine.set_parameters(self.parameters)
         engine.set_buffers(self.buffers)
 
     @contextmanager
     def applied(self, engine: Engine) -> Iterator[None]:
-        """Return a context in which an engine has these weights; its own return at the end."""
+        """Return a context in which an engine has these weights, and its own weights after it."""
         present = Weights.present(engine)
         try:
             self.apply(engine)

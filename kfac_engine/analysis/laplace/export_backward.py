@@ -181,7 +181,7 @@ def example_gradients(network: Network, layers: Sequence[tuple[str, ...]]) -> di
 def _move_into_body(
     network: Network, level: Level, results: Iterable[Symbol]
 ) -> tuple[list[str], list[Input]]:
-    """Add the forward pass of one example to a body, which reads all other values outside.
+    """Add the forward pass of one example to a body; all other values come from outside of it.
 
     Args:
         network: The model.

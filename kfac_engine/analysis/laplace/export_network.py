@@ -190,7 +190,7 @@ def _variance(network: Network, blocks: Sequence[tuple[Block, Float]]) -> Symbol
 def _readable(
     network: Network, recording: Recording, layer: LayerMatch, stacked: Mapping[str, str]
 ) -> Gradients | None:
-    """Record the gradients of a layer; None if the value does not depend on it."""
+    """Record the gradients of a layer; None if the value does not depend on the layer."""
 
     def read(name: str, output: bool) -> Symbol:
         fixed = recording.fixed_axes(output, network.model.facts[name].shape)

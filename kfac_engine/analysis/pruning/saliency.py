@@ -48,7 +48,7 @@ def _layers(curvature: Curvature) -> Array:
 def _inverse_diagonal(
     curvature: Curvature, block: Block, damping: Damping, chosen: Array | None
 ) -> Float:
-    """Return the diagonal of the inverse of a damped block, or of a principal submatrix of it.
+    """Return the diagonal of the inverse of a damped block, or of its principal submatrix.
 
     Args:
         curvature: The curvature.

@@ -60,12 +60,12 @@ class SpectrumEstimate:
 
     @property
     def smallest(self) -> float:
-        """The smallest eigenvalue θ; the smallest eigenvalue of the matrix is not above it."""
+        """The smallest eigenvalue θ; the smallest eigenvalue of the matrix is at most θ."""
         return min(float(nodes[0]) for nodes in self.nodes)
 
     @property
     def largest(self) -> float:
-        """The largest eigenvalue θ; the largest eigenvalue of the matrix is not below it."""
+        """The largest eigenvalue θ; the largest eigenvalue of the matrix is at least θ."""
         return max(float(nodes[-1]) for nodes in self.nodes)
 
     def trace(self) -> Estimate:

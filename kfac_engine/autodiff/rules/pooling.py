@@ -16,7 +16,7 @@ from kfac_engine.graph.structure import Node
 
 @vjp_rule("MaxPool")
 def max_pool(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Return the sum of cotangents at the largest pixels; equal pixels of a tile share them."""
+    """Return the sum of cotangents at largest pixels; equal pixels of a tile share a cotangent."""
     window = sliding(node, integers(node, "kernel_shape", ()))
     compares = _tiles(window)
     return {0: _compared(b, node, g[0], window) if compares else _by_index(b, node, g[0])}

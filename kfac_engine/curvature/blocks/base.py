@@ -36,29 +36,29 @@ _MOST_NAMES, _MOST_CHARACTERS = 4, 80
 
 
 class Decomposition(Protocol[Found]):
-    """What is computed from the eigenvalues of a block, for each form that a block may have."""
+    """A result that is computed from the eigenvalues of a block, for each form of a block."""
 
     def product(self, A: FisherFactor, G: FisherFactor, scale: float) -> Found:
-        """Compute it for ``scale · A ⊗ G``."""
+        """Return the result for ``scale · A ⊗ G``."""
 
     def rotated(self, factor: EigenbasisFactor) -> Found:
-        """Compute it for measured eigenvalues with the eigenvectors of a Kronecker product."""
+        """Return the result for measured eigenvalues along eigenvectors of a Kronecker product."""
 
     def matrix(self, F: FisherFactor) -> Found:
-        """Compute it for a single matrix over the parameters."""
+        """Return the result for a single matrix over the parameters."""
 
 
 class ExampleReader(Protocol[Found]):
-    """What is computed from the gradients of single examples, for each form of a layer."""
+    """A result that is computed from the gradients of single examples, for each form of a layer."""
 
     def rows(self, form: LayerForm) -> Found:
-        """Compute it for ``Σ_t a_t ds_tᵀ`` over uses and positions."""
+        """Return the result for ``Σ_t a_t ds_tᵀ`` over uses and positions."""
 
     def sums(self, form: ScaleShiftForm) -> Found:
-        """Compute it for ``[Σ x∘ds, Σ ds]``."""
+        """Return the result for ``[Σ x∘ds, Σ ds]``."""
 
     def one_by_one(self) -> Found:
-        """Compute it for gradients that do not follow from the tensors of the layer."""
+        """Return the result for gradients that do not follow from the tensors of the layer."""
 
 
 class FisherBlock(ABC):

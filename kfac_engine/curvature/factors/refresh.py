@@ -104,7 +104,7 @@ class Division:
         return compute([request for task in tasks for request in task.requests])
 
     def owners(self, factors: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the rank of the process that refreshes each factor, where it is always the same.
+        """Return the rank that refreshes a factor, for each factor with a constant rank.
 
         ``factors`` are all factors that store results.
         """
@@ -112,7 +112,7 @@ class Division:
         return {}
 
     def snapshot(self) -> Callable[[], None]:
-        """Save how averages are divided; return a function that restores it with the averages."""
+        """Save the division of averages; return a function that restores division and averages."""
         return lambda: None
 
     def refreshing(self) -> AbstractContextManager[None]:

@@ -79,7 +79,7 @@ class PartSums:
         self._examples += whole
 
     def add(self, factor: FisherFactor, measurement: Measurement) -> None:
-        """Add the measurement of a factor on the present part; it is empty afterwards."""
+        """Add the measurement of a factor on the present part, and empty the measurement."""
         key, before = id(factor), self._weights.get(id(factor), 0.0)
         over_rows = factor.statistic.over_rows
         weight = measurement.examples * (measurement.repeats if over_rows else 1)
