@@ -20,7 +20,7 @@ from kfac_engine.curvature.blocks.grouped import single_filter
 from kfac_engine.curvature.blocks.kronecker import count_uses
 from kfac_engine.curvature.collection import Form, canonical_key
 from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.errors import InputError, RegistrationError, UnknownNameError
+from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
 from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import (
@@ -29,7 +29,7 @@ from kfac_engine.layers.layer_forms import (
     dense_form,
     embedding_form,
 )
-from kfac_engine.layers.views import Padding
+from kfac_engine.layers.views import Padding, TokenIdView
 
 if TYPE_CHECKING:  # a collection of named shapes needs no ONNX file, and none of its modules
     from kfac_engine.runtime.model import OnnxModel
@@ -675,7 +675,36 @@ class LayerCollection(LossMethods, core.LayerCollection):
     ) -> None:
         """Register a layer, or a further tower of a registered layer."""
         self._check_reuse(key, reuse)
+        self._check_features(key, form, tensors)
         self.register(kind, key, form, *tensors, approx)
+
+    def _check_features(self, key: Params, form: Form, tensors: tuple[Names, Names]) -> None:
+        """Refuse tensors whose declared numbers of features do not fit the weight of a layer."""
+        weight = self.shape_of(uses(key)[0])
+        if weight is None or not isinstance(form, LayerForm) or form.num_uses > 1:
+            return
+        if len(weight) != len(form.packing.axes):
+            return  # refused by the registration
+        *groups, d_in, d_out = form.packed_shape(weight)
+        if groups:
+            return
+        sides = (
+            ("input", form.input_view, d_in - form.packing.has_bias),
+            ("output", form.output_view, d_out),
+        )
+        for (side, view, needed), name in zip(sides, tensors, strict=True):
+            shape = self.shape_of(name) if isinstance(name, str) else None
+            if shape is None or isinstance(view, TokenIdView):
+                continue
+            try:
+                features = view.width(shape)
+            except ShapeError as error:
+                raise ShapeError(f"the {side} '{name}' of {key} does not fit: {error}") from None
+            if features != needed:
+                raise ShapeError(
+                    f"the {side} '{name}' of shape {shape} has {features} features in a row; the "
+                    f"weight '{uses(key)[0]}' of shape {weight} needs {needed}."
+                )
 
     def _check_reuse(self, key: Params, reuse: Reuse) -> None:
         """Check that a key is known if ``reuse`` is True, and new if it is False."""

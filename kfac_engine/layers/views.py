@@ -374,9 +374,10 @@ class TokenIdView:
 
     def width(self, shape: tuple[int, ...]) -> int:
         if len(shape) != self.rank and not self.positions:
+            accepted = "(n,)" if self.rank == 1 else "(n,) or (n, ids)"
             raise ShapeError(
-                f"token ids need shape {'(n,)' if self.rank == 1 else '(n, ids)'}, got {shape}; "
-                f"set positions=True if each id has an output."
+                f"token ids need shape {accepted}, got {shape}; set positions=True if each id has "
+                f"an output."
             )
         return self.vocabulary
 

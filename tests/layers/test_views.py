@@ -148,6 +148,6 @@ def test_token_ids_of_example_are_one_row_by_default():
     [(2, (3,), r"\(n, ids\)"), (2, (3, 4, 2), r"\(n, ids\)"), (1, (3, 4), r"\(n,\)")],
 )
 def test_token_ids_of_other_rank_raise_error(rank, shape, needed):
-    with pytest.raises(ke.ShapeError, match=f"need shape {needed}"):
+    with pytest.raises(ke.ShapeError, match=f"need shape .*{needed}"):
         embedding_form(5, rank=rank).input_view.width(shape)
     assert embedding_form(5, rank=rank, positions=True).input_view.width(shape) == 5
