@@ -109,6 +109,27 @@ def test_invalid_parameter_values_change_nothing(engine):
     np.testing.assert_array_equal(engine.parameters["fc0.bias"], before["fc0.bias"])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "uint8", "bool"])
+def test_parameter_takes_real_numbers_of_any_type(engine, dtype):
+    values = np.arange(5).astype(dtype)
+    engine.set_parameters({"fc0.bias": values})
+    found = engine.parameters["fc0.bias"]
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.ones(5, complex), np.full(5, "1"), np.full(5, None), np.ones(5, "M8[s]"), np.full(5, 1e300),
+     np.full(5, np.nan)],
+)  # fmt: skip
+def test_parameter_takes_nothing_but_finite_real_numbers(engine, values):
+    before = engine.parameters
+    with pytest.raises(ke.InputError, match=r"parameter 'fc0\.bias' contains"):
+        engine.set_parameters({"fc0.bias": values})
+    np.testing.assert_array_equal(engine.parameters["fc0.bias"], before["fc0.bias"])
+
+
 def test_nan_weight_error_names_weight():
     model = models.mlp()
     weight = next(t for t in model.graph.initializer if t.name == "fc1.weight")

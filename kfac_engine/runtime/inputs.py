@@ -148,7 +148,8 @@ def check_parameters(
             )
         old, array = parameters[name], memory_space.to_device(value)
         if array.dtype != old.dtype:
-            array = numeric(f"parameter '{name}'", array).astype(old.dtype)
+            with np.errstate(over="ignore"):  # infinity is refused below
+                array = numeric(f"parameter '{name}'", array).astype(old.dtype)
         elif copy:
             array = array.copy()
         if array.shape != old.shape:
