@@ -188,7 +188,7 @@ class SGD(_FirstOrder):
     def __init__(
         self,
         engine: Engine,
-        learning_rate: Rate,
+        learning_rate: Rate = 0.01,
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 0.0,

@@ -33,25 +33,20 @@ from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
 from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
-from kfac_engine.training.optimizer import Optimizer, Rate
+from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.progress import Progress
 from kfac_engine.training.recovery import Recovery
 from kfac_engine.training.run import Run, Step, recorded_metrics
 from kfac_engine.training.run_checkpoint import Options, RunCheckpoint
 
-_SGD_RATE = 0.01
 # Validations since the lowest loss, and the rise from it, that a run ends with a warning for.
 _LONG, _RISEN = 5, 0.5
-
-
-def _sgd(engine: Engine, learning_rate: Rate = _SGD_RATE, **options: Any) -> SGD:
-    return SGD(engine, learning_rate, **options)
 
 
 # Each takes an engine, and the options of the class.
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry(
     "optimizer",
-    {"kfac": KfacOptimizer, "adam": Adam, "adamw": AdamW, "muon": Muon, "sgd": _sgd},
+    {"kfac": KfacOptimizer, "adam": Adam, "adamw": AdamW, "muon": Muon, "sgd": SGD},
 )
 
 

@@ -1,7 +1,7 @@
 """``export_training``: the training step of a model as plain ONNX files."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -30,7 +30,7 @@ from kfac_engine.losses.objective import Reduction
 from kfac_engine.recording.recorded import OPSET
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
-from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
+from kfac_engine.training.fit import OPTIMIZERS
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training_files.description import Description
@@ -38,13 +38,6 @@ from kfac_engine.training_files.files import INITIAL, PREDICT, README, TRAINING,
 from kfac_engine.training_files.readme import readme
 from kfac_engine.training_files.step import NEW, Step, StepRecorder
 
-OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
-    "kfac": KfacOptimizer,
-    "adamw": AdamW,
-    "adam": Adam,
-    "muon": Muon,
-    "sgd": SGD,
-}
 NOISE = ("internal", "input")
 
 # Options of K-FAC with the only value that a file can have, and what to do in its place.
@@ -223,11 +216,6 @@ def _check_folder(folder: Path, model: OnnxModel) -> None:
 
 def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer, and options that a file cannot have."""
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise UnknownNameError(
-            f"unknown optimizer {optimizer!r:.80}{suggestion(str(optimizer), OPTIMIZERS)}; "
-            f"choose one of: {', '.join(OPTIMIZERS)}."
-        )
     known = [*signature(OPTIMIZERS[optimizer]).parameters]
     known = [name for name in known if name not in ("engine", "non_finite")]
     for name in options:
@@ -236,8 +224,6 @@ def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
                 f"'{optimizer}' has no option '{name}' in a training file"
                 f"{suggestion(name, known)}; its options are: {', '.join(known)}."
             )
-    if optimizer == "sgd" and "learning_rate" not in options:
-        raise InputError("'sgd' needs a learning_rate.")
     for name, (value, instead) in _KFAC_ONLY.items() if optimizer == "kfac" else ():
         if name in options and options[name] != value:
             raise UnsupportedError(

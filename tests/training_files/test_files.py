@@ -285,6 +285,18 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path):
     assert not (tmp_path / "files").exists()
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "muon"])
+def test_learning_rate_left_out_is_that_of_fit(optimizer, tmp_path):
+    model = network("dense")
+    inputs, targets = data(model)
+    files = ke.export_training(model, "categorical", optimizer, path=tmp_path / "files")
+    result = files.step(files.initial(), inputs, targets)
+    found = {name: result[f"new {name}"] for name in files.parameters}
+    history = ke.fit(model, [(inputs, targets)], optimizer=optimizer, steps=1, schedule="constant")
+    for name, array in history.engine.parameters.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6)
+
+
 class CubeRoots(ke.NormalMeanNegativeLogProbLoss):
     """A loss with a function that no file computes."""
 
