@@ -63,6 +63,13 @@ def _is_finite(value: object) -> TypeGuard[float]:
         return False
 
 
+def at_least_zero(name: str, value: object) -> None:
+    """Refuse a value that is not a finite number of at least 0, with an InputError."""
+    number(name, value)
+    if value < 0:  # type: ignore[operator] # a number
+        raise InputError(f"{name} must be at least 0, got {value!r}.")
+
+
 def flag(name: str, value: object) -> bool:
     """Return a value unchanged; raise an InputError unless it is True or False."""
     if not isinstance(value, bool):

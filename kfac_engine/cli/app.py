@@ -121,7 +121,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _report(error: BaseException, invocation: Invocation) -> int:
     """Print an error on stderr, once if several processes have it; return the exit status."""
-    status, message = invocation.interruption.explanation or _explain(error)
+    status, message = invocation.interruption.explanation or _explain(error, invocation)
     if not launched_by_mpi():
         _print(error, message, invocation)
         return status
@@ -152,7 +152,9 @@ def _print(error: BaseException, message: str, invocation: Invocation) -> None:
     tell("error", one_line(message))
 
 
-def _explain(error: BaseException) -> tuple[int, str]:
+def _explain(error: BaseException, invocation: Invocation) -> tuple[int, str]:
+    if isinstance(error, KfacError):
+        return WRONG_INPUT, spelled(str(error), invocation.command)
     for kind, status, describe in _EXPLANATIONS:
         if isinstance(error, kind):
             return status, describe(error)
@@ -189,10 +191,6 @@ def _describe_memory(error: MemoryError) -> str:
     )
 
 
-def _describe_ours(error: KfacError) -> str:
-    return spelled(str(error))
-
-
 # The first matching row explains an exception.
 _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] = (
     (click.NoSuchOption, WRONG_INPUT, _describe_option),
@@ -200,7 +198,6 @@ _EXPLANATIONS: tuple[tuple[type[BaseException], int, Callable[..., str]], ...] =
     (click.ClickException, WRONG_INPUT, click.ClickException.format_message),
     (click.Abort, INTERRUPTED, lambda error: "interrupted."),
     (KeyboardInterrupt, INTERRUPTED, lambda error: "interrupted."),
-    (KfacError, WRONG_INPUT, _describe_ours),
     (OSError, WRONG_INPUT, _describe_os_error),
     (MemoryError, WRONG_INPUT, _describe_memory),
 )

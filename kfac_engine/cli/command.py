@@ -145,6 +145,12 @@ class Command(click.Command):
         super().__init__(name, params=params, **settings)
         self.example = example
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, whose options messages name."""
+        if ctx.obj is not None:
+            ctx.obj.command = self
+        return super().invoke(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below the headings of their groups."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]

@@ -166,7 +166,7 @@ ROWS: Mapping[str, Row] = {
         "many as BLAS has."),
     "scratch_bytes": Row(Group.MACHINE, "Bound of the temporary memory of a statistic or of a "
         "gradient of convolution weights; by default 64 MiB, on a GPU 256 MiB.", flag="--scratch",
-        metavar="MB", callback=_megabytes),
+        metavar="MB", type=click.IntRange(min=1), callback=_megabytes),
     "backend": Row(Group.MACHINE, "Array library.", names=("backend.select.BackendName",),
         metavar="NAME"),
     "graph_passes": Row(Group.MACHINE, "Graph passes that make sessions faster or smaller.",

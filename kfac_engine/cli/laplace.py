@@ -56,6 +56,7 @@ _FILES = (
 _POSTERIOR = (
     Group.POSTERIOR.option(
         "--prior",
+        "prior_precision",
         metavar="NUMBER|evidence",
         default=_BY_EVIDENCE,
         callback=_number_or_evidence,
@@ -141,10 +142,11 @@ def _posterior(curvature: "ke.Curvature", options: SimpleNamespace) -> "ke.Lapla
     import kfac_engine as ke
 
     prior, noise = (
-        1.0 if isinstance(value, str) else value for value in (options.prior, options.noise)
+        1.0 if isinstance(value, str) else value
+        for value in (options.prior_precision, options.noise)
     )
     posterior = ke.Laplace(curvature, prior, noise, options.temperature)
-    if isinstance(options.prior, str):
+    if isinstance(options.prior_precision, str):
         posterior.fit_prior(noise=isinstance(options.noise, str))
     elif isinstance(options.noise, str):
         raise InputError("--noise evidence needs --prior evidence: both are chosen together.")

@@ -54,8 +54,8 @@ def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":
 
     if choices.early_stop is not None:
         yield ke.EarlyStop(choices.best_metric, choices.early_stop)
-    if choices.average is not None:
-        yield ke.WeightAverage(choices.average)
+    if choices.decay is not None:
+        yield ke.WeightAverage(choices.decay)
     if choices.best:
         yield ke.BestWeights(choices.best_metric)
     if choices.tensorboard is not None:
@@ -85,7 +85,7 @@ _CHOICES = (
         "--best-metric", metavar="NAME", default="validation_loss",
         help="Metric that --early-stop and --best compare."),
     Group.VALIDATION.option(
-        "--average", metavar="DECAY|tail", callback=_number_or(str),
+        "--average", "decay", metavar="DECAY|tail", callback=_number_or(str),
         help="Evaluate and write an average of the weights: an exponential one with a decay such "
         "as 0.99, or the mean over the last 40 % of the run."),
     Group.OUTPUT.file(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, listed, number, texts, whole
+from kfac_engine.arguments import at_least_zero, flag, listed, texts, whole
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.subgraph import final_outputs
 from kfac_engine.graph.analysis.trainable import matching
@@ -97,7 +97,7 @@ class LossOptions:
         flag("find_logits", self.find_logits)
         if self.weights is not None:
             for weight in listed("loss_weights", self.weights, "[1.0]"):
-                number("each of loss_weights", weight)
+                at_least_zero("each of loss_weights", weight)
 
     @property
     def choices(self) -> list[LossKind | LossFunction]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import one_of, positive, whole
+from kfac_engine.arguments import at_least_zero, one_of, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -38,7 +38,6 @@ from kfac_engine.training.optimizer import (
     Rate,
     SlotArrays,
     StepReport,
-    at_least_zero,
     check_rate,
     evaluated_rate,
     fraction,

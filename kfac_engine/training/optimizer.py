@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.arguments import number, one_of
+from kfac_engine.arguments import at_least_zero, number, one_of
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.batch_parts import Inputs
 from kfac_engine.engine.engine import Engine
@@ -188,8 +188,8 @@ class Optimizer(Summarized, Sealed, ABC):
         one after the other: see ``Engine.gradients``. The step is the same as for the whole batch.
 
         Args:
-            inputs: Arrays by input name, the batch first; or a list of the parts of the batch, each
-                a pair of inputs and targets.
+            inputs: Arrays by input name, or the array of the only input; or a list of the parts of
+                the batch, each a pair of inputs and targets.
             targets: Targets of the loss; for several losses, by output. None for a list of parts.
             scale: Factor of the learning rate, at least 0: the value of a schedule.
 
@@ -432,13 +432,6 @@ def check_rate(name: str, value: object) -> None:
     """Refuse a learning rate that is neither a function nor a number of at least 0."""
     if not callable(value):
         at_least_zero(name, value)
-
-
-def at_least_zero(name: str, value: object) -> None:
-    """Refuse a value that is not a finite number of at least 0, with an InputError."""
-    number(name, value)
-    if value < 0:  # type: ignore[operator] # a number
-        raise InputError(f"{name} must be at least 0, got {value!r}.")
 
 
 def fraction(name: str, value: object) -> None:

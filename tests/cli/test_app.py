@@ -36,8 +36,6 @@ def failing(monkeypatch):
 
 FAILURES = {
     "wrong input": (InputError("too\nsmall."), 2, "too small."),
-    "output": (InputError("name it with output=…."), 2, "name it with --output."),
-    "axis": (InputError("class_axis=1 is none."), 2, "--class-axis 1 is none."),
     "missing file": (FileNotFoundError(2, "No such file", "a"), 2, "cannot use 'a': No such file."),
     "memory": (MemoryError("8 TiB"), 2, "out of memory (8 TiB); 'kfac-engine inspect' shows"),
     "bug": (KeyError("oops"), 1, "internal error, KeyError: 'oops'. This is a bug: please report"),

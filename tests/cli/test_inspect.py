@@ -171,11 +171,11 @@ def test_the_batch_axis_is_taken_from_the_command_line(report, tmp_path, capsys)
         assert main(["inspect", str(path), "--batch-axis", wrong]) == 2
         assert "expected INPUT=AXIS" in capsys.readouterr().err
     assert main(["inspect", str(path), "--loss", "normal", "--batch-axis", "z=1"]) == 2
-    assert "batch_axes names 'z'" in capsys.readouterr().err
+    assert "--batch-axis names 'z'" in capsys.readouterr().err
     net.op("ReduceMax", columns, net.constant("axes", np.array([1])), to="largest")
     onnx.save(net.model({"x": [3, 5]}, {"largest": [2, 1]}), path)
     assert main(["inspect", str(path), "--loss", "normal"]) == 2
-    assert "batch_axes" in capsys.readouterr().err
+    assert "--batch-axis" in capsys.readouterr().err
 
 
 def test_normalizations_and_dropouts_in_inference_form_have_a_note_with_the_option(

@@ -59,7 +59,7 @@ def test_a_file_without_numbers_is_one_clear_error(batch, capsys, tmp_path):
         assert main([*arguments, f"--class-weights={file}"]) != 0
         assert message in capsys.readouterr().err
     assert main([*arguments, "--label-smoothing=1"]) != 0
-    assert "label_smoothing must lie in [0, 1)" in capsys.readouterr().err
+    assert "--label-smoothing must lie in [0, 1)" in capsys.readouterr().err
 
 
 def test_training_files_have_an_input_for_weights(batch, capsys):

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from kfac_engine.arguments import whole
+from kfac_engine.arguments import at_least_zero, whole
 from kfac_engine.engine.metrics import METRICS, Direction, metrics_of
 from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
-from kfac_engine.training.optimizer import Optimizer, at_least_zero
+from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training.weights import Weights
 
 VALIDATION_LOSS = "validation_loss"

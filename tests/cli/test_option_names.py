@@ -1,0 +1,94 @@
+"""An error for a value of an option names the option as it is typed, or repeats the value."""
+
+import re
+
+import click
+import numpy as np
+import onnx
+import pytest
+
+from kfac_engine.__main__ import main
+from kfac_engine.cli.app import app
+from kfac_engine.cli.options import spelled
+from tests.models import linear
+
+# Command to arguments with which it succeeds.
+COMMANDS = {
+    "train": ["m.onnx", "--data=d.npz", "-o=out.onnx", "--steps=1"],
+    "find-rate": ["m.onnx", "--data=d.npz", "--steps=20"],
+    "precondition": ["m.onnx", "--inputs=d.npz", "-o=g.safetensors"],
+    "inspect": ["m.onnx"],
+    "differentiate": ["m.onnx", "-o=gradient.onnx"],
+    "export-training": ["m.onnx", "-o=files"],
+    "verify": ["m.onnx", "--inputs=d.npz", "--parameters=1", "--examples=1"],
+    "curvature": ["m.onnx", "--inputs=d.npz", "-o=other.safetensors"],
+    "laplace": ["m.onnx", "--curvature=c.safetensors", "--inputs=x.npy", "-o=p.npz"],
+    "influence": ["m.onnx", "--curvature=c.safetensors", "--inputs=d.npz", "-o=i.npz"],
+    "saliency": ["m.onnx", "--curvature=c.safetensors", "-o=s.npz"],
+    "prune": ["m.onnx", "--curvature=c.safetensors", "-o=p.onnx", "--sparsity=0.5"],
+}
+WRONG = ("foo", "-1")
+
+
+def options():
+    """Each option of the commands, with the first command that has it."""
+    found = {}
+    for name in COMMANDS:
+        for option in app.commands[name].params:
+            if isinstance(option, click.Option) and not option.is_flag:
+                found.setdefault(option.opts[-1], (name, option))
+    return found
+
+
+OPTIONS = options()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    np.save(place / "x.npy", x)
+    np.savez(place / "d.npz", input=x, targets=rng.integers(0, 3, 6))
+    onnx.save(linear(), place / "m.onnx")
+    c, model, d = (str(place / name) for name in ("c.safetensors", "m.onnx", "d.npz"))
+    assert main(["curvature", model, "--inputs", d, "-o", c, "--threads=1"]) == 0
+    return place
+
+
+@pytest.mark.parametrize("flag", OPTIONS)
+def test_error_names_the_option(flag, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    name, option = OPTIONS[flag]
+    for value in WRONG:
+        status = main([name, *COMMANDS[name], f"{option.opts[-1]}={value}"])
+        line = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert status in (0, 2)
+        if status:
+            assert any(text in line[0] for text in (*option.opts, f"'{value}'"))
+            own = {option.name, flag.lstrip("-").replace("-", "_")}
+            assert not [word for word in own if "_" in word and re.search(rf"\b{word}\b", line[0])]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("estimation_mode must be one of exact", "--mode must be one of exact"),
+        ("damping must be positive", "--damping must be positive"),
+        ("each of loss_weights must be finite", "each of --loss-weight must be finite"),
+        ("choose it with output=…", "choose it with --output"),
+        ("find_logits=False reads them", "--no-find-logits reads them"),
+        ("train_form=True trains it", "--train-form trains it"),
+        ("name class_axis=1", "name --class-axis 1"),
+        ("validation=0.1 of 3", "--validation 0.1 of 3"),
+        ("give batch_axes (--batch-axis)", "give --batch-axis"),
+        ("give sample_inputs (--inputs) with", "give --inputs with"),
+        # Words, names in quotation marks, and parts of names and paths are no options.
+        ("the damping of the state", "the damping of the state"),
+        ("there is no 'batch_size'", "there is no 'batch_size'"),
+        ("cannot read 'a/batch_size/b'", "cannot read 'a/batch_size/b'"),
+        ("my_batch_size and batch_sizes", "my_batch_size and batch_sizes"),
+    ],
+)
+def test_messages_of_the_library_are_spelled_with_options(message, expected):
+    assert spelled(message, app.commands["train"]) == expected
