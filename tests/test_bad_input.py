@@ -29,7 +29,7 @@ def snapshot(engine):
 
 BATCHES = {
     "unknown input": (lambda x: {"image": x["input"]}, TARGETS, ke.UnknownNameError, "'image'"),
-    "inputs without names": (lambda x: x["input"], TARGETS, ke.InputError, "must be a mapping"),
+    "inputs without names": (lambda x: [*x["input"]], TARGETS, ke.InputError, "parts of a batch"),
     "missing input": (lambda x: {}, TARGETS, ke.InputError, "'input' is missing"),
     "wrong dtype": (
         lambda x: {"input": x["input"].astype(np.float64)},

@@ -63,7 +63,7 @@ OPTIONS = [
     ("find_logits", "no", "find_logits must be True or False"),
     ("loss_weights", 1, "loss_weights must be a list"),
     ("loss_weights", ["1"], "each of loss_weights must be a finite number"),
-    ("loss_weights", [-1.0], "coefficient"),
+    ("loss_weights", [-1.0], "each of loss_weights must be at least 0"),
     ("reduction", None, "unknown reduction"),
     ("reduction", ["mean"], "unknown reduction"),
     ("trainable", 3, "trainable must be a list"),
@@ -213,8 +213,8 @@ MASKED = np.ma.masked_array(np.ones((8, 64), np.float32), mask=True)
 
 @pytest.mark.parametrize(
     "inputs",
-    [None, 3, "image", [X], IMAGES[:8], {}, {"x": IMAGES[:8]}, {"image": None}, {"image": "text"},
-     {"image": RAGGED}, {"image": MASKED}, {"image": THING}, {"image": {}},
+    [None, 3, "image", [X], IMAGES[:8, 0], {}, {"x": IMAGES[:8]}, {"image": None},
+     {"image": "text"}, {"image": RAGGED}, {"image": MASKED}, {"image": THING}, {"image": {}},
      {"image": np.array(["a"] * 8)}, {"image": IMAGES[:0]}, {3: IMAGES[:8]}, {"image": 1.0}],
     ids=repr,
 )  # fmt: skip

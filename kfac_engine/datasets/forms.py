@@ -194,6 +194,11 @@ def is_folder(data: object) -> TypeGuard[Path]:
     return is_path(data) and names_folder(pathlib.Path(data))
 
 
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of any library."""
+    return any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
+
+
 def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> Batch | None:
     """Return inputs by name and targets; None if data are neither arrays nor a file.
 
@@ -211,7 +216,7 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
             inputs, targets = separated(data, arrays, axes, labeled=labeled)
     elif isinstance(data, Mapping):
         inputs, targets = axes.separated(data, labeled=labeled)
-    elif labeled or not _is_array(data):
+    elif labeled or not is_array(data):
         return None
     named = {name: _opened(array) for name, array in axes.named(_opened(inputs)).items()}
     return named, _targets(targets, axes)
@@ -225,7 +230,7 @@ def _is_pair(data: object, axes: ExampleAxes, labeled: bool) -> bool:
     if not isinstance(data, tuple | list) or len(data) != 2 or isinstance(data[0], tuple | list):
         return False
     are_batches = all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data)
-    if isinstance(data, list) and not labeled and all(map(_is_array, data)):
+    if isinstance(data, list) and not labeled and all(map(is_array, data)):
         first, second = (np.shape(array) for array in data)
         axis = next(iter(axes.inputs.values()), 0)
         if first[:axis] + first[axis + 1 :] == second[:axis] + second[axis + 1 :]:
@@ -244,12 +249,8 @@ def _is_triple(data: object, axes: ExampleAxes, labeled: bool) -> bool:
     if all(isinstance(x, Mapping) and axes.inputs.keys() <= x.keys() for x in data):
         return False
     # Three arrays in which examples have the same shape are inputs.
-    alike = all(map(_is_array, data)) and len({np.shape(array)[1:] for array in data}) == 1
+    alike = all(map(is_array, data)) and len({np.shape(array)[1:] for array in data}) == 1
     return labeled or not alike
-
-
-def _is_array(value: object) -> bool:
-    return any(hasattr(value, name) for name in ("__array__", "__dlpack__"))
 
 
 def _names_a_file(data: Any) -> bool:

@@ -20,8 +20,9 @@ from kfac_engine.losses.objective import BatchSize, Observation
 from kfac_engine.losses.observed import Targets, Weighted, weights_gathered
 from kfac_engine.runtime.trace import Trace
 
-# Inputs of a batch by name, or the parts of a batch: inputs, targets and possibly their weights.
-Inputs: TypeAlias = Mapping[str, Array] | Sequence[Batch]
+# Inputs of a batch by name, the array of the only input, or the parts of a batch: inputs, targets
+# and possibly their weights.
+Inputs: TypeAlias = Mapping[str, Array] | Array | Sequence[Batch]
 
 
 def parts_of(inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:

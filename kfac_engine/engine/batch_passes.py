@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import raised_by_all_ranks
 from kfac_engine.engine.batch_parts import Inputs, TracedParts, parts_of
 from kfac_engine.engine.batch_shards import BatchShards
@@ -171,17 +172,20 @@ class BatchPasses:
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """See ``Engine.parts``."""
         loss, parts = self._task.file_loss, parts_of(inputs, targets)
+        if any(is_array(its_inputs) for its_inputs, _ in parts):
+            named = self.example_axes.named
+            parts = [(named(x) if is_array(x) else x, y) for x, y in parts]
         return parts if loss is None else [loss.separated(*part) for part in parts]
 
     # -- values -----------------------------------------------------------------------------------
 
-    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+    def trace(self, inputs: Mapping[str, Array] | Array, targets: Targets = None) -> Trace:
         """See ``Engine.trace``."""
-        ((inputs, targets),) = self.parts(inputs, targets)
-        check_batch_size(self._task.batch, inputs)
-        if isinstance(inputs, Mapping):
-            inputs = self.arrays.for_model(inputs)
-        trace = self._model.run(inputs, self.objective.named_targets(targets))
+        ((named, targets),) = self.parts(inputs, targets)
+        check_batch_size(self._task.batch, named)
+        if isinstance(named, Mapping):
+            named = self.arrays.for_model(named)
+        trace = self._model.run(named, self.objective.named_targets(targets))
         return trace.require_finite(self.objective.inputs)
 
     def traced(self, batch: Trace | Sequence[Batch]) -> TracedParts:

@@ -211,7 +211,7 @@ class Engine(Summarized, TrainableModel):
         Parameters do not change; ``set_parameters`` changes them.
 
         Args:
-            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
+            inputs: As for ``trace``; or a list of the parts of the batch, each a pair of inputs
                 and targets, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
@@ -262,7 +262,7 @@ class Engine(Summarized, TrainableModel):
         """Update statistics from a batch and refresh inverses, as scheduled.
 
         Args:
-            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
+            inputs: As for ``trace``; or a list of the parts of the batch, each a pair of inputs
                 and targets, as for ``gradients``.
             targets: The estimation mode ``"empirical"`` needs them. Every mode checks them as
                 ``step`` does if they are given.

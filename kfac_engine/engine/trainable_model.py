@@ -99,14 +99,16 @@ class TrainableModel(Sealed):
         """Replace parameter values; the next call uses them, without a new session.
 
         Args:
-            values: Arrays by parameter name, in the parameter's shape, from any library. Parameters
-                that are absent keep their values.
+            values: Arrays by parameter name, in the parameter's shape, from any library. Real
+                numbers of another type, also integers, are converted. Parameters that are absent
+                keep their values.
             copy: Whether the values are copied. If False, the engine may store the arrays
                 themselves; do not change them afterwards.
 
         Raises:
             UnknownNameError: A name is not a parameter.
-            InputError: Weights that are tied have different values.
+            InputError: An array has no real numbers, or weights that are tied have different
+                values.
             ShapeError: A value has another shape than its parameter.
             NonFiniteError: A value contains NaN or infinity. No parameter has changed.
         """
@@ -157,14 +159,15 @@ class TrainableModel(Sealed):
 
     # -- values ------------------------------------------------------------------------------------
 
-    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+    def trace(self, inputs: Mapping[str, Array] | Array, targets: Targets = None) -> Trace:
         """Evaluate the model on a batch; no gradient, no statistics.
 
         ``trace.vjp``, ``trace.jvp`` and ``update_statistics`` start from a trace. Parameters that
         are replaced later do not change it.
 
         Args:
-            inputs: Arrays by input name, in the shapes that the model declares.
+            inputs: Arrays by input name, in the shapes that the model declares; a model of one
+                input takes the array alone.
             targets: The targets of the loss; for several losses, by output. Loss values and the
                 mode ``"empirical"`` read them.
 
@@ -187,7 +190,7 @@ class TrainableModel(Sealed):
         use the statistics of the batch. ``evaluate`` uses their running statistics instead.
 
         Args:
-            inputs: Arrays by input name; or a list of the parts of the batch, as for ``gradients``.
+            inputs: As for ``trace``; or a list of the parts of the batch, as for ``gradients``.
             targets: The targets of the loss; for several losses, by output.
 
         Returns:
@@ -309,7 +312,7 @@ class TrainableModel(Sealed):
         processes, each passes its examples of every part.
 
         Args:
-            inputs: Arrays by input name; or a list of the parts of the batch, each a pair of inputs
+            inputs: As for ``trace``; or a list of the parts of the batch, each a pair of inputs
                 and targets.
             targets: The targets of the loss; for several losses, by output. None for a list of
                 parts.
@@ -348,7 +351,7 @@ class TrainableModel(Sealed):
         Labels of a loss that the file computes are targets, also where they are among the inputs.
 
         Args:
-            inputs: Arrays by input name, or a list of parts, each a pair of inputs and targets.
+            inputs: As for ``trace``; or a list of parts, each a pair of inputs and targets.
             targets: The targets; None for a list of parts.
 
         Returns:

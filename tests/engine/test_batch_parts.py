@@ -9,6 +9,7 @@ import kfac_engine as ke
 from kfac_engine.engine.batch_passes import BatchPasses
 from tests import models
 from tests.distributed.threads import run
+from tests.models import parsed
 from tests.training import norm_net
 from tests.training import softmax_net as net
 
@@ -325,7 +326,7 @@ def test_errors_name_the_part():
     ("parts", "targets", "said"),
     [
         ([], None, "list of the parts of a batch is empty"),
-        ([(np.zeros((4, 4)), np.zeros(4))], None, "must be a mapping"),
+        ([("x.npy", np.zeros(4))], None, "must be a mapping"),
         ([{"input": np.zeros((4, 4))}], None, "part 1 is dict"),
         ([({"input": np.zeros((4, 4))}, np.zeros(4, np.int64))], np.zeros(4), "their own targets"),
     ],
@@ -398,3 +399,42 @@ def test_parts_of_several_processes_are_those_of_one(ignored, approximation, mod
         assert_close(result.gradients, expected.gradients, 1e-12)
         if mode == "exact":  # without a whole batch, ranks draw part by part as one process does
             assert_close(found, averages(alone), 1e-12)
+
+
+FORMS = {
+    "loss": lambda e, x, y: e.loss(x, y),
+    "trace": lambda e, x, y: e.trace(x, y)["z"],
+    "gradients": lambda e, x, y: e.gradients(x, y).gradients["w1"],
+    "step": lambda e, x, y: e.step(x, y).natural_gradients["w1"],
+    "observe": lambda e, x, y: e.observe(x, y) or averages(e)["0"],
+    "parts": lambda e, x, y: e.gradients([(x, y), (x, y)]).gradients["w1"],
+    "an optimizer": lambda e, x, y: ke.SGD(e).step(x, y).loss,
+    "parts of an optimizer": lambda e, x, y: ke.KfacOptimizer(e).step([(x, y), (x, y)]).loss,
+}
+
+
+@pytest.mark.parametrize("call", FORMS.values(), ids=FORMS)
+def test_model_of_one_input_takes_its_array_alone(call):
+    x, y = net.batch()
+    alone, named = (call(net.engine(threads=1), inputs, y) for inputs in (x, {"x": x}))
+    np.testing.assert_array_equal(alone, named)
+
+
+def test_array_alone_is_refused_for_several_inputs():
+    model = parsed(
+        """two (float[n,2] x, float[n,2] y) => (float[n,2] z) {
+          s = MatMul (x, w)  z = Add (s, y)
+        }""",
+        {"w": np.eye(2, dtype=np.float32)},
+    )
+    engine = ke.Engine.from_onnx(model, loss="normal", threads=1)
+    x = np.zeros((3, 2), np.float32)
+    with pytest.raises(ke.InputError, match=r"several inputs; give a dictionary .* for x, y"):
+        engine.loss(x, x)
+    engine.loss({"x": x, "y": x}, x)
+
+
+@pytest.mark.parametrize("inputs", [None, "x.npz", 3])
+def test_what_is_no_array_is_refused(inputs):
+    with pytest.raises(ke.InputError, match="inputs must be a mapping"):
+        net.engine(threads=1).loss(inputs, net.batch()[1])
