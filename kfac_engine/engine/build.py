@@ -103,7 +103,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Layers and losses of a model, registered.
+    """The registered layers and losses of a model.
 
     Attributes:
         model: The model with its sessions.

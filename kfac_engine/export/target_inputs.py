@@ -53,7 +53,7 @@ class TargetInputs:
             )
 
     def check(self, losses: Sequence[LossFunction]) -> None:
-        """Raise an InputError if no loss has such targets or weights."""
+        """Raise an InputError if no loss can have these inputs."""
         if not losses and self != TargetInputs():
             raise InputError("without a loss, the file has no targets; name a loss.")
         classes = (isinstance(x, CategoricalLogitsNegativeLogProbLoss) for x in losses)

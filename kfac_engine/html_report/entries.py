@@ -138,7 +138,7 @@ def _shape(values: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a number, text or list of them as printable text of bounded length."""
+    """Return a number, a text or a list of both as printable text of bounded length."""
     if isinstance(value, list):
         return ", ".join(_word(entry) for entry in value[:_MOST_ENTRIES])[:_MOST_CHARACTERS]
     return _word(value)[:_MOST_CHARACTERS]

@@ -366,7 +366,7 @@ def _sizes(batch: tuple[Any, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _stacked(arrays: Sequence[Any]) -> Any:
-    """Return arrays, arrays by name or weighted targets, with a first axis for their number."""
+    """Return entries stacked along a new first axis: arrays, arrays by name, weighted targets."""
     arrays = [weights_gathered(entry) for entry in arrays]
     if isinstance(arrays[0], Weighted):
         return Weighted(

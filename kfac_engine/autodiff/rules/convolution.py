@@ -38,7 +38,7 @@ def conv(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
 
 @vjp_rule("ConvTranspose")
 def conv_transpose(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
-    """Write the adjoint Conv, in which the image replaces the cotangent of Conv."""
+    """Return the gradients by the adjoint Conv, which has the cotangent as its image."""
     x, weight = node.inputs[:2]
     window = sliding(node, b.sample_shape(weight)[2:])
     group = integer(node, "group", 1)

@@ -244,7 +244,7 @@ class _GroupSums:
         ]
 
     def line_calls(self, lines: ChannelsLastLines, batch: Array) -> Iterator[Call]:
-        """Yield functions that add the products of whole lines, as the buffer has them when called.
+        """Yield functions that add the products of the whole lines that are then in the buffer.
 
         ``batch`` is scratch memory for the small products of one or several lines.
         """

@@ -176,7 +176,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
 
     @property
     def mean(self) -> Array:
-        """A copy of the mean of a pixel, ``(C,)``; zeros if it is not modelled."""
+        """A copy of the mean of a pixel, ``(C,)``; zeros if the factor assumes a mean of zero."""
         average = self.average.read()
         channels = average.shape[1]
         mean: Array = average[channels:].sum(axis=0)  # no row or one row
@@ -312,7 +312,7 @@ class SpatiallyUncorrelatedFactor(FisherFactor):
         return average[: average.shape[1]]
 
     def _mean_patch(self) -> Array:
-        """Return ``m``, the mean of a patch, with 1 for a bias; zeros if it is not modelled."""
+        """Return ``m``, the mean of a patch, with 1 for a bias; zeros if the factor has no mean."""
         patch: Array = self.backend.xp.zeros(self.side, self._covariance().dtype)
         if self._pixels.with_mean:
             patch[...] = 1.0

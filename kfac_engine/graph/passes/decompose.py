@@ -201,7 +201,7 @@ _NORMS = {"MAX": "ReduceMax", "L1": "ReduceL1", "L2": "ReduceL2"}
 
 
 def _array_feature_extractor(b: DecompositionBuilder) -> None:
-    """Write the columns of ``x`` with these indices."""
+    """Write the columns of the first operand at the indices in the second operand."""
     x, places = b.node.inputs
     flat = b.op("Reshape", places, b.constant(np.array([-1]), label="flat"))
     b.op("Gather", x, flat, result=b.node.outputs[0], axis=-1)
