@@ -98,8 +98,9 @@ def readme(text: str) -> str:
     texts = [(words, *_beside_columns(times)) for words, times in chosen]
     lines = [
         *_training_summary(),
-        "Steps with an update of the factors, and of the inverses every tenth step: milliseconds, "
-        "and the time of the fastest implementation in each library divided by ours.",
+        "The second table has the milliseconds of a step. Each step updates the factors, and every "
+        "tenth step updates the inverses. The other columns have the time of the fastest "
+        "implementation in each library, divided by ours.",
         "",
         *table(("network", "ours, ms", *COLUMNS), texts),
         "",
@@ -117,8 +118,9 @@ def _training_summary() -> list[str]:
     if newest is None:
         return []
     return [
-        "Training: CPU seconds of one thread until the lowest validation loss of tuned Adam. K-FAC "
-        "has its default settings. Medians of three seeds, from "
+        "The first table has the CPU seconds that training takes on one thread until it reaches "
+        "the lowest validation loss of tuned Adam. K-FAC has its default settings. The numbers are "
+        "medians of three seeds, from "
         f"[{newest.stem}](bench/results/{newest.stem}.md).",
         "",
         *training_tables.summary(load(newest)["suites"]["train"], SHOWN_TRAINING),
