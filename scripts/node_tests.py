@@ -19,10 +19,9 @@ from onnx.backend.test.loader import load_model_tests
 import kfac_engine as ke
 from kfac_engine.autodiff.differentiate import Backward, differentiate
 from kfac_engine.autodiff.second_order import joint_graph
-from kfac_engine.graph.compact import CompactModel
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph
-from kfac_engine.graph.write import build_model, serialize
+from kfac_engine.graph.write import CompactModel, build_model, serialize
 from kfac_engine.runtime.lower import lowered
 from kfac_engine.sessions.session import Session
 

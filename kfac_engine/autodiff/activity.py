@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from kfac_engine.autodiff.rules import QUANTIZERS, ZERO_DERIVATIVE, load_rules
 from kfac_engine.errors import UnsupportedOpError
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import operators_inside
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
 
 ZERO = "without a nonzero gradient"
 

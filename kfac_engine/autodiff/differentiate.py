@@ -21,11 +21,9 @@ from kfac_engine.autodiff.rules import (
     Wanted,
     load_rules,
 )
-from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.autodiff.vjp_builder import KernelGradient, VjpBuilder
 from kfac_engine.errors import UnknownNameError, UnsupportedOpError
-from kfac_engine.graph.analysis.rearrangements import RELAYS
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import RELAYS, Fact, Graph, Node
 
 # Operators whose operands or results may be empty.
 _CUTTERS = frozenset(

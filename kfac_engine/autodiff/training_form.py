@@ -1,17 +1,17 @@
-"""The forms of normalizations and dropouts: of training, and of inference.
+"""Forms of normalizations and dropouts, of training and of inference, and random values.
 
 The updates of running statistics are added to a graph in training form. A trained model computes in
-inference form.
+inference form. A later pass over the same batch reads the random values of the first forward pass,
+so that all values and gradients of a batch belong to the same sample.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.random_ops import drops
 from kfac_engine.graph.structure import Graph, Node
 
 # Operands of BatchNormalization that are running statistics, and the results that replace them.
@@ -162,3 +162,36 @@ def _with_running_statistics(
             yield Node("Identity", (inputs[operand],), (outputs[result],), {}, name)
     settings = {key: value for key, value in node.attributes.items() if key != "training_mode"}
     yield replace(node, inputs=tuple(inputs), outputs=node.outputs[:1], attributes=settings)
+
+
+_RANDOM = frozenset(
+    {
+        "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+        "RandomUniformLike",
+    }
+)  # fmt: skip
+
+
+def drawn_values(graph: Graph) -> tuple[str, ...]:
+    """Return the results of all random nodes."""
+    return tuple(
+        name for node in graph.nodes if draws(graph, node) for name in node.outputs if name
+    )
+
+
+def given_draws(nodes: Iterable[Node], drawn: Iterable[str]) -> tuple[Node, ...]:
+    """Return ``nodes`` without the nodes that compute the values ``drawn``."""
+    names = frozenset(drawn)
+    return tuple(node for node in nodes if names.isdisjoint(node.outputs))
+
+
+def draws(graph: Graph, node: Node) -> bool:
+    """Return whether the results of a node are random."""
+    return node.qualified_op in _RANDOM or (node.qualified_op == "Dropout" and drops(graph, node))
+
+
+def drops(graph: Graph, node: Node) -> bool:
+    """Return whether a Dropout node can be in training mode."""
+    training = (*node.inputs, "", "")[2]
+    frozen = graph.constants.get(training)
+    return bool(training) and (frozen is None or bool(frozen.any()))

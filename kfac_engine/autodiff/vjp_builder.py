@@ -3,17 +3,52 @@
 A rule may read any forward value. The forward session *saves* the forward values that rules read,
 and the backward session receives them. If a rule needs only a size, ``shape`` saves eight bytes for
 each axis instead of the value.
+
+A rule of a convolution also records the operands of the gradient of its kernel. A session on
+the CPU may remove the nodes and compute the product with BLAS (``runtime.cpu``). Exported graphs,
+graphs on a GPU and graphs that are differentiated again contain the nodes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2s
 
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.graph.node_builder import FLOAT_CODES, NodeBuilder
 from kfac_engine.graph.structure import AttributeValue, Fact, Graph, Node
+
+
+@dataclass(frozen=True, slots=True)
+class KernelGradient:
+    """The gradient of a convolution kernel.
+
+    Attributes:
+        images: Name of the input of the convolution, ``(n, channels, *spatial)``.
+        cotangents: Name of the cotangent of the result.
+        window: Window of the convolution.
+        outs: Number of channels of the cotangent.
+        ins: Number of channels of the input in each group.
+    """
+
+    images: str
+    cotangents: str
+    window: SlidingWindow
+    outs: int
+    ins: int
+
+    @property
+    def operands(self) -> tuple[str, str]:
+        """The names of the two factors of the product."""
+        return self.images, self.cotangents
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the kernel."""
+        return self.outs, self.ins, *self.window.kernel
+
 
 _INT64 = 7  # TensorProto.INT64
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
     from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
-    from kfac_engine.graph.analysis.ties import Tie
+    from kfac_engine.graph.analysis.exporter_changes import Tie
     from kfac_engine.runtime.model import OnnxModel
 
     # Name, shape and reason.

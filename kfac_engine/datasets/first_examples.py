@@ -17,8 +17,7 @@ from kfac_engine.graph.load import ModelSource, declared_values
 from kfac_engine.graph.structure import Input
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.batch_axis import Batch
-from kfac_engine.runtime.declared_axes import axis_of, says_batch
-from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.example_axis import ExampleAxis, axis_of, says_batch
 
 # Examples of a sample, if the file declares no number of them.
 _FEW = 8

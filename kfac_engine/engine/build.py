@@ -29,15 +29,14 @@ from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_loss
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.engine.validation import check_mode
 from kfac_engine.errors import ModelError, UnsupportedError
-from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import RELAYS, Fact, Graph, Node
 from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
 from kfac_engine.runtime.batch_axis import Batch
-from kfac_engine.runtime.declared_axes import with_batch_axes
+from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.placement import available_memory_space
 from kfac_engine.system.memory_limits import return_freed_memory

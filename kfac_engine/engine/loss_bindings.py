@@ -23,8 +23,7 @@ from kfac_engine.losses.logits import (
 )
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.batch_axis import Batch, find_batch
-from kfac_engine.runtime.declared_axes import Axes
-from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.example_axis import Axes, ExampleAxis
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
 LossChoice: TypeAlias = str | LossKind | LossFunction

@@ -15,7 +15,7 @@ from kfac_engine.engine.parameter_entries import block_key
 from kfac_engine.engine.report import LayerReport
 from kfac_engine.engine.validation import batch_size
 from kfac_engine.errors import MemoryLimitError
-from kfac_engine.graph.compact import MOST_COPIED_BYTES
+from kfac_engine.graph.write import MOST_COPIED_BYTES
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.runtime.memory import activation_bound, activation_bytes, value_bytes
 from kfac_engine.system import memory_limits

@@ -10,7 +10,7 @@ from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.namespace import in_library, on_host, read_only
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import NonFiniteError, ShapeError, UnknownNameError, suggestion
-from kfac_engine.graph.analysis.ties import Tie, find_ties, spread
+from kfac_engine.graph.analysis.exporter_changes import Tie, find_ties, spread
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.runtime.model import OnnxModel

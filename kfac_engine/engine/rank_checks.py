@@ -12,14 +12,13 @@ from zlib import crc32
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.autodiff.random_ops import draws
+from kfac_engine.autodiff.training_form import draws
 from kfac_engine.engine.batch_shards import BatchShards, parameter_checksums
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.errors import BackendError, UnsupportedError
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import dependents
-from kfac_engine.graph.structure import Fact, Graph, Subgraph
+from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Subgraph
 from kfac_engine.runtime.batch_axis import Batch, find_coupling
 from kfac_engine.runtime.example_axis import rest_changes
 from kfac_engine.runtime.sample_run import open_run, sample_batch

@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
 from kfac_engine.errors import InputError
-from kfac_engine.graph.analysis.ties import Tie
+from kfac_engine.graph.analysis.exporter_changes import Tie
 from kfac_engine.summary import Summarized, Summary, Table, counted, dimensions
 
 KL_CLIP = 0.003

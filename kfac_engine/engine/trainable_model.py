@@ -28,8 +28,7 @@ from kfac_engine.engine.report import (
 from kfac_engine.engine.result import Result
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
-from kfac_engine.graph.analysis.exporter_changes import ExportChanges, export_changes
-from kfac_engine.graph.analysis.ties import Tie
+from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.memory import with_examples

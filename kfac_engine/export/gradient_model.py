@@ -52,7 +52,7 @@ from kfac_engine.graph.webgpu import PROVIDERS, Provider, for_webgpu
 from kfac_engine.graph.write import ModelProto, build_model
 from kfac_engine.losses.objective import Reduction, check_reduction
 from kfac_engine.losses.output import OutputLoss
-from kfac_engine.runtime.declared_axes import with_batch_axes
+from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.lower import lowered, with_taken_branches
 from kfac_engine.system.writing import checked_path
 

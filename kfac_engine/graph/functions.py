@@ -9,7 +9,7 @@ from onnx import helper
 from kfac_engine._types import Array
 from kfac_engine.graph.definitions import DOMAIN, as_call, is_defined
 from kfac_engine.graph.load import load_graph
-from kfac_engine.graph.passes.branches import rename
+from kfac_engine.graph.passes.bodies import rename
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.graph.write import node_proto, tensor
 

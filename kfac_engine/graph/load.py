@@ -19,29 +19,28 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped] 
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
-from kfac_engine.graph.external import ExternalData
+from kfac_engine.graph.files import ExternalData
 from kfac_engine.graph.nodes import canonical_nodes
-from kfac_engine.graph.passes.batch_first_rnn import put_steps_first
-from kfac_engine.graph.passes.bodies import hoist_weights
-from kfac_engine.graph.passes.branches import fold_constant_ifs
+from kfac_engine.graph.passes.bodies import fold_constant_ifs, hoist_weights
 from kfac_engine.graph.passes.canonicalize import (
     OLDEST_OPSET,
     check_nodes,
     check_versions,
     inline_functions,
     opset,
+    put_steps_first,
     unify_standard_domain,
     upgrade,
 )
-from kfac_engine.graph.passes.constants import lift_constants
+from kfac_engine.graph.passes.constants import (
+    lift_constants,
+    separate_normalizations,
+    separate_statistics,
+)
 from kfac_engine.graph.passes.decompose import decompose
 from kfac_engine.graph.passes.expansions import check_sizes
 from kfac_engine.graph.passes.newer_opsets import executable
 from kfac_engine.graph.passes.order import all_nodes, refuse_repeated, sort_nodes
-from kfac_engine.graph.passes.shared_constants import (
-    separate_normalizations,
-    separate_statistics,
-)
 from kfac_engine.graph.passes.train_form import in_train_form
 from kfac_engine.graph.passes.upcast import declared_halves, upcast
 from kfac_engine.graph.passes.weight_places import settle_places

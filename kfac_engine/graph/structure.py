@@ -167,3 +167,15 @@ class Graph:
         yield from self.constants
         for node in self.nodes:
             yield from (name for name in node.outputs if name)
+
+
+# The result has every entry of the first operand once.
+RELAYS = frozenset(
+    {"Cast", "CastLike", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+# The result has entries of the first operand.
+MOVES = RELAYS | {"Gather", "Slice", "Split"}
+
+# The result depends on the shape of the operand, not on its entries.
+ONLY_SHAPES = frozenset({"Shape", "Size"})

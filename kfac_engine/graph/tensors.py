@@ -9,10 +9,12 @@ from onnx import SparseTensorProto, TensorProto, helper, numpy_helper
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import MemoryLimitError, ModelError
-from kfac_engine.graph.external import ExternalData
-from kfac_engine.graph.limits import MOST_ENTRIES
+from kfac_engine.graph.files import ExternalData
 from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.system.memory_limits import available_memory
+
+# Largest number of entries of a value whose size is in the file: 16 GiB in float32.
+MOST_ENTRIES = 2**32
 
 # Element types of real numbers.
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import handed_on, of_data
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, Graph, Node
 from kfac_engine.layers.layer_forms import LayerForm, dense_form, tied_form
 from kfac_engine.layers.match import LayerMatch, MatchContext, Tensors
 from kfac_engine.layers.matchers import Matcher, match

@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import TypeAlias
 
 from kfac_engine._types import Array, DType
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import of_data
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
 from kfac_engine.layers.broadcast import ScaleShiftForm
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.parameter_slices import ParameterView

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.graph.analysis.rearrangements import RELAYS
-from kfac_engine.graph.structure import Fact, Node
+from kfac_engine.graph.structure import RELAYS, Fact, Node
 from kfac_engine.layers.grouped import grouped_form, stacked_dense_form
 from kfac_engine.layers.layer_forms import (
     convolution_form,

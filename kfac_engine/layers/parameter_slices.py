@@ -13,9 +13,8 @@ import numpy as np
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.backend.namespace import array_module, on_device
-from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.analysis.subgraph import of_data
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import RELAYS, Graph, Node
 
 Entries = TypeVar("Entries", Array, Array | Rows)
 

@@ -15,9 +15,8 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.errors import ShapeError
 from kfac_engine.graph.analysis.interval_bounds import bounds
-from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.node_builder import NodeBuilder
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import RELAYS, Fact, Graph, Node
 from kfac_engine.losses.base import LossFunction
 
 # Operators that preserve the meaning of the axis of the classes if its size does not change.

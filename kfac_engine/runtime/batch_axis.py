@@ -15,9 +15,12 @@ from kfac_engine._types import Array
 from kfac_engine.errors import BackendError, ShapeError
 from kfac_engine.graph.analysis.subgraph import of_data
 from kfac_engine.graph.structure import Fact, Graph
-from kfac_engine.runtime.declared_axes import Axes, Candidate, axis_of, batch_candidates
 from kfac_engine.runtime.example_axis import (
+    Axes,
+    Candidate,
     ExampleAxis,
+    axis_of,
+    batch_candidates,
     grown,
     others_change,
     unmoved_axes,

@@ -12,9 +12,8 @@ from kfac_engine.autodiff.differentiate import Backward
 from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
 from kfac_engine.graph.analysis.subgraph import of_data
-from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Input, Node
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.cpu.graph_passes import (
     WEIGHT_GRADIENTS,

@@ -18,14 +18,17 @@ from kfac_engine.autodiff.activity import left_out
 from kfac_engine.autodiff.canonicalize.linear_products import plain_products
 from kfac_engine.autodiff.canonicalize.weights import fold_weight_operands
 from kfac_engine.autodiff.differentiate import Backward, differentiate
-from kfac_engine.autodiff.random_ops import drawn_values
 from kfac_engine.autodiff.second_order import differentiate_twice, joint_graph
-from kfac_engine.autodiff.training_form import joined_statistics, with_running_statistics
+from kfac_engine.autodiff.training_form import (
+    drawn_values,
+    joined_statistics,
+    with_running_statistics,
+)
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.errors import BackendError
+from kfac_engine.graph.analysis.exporter_changes import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
-from kfac_engine.graph.analysis.ties import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load

@@ -7,13 +7,13 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward
-from kfac_engine.autodiff.random_ops import given_draws
+from kfac_engine.autodiff.training_form import given_draws
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.threads import Workers
 from kfac_engine.graph.analysis.subgraph import read_by
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.passes.decompose import DecompositionBuilder
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import WEIGHT_GRADIENTS, to_blocked_layout
 from kfac_engine.runtime.cpu.transposed_products import fused_backward, fused_forward

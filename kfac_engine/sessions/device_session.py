@@ -15,7 +15,7 @@ import onnxruntime as ort
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.memory_space import HOST, MemorySpace, stays_on_host
 from kfac_engine.errors import BackendError, MemoryLimitError
-from kfac_engine.graph.compact import CompactModel
+from kfac_engine.graph.write import CompactModel
 from kfac_engine.sessions import session
 
 # Device type to its provider. The CPU provider runs the operators that the provider lacks.

@@ -7,8 +7,8 @@ import numpy as np
 
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.errors import BackendError, MemoryLimitError
-from kfac_engine.graph.compact import CompactModel, compact_model
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import CompactModel, compact_model
 from kfac_engine.sessions.device_session import DeviceSession, has_provider
 from kfac_engine.sessions.session import Session
 

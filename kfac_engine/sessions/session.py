@@ -29,10 +29,12 @@ from kfac_engine.errors import (
     ModelError,
     UnsupportedError,
 )
-from kfac_engine.graph.compact import CompactModel, compact_model
-from kfac_engine.graph.limits import MOST_SECONDS
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import CompactModel, compact_model
 from kfac_engine.system.memory_limits import require_room_for_threads
+
+# Time limit of a sample run in seconds, because a loop may not terminate.
+MOST_SECONDS = 600
 
 _T = TypeVar("_T")
 

@@ -13,12 +13,11 @@ from kfac_engine.arguments import check_seed, whole
 from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
-from kfac_engine.graph.analysis.ties import Tie, spread
-from kfac_engine.graph.compact import CompactModel
+from kfac_engine.graph.analysis.exporter_changes import Tie, spread
 from kfac_engine.graph.export import export_files
 from kfac_engine.graph.files import write_model
 from kfac_engine.graph.load import ModelSource, load_model
-from kfac_engine.graph.write import properties_of
+from kfac_engine.graph.write import CompactModel, properties_of
 from kfac_engine.losses.observed import Weighted, weights_gathered
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis

@@ -8,7 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
-from kfac_engine.autodiff.random_ops import draws
+from kfac_engine.autodiff.training_form import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.passes.bodies import renamed

@@ -16,7 +16,7 @@ import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from scipy import linalg
 
-from kfac_engine.backend.cuda import solvers
+from kfac_engine.backend.cuda import device
 from tests.backend import standin_nccl, standin_solvers, standin_streams
 from tests.cuda_on_cpu.module import Module
 
@@ -315,7 +315,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     }
     standin_solvers.CALLS.clear()
     memory.limit, memory.refused = None, 0
-    patch.setattr(solvers, "loaded_library", standin_solvers.Library)
+    patch.setattr(device, "loaded_library", standin_solvers.Library)
     for name, module in modules.items():
         patch.setitem(sys.modules, name, module)
 

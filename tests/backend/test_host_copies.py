@@ -16,7 +16,7 @@ SOURCES = sorted(
 COPIES = {
     "asnumpy": (
         "kfac_engine/backend/cuda/device.py",
-        "kfac_engine/backend/cuda/solvers.py",
+        "kfac_engine/backend/cuda/device.py",
         "kfac_engine/distributed/mpi.py",  # messages of an MPI that reads host memory only
     ),
     "get()": (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend import newton
+from kfac_engine.backend.cuda import inverse_roots
 
 
 def with_condition(decades: float, side: int = 40, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -28,13 +28,13 @@ def rounding(side: int, decades: float) -> float:
 def test_newton_roots_equal_eigenvalue_roots(decades: float, degree: int, seed: int) -> None:
     A, Q = with_condition(decades, seed=seed)
     wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
-    steps = newton.steps_for(float(bound(A)[0]) * 10**decades, degree)
-    (found,) = newton.inverse_roots(A[None], degree, bound(A), int(steps), np)
+    steps = inverse_roots.steps_for(float(bound(A)[0]) * 10**decades, degree)
+    (found,) = inverse_roots.newton_roots(A[None], degree, bound(A), int(steps), np)
     np.testing.assert_array_equal(found, found.T)
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     assert error < rounding(len(A), decades)
     # A residual takes as many products as the root has degrees, and sums side² entries of them.
-    (residual,) = newton.residuals(found[None], A[None], degree, np)
+    (residual,) = inverse_roots.residuals(found[None], A[None], degree, np)
     assert residual < degree * len(A) * rounding(len(A), decades)
 
 
@@ -44,29 +44,29 @@ def test_residual_bounds_error_for_any_number_of_steps(decades: float, degree: i
     for seed in range(8):
         A, Q = with_condition(decades, seed=seed)
         wanted = (Q * np.geomspace(1, 10.0**-decades, len(A)) ** (-1 / degree)) @ Q.T
-        for steps in range(0, int(newton.steps_for(40 * 10**decades, degree)), 3):
-            (found,) = newton.inverse_roots(A[None], degree, bound(A), steps, np)
-            (residual,) = newton.residuals(found[None], A[None], degree, np)
+        for steps in range(0, int(inverse_roots.steps_for(40 * 10**decades, degree)), 3):
+            (found,) = inverse_roots.newton_roots(A[None], degree, bound(A), steps, np)
+            (residual,) = inverse_roots.residuals(found[None], A[None], degree, np)
             error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
             assert error < residual + rounding(len(A), decades)
 
 
 def test_additional_newton_steps_do_not_change_root() -> None:
     A, _ = with_condition(4)
-    few, many = (newton.inverse_roots(A[None], 2, bound(A), n, np) for n in (25, 40))
+    few, many = (inverse_roots.newton_roots(A[None], 2, bound(A), n, np) for n in (25, 40))
     np.testing.assert_allclose(few, many, rtol=0, atol=1e-9 * abs(few).max())
 
 
 def test_residual_is_large_for_few_steps_and_indefinite_matrices() -> None:
     A, Q = with_condition(6)
-    few = newton.inverse_roots(A[None], 2, bound(A), 12, np)
-    assert newton.residuals(few, A[None], 2, np)[0] > 0.1
+    few = inverse_roots.newton_roots(A[None], 2, bound(A), 12, np)
+    assert inverse_roots.residuals(few, A[None], 2, np)[0] > 0.1
     indefinite = A - 2e-3 * np.outer(Q[:, -1], Q[:, -1])
     with np.errstate(over="ignore", invalid="ignore"):
-        lost = newton.inverse_roots(indefinite[None], 2, bound(indefinite), 30, np)
-        assert not newton.residuals(lost, indefinite[None], 2, np)[0] < 0.1
+        lost = inverse_roots.newton_roots(indefinite[None], 2, bound(indefinite), 30, np)
+        assert not inverse_roots.residuals(lost, indefinite[None], 2, np)[0] < 0.1
 
 
 def test_steps_for_singular_matrix_is_infinite() -> None:
-    assert newton.steps_for(np.inf, 2) == newton.steps_for(np.nan, 2) == np.inf
-    assert newton.steps_for(1e3, 2) < newton.steps_for(1e6, 2) < 30
+    assert inverse_roots.steps_for(np.inf, 2) == inverse_roots.steps_for(np.nan, 2) == np.inf
+    assert inverse_roots.steps_for(1e3, 2) < inverse_roots.steps_for(1e6, 2) < 30

@@ -60,7 +60,7 @@ def endless(*, once: bool) -> None:
     """A loop without an end, which runs inside ONNX Runtime."""
     import onnxruntime as ort
 
-    from kfac_engine.graph.compact import CompactModel
+    from kfac_engine.graph.write import CompactModel
     from kfac_engine.sessions.session import Session
 
     model = onnx.parser.parse_model(
@@ -81,7 +81,7 @@ def endless(*, once: bool) -> None:
 
 def folded() -> None:
     """Products of constants, which ONNX Runtime computes when it creates a session."""
-    from kfac_engine.graph.compact import CompactModel
+    from kfac_engine.graph.write import CompactModel
     from kfac_engine.sessions.session import Session
 
     net = models.Net()

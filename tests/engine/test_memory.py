@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.graph import compact
+from kfac_engine.graph import write
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.session import Session
 from tests import models
@@ -265,11 +265,11 @@ def test_announced_sessions_contain_copies_of_frozen_weights():
 
 @pytest.mark.parametrize("most", [0, 1 << 20])
 def test_many_bytes_of_frozen_weights_are_read_in_place(most, monkeypatch):
-    monkeypatch.setattr(compact, "MOST_COPIED_BYTES", most)
+    monkeypatch.setattr(write, "MOST_COPIED_BYTES", most)
     weights = {"w": np.ones((64, 64), np.float32)}
     nodes = [Node("MatMul", ("x", "w"), ("y",), {}, "product")]
     inputs = [Input("x", np.dtype(np.float32), (None, 64))]
-    model = compact.compact_model(nodes, inputs, ("y",), weights, 18)
+    model = write.compact_model(nodes, inputs, ("y",), weights, 18)
     assert (list(model.fed), list(model.copied)) == (([], ["w"]) if most else (["w"], []))
     session = Session(model, threads=1, what="a product")
     x = np.eye(64, dtype=np.float32)

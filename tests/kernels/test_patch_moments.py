@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cuda.gram import PatchMoments
-from kfac_engine.backend.cuda.patch_gram_plan import plan
+from kfac_engine.backend.cuda.gram import PatchMoments, plan
 from kfac_engine.backend.window import Window
 from kfac_engine.errors import ShapeError
 from kfac_engine.kernels.moments import TILE

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.graph.structure import Input
-from kfac_engine.runtime.declared_axes import first_examples
+from kfac_engine.runtime.example_axis import first_examples
 from tests import models
 
 F32 = np.dtype(np.float32)

@@ -7,10 +7,10 @@ import pytest
 from onnx import parser
 
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.compact import CompactModel
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.structure import Graph
-from kfac_engine.runtime import session_chain
+from kfac_engine.graph.write import CompactModel
+from kfac_engine.runtime import sample_run
 from kfac_engine.runtime.sample_run import SampleRun, measured_facts
 
 # `x` and `total`, a scalar, are read again at the end; `list` is no array; `t` is a captured value.
@@ -53,7 +53,7 @@ EXPECTED = {
 
 @pytest.fixture(params=[1, 2, 3, 5, 100])
 def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(session_chain, "_MOST_NODES", request.param)
+    monkeypatch.setattr(sample_run, "_MOST_NODES", request.param)
     return int(request.param)
 
 
@@ -92,13 +92,13 @@ def test_sessions_are_extended_for_sequences(
     most: int, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
-    make = session_chain.Session
+    make = sample_run.Session
 
-    def counted(model: CompactModel, **options: Any) -> session_chain.Session:
+    def counted(model: CompactModel, **options: Any) -> sample_run.Session:
         opened.append(model.nodes)
         return make(model, **options)
 
-    monkeypatch.setattr(session_chain, "Session", counted)
+    monkeypatch.setattr(sample_run, "Session", counted)
     SampleRun(graph).values(FEEDS, ["square"])
     assert opened == {1: [1, 1, 1], 2: [2, 1]}.get(most, [3])
     opened.clear()

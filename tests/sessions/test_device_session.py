@@ -18,8 +18,8 @@ from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST, HostMemory, stays_on_host
 from kfac_engine.errors import BackendError, MemoryLimitError
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions import device_session, placement
 from kfac_engine.sessions.device_session import DeviceSession, has_provider
 from kfac_engine.sessions.placement import available_memory_space
@@ -153,7 +153,7 @@ RELEASED_EARLY = """
 import numpy as np
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
-from kfac_engine.graph.compact import compact_model
+from kfac_engine.graph.write import compact_model
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.device_session import DeviceSession
 

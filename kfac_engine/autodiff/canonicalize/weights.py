@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import needed
-from kfac_engine.autodiff.random_ops import draws
-from kfac_engine.graph.analysis.rearrangements import MOVES
+from kfac_engine.autodiff.training_form import draws
 from kfac_engine.graph.analysis.subgraph import of_data
-from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.graph.structure import MOVES, Fact, Graph, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions.session import Session
 
 # Operators that are linear in two operands: for the index of each, the index of the other.

@@ -35,10 +35,7 @@ from kfac_engine.graph.functions import definition, has_definition
 from kfac_engine.graph.structure import Graph, Node
 from kfac_engine.registry import Registry
 
-_FAMILIES = (
-    "dropout", "loops", "microsoft", "microsoft_attention", "recurrent", "regions", "sampling",
-    "sequences", "signal",
-)  # fmt: skip
+_FAMILIES = ("dropout", "loops", "microsoft", "recurrent", "sampling", "sequences", "signal")
 
 Lowering: TypeAlias = Callable[[LoweringBuilder, Node], None]
 LOWERINGS: Registry[Lowering] = Registry("lowering")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.random_ops import drops
+from kfac_engine.autodiff.training_form import drops
 from kfac_engine.graph.structure import Node
 
 

@@ -11,11 +11,10 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder, label_last
-from kfac_engine.autodiff.random_ops import draws
 from kfac_engine.autodiff.rules.attributes import integer
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES
-from kfac_engine.graph.compact import compact_model
-from kfac_engine.graph.structure import Fact, Graph, Node
+from kfac_engine.autodiff.training_form import draws
+from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions.session import Session
 
 

@@ -15,9 +15,9 @@ from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import MOST_STEPS, LoweringBuilder, split_steps, stacked
 from kfac_engine.autodiff.lowering.known import KnownValues, Origin, gated, gated_reads
 from kfac_engine.autodiff.rules.attributes import integer, integers
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.passes.bodies import Body, body_of, renamed
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.sessions.session import Session
 
 

@@ -1,15 +1,16 @@
 """Writes fused operators of the domain ``com.microsoft`` as standard operators.
 
-Attention is in ``microsoft_attention``.
+Heads of attention have the layout ``(n, heads, length, size)``.
 """
 
+from dataclasses import dataclass
 from math import pi, sqrt
 
 import numpy as np
 
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.rules.attributes import integer, number, numbers, text
+from kfac_engine.autodiff.rules.attributes import integer, integers, number, numbers, text
 from kfac_engine.graph.structure import AttributeValue, Node
 
 # -- activations -----------------------------------------------------------------------------------
@@ -308,3 +309,335 @@ def _unpacked(b: LoweringBuilder, packed: str, bits: int, shape: str) -> str:
 
 def _floats(b: LoweringBuilder, whole: str, like: str) -> str:
     return b.cast(whole, b.facts[like].dtype.name)
+
+
+_TO_HEADS = (0, 2, 1, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The options that all attention operators have.
+
+    Attributes:
+        scale: Factor of the scores; zero for 1 / √size.
+        masked: Number that is added to the score of a padding key.
+        causal: Whether a query cannot see later keys.
+        window: Number of visible keys before the position of the query; negative for all.
+        softcap: Soft upper limit of the scores; zero for no limit.
+    """
+
+    scale: float
+    masked: float = 0.0
+    causal: bool = False
+    window: int = -1
+    softcap: float = 0.0
+
+
+# Operands in the order of the schemas. A minus marks those that are refused.
+_OPERANDS = {
+    "Attention": "input weights bias mask_index -past attention_bias -past_sequence_length",
+    "MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key "
+    "past_value -past_sequence_length -cache_indirection",
+    # Without a past state, ONNX Runtime requires that total_sequence_length is the number of keys.
+    "GroupQueryAttention": "query key value -past_key -past_value seqlens_k total_sequence_length "
+    "cos_cache sin_cache position_ids attention_bias -head_sink -k_scale -v_scale -q_norm_weight "
+    "-k_norm_weight -query_seqlens",
+}
+
+
+@lowering("com.microsoft::Attention")
+def attention(b: LoweringBuilder, node: Node) -> None:
+    """Write attention, after projections to queries, keys and values by one matrix."""
+    x, weights, bias, mask, added = _operands(b, node)
+    y, present = (*node.outputs, "")[:2]
+    if integer(node, "do_rotary", 0):
+        raise b.refuse(node, "rotary embedding is not supported")
+    heads = integer(node, "num_heads", 1)
+    whole = b.facts[weights].shape[1]
+    sizes = integers(node, "qkv_hidden_sizes", (whole // 3,) * 3)
+    projected = b.op("MatMul", x, weights)
+    projected = b.op("Add", projected, bias) if bias else projected
+    parts = b.multi("Split", [projected, b.constant(sizes)], ("", "", ""), axis=-1)
+    q, k, v = (_heads(b, part, heads) for part in parts)
+    form = _padded_form(node)
+    _attend(b, node, (q, k, v), form, [_padding(b, node, mask, k, form), added], y)
+    if present:
+        front = b.constant([0])
+        pair = [b.op("Unsqueeze", part, front) for part in (k, v)]
+        b.op("Concat", *pair, result=present, axis=0)
+
+
+@lowering("com.microsoft::MultiHeadAttention")
+def multi_head_attention(b: LoweringBuilder, node: Node) -> None:
+    """Write attention of projected queries, keys and values."""
+    query, key, value, bias, mask, added, past_k, past_v = _operands(b, node)
+    y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
+    if scores:
+        raise b.refuse(node, "scores as a result are not supported")
+    heads = integer(node, "num_heads", 1)
+    q, k, v = _projected(b, node, (query, key, value), bias, heads)
+    if past_k:
+        k, v = (b.op("Concat", past, new, axis=2) for past, new in ((past_k, k), (past_v, v)))
+    _present(b, (k, present_k), (v, present_v))
+    form = _padded_form(node)
+    _attend(b, node, (q, k, v), form, [_padding(b, node, mask, k, form), added], y)
+
+
+@lowering("com.microsoft::GroupQueryAttention")
+def group_query_attention(b: LoweringBuilder, node: Node) -> None:
+    """Write causal attention in which groups of heads share keys and values.
+
+    No query sees the keys after the end of a sequence.
+    """
+    query, key, value, lengths, _, cos, sin, ids, added = _operands(b, node)
+    y, present_k, present_v, scores = (*node.outputs, "", "", "")[:4]
+    if scores or integer(node, "smooth_softmax", 0):
+        raise b.refuse(node, "scores as a result, or the option smooth_softmax, are not supported")
+    heads, shared = integer(node, "num_heads", 1), integer(node, "kv_num_heads", 1)
+    q, k, v = _grouped(b, (query, key, value), heads, shared)
+    if integer(node, "do_rotary", 0):
+        # Without a past state, the kernel reads the first position id alone.
+        first = b.op("Reshape", ids, b.constant([-1])) if ids else ""
+        first = b.op("Gather", first, b.constant([0])) if ids else ""
+        waves = angles(b, cos, sin, consecutive(b, first, q))
+        width = 2 * b.facts[cos].shape[-1]
+        interleaved = bool(integer(node, "rotary_interleaved", 0))
+        q, k = (rotated(b, part, waves, width, interleaved) for part in (q, k))
+    _present(b, (k, present_k), (v, present_v))
+    form = _Form(
+        scale=number(node, "scale", 0.0),
+        causal=bool(integer(node, "causal", 1)),
+        window=integer(node, "local_window_size", -1),
+        softcap=number(node, "softcap", 0.0),
+    )
+    k, v = (_repeated(b, part, heads // shared) for part in (k, v))
+    ends = b.op("Add", b.cast(lengths, "int64"), b.constant(1))
+    _attend(b, node, (q, k, v), form, [added], y, ends)
+
+
+def _operands(b: LoweringBuilder, node: Node) -> list[str]:
+    """Return the names of all operands that are not refused; ``""`` where one is omitted."""
+    names = _OPERANDS[node.op].split()
+    values = (*node.inputs, *[""] * len(names))[: len(names)]
+    for name, value in zip(names, values, strict=True):
+        if name.startswith("-") and value:
+            raise b.refuse(node, f"its operand '{name[1:]}' is not supported")
+    return [value for name, value in zip(names, values, strict=True) if name[0] != "-"]
+
+
+def _padded_form(node: Node) -> _Form:
+    return _Form(
+        scale=number(node, "scale", 0.0),
+        masked=number(node, "mask_filter_value", -10000.0),
+        causal=bool(integer(node, "unidirectional", 0)),
+    )
+
+
+def _present(b: LoweringBuilder, *pairs: tuple[str, str]) -> None:
+    """Write keys and values as results, where the node has them."""
+    for part, result in pairs:
+        if result:
+            b.op("Identity", part, result=result)
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+def _projected(
+    b: LoweringBuilder, node: Node, operands: tuple[str, ...], bias: str, heads: int
+) -> tuple[str, str, str]:
+    """Write the heads of queries, keys and values; keys and values may already be heads."""
+    ranks = [len(b.facts[name].shape) if name else 0 for name in operands]
+    if ranks not in ([3, 3, 3], [3, 4, 4]) or (bias and ranks[1] == 4):
+        raise b.refuse(node, "packed operands are not supported")
+    parts = list(operands)
+    if bias:
+        sizes = b.constant([b.facts[name].shape[-1] for name in operands])
+        shifts = b.multi("Split", [bias, sizes], ("", "", ""), axis=0)
+        parts = [b.op("Add", x, shift) for x, shift in zip(operands, shifts, strict=True)]
+    q, k, v = (
+        _heads(b, part, heads) if rank == 3 else part
+        for part, rank in zip(parts, ranks, strict=True)
+    )
+    return q, k, v
+
+
+def _grouped(
+    b: LoweringBuilder, operands: tuple[str, str, str], heads: int, shared: int
+) -> tuple[str, str, str]:
+    """Write the heads of queries, keys and values, which one operand may contain together."""
+    query, key, value = operands
+    if not key:
+        size = b.facts[query].shape[-1] // (heads + 2 * shared)
+        sizes = b.constant([heads * size, shared * size, shared * size])
+        query, key, value = b.multi("Split", [query, sizes], ("", "", ""), axis=-1)
+    return _heads(b, query, heads), _heads(b, key, shared), _heads(b, value, shared)
+
+
+def _heads(b: LoweringBuilder, x: str, heads: int) -> str:
+    """Write ``(n, length, heads · size)`` as heads."""
+    split = b.op("Reshape", x, b.constant([0, 0, heads, -1]))
+    return b.op("Transpose", split, perm=_TO_HEADS)
+
+
+def _merged(b: LoweringBuilder, x: str, result: str) -> None:
+    """Write heads as ``(n, length, heads · size)``."""
+    transposed = b.op("Transpose", x, perm=_TO_HEADS)
+    b.op("Reshape", transposed, b.constant([0, 0, -1]), result=result)
+
+
+def _repeated(b: LoweringBuilder, x: str, times: int) -> str:
+    """Write each head ``times`` times."""
+    if times == 1:
+        return x
+    apart = b.op("Unsqueeze", x, b.constant([2]))
+    wide = b.op("Concat", *[apart] * times, axis=2)
+    shape = b.op("Shape", x, start=2)
+    return b.op("Reshape", wide, b.op("Concat", b.constant([0, -1]), shape, axis=0))
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+def _attend(
+    b: LoweringBuilder,
+    node: Node,
+    heads: tuple[str, str, str],
+    form: _Form,
+    added: list[str],
+    result: str,
+    ends: str = "",
+) -> None:
+    """Write ``softmax(scale · q kᵀ + added) v`` with merged heads.
+
+    ``ends`` has the number of visible keys of each example; ``""`` for all.
+    """
+    q, k, v = heads
+    like = node.inputs[0]
+    scores = b.op("MatMul", q, b.op("Transpose", k, perm=(0, 1, 3, 2)))
+    if form.scale:
+        scores = b.op("Mul", scores, b.scalar(form.scale, like))
+    else:
+        size = b.op("CastLike", b.op("Shape", k, start=3, end=4), like)
+        scores = b.op("Div", scores, b.op("Sqrt", size))
+    if form.softcap:
+        cap = b.scalar(form.softcap, like)
+        scores = b.op("Mul", b.op("Tanh", b.op("Div", scores, cap)), cap)
+    for part in added:
+        scores = b.op("Add", scores, part) if part else scores
+    visible = _visible(b, q, k, form.window) if form.causal else ""
+    if ends:
+        valid = _before(b, k, ends)
+        visible = b.op("And", visible, valid) if visible else valid
+    if visible:
+        lowest = b.scalar(float(np.finfo(b.facts[like].dtype).min), like)
+        scores = b.op("Where", visible, scores, lowest)
+    weights = b.op("Softmax", scores, axis=-1)
+    if ends and form.window >= 0:  # a query after the end of its sequence may see no key
+        weights = b.op("Where", visible, weights, b.scalar(0.0, like))
+    _merged(b, b.op("MatMul", weights, v), result)
+
+
+def _before(b: LoweringBuilder, k: str, ends: str) -> str:
+    """Write a mask ``(n, 1, 1, keys)`` of the keys before the end of each example."""
+    length = b.op("Squeeze", b.op("Shape", k, start=2, end=3))
+    every = b.op("Range", b.constant(0), length, b.constant(1))
+    return b.op("Less", every, b.op("Reshape", ends, b.constant([-1, 1, 1, 1])))
+
+
+def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
+    """Write a mask of visible keys (last axis), without later keys and keys before the window."""
+    queries, keys = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (q, k))
+    zero, one = b.constant(0), b.constant(1)
+    last = b.op("Range", b.op("Sub", keys, queries), keys, one)
+    last = b.op("Unsqueeze", last, b.constant([1]))
+    every = b.op("Range", zero, keys, one)
+    visible = b.op("LessOrEqual", every, last)
+    if window < 0:
+        return visible
+    recent = b.op("Greater", every, b.op("Sub", last, b.constant(window)))
+    return b.op("And", visible, recent)
+
+
+def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> str:
+    """Write the summand of the scores for padding keys; return ``""`` without a mask."""
+    # A mask contains lengths (n), or zeros for padding in (n, keys) or (n, queries, keys).
+    if not mask:
+        return ""
+    shape, like = b.facts[mask].shape, node.inputs[0]
+    if len(shape) == 1:
+        if shape != b.facts[like].shape[:1]:
+            raise b.refuse(node, f"a mask of shape {shape} is not supported")
+        valid = _before(b, k, b.cast(mask, "int64"))
+    elif len(shape) in {2, 3}:
+        apart = b.constant([1, 2] if len(shape) == 2 else [1])
+        valid = b.op("Greater", b.op("Unsqueeze", mask, apart), b.constant(0, "int32"))
+    else:
+        raise b.refuse(node, f"a mask of shape {shape} is not supported")
+    return b.op("Where", valid, b.scalar(0.0, like), b.scalar(form.masked, like))
+
+
+@lowering("com.microsoft::RotaryEmbedding")
+def rotary_embedding(b: LoweringBuilder, node: Node) -> None:
+    """Write a rotation of pairs of features by an angle proportional to the position."""
+    x, ids, cos, sin = node.inputs
+    if integer(node, "is_packed_batching", 0):
+        raise b.refuse(node, "packed batches are not supported")
+    shape, size = b.facts[x].shape, 2 * b.facts[cos].shape[-1]
+    heads, flat = integer(node, "num_heads", 0) or shape[-1] // size, len(shape) == 3
+    split = _heads(b, x, heads) if flat else x
+    places = ids if len(b.facts[ids].shape) == 2 else consecutive(b, ids, split)
+    waves = angles(b, cos, sin, places)
+    interleaved = bool(integer(node, "interleaved", 0))
+    whole = shape[-1] // heads if flat else shape[-1]
+    result = rotated(b, split, waves, min(size, whole), interleaved)
+    if flat:
+        result = b.op("Transpose", result, perm=_TO_HEADS)
+    flat_shape = b.constant([0, 0, -1] if flat else [0, 0, 0, -1])
+    b.op("Reshape", result, flat_shape, result=node.outputs[0])
+
+
+def consecutive(b: LoweringBuilder, first: str, x: str) -> str:
+    """Write consecutive positions ``(1, length)`` of heads ``(n, heads, length, size)``.
+
+    ``first`` is a value with one element, or ``""`` for zero.
+    """
+    length = b.op("Squeeze", b.op("Shape", x, start=2, end=3))
+    every = b.op("Range", b.constant(0), length, b.constant(1))
+    return b.op("Unsqueeze", b.op("Add", every, first) if first else every, b.constant([0]))
+
+
+def angles(b: LoweringBuilder, cos: str, sin: str, places: str) -> tuple[str, str]:
+    """Write cosine and sine at each position, ``(n or 1, 1, length, size / 2)``."""
+    heads = b.constant([1])
+    one, other = (b.op("Unsqueeze", b.op("Gather", t, places), heads) for t in (cos, sin))
+    return one, other
+
+
+def rotated(
+    b: LoweringBuilder, x: str, waves: tuple[str, str], width: int, interleaved: bool
+) -> str:
+    """Write heads ``(n, heads, length, size)`` with their first ``width`` features rotated.
+
+    ``waves`` are the names of cosine and sine. If ``interleaved``, a pair is two adjacent features,
+    otherwise one feature from each half.
+    """
+    last, zero, end = b.constant([-1]), b.constant([0]), b.constant([width])
+    turning = b.op("Slice", x, zero, end, last)
+    rest = b.op("Slice", x, end, b.constant([2**31 - 1]), last)
+    cos, sin = waves
+    if interleaved:
+        two = b.constant([2])
+        firsts = b.op("Slice", turning, zero, end, last, two)
+        seconds = b.op("Slice", turning, b.constant([1]), end, last, two)
+    else:
+        firsts, seconds = b.multi("Split", [turning], ("", ""), axis=-1, num_outputs=2)
+    real = b.op("Sub", b.op("Mul", firsts, cos), b.op("Mul", seconds, sin))
+    imaginary = b.op("Add", b.op("Mul", firsts, sin), b.op("Mul", seconds, cos))
+    if interleaved:
+        pair = [b.op("Unsqueeze", part, last) for part in (real, imaginary)]
+        shape = b.op("Shape", turning)
+        together = b.op("Reshape", b.op("Concat", *pair, axis=-1), shape)
+    else:
+        together = b.op("Concat", real, imaginary, axis=-1)
+    return b.op("Concat", together, rest, axis=-1)

@@ -2,26 +2,196 @@
 
 Positions may depend on parameters. Only the weights of the sum have a derivative with respect to
 them.
+
+Along each axis, a position has a few taps. The weight of a tap is a polynomial of the distance from
+the position to the pixel below it. For several axes, the weights are multiplied.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from kfac_engine._types import Array
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
-from kfac_engine.autodiff.lowering.interpolation import (
-    KERNELS,
-    Axis,
-    Taps,
-    first_rows,
-    pixel_rows,
-    weighted_taps,
-)
-from kfac_engine.autodiff.rules.attributes import integer, integers, text
+from kfac_engine.autodiff.rules.attributes import integer, integers, number, text
 from kfac_engine.graph.structure import Node
 
 # -- GridSample ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An interpolation kernel along one axis.
+
+    Attributes:
+        offsets: Offsets of the taps from the pixel below the position.
+        powers: Coefficients of the weight of each tap, by ascending powers of the distance.
+    """
+
+    offsets: tuple[int, ...]
+    powers: tuple[tuple[float, ...], ...]
+
+
+def _cubic(a: float) -> Kernel:
+    """Return the kernel of cubic convolution (Keys 1981, equation 4, for any a)."""
+    return Kernel(
+        (-1, 0, 1, 2),
+        (
+            (0, 1, 0, 0),
+            (a, 0, -a, 0),
+            (-2 * a, -(a + 3), 2 * a + 3, a),
+            (a, a + 2, -(a + 2), -a),
+        ),
+    )
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "nearest": Kernel((0,), ((1,),)),
+    "linear": Kernel((0, 1), ((1, 0), (-1, 1))),
+    "cubic": _cubic(-0.75),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The taps of all positions along one axis, with their weights.
+
+    Attributes:
+        pixels: Indices of existing pixels, int64, ``(*places, taps)``.
+        weights: Weights of the pixels, ``(*places, taps)``.
+        side: Number of pixels, a 0-d int64.
+    """
+
+    pixels: str
+    weights: str
+    side: str
+
+
+class Axis:
+    """An axis of an image.
+
+    Args:
+        b: Writes the nodes.
+        image: A value of the graph.
+        number: Index of the axis.
+
+    Attributes:
+        side: Number of pixels, 0-d int64.
+        length: Number of pixels in the element type of the image.
+    """
+
+    def __init__(self, b: LoweringBuilder, image: str, number: int) -> None:
+        self._builder = b
+        self._dtype = b.facts[image].dtype
+        self.side = b.op("Gather", b.op("Shape", image), b.constant(np.array(number)))
+        self.length = b.cast(self.side, self._dtype.name)
+
+    def number(self, value: float | Sequence[float] | Array) -> str:
+        """Add a constant in the element type of the image; return its name."""
+        return self._builder.constant(np.asarray(value, self._dtype))
+
+    def last(self) -> str:
+        """Write the position of the last pixel."""
+        return self._builder.op("Sub", self.length, self.number(1))
+
+    def clipped(self, places: str) -> str:
+        """Write positions, clipped to the first and last pixel."""
+        return self._builder.op("Clip", places, self.number(0), self.last())
+
+    def reflected(self, places: str, *, corners: bool) -> str:
+        """Write positions, reflected at the centers of the outermost pixels or at their edges."""
+        b = self._builder
+        begin = self.number(0 if corners else -0.5)
+        # An image of one pixel has no extent between centers, so any positive number is correct.
+        span = b.op("Max", self.last(), self.number(1)) if corners else self.length
+        past = b.op("Abs", b.op("Sub", places, begin))
+        turns = b.op("Floor", b.op("Div", past, span))
+        rest = b.op("Sub", past, b.op("Mul", turns, span))
+        half = b.op("Mul", turns, self.number(0.5))
+        even = b.op("Equal", half, b.op("Floor", half))
+        there = b.op("Where", even, rest, b.op("Sub", span, rest))
+        return b.op("Add", there, begin)
+
+    def inside(self, places: str, margin: float) -> str:
+        """Write whether positions are at most ``margin`` outside of the image."""
+        b = self._builder
+        after = b.op("GreaterOrEqual", places, self.number(-margin))
+        limit = b.op("Add", self.last(), self.number(margin))
+        return b.op("And", after, b.op("LessOrEqual", places, limit))
+
+    def taps(self, places: str, kernel: Kernel, *, outside: str, corners: bool = False) -> Taps:
+        """Write the taps around positions of any shape, in the element type of the image.
+
+        Pixels and weights have one more axis, the last. Taps outside the image are "zeros",
+        "border" or "reflection". With ``corners``, reflection is at the centers of the outermost
+        pixels.
+        """
+        b = self._builder
+        below = b.op("Floor", places)
+        last = b.constant([-1])
+        fraction = b.op("Unsqueeze", b.op("Sub", places, below), last)
+        weights = self.number(kernel.powers[-1])
+        for power in reversed(kernel.powers[:-1]):
+            weights = b.op("Add", b.op("Mul", weights, fraction), self.number(power))
+        pixels = b.op("Add", b.op("Unsqueeze", below, last), self.number(kernel.offsets))
+        if outside == "zeros":
+            weights = b.op("Where", self.inside(pixels, 0), weights, self.number(0))
+        if outside == "reflection":
+            pixels = self.reflected(pixels, corners=corners)
+        whole = b.cast(self.clipped(pixels), "int64")
+        return Taps(whole, weights, self.side)
+
+
+def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps]) -> str:
+    """Write the pixel at each tap times the weight of the tap.
+
+    Args:
+        b: Writes the nodes.
+        rows: The pixels of all images, ``(images · pixels, channels)``.
+        first: Row of the first pixel of the image of each position, int64; broadcasts to the
+            positions.
+        axes: Taps along each axis, in the order of the pixels in ``rows``; their positions
+            broadcast.
+
+    Returns:
+        ``(*places, *taps, channels)``, with as many axes of taps as there are ``axes``.
+    """
+    pixels, weights = axes[0].pixels, axes[0].weights
+    inner = b.constant([-1])
+    for known, axis in enumerate(axes[1:], start=1):
+        outer = b.constant(range(-1 - known, -1))
+        before = b.op("Mul", b.op("Unsqueeze", pixels, inner), axis.side)
+        pixels = b.op("Add", before, b.op("Unsqueeze", axis.pixels, outer))
+        wide = b.op("Unsqueeze", weights, inner)
+        weights = b.op("Mul", wide, b.op("Unsqueeze", axis.weights, outer))
+    start = b.op("Unsqueeze", first, b.constant(range(-len(axes), 0)))
+    values = b.op("Gather", rows, b.op("Add", pixels, start), axis=0)
+    return b.op("Mul", values, b.op("Unsqueeze", weights, inner))
+
+
+def pixel_rows(b: LoweringBuilder, image: str) -> str:
+    """Write an image ``(n, channels, *pixels)`` as rows ``(n · pixels, channels)``."""
+    rank = len(b.facts[image].shape)
+    last = b.op("Transpose", image, perm=(0, *range(2, rank), 1))
+    return b.op("Flatten", last, axis=rank - 1)
+
+
+def pixel_count(b: LoweringBuilder, image: str) -> str:
+    """Write the number of pixels of an image, 0-d."""
+    return b.op("ReduceProd", b.op("Shape", image, start=2), keepdims=0)
+
+
+def first_rows(b: LoweringBuilder, image: str, shape: Sequence[int]) -> str:
+    """Write the row at which each image begins, reshaped to ``shape``."""
+    zero, one = b.constant(np.array(0)), b.constant(np.array(1))
+    parts = b.constant(np.array(prod(shape)))
+    count = b.op("Mul", b.op("Gather", b.op("Shape", image), zero), parts)
+    rows = b.op("Mul", b.op("Range", zero, count, one), pixel_count(b, image))
+    return b.op("Reshape", rows, b.constant([-1, *shape]))
+
 
 # Names of modes in operator set 16, mapped to the names in set 20.
 _MODES = {"bilinear": "linear", "bicubic": "cubic"}
@@ -169,3 +339,134 @@ def _deformed(b: LoweringBuilder, node: Node, kernel: list[int]) -> list[Taps]:
         place = b.op("Add", b.op("Gather", moves, b.constant(np.array(axis)), axis=3), still)
         taps.append(line.taps(place, KERNELS["linear"], outside="zeros"))
     return taps
+
+
+# -- RoiAlign --------------------------------------------------------------------------------------
+
+
+@lowering("RoiAlign")
+def roi_align(b: LoweringBuilder, node: Node) -> None:
+    """Write the mean or maximum over sampled positions, for each bin of each region."""
+    image, _, batch = node.inputs
+    high, wide = _RoiAxis(b, node, 0), _RoiAxis(b, node, 1)
+    first = b.op("Mul", b.cast(batch, "int64"), pixel_count(b, image))
+    first = b.op("Unsqueeze", first, b.constant([1, 2, 3, 4]))
+    # (regions, bins, places, bins, places, taps, taps, channels)
+    values = weighted_taps(b, pixel_rows(b, image), first, [high.taps, wide.taps])
+    among = b.constant([2, 4, 5, 6])
+    count = b.op("Mul", high.count, wide.count)
+    if text(node, "mode", "avg") == "avg":
+        sums = b.op("ReduceSum", values, among, keepdims=0)
+        bins = b.op("Div", sums, b.op("Max", count, b.scalar(1, image)))
+    else:
+        # ONNX defines the result as the maximum of the weighted pixels, not of interpolated values.
+        least = b.constant(np.finfo(b.facts[image].dtype).min)
+        counted = b.op("And", high.counted, wide.counted)
+        known = b.op("Unsqueeze", counted, b.constant([5, 6, 7]))
+        bins = b.op("ReduceMax", b.op("Where", known, values, least), among, keepdims=0)
+        nonempty = b.op("Greater", count, b.scalar(0, image))
+        bins = b.op("Where", nonempty, bins, b.scalar(0, image))
+    b.op("Transpose", bins, perm=(0, 3, 1, 2), result=node.outputs[0])
+
+
+class _RoiAxis:
+    """The sampling positions of all regions along one axis.
+
+    Attributes:
+        taps: Taps of all positions, ``(regions, bins, places, 1, 1)`` for the height and
+            ``(regions, 1, 1, bins, places)`` for the width.
+        count: Number of positions in a bin of each region, ``(regions, 1, 1, 1)``, in the type of
+            the image.
+        counted: Mask of the positions of each region.
+    """
+
+    def __init__(self, b: LoweringBuilder, node: Node, axis: int) -> None:
+        image, regions, _ = node.inputs
+        half_pixel = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+        bins = integer(node, ("output_height", "output_width")[axis], 1)
+        line = Axis(b, image, 2 + axis)
+        scale, shift = number(node, "spatial_scale", 1.0), 0.5 if half_pixel else 0.0
+        ends = []
+        for column in (1 - axis, 3 - axis):
+            end = b.op("Gather", regions, b.constant(np.array(column)), axis=1)
+            end = b.op("Sub", b.op("Mul", end, line.number(scale)), line.number(shift))
+            ends += [b.op("Unsqueeze", end, b.constant([1, 2]))]
+        length = b.op("Sub", ends[1], ends[0])
+        if not half_pixel:
+            length = b.op("Max", length, line.number(1))
+        step = b.op("Div", length, line.number(bins))
+        count, numbers = _places_in_bins(b, line, step, integer(node, "sampling_ratio", 0))
+        divisor = b.op("Max", count, line.number(1))
+        within = b.op("Div", b.op("Add", numbers, line.number(0.5)), divisor)
+        which = line.number(np.arange(bins).reshape(-1, 1))
+        place = b.op("Add", ends[0], b.op("Mul", b.op("Add", which, within), step))
+        spread = b.constant([3, 4] if axis == 0 else [1, 2])
+        place = b.op("Unsqueeze", place, spread)
+        self.count = b.op("Unsqueeze", count, b.constant([3]))
+        self.counted = b.op("Unsqueeze", b.op("Less", numbers, count), spread)
+        seen = b.op("And", line.inside(place, 1), self.counted)
+        seen = b.op("Unsqueeze", seen, b.constant([-1]))
+        taps = line.taps(line.clipped(place), KERNELS["linear"], outside="border")
+        weights = b.op("Where", seen, taps.weights, line.number(0))
+        self.taps = Taps(taps.pixels, weights, taps.side)
+
+
+def _places_in_bins(b: LoweringBuilder, line: Axis, step: str, ratio: int) -> tuple[str, str]:
+    """Write the number of positions in a bin, ``(regions or 1, 1, 1)``, and their indices."""
+    if ratio > 0:
+        return line.number(np.full((1, 1, 1), ratio)), line.number(np.arange(ratio))
+    count = b.op("Ceil", step)
+    # A one is added, because the maximum of no regions is undefined.
+    counts = b.op("Concat", b.op("Reshape", count, b.constant([-1])), line.number([1]), axis=0)
+    most = b.op("ReduceMax", counts, keepdims=0)
+    return count, b.op("Range", line.number(0), most, line.number(1))
+
+
+# -- MaxRoiPool ------------------------------------------------------------------------------------
+
+
+@lowering("MaxRoiPool")
+def max_roi_pool(b: LoweringBuilder, node: Node) -> None:
+    """Write the maximum of all pixels of each bin, along rows and then along columns.
+
+    Corners are rounded to pixels and have no derivative.
+
+    Source: Girshick 2015, arXiv:1504.08083, section 2.1.
+    """
+    image, regions = node.inputs
+    batch = b.op("Gather", regions, b.constant(np.array(0)), axis=1)
+    pixels = b.op("Gather", image, b.cast(batch, "int64"), axis=0)
+    least = b.constant(np.finfo(b.facts[image].dtype).min)
+    # (regions, channels, y, bins, x), then (regions, channels, bins, y, bins)
+    wide = b.op("Unsqueeze", _pixels_of_bins(b, node, 1), b.constant([1, 2]))
+    lines = b.op("Where", wide, b.op("Unsqueeze", pixels, b.constant([3])), least)
+    lines = b.op("ReduceMax", lines, b.constant([4]), keepdims=0)
+    high = b.op("Unsqueeze", _pixels_of_bins(b, node, 0), b.constant([1, 4]))
+    columns = b.op("Where", high, b.op("Unsqueeze", lines, b.constant([2])), least)
+    bins = b.op("ReduceMax", columns, b.constant([3]), keepdims=0)
+    nonempty = b.op("Greater", bins, least)
+    b.op("Where", nonempty, bins, b.scalar(0, image), result=node.outputs[0])
+
+
+def _pixels_of_bins(b: LoweringBuilder, node: Node, axis: int) -> str:
+    """Write whether a bin contains each pixel of an axis, Booleans ``(regions, bins, pixels)``."""
+    image, regions = node.inputs
+    bins = integers(node, "pooled_shape", ())[axis]
+    line = Axis(b, image, 2 + axis)
+    scale = line.number(number(node, "spatial_scale", 1.0))
+    ends = []
+    for column in (2 - axis, 4 - axis):
+        end = b.op("Gather", regions, b.constant([column]), axis=1)
+        end = b.op("Mul", end, scale)
+        # Halves are rounded away from zero, and Round would round them to even.
+        whole = b.op("Floor", b.op("Add", b.op("Abs", end), line.number(0.5)))
+        whole = b.op("Mul", b.op("Sign", end), whole)
+        ends += [b.op("Unsqueeze", whole, b.constant([2]))]
+    extent = b.op("Add", b.op("Sub", ends[1], ends[0]), line.number(1))
+    step = b.op("Div", b.op("Max", extent, line.number(1)), line.number(bins))
+    numbers = np.arange(bins).reshape(-1, 1)
+    first = b.op("Floor", b.op("Mul", line.number(numbers), step))
+    behind = b.op("Ceil", b.op("Mul", line.number(numbers + 1), step))
+    pixels = b.op("Range", line.number(0), line.length, line.number(1))
+    begun = b.op("GreaterOrEqual", pixels, b.op("Add", first, ends[0]))
+    return b.op("And", begun, b.op("Less", pixels, b.op("Add", behind, ends[0])))

@@ -13,8 +13,7 @@ import numpy as np
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, integers, text
 from kfac_engine.autodiff.rules.geometry import same_padding, sliding, spread
-from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.autodiff.vjp_builder import KernelGradient, VjpBuilder
 from kfac_engine.backend.window import SlidingWindow
 from kfac_engine.graph.structure import Node
 

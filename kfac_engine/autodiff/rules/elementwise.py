@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, add_slopes, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.graph.analysis.rearrangements import RELAYS
-from kfac_engine.graph.structure import Node
+from kfac_engine.graph.structure import RELAYS, Node
 
 _TWO_OVER_ROOT_PI = 1.1283791670955126
 

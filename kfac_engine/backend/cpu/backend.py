@@ -11,13 +11,7 @@ import numpy.typing as npt
 from kfac_engine._types import Array
 from kfac_engine.backend import channel_groups, patch_sums
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cpu import (
-    gram,
-    grouped_gram,
-    patch_gram,
-    reductions,
-    threaded_matmul,
-)
+from kfac_engine.backend.cpu import blas, gram, grouped_gram, patch_gram, reductions
 from kfac_engine.backend.cpu.linear_algebra import NumpyLinearAlgebra
 from kfac_engine.backend.cpu.syrk import threads_for
 from kfac_engine.backend.namespace import as_array
@@ -86,10 +80,10 @@ class NumpyBackend:
         return self.workers.row_blocks(length) if work >= WORTH_WAKING else [slice(0, length)]
 
     def matmul(self, x: Array, y: Array, out: Array | None = None) -> Array:
-        return threaded_matmul.matmul(x, y, out, self.workers)
+        return blas.matmul(x, y, out, self.workers)
 
     def add_outer(self, out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
-        threaded_matmul.add_outer(out, x, y, alpha, beta)
+        blas.add_outer(out, x, y, alpha, beta)
 
     def second_moment(
         self,

@@ -1,8 +1,9 @@
-"""BLAS products of SciPy on views with any leading dimension, in place and without copies.
+"""BLAS and LAPACK of SciPy on views with any leading dimension, in place and without copies.
 
 SciPy's public wrappers copy operands that are not contiguous and cannot write to part of a matrix.
 Its Cython interface exports the routines. ``ctypes`` calls them with pointers and strides, and
 releases the interpreter lock. Pointers have no shapes and types, so this module asserts them.
+Large products are divided among threads.
 """
 
 import ctypes
@@ -12,9 +13,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.linalg import cython_blas
+from scipy.linalg import cython_blas, cython_lapack
 
 from kfac_engine._types import Array
+from kfac_engine.backend.threads import WORTH_WAKING, Workers, single_threaded_blas
 
 # Indices of the operands among the arguments of GEMM.
 _Y, _X = 6, 8
@@ -221,3 +223,101 @@ _SYRK = {"f": routine(cython_blas, "ssyrk", 10), "d": routine(cython_blas, "dsyr
 _GEMM = {"f": routine(cython_blas, "sgemm", 13), "d": routine(cython_blas, "dgemm", 13)}
 _TRMM = routine(cython_blas, "dtrmm", 11)
 _REAL = {"f": ctypes.c_float, "d": ctypes.c_double}
+
+
+def potrf(matrix: Array) -> int:
+    """Replace the lower triangle of a float64 matrix with its Cholesky factor ``L``.
+
+    Elements are adjacent in each row. The result is zero, or the order of the first leading minor
+    that is not positive.
+    """
+    return _in_place("potrf", matrix)
+
+
+def trtri(lower: Array) -> int:
+    """Replace a lower triangle, float64 with adjacent elements in each row, with its inverse.
+
+    The result is zero, or the index of the first zero on the diagonal, counted from one.
+    """
+    return _in_place("trtri", lower)
+
+
+def lauum(lower: Array) -> int:
+    """Replace a lower triangle ``L``, float64, with the lower triangle of ``Lᵀ L``; return zero."""
+    return _in_place("lauum", lower)
+
+
+def _in_place(name: str, matrix: Array) -> int:
+    """Call a routine of LAPACK on a lower triangle and return its code."""
+    size, info = len(matrix), ctypes.c_int64(0)
+    assert matrix.shape == (size, size), f"a triangle of shape {matrix.shape} is not square"
+    assert matrix.dtype == "d", f"{matrix.dtype} is not float64"
+    routine, options = _ROUTINES[name]
+    # LAPACK is column-major: a row-major lower triangle L is the upper triangle Lᵀ.
+    routine(
+        *options,
+        integer(size),
+        matrix.ctypes.data,
+        integer(leading_dimension(matrix)),
+        ctypes.byref(info),
+    )
+    return int(info.value)
+
+
+_ROUTINES = {
+    "potrf": (routine(cython_lapack, "dpotrf", 5), (b"U",)),
+    "trtri": (routine(cython_lapack, "dtrtri", 6), (b"U", b"N")),
+    "lauum": (routine(cython_lapack, "dlauum", 5), (b"U",)),
+}
+
+
+# Number of entries below which a separate product is faster than BLAS in place. With two threads,
+# they take 0.05 ms and 0.12 ms for 577 × 64, and 0.30 ms and 0.17 ms for 1025 × 256.
+_SMALL = 1 << 17
+
+
+def matmul(x: Array, y: Array, out: Array | None, workers: Workers) -> Array:
+    """Return the product ``x y`` of matrices, stacks of matrices, or vectors.
+
+    It is written to ``out`` unless this is None. Threads compute a large product of two matrices,
+    or a stack.
+    """
+    if min(x.ndim, y.ndim) < 2 or x.size * y.shape[-1] < WORTH_WAKING:
+        product: Array = np.matmul(x, y, out=out)
+        return product
+    if out is None:
+        stack = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        out = np.empty((*stack, x.shape[-2], y.shape[-1]), np.result_type(x, y))
+    if out.ndim == 2 and out.shape[0] < out.shape[1]:
+        matmul(y.T, x.T, out.T, workers)
+        return out
+    calls = [
+        partial(np.matmul, _part(x, rows, out), _part(y, rows, out), out=out[rows])
+        if out.ndim > 2
+        else partial(np.matmul, x[rows], y, out=out[rows])
+        for rows in workers.row_blocks(len(out))
+    ]
+    workers.run(calls)
+    return out
+
+
+def add_outer(out: Array, x: Array, y: Array, alpha: float, beta: float) -> None:
+    """Compute ``out ← beta·out + alpha·x yᵀ`` in place, without scratch memory if it is large.
+
+    ``out`` is ``(m, n)``, float32 or float64, with adjacent elements in each row. The vectors have
+    any stride and are converted to its type.
+    """
+    if out.size < _SMALL:
+        out *= beta
+        out += x[:, None] * (alpha * y)
+        return
+    column, row = (vector[:, None].astype(out.dtype, copy=False) for vector in (x, y))
+    column, row = (side if layout(side) else side.copy() for side in (column, row))
+    with single_threaded_blas():
+        gemm(column, row, out, alpha=alpha, beta=beta)
+
+
+def _part(operand: Array, rows: slice, out: Array) -> Array:
+    """Return the part of an operand for ``out[rows]``, or the operand if it is broadcast."""
+    stacked = operand.ndim == out.ndim and len(operand) == len(out)
+    return operand[rows] if stacked else operand

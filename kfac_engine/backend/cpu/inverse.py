@@ -6,16 +6,87 @@ arithmetic adds no significant error. A float32 Cholesky inverse would have the 
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from scipy import linalg
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.cpu import lapack, recursive_inverse, triangle
+from kfac_engine.backend.cpu import blas, recursive_inverse
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 from kfac_engine.errors import BackendError, InputError, NonFiniteError, ShapeError
+
+# Number of rows that are converted at a time. At a size of 1024, their float64 copy is 1 MB and
+# stays in the cache. With fewer rows, threads wait for the interpreter more often.
+_ROWS = 128
+# Least size for several threads.
+_THREADED = 512
+_ABOVE = np.triu(np.ones((_ROWS, _ROWS), bool), 1)
+# Entries that are added to each row, because rows that begin a multiple of a page apart collide in
+# caches.
+_PAD = 8
+
+
+def empty_float64(size: int) -> Array:
+    """Return an uninitialised float64 matrix ``(size, size)`` whose rows have a small gap."""
+    return np.empty((size, size + _PAD))[:, :size]
+
+
+def tril_to_float64(matrix: Array, work: Array, workers: Workers) -> float:
+    """Convert the lower triangle of a symmetric matrix to float64, and return the squared norm.
+
+    ``work``, ``(d, d)``, receives the triangle; its upper triangle becomes unspecified. The squared
+    Frobenius norm is not finite if an entry is not finite or if squares overflow.
+    """
+    sums: list[float] = []
+    _by_row_blocks(len(matrix), workers, partial(_to_float64, matrix, work, sums))
+    diagonal = np.einsum("ii->i", work)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return 2.0 * sum(sums) - float(diagonal @ diagonal)
+
+
+def symmetric_from_tril(work: Array, dtype: DType, workers: Workers) -> Array:
+    """Return the symmetric matrix of type ``dtype`` whose lower triangle is ``work``."""
+    whole: Array = np.empty(work.shape, dtype)
+    _by_row_blocks(len(work), workers, partial(_from_float64, work, whole))
+    return whole
+
+
+def _to_float64(matrix: Array, work: Array, sums: list[float], span: slice) -> None:
+    """Convert a block of rows up to the diagonal, and append its sum of squares to ``sums``."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(span.start, span.stop, _ROWS):
+            end = min(start + _ROWS, span.stop)
+            rows = work[start:end, :end]
+            np.copyto(rows, matrix[start:end, :end])
+            above = _ABOVE[: end - start, : end - start]
+            np.copyto(rows[:, start:], 0.0, where=above)
+            sums.append(float(np.einsum("ij,ij->", rows, rows)))
+
+
+def _from_float64(work: Array, whole: Array, span: slice) -> None:
+    """Write a block of rows up to the diagonal, and the columns that mirror it."""
+    for start in range(span.start, span.stop, _ROWS):
+        end = min(start + _ROWS, span.stop)
+        rows = whole[start:end, :end]
+        rows[...] = work[start:end, :end]
+        block = rows[:, start:]
+        np.copyto(block, block.T.copy(), where=_ABOVE[: end - start, : end - start])
+        whole[:start, start:end] = rows[:, :start].T
+
+
+def _by_row_blocks(size: int, workers: Workers, work: Callable[[slice], None]) -> None:
+    """Call a function on row blocks of about equal area below the diagonal, in threads."""
+    parts = len(workers.row_blocks(size)) if size >= _THREADED else 1
+    if parts == 1:
+        work(slice(0, size))
+        return
+    edges = [round(size * (i / parts) ** 0.5) for i in range(parts + 1)]
+    workers.run([partial(work, slice(a, b)) for a, b in pairwise(edges) if a < b])
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +151,7 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
         InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
-    work = triangle.empty_float64(len(matrix))
+    work = empty_float64(len(matrix))
     least = _load(matrix, damping, work, workers)
     for damped in _damped(matrix, least, work, workers):
         try:
@@ -90,9 +161,9 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
                 recursive_inverse.invert(damped, workers)
         except np.linalg.LinAlgError:
             continue
-        return triangle.symmetric_from_tril(damped, matrix.dtype, workers)
+        return symmetric_from_tril(damped, matrix.dtype, workers)
     values, vectors = _clamped(matrix, least, workers)
-    return triangle.symmetric_from_tril((vectors / values) @ vectors.T, matrix.dtype, workers)
+    return symmetric_from_tril((vectors / values) @ vectors.T, matrix.dtype, workers)
 
 
 def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
@@ -102,11 +173,11 @@ def damped_cholesky(matrix: Array, damping: float, workers: Workers) -> Array:
     for ``damped_inverse``. BLAS uses its own threads for a large matrix.
     """
     check_shape(matrix)
-    work = triangle.empty_float64(len(matrix))
+    work = empty_float64(len(matrix))
     least = _load(matrix, damping, work, workers)
     with _blas_for(matrix, workers):
         for damped in _damped(matrix, least, work, workers):
-            if lapack.potrf(damped) == 0:
+            if blas.potrf(damped) == 0:
                 return np.tril(damped).astype(matrix.dtype)
     values, vectors = _clamped(matrix, least, workers)
     # With M = QΛQᵀ and √Λ Qᵀ = Q'R, Rᵀ is a triangular root of M, which always exists.
@@ -123,7 +194,7 @@ def triangular_inverse(lower: Array, workers: Workers) -> Array:
     check_square(lower)
     work = np.tril(lower).astype(np.float64)
     with _blas_for(lower, workers):
-        index = lapack.trtri(work) - 1
+        index = blas.trtri(work) - 1
     if index >= 0:
         raise InputError(f"a triangular matrix with zero at [{index}, {index}] has no inverse.")
     return work.astype(lower.dtype)
@@ -188,7 +259,7 @@ def check_shape(matrix: Array) -> None:
 
 def _load(matrix: Array, damping: float, work: Array, workers: Workers) -> float:
     """Copy a checked matrix to ``work``; return the damping of the first attempt."""
-    squares = triangle.tril_to_float64(matrix, work, workers)
+    squares = tril_to_float64(matrix, work, workers)
     if not 0.0 <= damping < np.inf:
         raise InputError(f"the damping must be zero or positive and finite, got {damping}.")
     if _SMALLEST_NORM**2 < squares < np.inf:
@@ -210,7 +281,7 @@ def _damped(matrix: Array, least: float, work: Array, workers: Workers) -> Itera
                 least * factor / 10,
                 least * factor,
             )
-            triangle.tril_to_float64(matrix, work, workers)
+            tril_to_float64(matrix, work, workers)
         diagonal = np.einsum("ii->i", work)
         diagonal += least * factor
         yield work
@@ -222,11 +293,11 @@ def _invert_by_solving(work: Array, workers: Workers) -> None:
     NumPy's ``LinAlgError`` is raised if the matrix is not positive definite.
     """
     with _blas_for(work, workers):
-        order = lapack.potrf(work)
+        order = blas.potrf(work)
         if order:
             raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
-        lapack.trtri(work)
-        lapack.lauum(work)
+        blas.trtri(work)
+        blas.lauum(work)
 
 
 def _blas_for(matrix: Array, workers: Workers) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.backend.cpu import blas, lapack
+from kfac_engine.backend.cpu import blas
 from kfac_engine.backend.threads import Workers, single_threaded_blas
 
 # Largest size of a leaf. Sizes from 64 to 200 are equally fast on one thread. Larger leaves need
@@ -81,7 +81,7 @@ def _factor(A: Array, workers: Workers) -> None:
 def _square(K: Array, workers: Workers) -> None:
     """Replace the lower-triangular ``K`` with ``Kᵀ K``."""
     if len(K) <= _LEAF:
-        lapack.lauum(K)
+        blas.lauum(K)
         return
     P, B, S = _blocks(K)
     if _thread_count(K, workers) == 1:
@@ -99,10 +99,10 @@ def _square(K: Array, workers: Workers) -> None:
 
 
 def _leaf(A: Array) -> None:
-    order = lapack.potrf(A)
+    order = blas.potrf(A)
     if order:
         raise np.linalg.LinAlgError(f"the leading minor of order {order} is not positive.")
-    lapack.trtri(A)
+    blas.trtri(A)
 
 
 def _from_left_copied(S: Array, B: Array, copy: Array) -> None:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, DType
-from kfac_engine.backend.cuda.device import CupyDevice
-from kfac_engine.backend.cuda.solvers import STACKED_SIZE, STREAMS
+from kfac_engine.backend.cuda.device import STACKED_SIZE, STREAMS, CupyDevice
 from kfac_engine.errors import NonFiniteError, ShapeError
 from kfac_engine.kernels.symmetric import FACTS, Floor, widen
 

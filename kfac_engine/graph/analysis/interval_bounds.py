@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from math import erf, exp, inf, isnan, tanh
 from typing import TypeAlias
 
-from kfac_engine.graph.analysis.rearrangements import MOVES
 from kfac_engine.graph.analysis.subgraph import SubGraph
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import MOVES, Graph, Node
 
 # Lower and upper bound.
 Interval: TypeAlias = tuple[float, float]

@@ -3,8 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 
 from kfac_engine._types import Array
-from kfac_engine.graph.analysis.rearrangements import ONLY_SHAPES, RELAYS
-from kfac_engine.graph.structure import Graph, Node
+from kfac_engine.graph.structure import ONLY_SHAPES, RELAYS, Graph, Node
 
 # Operators whose result represents their operand. A slice of a weight may be the weight of a layer.
 _PASS_ON = RELAYS | {"Slice"}

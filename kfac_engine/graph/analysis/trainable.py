@@ -16,9 +16,8 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.computed_tables import is_count, is_mask
 from kfac_engine.graph.analysis.exporter_changes import is_computed
-from kfac_engine.graph.analysis.rearrangements import RELAYS
 from kfac_engine.graph.passes.bodies import Body, body_of
-from kfac_engine.graph.structure import Graph, Node, Subgraph
+from kfac_engine.graph.structure import RELAYS, Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS
 
 # Descriptions of operands that are settings, not weights, by operator and operand index.

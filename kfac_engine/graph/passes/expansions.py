@@ -16,10 +16,15 @@ import onnx
 
 from kfac_engine._types import Array
 from kfac_engine.errors import ModelError
-from kfac_engine.graph.limits import MOST_ENTRIES, MOST_NODES, MOST_TRIPS
 from kfac_engine.graph.passes.constants import constant_value
 from kfac_engine.graph.passes.order import all_nodes, describe
-from kfac_engine.graph.tensors import to_array
+from kfac_engine.graph.tensors import MOST_ENTRIES, to_array
+
+# Largest number of nodes of a model after its functions are inlined.
+MOST_NODES = 1_000_000
+# Largest number of iterations of a Loop with a constant trip count, times those of the loops around
+# it.
+MOST_TRIPS = 1_000_000
 
 # The largest number of axes of a value.
 _MOST_AXES = 16

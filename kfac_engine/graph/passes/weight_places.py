@@ -12,7 +12,7 @@ import onnx
 from onnx import helper, shape_inference
 
 from kfac_engine._types import Array
-from kfac_engine.graph.analysis.rearrangements import MOVES
+from kfac_engine.graph.structure import MOVES
 
 # Sizes and places are numbers in float64, in which NaN is a size that differs between batches.
 _UNKNOWN = np.nan

@@ -14,8 +14,8 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import texts
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.registry import Registry
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.nchwc_layout import (

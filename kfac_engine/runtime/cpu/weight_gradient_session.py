@@ -19,7 +19,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
 from kfac_engine.autodiff.rules.attributes import integers
-from kfac_engine.autodiff.weight_gradients import KernelGradient
+from kfac_engine.autodiff.vjp_builder import KernelGradient
 from kfac_engine.backend.cpu.conv_weight_grad import Scratch, add_weight_gradient
 from kfac_engine.backend.threads import TO_READ, Task, Workers, run_parallel
 from kfac_engine.graph.structure import Node

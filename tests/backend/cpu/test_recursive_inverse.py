@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu import recursive_inverse, triangle
+from kfac_engine.backend.cpu import inverse, recursive_inverse
 from kfac_engine.backend.threads import Workers
 
 WORKERS = {"alone": Workers(1), "two": Workers(2), "five": Workers(5)}
@@ -12,7 +12,7 @@ EPS = np.finfo(np.float64).eps
 
 def inverted(matrix, workers):
     """The inverse, from a matrix whose upper triangle must not be read."""
-    work = triangle.empty_float64(len(matrix))
+    work = inverse.empty_float64(len(matrix))
     work[...] = np.where(np.tri(len(matrix), dtype=bool), matrix, np.nan)
     recursive_inverse.invert(work, workers)
     assert np.isnan(work[np.triu_indices(len(work), 1)]).all()

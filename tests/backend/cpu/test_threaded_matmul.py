@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kfac_engine.backend.cpu import threaded_matmul
-from kfac_engine.backend.cpu.threaded_matmul import add_outer, matmul
+from kfac_engine.backend.cpu import blas
+from kfac_engine.backend.cpu.blas import add_outer, matmul
 from kfac_engine.backend.threads import WORTH_WAKING, Workers
 
 # Sums of at most 2000 products of order one, in float64; threads cut none of them.
@@ -77,7 +77,7 @@ VECTORS = {
 @pytest.mark.parametrize("x", VECTORS.values(), ids=VECTORS)
 @pytest.mark.parametrize("small", [0, 1 << 17], ids=["by_blas", "by_numpy"])
 def test_add_outer_adds_in_place(monkeypatch, small, x, y, dtype):
-    monkeypatch.setattr(threaded_matmul, "_SMALL", small)
+    monkeypatch.setattr(blas, "_SMALL", small)
     x, y, old = x(room(9, 0).astype(np.float32)), y(room(9, 1).astype(dtype)), room((7, 7), 2)
     whole = np.full((7, 9), 7.0, dtype)
     out = whole[:, 1:8]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device, inverse_roots, linear_algebra, solvers
+from kfac_engine.backend.cuda import device, inverse_roots, linear_algebra
 from kfac_engine.backend.cuda.backend import CupyBackend
 from kfac_engine.errors import (
     BackendError,
@@ -28,7 +28,7 @@ NUMPY = NumpyBackend()
 # Computed in float64 both times; one rounding to the type of the matrix.
 TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-11}
 # Beyond the side up to which stacks are factored in one call.
-LARGE = solvers.STACKED_SIZE + 3
+LARGE = device.STACKED_SIZE + 3
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_triangular_solves_replace_broken_potri(
 ) -> None:
     device._cupy.cache_clear()
     cupy_standin.install(monkeypatch)
-    monkeypatch.setattr(solvers, "loaded_library", library)
+    monkeypatch.setattr(device, "loaded_library", library)
     backend = CupyBackend()
     assert not backend.device.solvers.has_potri
     standin_solvers.CALLS.clear()
@@ -276,11 +276,11 @@ def test_small_matrices_and_slow_devices_use_eigenvectors(backend: CupyBackend) 
 
 @pytest.mark.skipif(not hasattr(os, "RTLD_NOLOAD"), reason="needs a loader that can be asked")
 def test_only_loaded_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1",))
-    assert solvers.loaded_library() is None
-    monkeypatch.setattr(solvers, "_LIBRARIES", ("libnone.so.1", "libc.so.6"))
+    monkeypatch.setattr(device, "_LIBRARIES", ("libnone.so.1",))
+    assert device.loaded_library() is None
+    monkeypatch.setattr(device, "_LIBRARIES", ("libnone.so.1", "libc.so.6"))
     if sys.platform == "linux":
-        assert solvers.loaded_library() is not None
+        assert device.loaded_library() is not None
 
 
 def test_library_failure_raises_error(

@@ -7,7 +7,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.analysis.spectra.operator import MATRICES
-from kfac_engine.graph.analysis.ties import Tie, find_ties
+from kfac_engine.graph.analysis.exporter_changes import Tie, find_ties
 from tests import models
 
 WIDTH, BATCH = 3, 5

@@ -8,9 +8,8 @@ from onnx.reference import ReferenceEvaluator
 
 import kfac_engine as ke
 from kfac_engine.errors import BackendError
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
-from kfac_engine.graph.write import build_model
+from kfac_engine.graph.write import build_model, compact_model
 from kfac_engine.runtime.cpu import graph_passes
 from kfac_engine.runtime.cpu.graph_passes import channel_block, to_blocked_layout
 from kfac_engine.runtime.cpu.nchwc_layout import DOMAIN, LayoutContext, convert_to_blocked

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.graph.compact import compact_model
 from kfac_engine.graph.structure import Input, Node
+from kfac_engine.graph.write import compact_model
 from kfac_engine.runtime.cpu.graph_passes import FUSED_TRANSPOSES
 from kfac_engine.runtime.cpu.transposed_products import (
     _fused_products,
