@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kfac_engine.analysis.laplace.predictive import Predictive as Predictive
     from kfac_engine.analysis.pruning.merging import merge as merge
     from kfac_engine.analysis.pruning.pruning import prune as prune
-    from kfac_engine.analysis.pruning.saliency import saliency as saliency
+    from kfac_engine.analysis.pruning.pruning import saliency as saliency
     from kfac_engine.analysis.spectra.lanczos import SpectrumEstimate as SpectrumEstimate
     from kfac_engine.analysis.spectra.lanczos import estimate_spectrum as estimate_spectrum
     from kfac_engine.analysis.spectra.operator import CurvatureOperator as CurvatureOperator
@@ -96,8 +96,8 @@ if TYPE_CHECKING:
     from kfac_engine.engine.engine import Engine as Engine
     from kfac_engine.engine.engine import precondition as precondition
     from kfac_engine.engine.factor_spectra import factor_spectra as factor_spectra
-    from kfac_engine.engine.factor_view import FactorView as FactorView
     from kfac_engine.engine.factors import Factors as Factors
+    from kfac_engine.engine.factors import FactorView as FactorView
     from kfac_engine.engine.factors import ParameterFactors as ParameterFactors
     from kfac_engine.engine.memory import MemoryReport as MemoryReport
     from kfac_engine.engine.options import EngineOptions as EngineOptions
@@ -217,7 +217,7 @@ _HOMES = {
     "factor_spectra": "engine.factor_spectra",
     "Factors": "engine.factors",
     "ParameterFactors": "engine.factors",
-    "FactorView": "engine.factor_view",
+    "FactorView": "engine.factors",
     "MemoryReport": "engine.memory",
     "curvature": "analysis.fisher_matrix.measure",
     "Curvature": "analysis.fisher_matrix.curvature",
@@ -229,7 +229,7 @@ _HOMES = {
     "Influence": "analysis.influence.influence",
     "Laplace": "analysis.laplace.posterior",
     "Predictive": "analysis.laplace.predictive",
-    "saliency": "analysis.pruning.saliency",
+    "saliency": "analysis.pruning.pruning",
     "prune": "analysis.pruning.pruning",
     "merge": "analysis.pruning.merging",
     "over_mpi": "distributed.mpi",

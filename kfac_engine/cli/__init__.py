@@ -1,4 +1,4 @@
-"""The command line; each command has a file.
+"""The command line.
 
 Modules here import click and nothing slow at the top: ``--help`` and mistyped options answer at
 once.

@@ -9,10 +9,9 @@ from kfac_engine import __version__
 from kfac_engine.cli.bench import bench
 from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
-from kfac_engine.cli.differentiate import differentiate
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
-from kfac_engine.cli.export_training import export_training
+from kfac_engine.cli.exports import differentiate, export_training
 from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
@@ -21,10 +20,8 @@ from kfac_engine.cli.laplace import laplace
 from kfac_engine.cli.merge import merge
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
-from kfac_engine.cli.prune import prune
-from kfac_engine.cli.report import report
-from kfac_engine.cli.saliency import saliency
-from kfac_engine.cli.train import train
+from kfac_engine.cli.prune import prune, saliency
+from kfac_engine.cli.train import report, train
 from kfac_engine.cli.verify import verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.errors import KfacError, suggestion

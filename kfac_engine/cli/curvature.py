@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Group, file_path
-from kfac_engine.cli.curvature_files import batch_option
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
@@ -20,8 +19,15 @@ from kfac_engine.cli.display import (
     working,
 )
 from kfac_engine.cli.engine_options import EngineCommand, curvature_record
-from kfac_engine.cli.layer_summary import print_legend
-from kfac_engine.cli.options import debug_option, gathered, json_option, keywords, spelled
+from kfac_engine.cli.inspect import print_legend
+from kfac_engine.cli.options import (
+    batch_option,
+    debug_option,
+    gathered,
+    json_option,
+    keywords,
+    spelled,
+)
 from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -103,11 +109,9 @@ def _measured(
     model: Path, files: SimpleNamespace, size: int | None, options: dict[str, Any]
 ) -> "ke.Curvature":
     """Return the curvature of a model on the data of files."""
-    from kfac_engine.analysis.fisher_matrix.assembly import assembled
     from kfac_engine.analysis.fisher_matrix.measure import measured
-    from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
-    from kfac_engine.cli.curvature_data import file_batches
-    from kfac_engine.cli.files import read_data
+    from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
+    from kfac_engine.cli.files import file_batches, read_data
     from kfac_engine.datasets.first_examples import with_first_examples
     from kfac_engine.system.arrays import map_arrays
 

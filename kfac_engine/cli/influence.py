@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.curvature_files import batch_option, curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
-from kfac_engine.cli.options import Options, debug_option, gathered, json_option, labeled_data
+from kfac_engine.cli.options import (
+    Options,
+    batch_option,
+    curvature_option,
+    debug_option,
+    gathered,
+    json_option,
+    labeled_data,
+    read_curvature,
+)
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array
-    from kfac_engine.cli.curvature_data import ShownBatches
+    from kfac_engine.cli.files import ShownBatches
 
 # Number of queries that have a row in the table.
 _MOST_QUERIES = 20
@@ -68,8 +76,7 @@ def influence(
 ) -> None:
     """Score the examples of the training data for queries, or for themselves."""
     import kfac_engine as ke
-    from kfac_engine.cli.curvature_data import file_batches
-    from kfac_engine.cli.files import check_files, read_data, write_npz
+    from kfac_engine.cli.files import check_files, file_batches, read_data, write_npz
     from kfac_engine.system.arrays import map_arrays
 
     if files.queries is None and files.query_targets is not None:

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.curvature_files import curvature_option, read_curvature
 from kfac_engine.cli.display import print_json, report_beside, say, working
-from kfac_engine.cli.options import debug_option, gathered, json_option
+from kfac_engine.cli.options import (
+    curvature_option,
+    debug_option,
+    gathered,
+    json_option,
+    read_curvature,
+)
 from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
@@ -80,7 +85,7 @@ _PREDICTION = (
         "--link",
         metavar="NAME",
         default="probit",
-        names=("analysis.laplace.links.LINKS",),
+        names=("analysis.laplace.predictive.LINKS",),
         help="How means and variances of logits become probabilities.",
     ),
     Group.POSTERIOR.count("--samples", default=1000, help="Number of samples of monte_carlo."),

@@ -1,17 +1,23 @@
-"""Options that several commands share, and decorators that collect their values."""
+"""Options that several commands share, decorators that collect their values, and processes."""
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
+from click import IntRange
 
-from kfac_engine.cli.command import Choice, Group
+from kfac_engine.cli.command import Choice, Group, Option
+from kfac_engine.cli.display import shown_warnings, working
 from kfac_engine.cli.interruption import Interruption
+from kfac_engine.distributed.job import launched_by_mpi
 
 Command: TypeAlias = Callable[..., Any]
 # Click's decorators, in the order of the help page.
@@ -225,3 +231,90 @@ def _decorated(command: Command, options: Options) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+curvature_option = Group.DATA.file(
+    "--curvature",
+    required=True,
+    help="Curvature of the model, a file that the command curvature wrote.",
+)
+
+batch_option = Group.DATA.count(
+    "--batch",
+    help="Number of examples in a batch, 128 by default. The result does not depend on it.",
+)
+
+
+def read_curvature(path: Path, model: Path, sample: Path | None = None) -> "ke.Curvature":
+    """Return the curvature in a file.
+
+    ``model`` is the file of the model with the weights that were measured, and ``sample`` a file
+    with a batch from which shapes are inferred. ``InputError`` is raised if a file is wrong, or if
+    the model has other weights.
+    """
+    import kfac_engine as ke
+    from kfac_engine.cli.files import read_inputs
+
+    with working("reading the curvature"), shown_warnings():
+        inputs = read_inputs(sample, model)
+        return ke.Curvature.load(path, model, sample_inputs=inputs)
+
+
+_DISTRIBUTION = "distribution"
+
+
+def distribution_option() -> Option:
+    """Return the option of ``divided_among_processes``."""
+    return Option(
+        [f"--{_DISTRIBUTION}"],
+        type=Choice(("replicate", "shard")),
+        group=Group.MACHINE,
+        help="Division of the curvature among the processes of mpirun: each stores all inverses, "
+        "or the inverses of its layers. By default replicate.",
+    )
+
+
+def layer_owners_option() -> Option:
+    """Return the option for the field ``layer_owners`` of the options of an engine."""
+    return Option(
+        ["--layer-owners"],
+        type=IntRange(min=1),
+        default=1,
+        group=Group.MACHINE,
+        help="Largest number of processes that own a large dense layer or convolution with the "
+        "distribution shard.",
+    )
+
+
+@contextmanager
+def divided_among_processes(options: dict[str, Any]) -> Iterator[None]:
+    """Return a context in which a command is one of the processes of an MPI job.
+
+    An error of one process becomes an error of all. Only the first process prints. ``options`` has
+    the distribution and receives the communicator.
+    """
+    distribution = options.pop(_DISTRIBUTION)
+    if distribution is None and not launched_by_mpi():
+        yield
+        return
+    from kfac_engine.distributed.agreement import Agreement
+    from kfac_engine.distributed.mpi import over_mpi
+
+    communicator = over_mpi()
+    options |= {"communicator": communicator, "distribution": distribution or "replicate"}
+    silence = _silent() if communicator.rank else nullcontext()
+    with Agreement(communicator).operation("command"), silence:
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield

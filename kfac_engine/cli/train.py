@@ -1,4 +1,4 @@
-"""``train``: train a model on a data set, and write it as an ONNX file."""
+"""``train`` and ``report``: train a model on a data set, and draw the log of a run."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group, Option, file_path
+from kfac_engine.cli.command import Choice, Command, Group, Option, file_path
 from kfac_engine.cli.display import print_json, report_beside, say, shown_warnings, tell, working
 from kfac_engine.cli.engine_options import EngineCommand, options_of
 from kfac_engine.cli.interruption import Interruption, SignalReceived
@@ -18,17 +18,15 @@ from kfac_engine.cli.options import (
     Options,
     data_sample_option,
     debug_option,
+    distribution_option,
+    divided_among_processes,
     gathered,
     json_option,
     keywords,
     labeled_data,
+    layer_owners_option,
     one_or_more,
     spelled,
-)
-from kfac_engine.cli.processes import (
-    distribution_option,
-    divided_among_processes,
-    layer_owners_option,
 )
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InferenceFormWarning, InputError
@@ -356,3 +354,18 @@ def _report(history: "ke.History", path: Path, as_json: bool) -> None:
     if "best_step" in last:
         say(f"weights of step {last['best_step']} of {last['step']}")
     say(f"written to {path}")
+
+
+@click.command(cls=Command, example="kfac-engine report run.jsonl -o run.html")
+@click.argument("log", type=file_path)
+@Group.OUTPUT.file("-o", "--out", required=True, help="File of the page (.html).")
+@debug_option
+def report(log: Path, out: Path) -> None:
+    """Write a page with the charts and tables of a training run."""
+    import kfac_engine as ke
+    from kfac_engine.system.writing import check_outputs
+
+    check_outputs({"--out": out}, {"the log": log})
+    ke.report(log, out)
+    with report_beside(out):
+        say(f"wrote {out}")

@@ -33,9 +33,14 @@ from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import ScaleShiftMoment, ScaleShiftSquare, one_use
 from kfac_engine.curvature.factors.tables import IdCounts, VocabularyFactor
 from kfac_engine.errors import InputError, ShapeError
-from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.grouped import depthwise_form
-from kfac_engine.layers.layer_forms import convolution_form, dense_form, embedding_form
+from kfac_engine.layers.layer_forms import (
+    BroadcastShape,
+    ScaleShiftForm,
+    convolution_form,
+    dense_form,
+    embedding_form,
+)
 from kfac_engine.layers.views import Padding, TokenIdView
 
 

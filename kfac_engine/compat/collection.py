@@ -21,10 +21,11 @@ from kfac_engine.curvature.blocks.kronecker import count_uses
 from kfac_engine.curvature.collection import Form, canonical_key
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.errors import InputError, RegistrationError, ShapeError, UnknownNameError
-from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.grouped import depthwise_form
 from kfac_engine.layers.layer_forms import (
+    BroadcastShape,
     LayerForm,
+    ScaleShiftForm,
     convolution_form,
     dense_form,
     embedding_form,

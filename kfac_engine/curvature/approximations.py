@@ -32,8 +32,7 @@ from kfac_engine.curvature.factors.diagonal import DiagonalFactor
 from kfac_engine.curvature.factors.divided import LARGEST_BLOCK, LARGEST_PART
 from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.statistics import ScaleShiftSquare
-from kfac_engine.layers.broadcast import ScaleShiftForm
-from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.registry import Registry
 
 # Creates a block from the collection and the form of a layer.

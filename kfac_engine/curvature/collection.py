@@ -16,8 +16,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, Names, uses
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.errors import InputError, RegistrationError, UnknownNameError, suggestion
-from kfac_engine.layers.broadcast import ScaleShiftForm
-from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.printable import shortened
 from kfac_engine.summary import counted
 

@@ -59,7 +59,7 @@ from kfac_engine.engine.validation import (
 )
 from kfac_engine.errors import InputError, NotReadyError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.summary import Summarized, Summary

@@ -7,8 +7,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.layers.discover import Discovery
 from kfac_engine.layers.match import LayerMatch
-from kfac_engine.layers.parameter_slices import ParameterSlice, describe
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import ParameterSlice, Piece, describe
 
 
 class ParameterEntries:

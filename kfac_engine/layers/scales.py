@@ -14,7 +14,7 @@ import numpy as np
 from kfac_engine.graph.analysis.normalized import before_scale
 from kfac_engine.graph.analysis.subgraph import handed_on
 from kfac_engine.graph.structure import Node
-from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
+from kfac_engine.layers.layer_forms import BroadcastShape, ScaleShiftForm
 from kfac_engine.layers.match import LayerMatch, MatchContext, NewValue
 
 _SCALE_PER_CHANNEL = 21  # operator set since which GroupNormalization has a scale for each channel

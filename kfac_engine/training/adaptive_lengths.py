@@ -17,7 +17,7 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize

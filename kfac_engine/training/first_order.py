@@ -14,7 +14,7 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
     Optimizer,

@@ -13,7 +13,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.training.vectors import add_multiple, combine
 
 # Slot of a rule (such as "momentum") to the state array of one parameter.

@@ -20,9 +20,8 @@ from kfac_engine.arguments import is_amount, is_count, whole
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.errors import InputError, RankError
-from kfac_engine.system.locks import FileLock
 from kfac_engine.system.reading import check_file, exists
-from kfac_engine.system.writing import checked_path
+from kfac_engine.system.writing import FileLock, checked_path
 from kfac_engine.training.budget import Position
 from kfac_engine.training.checkpoint import Parts
 from kfac_engine.training.history import STEP_ENTRIES, Record

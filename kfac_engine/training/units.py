@@ -6,8 +6,7 @@ from dataclasses import replace
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers import parameter_slices
-from kfac_engine.layers.parameter_slices import ParameterSlice
-from kfac_engine.layers.pieces import Piece
+from kfac_engine.layers.parameter_slices import ParameterSlice, Piece
 from kfac_engine.training.vectors import Vector
 
 

@@ -1,11 +1,12 @@
-"""The description of training files: their metadata, which any program can read as JSON."""
+"""The description of training files: metadata as JSON, and a text for readers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kfac_engine.errors import InputError
+from kfac_engine.graph.structure import Graph, Input
 
 # Key of the metadata of the three files.
 PROPERTY = "kfac_engine.training"
@@ -82,3 +83,202 @@ class Description:
             raise InputError(
                 f"another version of this library wrote {what}; export the model again."
             ) from failure
+
+
+_HEAD = """# Training files of {model}
+
+`training.onnx` computes one step of {optimizer}. Any ONNX Runtime executes it; no other library is
+needed. kfac_engine wrote the files from a model, and reads the trained state back.
+
+| file | inputs | outputs |
+|---|---|---|
+| `training.onnx` | a batch, `rate`, the state | {metrics}, `new NAME` for each state NAME |
+| `initial.onnx` | none | the first state |
+| `predict.onnx` | a batch, the weights | the outputs of the model |
+
+A step takes the state and returns the new one: the output `new NAME` replaces the input `NAME`.
+**An output without entries keeps the old state.** `rate` is the value of a schedule between 0 and
+1; 1 is the rate of the options. {finite}
+
+## Inputs of a step
+
+| name | type | shape |
+|---|---|---|
+{inputs}
+
+{size}
+
+## State
+
+{count} arrays with {bytes} in all. Those of the first table are the weights and running statistics
+of the model; average them for federated learning, and send them back to write the trained model.
+
+| name | shape |
+|---|---|
+{parameters}
+
+The others belong to the optimizer.
+
+| name | shape |
+|---|---|
+{others}
+{different}{factors}
+## The loop
+
+JavaScript (`onnxruntime-web`, `onnxruntime-node`):
+
+```js
+const trainer = await ort.InferenceSession.create('training.onnx');
+const state = await (await ort.InferenceSession.create('initial.onnx')).run({{}});
+for (const batch of batches) {{          // {{{batch}}}
+  const rate = new ort.Tensor('float32', {js_rate});
+  const result = await trainer.run({{ ...batch, rate, ...state }});
+  for (const name in state) if (result['new ' + name].size) state[name] = result['new ' + name];
+}}
+```
+
+Python (`onnxruntime`):
+
+```python
+trainer = onnxruntime.InferenceSession("training.onnx")
+first = onnxruntime.InferenceSession("initial.onnx")
+state = dict(zip([o.name for o in first.get_outputs()], first.run(None, {{}})))
+names = [o.name for o in trainer.get_outputs()]
+for batch in batches:  # {{{batch}}}
+    feeds = {{**batch, "rate": numpy.{py_rate}, **state}}
+    result = dict(zip(names, trainer.run(None, feeds)))
+    state |= {{n: result["new " + n] for n in state if result["new " + n].size}}
+```
+
+C# (`Microsoft.ML.OnnxRuntime`):
+
+```csharp
+using var trainer = new InferenceSession("training.onnx");
+using var first = new InferenceSession("initial.onnx");
+using var options = new RunOptions();
+var state = first.OutputNames.Zip(first.Run(options, [], [], first.OutputNames))
+    .ToDictionary(pair => pair.First, pair => pair.Second);
+foreach (var batch in batches) {{        // Dictionary<string, OrtValue> with {batch} and rate
+  var feeds = state.Concat(batch).ToDictionary(pair => pair.Key, pair => pair.Value);
+  var result = trainer.Run(options, feeds, trainer.OutputNames);
+  foreach (var (name, value) in trainer.OutputNames.Zip(result)) {{
+    bool isNew = name.StartsWith("new ") && value.GetTensorTypeAndShape().ElementCount > 0;
+    if (!isNew) {{ value.Dispose(); continue; }}
+    state[name[4..]].Dispose();
+    state[name[4..]] = value;
+  }}
+}}
+```
+
+C++ (`onnxruntime_cxx_api.h`). `examples/cpp/train.cpp` of kfac_engine is a whole program. Its
+`Names` are those of the inputs or outputs of a session; `view` refers to the memory of a value:
+
+```cpp
+Ort::Session trainer(environment, "training.onnx", options);
+Ort::Session first(environment, "initial.onnx", options);
+Names inputs(trainer, true), outputs(trainer, false), states(first, false);
+std::map<std::string, Ort::Value> state;
+auto initial = first.Run({{}}, nullptr, nullptr, 0, states.pointers.data(), states.texts.size());
+for (size_t i = 0; i < initial.size(); ++i) state.emplace(states.texts[i], std::move(initial[i]));
+for (auto& data : batches) {{            // std::map<std::string, Ort::Value>: {batch}, rate
+  std::vector<Ort::Value> feeds;
+  for (auto& name : inputs.texts)
+    feeds.push_back(view(data.count(name) ? data.at(name) : state.at(name)));
+  auto results = trainer.Run({{}}, inputs.pointers.data(), feeds.data(), feeds.size(),
+                             outputs.pointers.data(), outputs.texts.size());
+  for (size_t i = 0; i < results.size(); ++i) {{
+    const std::string& name = outputs.texts[i];
+    bool changed = results[i].GetTensorTypeAndShapeInfo().GetElementCount() > 0;
+    if (name.rfind("new ", 0) == 0 && changed) state.at(name.substr(4)) = std::move(results[i]);
+  }}
+}}
+```
+
+## The state comes home
+
+Write the state to a safetensors file, or send the arrays by name. In Python:
+
+```python
+files = kfac_engine.TrainingFiles("this folder", model="{model}")
+files.export(state, "trained.onnx")          # the model with its trained weights
+engine.set_parameters(files.read(state))     # or on in an engine
+```
+"""
+
+_FINITE = (
+    "If the loss or a gradient is not finite, a target is no class or a weight is negative, the "
+    "output `finite` is false and the state stays as it was."
+)
+
+
+_DIFFERENT = """
+`different examples` is the only state that you may set: the number of examples of your data, if
+you train on them again and again. Few examples shrink the weights more. Its first value, infinity,
+is for examples that are new in each step.
+"""
+
+
+_SEVERAL = (
+    " A call takes {count} steps, or any other number. Inputs, `rate` and metrics have a first "
+    "axis of steps; the batches of a call have one size."
+)
+
+
+def readme(description: Description, data: Sequence[Input], model: Graph) -> str:
+    """Return the text; ``data`` are the inputs of a step that are no state."""
+    del model
+    size = "Every number of examples runs with the same files."
+    if description.batch_size is not None:
+        size = f"The model runs with {description.batch_size} examples only."
+    shapes = dict(description.state)
+    count = description.steps_per_call
+    one = count == 1
+    if not one:
+        size += _SEVERAL.format(count=count)
+    numbers = sum(_entries(shape) for shape in shapes.values())
+    parameters = set(description.parameters)
+    batch = ", ".join(f"{entry.name}" for entry in data if entry.name != "rate")
+    return _HEAD.format(
+        model=description.model,
+        optimizer=description.optimizer,
+        metrics=", ".join(f"`{name}`" for name in description.metrics),
+        finite=_FINITE,
+        inputs=_table((e.name, str(e.dtype), _spelled(e.shape or ())) for e in data),
+        size=size,
+        count=len(shapes),
+        bytes=f"{4 * numbers / 1e6:.2f} MB",
+        parameters=_table((n, _spelled(s)) for n, s in shapes.items() if n in parameters),
+        others=_table((n, _spelled(s)) for n, s in shapes.items() if n not in parameters),
+        different=_DIFFERENT if DIFFERENT in shapes else "",
+        factors=_factors(description),
+        batch=batch,
+        js_rate="[1], []" if one else f"new Float32Array({count}).fill(1), [{count}]",
+        py_rate='array(1, "float32")' if one else f'ones({count}, "float32")',
+    )
+
+
+def _factors(description: Description) -> str:
+    if not description.factors:
+        return ""
+    head = "\n`average/K` and `inverse/K` belong to:\n\n| K | what it averages |\n|---|---|\n"
+    return head + _table(description.factors.items()) + "\n"
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(_code(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) or "| | |"
+
+
+def _code(cell: str) -> str:
+    return f"`{cell}`".replace("|", "\\|")
+
+
+def _spelled(shape: Sequence[int | str | None]) -> str:
+    return " × ".join(map(str, shape)) or "a number"
+
+
+def _entries(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -33,9 +33,8 @@ from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.fit import OPTIMIZERS
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training_files.description import Description
+from kfac_engine.training_files.description import Description, readme
 from kfac_engine.training_files.files import INITIAL, PREDICT, README, TRAINING, TrainingFiles
-from kfac_engine.training_files.readme import readme
 from kfac_engine.training_files.step import NEW, Step, StepRecorder
 
 NOISE = ("internal", "input")

@@ -22,8 +22,13 @@ from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
 from kfac_engine.training_files.description import DIFFERENT, SEEN
-from kfac_engine.training_files.parts import Evaluation, Writer, constants_of, forward_nodes
-from kfac_engine.training_files.random_nodes import RandomNodes
+from kfac_engine.training_files.parts import (
+    Evaluation,
+    RandomNodes,
+    Writer,
+    constants_of,
+    forward_nodes,
+)
 
 PREFIX = "step/"
 STEPS = "steps"  # symbol of the number of steps in a call

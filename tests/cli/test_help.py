@@ -12,8 +12,8 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.analysis.fisher_matrix.options import FISHERS, STRUCTURES
-from kfac_engine.analysis.laplace.links import LINKS
-from kfac_engine.analysis.pruning.saliency import METHODS
+from kfac_engine.analysis.laplace.predictive import LINKS
+from kfac_engine.analysis.pruning.pruning import METHODS
 from kfac_engine.bench import run as bench
 from kfac_engine.bench.roofline import Roofline
 from kfac_engine.cli.app import app

@@ -5,7 +5,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.blocks.base import FisherBlock
-from kfac_engine.engine.factor_view import ROLES
+from kfac_engine.engine.factors import ROLES
 from tests import models
 from tests.models import Net
 

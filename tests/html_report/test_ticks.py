@@ -5,7 +5,7 @@ from math import isfinite
 
 import pytest
 
-from kfac_engine.html_report.drawing import scale
+from kfac_engine.html_report.charts import scale
 
 # Logs have numbers up to 1e150.
 LARGEST, LEAST = 1e150, 5e-324

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.system.locks import FileLock
+from kfac_engine.system.writing import FileLock
 from kfac_engine.training.checkpoint import SavedState
 from kfac_engine.training.run_checkpoint import CHECKPOINT, RecordFile, position_of, read_records
 from tests.training import softmax_net as net

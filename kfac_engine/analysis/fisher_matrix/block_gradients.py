@@ -12,11 +12,12 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
+    Gradients,
     LayerGradients,
+    WholeGradients,
     numbered,
     whole_rows,
 )
-from kfac_engine.analysis.fisher_matrix.gradient_forms import Gradients, WholeGradients
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.trainable_model import TrainableModel

@@ -1,16 +1,167 @@
-"""The blocks of a curvature: eigenvalues with their places among the parameters."""
+"""The blocks of a curvature: eigenvalues with their places among the parameters.
+
+Every block has one form. A vector of a block is a stack of matrices ``V``, ``(g, d_in, d_out)``,
+and the block is ``⊕_g (U ⊗ W) diag(s) (U ⊗ W)ᵀ`` with orthonormal ``U`` and ``W``:
+
+=====================  =====  =======  ==========  ==========
+block                  ``g``  ``U``    ``W``       ``d_out``
+=====================  =====  =======  ==========  ==========
+Kronecker, EKFAC       1      dense    dense
+of groups              groups dense    dense
+of token ids           1      identity dense
+diagonal               any    identity identity
+dense matrix           1      dense    identity    1
+=====================  =====  =======  ==========  ==========
+
+A function ``f`` of the block is the block with the eigenvalues ``f(s)``. With ``f(s) = (s + λ)^p``,
+damping is exact.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import qr
 
 from kfac_engine._types import Params
 from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
-from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
 from kfac_engine.arguments import number
 from kfac_engine.errors import InputError, UnknownNameError
+
+Float = NDArray[np.float64]
+
+_EPSILON = float(np.finfo(np.float64).eps)
+# Random vectors beyond the rank, share of the side below which a rank is low, and largest accepted
+# error of the trace in units of the rounding error.
+_OVERSAMPLING, _LOW_RANK, _TRACE_ERRORS = 8, 0.25, 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spectrum:
+    """A block as eigenvalues and eigenvectors.
+
+    Attributes:
+        eigenvalues: ``s ≥ 0``, ``(g, d_in, d_out)``.
+        left: ``U``, ``(g, d_in, d_in)``, eigenvectors as columns; None for the identity.
+        right: ``W``, ``(g, d_out, d_out)``; None for the identity.
+    """
+
+    eigenvalues: Float
+    left: Float | None = None
+    right: Float | None = None
+
+    def into(self, V: Float) -> Float:
+        """Return ``Uᵀ V W``: vectors ``(…, g, d_in, d_out)`` in the basis of the eigenvectors."""
+        if self.left is not None:
+            V = self.left.swapaxes(1, 2) @ V
+        return V if self.right is None else V @ self.right
+
+    def back(self, V: Float) -> Float:
+        """Return ``U V Wᵀ``, the inverse of ``into``."""
+        if self.left is not None:
+            V = _left_product(self.left, V)
+        return V if self.right is None else V @ self.right.swapaxes(1, 2)
+
+    def multiply(self, V: Float, values: Float) -> Float:
+        """Return the block with other eigenvalues times vectors.
+
+        Args:
+            V: Vectors, ``(…, g, d_in, d_out)``.
+            values: Eigenvalues, ``(g, d_in, d_out)``.
+
+        Returns:
+            Vectors, in the shape of ``V``.
+        """
+        return self.back(values * self.into(V))
+
+    def diagonal(self, values: Float) -> Float:
+        """Return the diagonal of the block with other eigenvalues, ``(g, d_in, d_out)``."""
+        if self.left is not None:
+            values = self.left**2 @ values
+        return values if self.right is None else values @ (self.right**2).swapaxes(1, 2)
+
+
+def _left_product(U: Float, V: Float) -> Float:
+    """Return ``U V`` of vectors ``(…, g, d_in, d_out)``; one product for a single group."""
+    if len(U) > 1 or V.ndim < 4:
+        product: Float = U @ V
+        return product
+    columns = np.moveaxis(V, -2, 0)
+    return np.moveaxis((U[0] @ columns.reshape(len(columns), -1)).reshape(columns.shape), 0, -2)
+
+
+def eigenbasis(
+    matrices: Float, parts: tuple[slice, ...], rows: int | None = None, epsilon: float = _EPSILON
+) -> tuple[Float, Float]:
+    """Return the eigenvalues and eigenvectors of the diagonal blocks of symmetric matrices.
+
+    Args:
+        matrices: Positive semi-definite up to rounding, ``(g, d, d)``.
+        parts: Rows of each diagonal block. Entries outside these blocks are ignored.
+        rows: Number of vectors whose mean outer product each matrix is. It bounds the rank; None if
+            unknown.
+        epsilon: Relative rounding error of the matrices.
+
+    Returns:
+        Eigenvalues ``(g, d)``, not negative, in the order of the parts and ascending in each; and
+        eigenvectors as columns, ``(g, d, d)``, zero outside the blocks.
+    """
+    values = np.empty(matrices.shape[:2])
+    vectors = np.zeros(matrices.shape)
+    for part in parts:
+        for group, matrix in enumerate(matrices[:, part, part]):
+            result = _of_low_rank(matrix, rows or len(matrix), epsilon) or np.linalg.eigh(matrix)
+            values[group, part], vectors[group, part, part] = result
+    return values.clip(min=0.0), vectors
+
+
+def _of_low_rank(matrix: Float, rank: int, epsilon: float) -> tuple[Float, Float] | None:
+    """Return eigenvalues and eigenvectors of a matrix whose rank is far below its side.
+
+    Products of the matrix with random vectors span its range. The other eigenvalues are zeros,
+    which removes rounding errors of the matrix.
+
+    Args:
+        matrix: Positive semi-definite up to rounding, ``(d, d)``.
+        rank: Bound on the rank.
+        epsilon: Relative rounding error of the matrix.
+
+    Returns:
+        As ``numpy.linalg.eigh``; None if the bound is too large, or not true.
+
+    Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, sections 4 and 5.
+    """
+    side, columns = len(matrix), rank + _OVERSAMPLING
+    if columns > side * _LOW_RANK:
+        return None
+    vectors = np.random.default_rng(0).standard_normal((side, columns))
+    span, rest = _completed(matrix @ vectors)
+    values, rotation = np.linalg.eigh(span.T @ (matrix @ span))
+    if abs(np.trace(matrix) - values.sum()) > _TRACE_ERRORS * epsilon * np.trace(matrix):
+        return None
+    zeros = np.zeros(side - columns)
+    return np.concatenate([zeros, values]), np.hstack([rest, span @ rotation])
+
+
+def _completed(columns: Float) -> tuple[Float, Float]:
+    """Return orthonormal bases of the span of columns ``(d, k)`` and of its complement.
+
+    Householder reflections yield the columns of ``I − V T Vᵀ`` (Schreiber & Van Loan 1989); one
+    product is faster than the application of the reflections in blocks.
+    """
+    (reflectors, scales), _ = qr(columns, mode="raw")
+    count = len(scales)
+    V = np.tril(reflectors, -1)
+    V[np.arange(count), np.arange(count)] = 1.0
+    V[:, scales == 0] = 0.0  # reflections of columns that are zero are identities
+    inverse = np.diag(1 / np.where(scales == 0, 1.0, scales))
+    products = V @ np.linalg.solve(np.triu(V.T @ V, 1) + inverse, V.T)
+    basis = np.negative(products, out=products)
+    np.einsum("ii->i", basis)[:] += 1.0
+    return basis[:, :count], basis[:, count:]
+
 
 # The formula of a block of entries that the loss does not depend on.
 UNUSED = "0"

@@ -1,35 +1,166 @@
-"""Gradients of single examples, layer by layer, in tiles of examples.
+"""Gradients of single examples, layer by layer, in tiles of examples, whole or in factors.
 
-The gradient of an example is a sum over its uses and positions: ``Σ a dsᵀ`` for a layer that is
-read as rows, ``[Σ x∘ds, Σ ds]`` for scales and shifts. One backward pass over the batch computes
-``ds`` for all of these layers, and the tiles bound the memory of the products. Other parameters
-take a backward pass for each example.
+The gradient of an example is a sum over its uses and positions: ``G = Σ a dsᵀ``, ``(d_in, d_out)``,
+for a layer that is read as rows, ``[Σ x∘ds, Σ ds]`` for scales and shifts. One backward pass over
+the batch computes ``ds`` for all of these layers, and the tiles bound the memory of the products.
+Other parameters take a backward pass for each example. With one position, most functions of ``G``
+need only its two vectors.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.gradient_forms import (
-    FactoredGradients,
-    Gradients,
-    WholeGradients,
-)
+from kfac_engine.analysis.fisher_matrix.blocks import Float, Spectrum
 from kfac_engine.analysis.fisher_matrix.parameter_vector import Places, packed
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.backend.cpu.reductions import all_finite
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.example_gradients import ExampleGradients
 from kfac_engine.errors import NonFiniteError, UnsupportedError
-from kfac_engine.layers.broadcast import ScaleShiftForm, per_example
-from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm, per_example
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.runtime.trace import Trace
+
+Times: TypeAlias = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeGradients:
+    """Gradients as stacks of matrices.
+
+    Attributes:
+        values: ``(m, k, g, d_in, d_out)`` for ``m`` examples and ``k`` cotangents.
+    """
+
+    values: Float
+
+    @property
+    def arrays(self) -> tuple[Float, ...]:
+        """All numbers; the first axis of each array has the examples."""
+        return (self.values,)
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors of length ``d_in`` that ``into`` rotates."""
+        return self.values[..., 0, :].size
+
+    def into(self, spectrum: Spectrum, times: Times | None = None) -> "WholeGradients":
+        """Return the gradients in the basis of the eigenvectors of their block."""
+        del times
+        return WholeGradients(spectrum.into(self.values))
+
+    def compact(self) -> "WholeGradients":
+        """Return these gradients: they are matrices already."""
+        return self
+
+    def matrices(self) -> Float:
+        """Return the matrices, ``(m, k, g, d_in, d_out)``."""
+        return self.values
+
+    def gram(self, weights: Float) -> Float:
+        """Return ``Σ w ∘ G_k ∘ G_l`` of each example.
+
+        Args:
+            weights: ``(g, d_in, d_out)``.
+
+        Returns:
+            ``(m, k, k)``.
+        """
+        rows = self.values.reshape(*self.values.shape[:2], -1)
+        product: Float = (rows * weights.reshape(-1)) @ rows.swapaxes(1, 2)
+        return product
+
+    def products(self, vectors: Float) -> Float:
+        """Return the inner products with vectors of the block.
+
+        Args:
+            vectors: ``(q, g, d_in, d_out)``.
+
+        Returns:
+            ``(q, m, k)``.
+        """
+        m, k = self.values.shape[:2]
+        flat = vectors.reshape(len(vectors), -1) @ self.values.reshape(m * k, -1).T
+        product: Float = flat.reshape(-1, m, k)
+        return product
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FactoredGradients:
+    """Gradients ``Σ_t a_t ds_tᵀ`` as their rows.
+
+    Attributes:
+        inputs: ``a``, ``(m, t, d_in)``.
+        outputs: ``ds`` of each cotangent, ``(m, k, t, d_out)``.
+    """
+
+    inputs: Float
+    outputs: Float
+
+    @property
+    def arrays(self) -> tuple[Float, ...]:
+        """All numbers; the first axis of each array has the examples."""
+        return self.inputs, self.outputs
+
+    @property
+    def rows(self) -> int:
+        """Number of vectors of length ``d_in`` that ``into`` rotates."""
+        return self.inputs[..., 0].size
+
+    def into(self, spectrum: Spectrum, times: Times | None = None) -> "FactoredGradients":
+        """Return the gradients in the basis of the eigenvectors of their block.
+
+        Args:
+            spectrum: The block.
+            times: Computes products of rows ``(…, d)`` and a matrix; None for one product.
+        """
+        U, W, times = spectrum.left, spectrum.right, times or _times
+        return FactoredGradients(
+            self.inputs if U is None else times(self.inputs, U[0]),
+            self.outputs if W is None else times(self.outputs, W[0]),
+        )
+
+    def compact(self) -> "WholeGradients | FactoredGradients":
+        """Return whole matrices, unless each example has a single row."""
+        return self if self.inputs.shape[1] == 1 else WholeGradients(self.matrices())
+
+    def matrices(self) -> Float:
+        """Return the matrices, ``(m, k, 1, d_in, d_out)``."""
+        product: Float = self.inputs.swapaxes(1, 2)[:, None, None] @ self.outputs[:, :, None]
+        return product
+
+    def gram(self, weights: Float) -> Float:
+        """Return ``Σ w ∘ G_k ∘ G_l``; see ``WholeGradients.gram``."""
+        if self.inputs.shape[1] > 1:
+            return self.compact().gram(weights)
+        ds = self.outputs[:, :, 0]
+        product: Float = (ds * (self.inputs[:, 0] ** 2 @ weights[0])[:, None]) @ ds.swapaxes(1, 2)
+        return product
+
+    def products(self, vectors: Float) -> Float:
+        """Return the inner products with vectors; see ``WholeGradients.products``."""
+        if self.inputs.shape[1] > 1:
+            return self.compact().products(vectors)
+        product: Float = np.einsum(
+            "qmo,mko->qmk", self.inputs[:, 0] @ vectors[:, 0], self.outputs[:, :, 0], optimize=True
+        )
+        return product
+
+
+def _times(rows: Float, matrix: Float) -> Float:
+    """Return rows ``(…, d)`` times a matrix, in one product instead of one for each example."""
+    product: Float = rows.reshape(-1, rows.shape[-1]) @ matrix
+    return product.reshape(*rows.shape[:-1], -1)
+
+
+Gradients = WholeGradients | FactoredGradients
+
 
 _BYTES = 8
 Cotangents = Sequence[Mapping[str, Array]]

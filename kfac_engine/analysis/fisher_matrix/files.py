@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.blocks import Block, InputMoment
+from kfac_engine.analysis.fisher_matrix.blocks import Block, InputMoment, Spectrum
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
-from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.loss_bindings import named_settings
 from kfac_engine.engine.options import LOSS_SETTINGS

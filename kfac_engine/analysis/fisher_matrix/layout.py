@@ -1,21 +1,175 @@
-"""The blocks of a curvature before they have eigenvalues: parameters, places and formulas."""
+"""The blocks of a curvature: parameters, places and formulas, and their decompositions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 
-from kfac_engine.analysis.fisher_matrix.blocks import UNUSED, Block, Part
-from kfac_engine.analysis.fisher_matrix.decomposition import Decomposer
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.blocks import (
+    UNUSED,
+    Block,
+    Float,
+    InputMoment,
+    Part,
+    Spectrum,
+    eigenbasis,
+)
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
-from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places
-from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
+from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places, packed
 from kfac_engine.curvature.approximations import row
-from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.curvature.blocks.base import FisherBlock, uses
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.engine.build import Assembly
 from kfac_engine.layers.match import LayerMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposer:
+    """Converts blocks of an estimator to blocks of a curvature.
+
+    Attributes:
+        vector: All parameters.
+        to_numpy: Copies an array of the backend to the host.
+        separate: Whether the parameters of a block are uncorrelated.
+    """
+
+    vector: ParameterVector
+    to_numpy: Callable[[Array], Array]
+    separate: bool
+
+    def decompose(
+        self, block: FisherBlock, inputs: Float | None = None
+    ) -> tuple[Spectrum, InputMoment | None]:
+        """Return the eigenvalues and eigenvectors of a block.
+
+        Args:
+            block: A block with statistics.
+            inputs: Eigenvalues of the input factor, for a block whose basis is set.
+
+        Returns:
+            The spectrum in float64 on the host, and the second moment of the inputs of the layer;
+            None for the moment if it was not measured.
+
+        Raises:
+            UnsupportedError: The eigenvalues of the block have no closed form.
+        """
+        return block.decompose(_Spectra(self, block, inputs))
+
+    def bases(
+        self, block: FisherBlock, scale: EigenbasisFactor
+    ) -> tuple[Float, tuple[Float, Float]]:
+        """Return the eigenvalues of the input factor, and the eigenvectors of both factors."""
+        A, G = scale.kronecker_factors
+        rows = _rows(A, G.repeats)
+        a, left = self.side(A, tuple(part.rows for part in self.parts(block)), rows)
+        _, right = self.side(G, (slice(None),))
+        assert left is not None  # both factors are dense
+        assert right is not None
+        return a, (left[0], right[0])
+
+    def places(self, block: FisherBlock) -> Places:
+        """Return the place of each entry of a packed vector of a block, ``(g, d_in, d_out)``."""
+        return packed(block, tuple(self.vector.places(name) for name in _names(block)))
+
+    def parts(self, block: FisherBlock) -> tuple[Part, ...]:
+        """Return the parameters of a block, each with its rows if they are uncorrelated."""
+        names = _names(block)
+        owners = tuple(self.vector.parameter_of(name) for name in names)
+        if not self.separate or len(names) == 1:
+            key = names[0] if len(names) == 1 else names
+            return (Part(owners, key, slice(None)),)
+        if block.packing is not None:  # the bias is the last row
+            rows = [slice(0, -1), slice(-1, None)]
+        else:
+            ends = np.cumsum([0, *(self.vector.places(name).size for name in names)]).tolist()
+            rows = [slice(*pair) for pair in pairwise(ends)]
+        return tuple(
+            Part((owner,), name, row) for owner, name, row in zip(owners, names, rows, strict=True)
+        )
+
+    def side(
+        self, factor: FisherFactor, parts: tuple[slice, ...], rows: int | None = None
+    ) -> tuple[Float, Float | None]:
+        """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity.
+
+        Args:
+            factor: A factor with statistics.
+            parts: Rows that are decomposed together.
+            rows: Number of vectors whose outer products the factor averages, if known.
+        """
+        if factor.is_diagonal:
+            return self.read(factor.diagonal())[None].clip(min=0.0), None
+        accuracy = float(np.finfo(factor.average.read().dtype).eps)
+        return eigenbasis(self.read(factor.matrices()), parts, rows, accuracy)
+
+    def read(self, array: Array) -> Float:
+        """Return an array of the backend in float64 on the host."""
+        return np.asarray(self.to_numpy(array), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spectra:
+    """Eigenvalues and eigenvectors of a block of each form.
+
+    Attributes:
+        decomposer: Reads the factors.
+        block: The block.
+        inputs: Eigenvalues of the input factor, for a block whose basis is set.
+    """
+
+    decomposer: Decomposer
+    block: FisherBlock
+    inputs: Float | None
+
+    def product(
+        self, A: FisherFactor, G: FisherFactor, scale: float
+    ) -> tuple[Spectrum, InputMoment | None]:
+        """Return the spectrum of ``c · A ⊗ G``, and ``A`` if it is the moment of the inputs."""
+        measured = A.statistic.moment == "matrix"
+        rows = _rows(A, scale) if measured else None
+        a, left = self.decomposer.side(A, self._parts, rows)
+        g, right = self.decomposer.side(G, (slice(None),))
+        spectrum = Spectrum(scale * a[:, :, None] * g[:, None, :], left, right)
+        return spectrum, InputMoment(a, scale) if measured and left is not None else None
+
+    def rotated(self, factor: EigenbasisFactor) -> tuple[Spectrum, InputMoment]:
+        """Return the spectrum of measured eigenvalues, and the second moment of the inputs."""
+        assert factor.bases is not None  # the measurement has set it
+        assert self.inputs is not None  # of the basis
+        read, bases = self.decomposer.read, factor.bases
+        left, right = (read(basis)[None] for basis in (bases.input, bases.output))
+        eigenvalues = read(factor.average.read())[None].clip(min=0.0)
+        _, G = factor.kronecker_factors
+        return Spectrum(eigenvalues, left, right), InputMoment(self.inputs, G.repeats or 1)
+
+    def matrix(self, F: FisherFactor) -> tuple[Spectrum, None]:
+        """Return the spectrum of a diagonal, or of one dense matrix."""
+        read = self.decomposer.read
+        if F.is_diagonal:
+            shape = self.decomposer.places(self.block).shape
+            return Spectrum(read(F.diagonal()).reshape(shape).clip(min=0.0)), None
+        values, vectors = eigenbasis(read(F.matrices()), self._parts)
+        return Spectrum(values[:, :, None], vectors), None
+
+    @property
+    def _parts(self) -> tuple[slice, ...]:
+        return tuple(part.rows for part in self.decomposer.parts(self.block))
+
+
+def _rows(factor: FisherFactor, repeats: float | None) -> int:
+    """Return the number of vectors whose outer products a factor averages."""
+    return round(factor.average.weight * (repeats or 1))
+
+
+def _names(block: FisherBlock) -> tuple[str, ...]:
+    """Return the names of the parameters of a block, as the block calls them."""
+    assert block.params is not None, "a registered block has parameters"
+    return uses(block.params)
 
 
 @dataclass(frozen=True)

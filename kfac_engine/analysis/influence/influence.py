@@ -11,10 +11,9 @@ from kfac_engine.analysis.fisher_matrix.block_gradients import (
     block_tiles,
     gradient_sources,
 )
-from kfac_engine.analysis.fisher_matrix.blocks import Block, checked_damping
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
-from kfac_engine.analysis.fisher_matrix.gradient_forms import Gradients
-from kfac_engine.analysis.fisher_matrix.spectrum import Float, Spectrum
+from kfac_engine.analysis.fisher_matrix.example_gradients import Gradients
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of

@@ -17,9 +17,8 @@ from scipy.optimize import minimize
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Part
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Part
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.likelihood import Likelihood
 from kfac_engine.arguments import number
 from kfac_engine.errors import InputError

@@ -1,10 +1,14 @@
-"""Writes a model with the variance of its outputs under uncertain parameters of all layers.
+"""Writes a model with the variance of its outputs under uncertain parameters of its layers.
 
 The file has the forward graph and a backward graph for each of the ``k`` outputs of an example, in
 standard operators. The gradients of each example with respect to a layer follow from the inputs and
 output gradients of the layer. For parameters without a layer, a ``Scan`` runs over the examples.
-The nodes are recorded: ``gradient_forms`` computes the variance from arrays, and writes it from
+The nodes are recorded: ``example_gradients`` computes the variance from arrays, and writes it from
 recorded arrays.
+
+A last dense layer needs no backward graph. With the input φ it has the outputs ``Wᵀ φ̃``,
+``φ̃ = (φ, 1)``, so that the covariance of outputs k and l is ``Σ φ̃_i φ̃_j C_(ik)(jl)`` for the
+covariance ``C`` of the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,28 +18,30 @@ from pathlib import Path
 
 import numpy as np
 
-from kfac_engine.analysis.fisher_matrix.blocks import Block
-from kfac_engine.analysis.fisher_matrix.gradient_forms import (
+from kfac_engine._types import Array
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float
+from kfac_engine.analysis.fisher_matrix.example_gradients import (
     Gradients,
     WholeGradients,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.parameter_vector import packed
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.export_backward import (
     PREFIX,
     Network,
+    Recording,
+    Recordings,
     example_gradients,
     stacked_gradients,
 )
-from kfac_engine.analysis.laplace.export_gradients import Recording, Recordings
-from kfac_engine.analysis.laplace.export_last_layer import export_last_layer, is_last_layer
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.export.gradient_model import declared_shape, joint_model
+from kfac_engine.graph.export import extended_files, file_values
 from kfac_engine.graph.files import declare, model_files, write_model
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.order import all_nodes
-from kfac_engine.graph.structure import Input
+from kfac_engine.graph.structure import AttributeValue, Input, Node
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.recording.operations import new_tape
 from kfac_engine.recording.recorded import Symbol
@@ -250,3 +256,117 @@ def _write(network: Network, target: Path) -> None:
     network.check_count(sum(1 for _ in all_nodes(message.graph.node)))
     files = model_files(declare(message, constants), constants, f"{target.name}.data")
     write_model(target, files)
+
+
+# The nodes, and the constants that they read by name.
+Nodes = tuple[list[Node], dict[str, Array]]
+
+
+def export_last_layer(
+    layout: Layout, layer: LayerMatch, block: Block, variances: Float, path: str | Path
+) -> None:
+    """Write the model with the output ``variance``, ``(n, k, k)``.
+
+    Args:
+        layout: The model with its layers.
+        layer: The only layer; ``is_last_layer`` holds for it.
+        block: Its block.
+        variances: Eigenvalues of the covariance of the parameters, ``(1, d_in, d_out)``.
+        path: File to write.
+
+    Raises:
+        InputError: The path is wrong, or the file has a value ``variance`` already.
+    """
+    target = checked_path(path)
+    model = layout.assembly.model
+    facts = model.facts
+    name, output = str(layer.inputs), str(layer.outputs)
+    dtype, features, k = facts[output].dtype, facts[name].shape[-1], facts[output].shape[-1]
+    if layout.options.structure == "full":
+        rows = layout.decomposer.places(layout.layers[0][1])
+        nodes, constants = _of_matrix(block, variances, rows[0], features)
+    else:
+        nodes, constants = _of_factors(block, variances, k, features)
+    # A file in float16 computes the variance in float32.
+    features_name = f"{OUTPUT}/features"
+    cast = Node("Cast", (name,), (features_name,), {"to": FLOAT_CODES[dtype.name]}, features_name)
+    declared = Input(OUTPUT, dtype, (None, k, k))
+    typed = {n: a if a.dtype == np.int64 else a.astype(dtype) for n, a in constants.items()}
+    location = f"{target.name}.data"
+    write_model(path, extended_files(model.loaded, [cast, *nodes], typed, [declared], location))
+
+
+def is_last_layer(layout: Layout) -> bool:
+    """Return whether the only layer is a dense layer on rows that computes what the loss reads."""
+    facts, inputs = layout.assembly.model.facts, layout.assembly.task.objective.inputs
+    (layer, block), *others = layout.layers
+    if others or layer.kind != "fully_connected" or not isinstance(layer.inputs, str):
+        return False
+    if block.packing is None or inputs != (layer.outputs,):
+        return False
+    # The nodes read the features by name, which a rewritten operator or a function may not have.
+    if layer.inputs not in file_values(layout.assembly.model.loaded):
+        return False
+    return all(len(facts[name].shape) == 2 for name in (layer.inputs, inputs[0]))
+
+
+def _of_factors(block: Block, variances: Float, k: int, features: int) -> Nodes:
+    """Return nodes for ``((φ̃ᵀ U)² S) (W ⊗ W)ᵀ``, for ``C = (U ⊗ W) diag(S) (U ⊗ W)ᵀ``."""
+    d_in = variances.shape[1]
+    U = np.eye(d_in) if block.spectrum.left is None else block.spectrum.left[0]
+    W = np.eye(k) if block.spectrum.right is None else block.spectrum.right[0]
+    pairs = W.T[:, :, None] * W.T[:, None, :]  # (eigenvector, k, l)
+    constants: dict[str, Array] = {
+        "variance/U": U[:features],
+        "variance/u": U[features:].sum(axis=0),  # the row of the bias; zero without a bias
+        "variance/S": variances[0],
+        "variance/W": pairs.reshape(len(pairs), -1),
+        "variance/shape": np.array([-1, k, k]),
+    }
+    nodes = [
+        _node("MatMul", ["features", "U"], "product"),
+        _node("Add", ["product", "u"], "rotated"),
+        _node("Mul", ["rotated", "rotated"], "squares"),
+        _node("MatMul", ["squares", "S"], "spread"),
+        _node("MatMul", ["spread", "W"], "flat"),
+        _node("Reshape", ["flat", "shape"], ""),
+    ]
+    return nodes, constants
+
+
+def _of_matrix(block: Block, variances: Float, places: Array, features: int) -> Nodes:
+    """Return nodes for ``R Rᵀ`` with ``R = φ̃ᵀ C^½``, for a dense covariance of all parameters.
+
+    Args:
+        block: The block of all parameters.
+        variances: Eigenvalues of the covariance, ``(1, P, 1)``.
+        places: Place of the parameter of each row and column of the layer, ``(d_in, k)``.
+        features: Number of features of φ.
+
+    Returns:
+        The nodes with their constants.
+    """
+    assert block.spectrum.left is not None, "a dense matrix has eigenvectors"
+    root = (block.spectrum.left[0] * np.sqrt(variances[0, :, 0]))[places]  # (d_in, k, P)
+    k, size = root.shape[1:]
+    constants: dict[str, Array] = {
+        "variance/C": root[:features].reshape(features, -1),
+        "variance/c": root[features:].sum(axis=0).reshape(-1),
+        "variance/shape": np.array([-1, k, size]),
+    }
+    nodes = [
+        _node("MatMul", ["features", "C"], "product"),
+        _node("Add", ["product", "c"], "flat"),
+        _node("Reshape", ["flat", "shape"], "root"),
+        _node("Transpose", ["root"], "transposed", {"perm": (0, 2, 1)}),
+        _node("MatMul", ["root", "transposed"], ""),
+    ]
+    return nodes, constants
+
+
+def _node(
+    op: str, inputs: list[str], output: str, attributes: Mapping[str, AttributeValue] | None = None
+) -> Node:
+    name = f"{OUTPUT}/{output}" if output else OUTPUT
+    operands = tuple(f"{OUTPUT}/{operand}" for operand in inputs)
+    return Node(op, operands, (name,), attributes or {}, name)

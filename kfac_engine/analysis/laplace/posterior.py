@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Params
-from kfac_engine.analysis.fisher_matrix.blocks import Block, checked_damping
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
 from kfac_engine.analysis.laplace.evidence import Evidence, Prior, checked_positive
 from kfac_engine.analysis.laplace.export_network import export_variance
-from kfac_engine.analysis.laplace.likelihood import Likelihood
-from kfac_engine.analysis.laplace.links import LINKS
-from kfac_engine.analysis.laplace.predictive import Linearization, Predictive
-from kfac_engine.analysis.laplace.targets import Outputs
+from kfac_engine.analysis.laplace.likelihood import Likelihood, Outputs
+from kfac_engine.analysis.laplace.predictive import LINKS, Linearization, Predictive
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.forms import Data, whole_batch

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.linalg import eigh_tridiagonal
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from kfac_engine.analysis.fisher_matrix.spectrum import Float
+from kfac_engine.analysis.fisher_matrix.blocks import Float
 from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.errors import InputError
 from kfac_engine.system import memory_limits

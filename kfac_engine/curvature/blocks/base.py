@@ -19,8 +19,7 @@ from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
 from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
-from kfac_engine.layers.broadcast import ScaleShiftForm
-from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.layers.packing import Packing
 from kfac_engine.printable import shortened
 from kfac_engine.summary import dimensions

@@ -34,8 +34,7 @@ from kfac_engine.curvature.factors.statistics import (
     ScaleShiftMoment,
 )
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, ShapeError
-from kfac_engine.layers.broadcast import ScaleShiftForm
-from kfac_engine.layers.layer_forms import LayerForm
+from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.layers.packing import Packing
 
 

@@ -18,7 +18,7 @@ from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.backend.patch_sums import row_sums
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, UnsupportedError
-from kfac_engine.layers.broadcast import BroadcastShape, entries, per_example
+from kfac_engine.layers.layer_forms import BroadcastShape, entries, per_example
 from kfac_engine.layers.views import View, examples, folded_shape, rows_per_example
 
 # Names over the uses of a layer; a single name if there is one use, or one tensor of all uses.

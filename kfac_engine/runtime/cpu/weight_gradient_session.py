@@ -5,7 +5,7 @@ module copies the patches of a few images, which stay in the cache. A backward s
 therefore returns the operands of these products, and threads compute the products.
 
 BLAS computes a gradient that is a sum of transposed or reshaped kernel gradients (see
-``autodiff.weight_gradients``), if no node reads the gradient or a term of the sum. ONNX Runtime
+``autodiff.vjp_builder``), if no node reads the gradient or a term of the sum. ONNX Runtime
 computes all other gradients.
 """
 

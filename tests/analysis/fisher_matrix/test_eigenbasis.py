@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kfac_engine.analysis.fisher_matrix import spectrum
-from kfac_engine.analysis.fisher_matrix.spectrum import eigenbasis
+from kfac_engine.analysis.fisher_matrix import blocks
+from kfac_engine.analysis.fisher_matrix.blocks import eigenbasis
 from tests.analysis.fisher_matrix.dense import assert_close, measured
 from tests.models import mlp
 
@@ -33,7 +33,7 @@ def without_eigh(monkeypatch):
         assert len(matrix) < SIDE / 2
         return dense(matrix)
 
-    monkeypatch.setattr(spectrum.np.linalg, "eigh", small)
+    monkeypatch.setattr(blocks.np.linalg, "eigh", small)
 
 
 @pytest.mark.rounding
@@ -102,7 +102,7 @@ def test_curvature_of_few_examples_equals_that_with_dense_decompositions(
     data = ({"input": x}, np.arange(5) % 3)
     options = {"structure": structure, "biases": biases, "fisher": "empirical"}
     actual = measured(model, data, **options)
-    monkeypatch.setattr(spectrum, "_LOW_RANK", 0.0)
+    monkeypatch.setattr(blocks, "_LOW_RANK", 0.0)
     expected = measured(model, data, **options)
     moments = [curvature.input_moment("fc0.weight") for curvature in (actual, expected)]
     assert_close(*moments, 1e-10)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kfac_engine.analysis.fisher_matrix.gradient_forms import FactoredGradients, WholeGradients
-from kfac_engine.analysis.fisher_matrix.spectrum import Spectrum
+from kfac_engine.analysis.fisher_matrix.blocks import Spectrum
+from kfac_engine.analysis.fisher_matrix.example_gradients import FactoredGradients, WholeGradients
 from kfac_engine.analysis.influence.influence import Products
 
 # Sums of at most 60 products in float64.

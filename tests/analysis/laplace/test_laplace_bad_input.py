@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.analysis.laplace.links import LINKS, Logits
+from kfac_engine.analysis.laplace.predictive import LINKS, Logits
 from tests import models
 from tests.analysis.fisher_matrix.dense import dense, measured
 from tests.analysis.laplace.linear_regression import linear, regression

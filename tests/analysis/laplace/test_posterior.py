@@ -6,7 +6,7 @@ from scipy.special import expit, softmax
 from scipy.stats import multivariate_normal
 
 import kfac_engine as ke
-from kfac_engine.analysis.laplace.targets import Outputs
+from kfac_engine.analysis.laplace.likelihood import Outputs
 from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import (
     MODELS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.layers.broadcast import BroadcastShape, ScaleShiftForm
+from kfac_engine.layers.layer_forms import BroadcastShape, ScaleShiftForm
 from tests.lifecycle import as_matrix, assert_products, observe
 
 EXACT = 1e-12  # float64 sums of some dozen terms of size one
