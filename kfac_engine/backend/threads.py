@@ -26,6 +26,8 @@ _INSIDE: ContextVar[bool] = ContextVar("inside a task", default=False)
 
 # Functions that have not started.
 _Tasks: TypeAlias = "deque[Callable[[], object]]"
+# The functions that a helper calls in order, a thread that sleeps without calls; none raises.
+_Calls: TypeAlias = SimpleQueue[Callable[[], None]]
 # Results of threads: an exception, or None.
 _Ends: TypeAlias = SimpleQueue[BaseException | None]
 
@@ -91,40 +93,36 @@ def threads_of_a_rank(cores: int, ranks_on_node: int, machine: int | None = None
 
 
 class _BlasLimit:
-    """Counts the contexts that limit BLAS; the first sets the limit and the last removes it."""
+    """The context of ``single_threaded_blas``; it takes less time than that of a generator.
+
+    The first of several contexts sets the limit and the last removes it.
+    """
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.count = 0
         self.before: list[int] = []
 
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.count == 0:
+                self.before = _numbers_of_threads()
+                _set_threads([1] * len(self.before), self.before)
+            self.count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count == 0:
+                _set_threads(self.before, [1] * len(self.before))
+
 
 _BLAS_LIMIT = _BlasLimit()
 
 
-class _SingleThreadedBlas:
-    """The context of ``single_threaded_blas``; a generator would take more time."""
-
-    def __enter__(self) -> None:
-        with _BLAS_LIMIT.lock:
-            if _BLAS_LIMIT.count == 0:
-                _BLAS_LIMIT.before = _numbers_of_threads()
-                _set_threads([1] * len(_BLAS_LIMIT.before), _BLAS_LIMIT.before)
-            _BLAS_LIMIT.count += 1
-
-    def __exit__(self, *error: object) -> None:
-        with _BLAS_LIMIT.lock:
-            _BLAS_LIMIT.count -= 1
-            if _BLAS_LIMIT.count == 0:
-                _set_threads(_BLAS_LIMIT.before, [1] * len(_BLAS_LIMIT.before))
-
-
-_SINGLE_THREADED = _SingleThreadedBlas()
-
-
-def single_threaded_blas() -> _SingleThreadedBlas:
+def single_threaded_blas() -> _BlasLimit:
     """Limit BLAS to one thread for the whole process, until the last such context ends."""
-    return _SINGLE_THREADED
+    return _BLAS_LIMIT
 
 
 def _run_with_helpers(queue: _Tasks, count: int) -> None:
@@ -132,7 +130,7 @@ def _run_with_helpers(queue: _Tasks, count: int) -> None:
     helpers = [_idle_helper() for _ in range(count)]
     tickets, ends = deque(helpers), _Ends()
     for helper in helpers:
-        helper.calls.put(partial(copy_context().run, _help, queue, tickets, ends))
+        helper.put(partial(copy_context().run, _help, queue, tickets, ends))
     try:
         _run_queue(queue)
     finally:
@@ -148,7 +146,7 @@ def _run_with_helpers(queue: _Tasks, count: int) -> None:
             raise failure
 
 
-def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
+def _help(queue: _Tasks, tickets: "deque[_Calls]", ends: _Ends) -> None:
     """Run tasks and report the end, unless the caller has removed the ticket."""
     try:
         tickets.pop()
@@ -162,33 +160,25 @@ def _help(queue: _Tasks, tickets: "deque[_Helper]", ends: _Ends) -> None:
         ends.put(None)
 
 
-class _Helper:
-    """A thread that sleeps until it receives a call.
-
-    The pools of Python's library take twice as long to start a task, because their futures and
-    queues wake threads by locks. The thread calls the functions in ``calls`` in order; none raises.
-    """
-
-    def __init__(self) -> None:
-        self.calls = SimpleQueue[Callable[[], None]]()
-        # The thread may be a daemon, because every caller waits for its calls.
-        Thread(target=_serve, args=(self.calls,), name="kfac_engine", daemon=True).start()
-
-
-def _serve(calls: "SimpleQueue[Callable[[], None]]") -> None:
+def _serve(calls: _Calls) -> None:
     while True:
         calls.get()()
 
 
 # Threads without work. A forked process does not inherit them.
-_IDLE: "deque[_Helper]" = deque()
+_IDLE: "deque[_Calls]" = deque()
 
 
-def _idle_helper() -> _Helper:
+def _idle_helper() -> _Calls:
     try:
         return _IDLE.pop()
     except IndexError:
-        return _Helper()
+        # The pools of Python's library take twice as long to start a task, because their futures
+        # and queues wake threads by locks.
+        calls = _Calls()
+        # The thread may be a daemon, because every caller waits for its calls.
+        Thread(target=_serve, args=(calls,), name="kfac_engine", daemon=True).start()
+        return calls
 
 
 def _run_queue(queue: _Tasks) -> None:

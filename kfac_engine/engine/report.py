@@ -239,7 +239,7 @@ def listed(texts: Sequence[str]) -> str:
 
 def _loss(head: LossBinding) -> str:
     kind: type = type(head.loss)
-    names = (name for name, factory in LOSSES.items() if factory is kind)  # type: ignore[comparison-overlap]
+    names = (name for name, factory in LOSSES.items() if factory is kind)
     return f"{next(names, kind.__name__)} on '{head.output}'"
 
 

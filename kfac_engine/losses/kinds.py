@@ -3,9 +3,9 @@
 ``ke.Categorical(ignore_index=255)`` is accepted wherever the name ``"categorical"`` is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 from kfac_engine._types import Array
 from kfac_engine.errors import UnknownNameError, suggestion
@@ -21,23 +21,8 @@ from kfac_engine.losses.outliers import (
 from kfac_engine.losses.output import OutputLoss
 from kfac_engine.registry import Registry
 
-
-class LossFactory(Protocol):
-    """A function that creates a loss on an output of a model."""
-
-    def __call__(
-        self,
-        output: str,
-        /,
-        *,
-        targets: str | None = None,
-        seed: int | None = None,
-        class_axis: int = -1,
-    ) -> LossFunction:
-        """Return the loss on the value ``output``."""
-
-
-LOSSES: Registry[LossFactory] = Registry(
+# Functions that create a loss on an output of a model, with options by keyword.
+LOSSES: Registry[Callable[..., LossFunction]] = Registry(
     "loss",
     {
         "categorical": CategoricalLogitsNegativeLogProbLoss,

@@ -26,23 +26,12 @@ _NEXT_EXAMPLE = 10368889  # the golden ratio
 _PRIME = 2**31 - 1  # of the hashes
 
 
-class Recording:
-    """The functions and operations of recorded arrays."""
-
-    applied, called = staticmethod(applied), staticmethod(called)
-
-    def namespace(self, tape: Tape) -> Namespace:
-        """Return the functions that create arrays."""
-        return Namespace(tape)
-
-    def backend(self, tape: Tape) -> "Operations":
-        """Return the operations of a backend."""
-        return Operations(tape)
-
-
 def new_tape(prefix: str, dtype: DType | type = np.float32) -> Tape:
     """Return a tape without nodes; no value of the model starts with the prefix."""
-    return Tape(prefix, Recording(), dtype)
+    functions = SimpleNamespace(
+        applied=applied, called=called, namespace=Namespace, backend=Operations
+    )
+    return Tape(prefix, functions, dtype)
 
 
 class Operations:

@@ -72,7 +72,7 @@ class Tape:
 
     Args:
         prefix: Start of all new names; no value of the model starts with it.
-        functions: What NumPy's functions record: see ``operations.Recording``.
+        functions: What NumPy's functions record: see ``operations.new_tape``.
         dtype: Type of floating-point numbers. Training files have single precision: a GPU of a
             browser has no other.
 

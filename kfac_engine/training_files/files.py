@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,6 +65,7 @@ class TrainingFiles:
     def __init__(self, folder: str | Path, model: ModelSource | None = None) -> None:
         self.folder, self._model = checked_path(folder), model
         self._data: dict[str, bytes] = {}
+        self._sessions: dict[str, Session] = {}
         described = {name: self._described(name) for name in (TRAINING, INITIAL, PREDICT)}
         self.description = described[TRAINING]
         other = next(
@@ -309,11 +309,10 @@ class TrainingFiles:
         return Description.read(properties_of(self._data[name]), f"'{path}'")
 
     def _session(self, name: str) -> Session:
+        if name not in self._sessions:
+            model = CompactModel(self._data[name], {}, {})
+            self._sessions[name] = Session(model, threads=1, what=f"'{name}'")
         return self._sessions[name]
-
-    @cached_property
-    def _sessions(self) -> "_Sessions":
-        return _Sessions(self._data)
 
     def _source(self, data: Data, batch_size: int, seed: int) -> RunData:
         about = self.description
@@ -374,19 +373,6 @@ def _stacked(arrays: Sequence[Any]) -> Any:
     if isinstance(arrays[0], Mapping):
         return {name: np.stack([entry[name] for entry in arrays]) for name in arrays[0]}
     return np.stack(arrays)
-
-
-class _Sessions(dict[str, Session]):
-    """The sessions of the files, each built at its first use."""
-
-    def __init__(self, data: Mapping[str, bytes]) -> None:
-        super().__init__()
-        self._data = data
-
-    def __missing__(self, name: str) -> Session:
-        model = CompactModel(self._data[name], {}, {})
-        self[name] = session = Session(model, threads=1, what=f"'{name}'")
-        return session
 
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:

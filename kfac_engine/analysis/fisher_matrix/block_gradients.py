@@ -13,9 +13,9 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
     Gradients,
-    LayerGradients,
     WholeGradients,
     numbered,
+    read_layers,
     whole_rows,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
@@ -103,7 +103,7 @@ def block_tiles(
         A block, the numbers of the examples, and their gradients in its basis; all examples of a
         block before the next block. Blocks of entries that the loss does not depend on are absent.
     """
-    readers = LayerGradients(layout.assembly).read(*batch)
+    readers = read_layers(layout.assembly, *batch)
     scratch_bytes = layout.assembly.collection.backend.scratch_bytes
     if layout.options.structure == "full":
         (block,), start = blocks, 0

@@ -12,7 +12,7 @@ import numpy as np
 from kfac_engine._types import Array, Params
 from kfac_engine.analysis.fisher_matrix.block_gradients import gradient_sources, jacobian_sources
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
-from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients, numbered
+from kfac_engine.analysis.fisher_matrix.example_gradients import numbered, read_layers
 from kfac_engine.analysis.fisher_matrix.files import (
     NUMBERS,
     CurvatureFile,
@@ -433,7 +433,7 @@ def _tiles(
         Derivatives with an axis for the sources after the axis of the examples.
     """
     vector, scratch_bytes = layout.vector, layout.assembly.collection.backend.scratch_bytes
-    readers = LayerGradients(layout.assembly).read(trace, sources)
+    readers = read_layers(layout.assembly, trace, sources)
     groups = _groups(layout)
     for (layer, block), reader in zip(layout.layers, readers, strict=True):
         places = layout.decomposer.places(block)

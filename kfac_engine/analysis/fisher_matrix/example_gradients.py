@@ -7,7 +7,6 @@ Other parameters take a backward pass for each example. With one position, most 
 need only its two vectors.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
@@ -186,85 +185,46 @@ class LayerReader:
         return max(1, scratch_bytes // (_BYTES * max(1, self.entries if whole else self.numbers)))
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGradients:
-    """Computes gradients of single examples with respect to the parameters of each layer.
+# The outputs of a layer whose gradients are read, and a function that returns the reader from the
+# cotangents of each source and the gradients of these outputs for each source.
+_Reading: TypeAlias = tuple[
+    tuple[str, ...], Callable[[Cotangents, Sequence[Mapping[str, Array]]], LayerReader]
+]
 
-    Attributes:
-        assembly: The model with its layers.
+
+def read_layers(assembly: Assembly, trace: Trace, sources: Cotangents) -> list[LayerReader]:
+    """Return readers of the gradients of ``Σ ⟨cotangent, value⟩``, one for each layer of the model.
+
+    For each gradient of an example, ``sources`` map the inputs of losses to cotangents. The tiles
+    of a reader raise a ``NonFiniteError`` for an example whose gradient holds NaN or infinity.
     """
+    layers = assembly.discovery.layers
+    readings = [
+        _block_of(assembly, layer).read_examples(_Readings(assembly, layer, trace))
+        for layer in layers
+    ]
+    wrt = tuple(dict.fromkeys(name for outputs, _ in readings for name in outputs))
+    gradients = [trace.vjp(cotangents, wrt) if wrt else {} for cotangents in sources]
+    return [
+        _checked(layer, reader(sources, gradients), trace)
+        for layer, (_, reader) in zip(layers, readings, strict=True)
+    ]
 
-    assembly: Assembly
 
-    def read(self, trace: Trace, sources: Cotangents) -> list[LayerReader]:
-        """Return the gradients of ``Σ ⟨cotangent, value⟩``.
-
-        Args:
-            trace: The batch.
-            sources: For each gradient of an example, the cotangents by loss input.
-
-        Returns:
-            A reader for each layer of the model. Its tiles raise a ``NonFiniteError`` for an
-            example whose gradient holds NaN or infinity.
-        """
-        readings = [
-            self._block_of(layer).read_examples(_Readings(self.assembly, layer, trace))
-            for layer in self.assembly.discovery.layers
-        ]
-        wrt = tuple(dict.fromkeys(name for reading in readings for name in reading.outputs))
-        gradients = [trace.vjp(cotangents, wrt) if wrt else {} for cotangents in sources]
-        return [_checked(r.layer, r.reader(sources, gradients), trace) for r in readings]
-
-    def _block_of(self, layer: LayerMatch) -> FisherBlock:
-        key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
-        return self.assembly.collection.fisher_blocks[key]
+def _block_of(assembly: Assembly, layer: LayerMatch) -> FisherBlock:
+    key = layer.parameters if len(layer.parameters) > 1 else layer.parameters[0]
+    return assembly.collection.fisher_blocks[key]
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading(ABC):
-    """How the gradients of a layer are read.
+class _Readings:
+    """Reads the gradients of a layer, in the way that its block chooses.
 
     Attributes:
         assembly: The model with its layers.
         layer: The layer.
         trace: The batch.
     """
-
-    assembly: Assembly
-    layer: LayerMatch
-    trace: Trace
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Outputs of the layer whose gradients are read."""
-        return uses(self.layer.outputs)
-
-    @abstractmethod
-    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
-        """Return the reader.
-
-        Args:
-            sources: For each gradient of an example, the cotangents by loss input.
-            gradients: The gradients of ``outputs`` for each source.
-        """
-
-    def _tensors(
-        self, gradients: Sequence[Mapping[str, Array]]
-    ) -> tuple[list[Array], list[list[Array]]]:
-        """Return the input of each use, and the output gradients of each use and source."""
-        asarray = self.assembly.collection.backend.asarray
-        inputs = [asarray(self.trace[name]) for name in uses(self.layer.inputs) if name]
-        outputs = [[asarray(arrays[name]) for arrays in gradients] for name in self.outputs]
-        return inputs, outputs
-
-    def _read(self, array: Array) -> Float:
-        backend = self.assembly.collection.backend
-        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Readings:
-    """Chooses the reading of a layer by the form of its block; attributes as in ``_Reading``."""
 
     assembly: Assembly
     layer: LayerMatch
@@ -281,50 +241,75 @@ class _Readings:
         moved = any(not self._is_first(name) for name in (*inputs, *outputs))
         if moved or any(len(self.trace[name]) != examples for name in inputs):
             return self.one_by_one()
-        return _Rows(self.assembly, self.layer, self.trace, form)
+
+        def reader(_: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+            tensors = self._tensors(gradients)
+            first = self._rows(form, *tensors, slice(0, 1))
+            (positions, d_in), (k, _, d_out) = first.inputs.shape[1:], first.outputs.shape[1:]
+            rows, entries = positions * (d_in + k * d_out), k * d_in * d_out
+
+            def tiles(step: int) -> Iterator[FactoredGradients]:
+                for start in range(0, len(tensors[0][0]), step):
+                    yield self._rows(form, *tensors, slice(start, start + step))
+
+            return LayerReader(tiles, rows if positions == 1 else max(rows, entries), entries)
+
+        return outputs, reader
 
     def sums(self, form: ScaleShiftForm) -> _Reading:
         """Read sums over the entries that a parameter is broadcast to."""
-        return _Sums(self.assembly, self.layer, self.trace, form)
+
+        def reader(_: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
+            values = self._sums(form, *self._tensors(gradients))
+
+            def tiles(step: int) -> Iterator[WholeGradients]:
+                for start in range(0, len(values), step):
+                    yield WholeGradients(values[start : start + step])
+
+            return LayerReader(tiles, values[0].size, values[0].size)
+
+        return uses(self.layer.outputs), reader
 
     def one_by_one(self) -> _Reading:
-        """Read the gradients by one backward pass for each example."""
-        return _OneByOne(self.assembly, self.layer, self.trace)
+        """Read a backward pass for each example."""
+
+        def reader(sources: Cotangents, _: Sequence[Mapping[str, Array]]) -> LayerReader:
+            shape_of = self.assembly.collection.require_shape
+            shapes = [shape_of(name) for name in self.layer.parameters]
+            entries = len(sources) * sum(int(np.prod(shape)) for shape in shapes)
+            return LayerReader(lambda step: self._tiles(sources, step), entries, entries)
+
+        return (), reader
 
     def _is_first(self, name: str) -> bool:
         """Return whether the first axis of a value holds the examples and nothing else."""
         place = self.assembly.task.batch.places.get(name)
         return place is None or place.comes_first
 
+    def _tensors(
+        self, gradients: Sequence[Mapping[str, Array]]
+    ) -> tuple[list[Array], list[list[Array]]]:
+        """Return the input of each use, and the output gradients of each use and source."""
+        asarray = self.assembly.collection.backend.asarray
+        inputs = [asarray(self.trace[name]) for name in uses(self.layer.inputs) if name]
+        outputs = [
+            [asarray(arrays[name]) for arrays in gradients] for name in uses(self.layer.outputs)
+        ]
+        return inputs, outputs
 
-@dataclass(frozen=True, slots=True)
-class _Rows(_Reading):
-    """Rows of inputs and output gradients.
-
-    Attributes:
-        form: How the layer is read.
-    """
-
-    form: LayerForm
-
-    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
-        inputs, outputs = self._tensors(gradients)
-        first = self._rows(inputs, outputs, slice(0, 1))
-        (positions, d_in), (k, _, d_out) = first.inputs.shape[1:], first.outputs.shape[1:]
-        rows, entries = positions * (d_in + k * d_out), k * d_in * d_out
-        examples = len(inputs[0])
-
-        def tiles(step: int) -> Iterator[FactoredGradients]:
-            for start in range(0, examples, step):
-                yield self._rows(inputs, outputs, slice(start, start + step))
-
-        return LayerReader(tiles, rows if positions == 1 else max(rows, entries), entries)
+    def _read(self, array: Array) -> Float:
+        backend = self.assembly.collection.backend
+        return np.asarray(backend.to_numpy(backend.asarray(array)), np.float64)
 
     def _rows(
-        self, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]], tile: slice
+        self,
+        form: LayerForm,
+        inputs: Sequence[Array],
+        outputs: Sequence[Sequence[Array]],
+        tile: slice,
     ) -> FactoredGradients:
         """Return the rows of all uses of the layer, for some examples."""
-        backend, form = self.assembly.collection.backend, self.form
+        backend = self.assembly.collection.backend
         a = [self._read(form.input_view.rows(x[tile], backend)) for x in inputs]
         if form.packing.has_bias:
             a = [np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1) for x in a]
@@ -334,29 +319,9 @@ class _Rows(_Reading):
         ]
         return FactoredGradients(np.concatenate(a, axis=1), np.concatenate(ds, axis=2))
 
-
-@dataclass(frozen=True, slots=True)
-class _Sums(_Reading):
-    """``[Σ x∘ds, Σ ds]`` over uses.
-
-    Attributes:
-        form: How the layer is read.
-    """
-
-    form: ScaleShiftForm
-
-    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
-        inputs, outputs = self._tensors(gradients)
-        values = self._sums(inputs, outputs)
-        size = values[0].size
-
-        def tiles(step: int) -> Iterator[WholeGradients]:
-            for start in range(0, len(values), step):
-                yield WholeGradients(values[start : start + step])
-
-        return LayerReader(tiles, size, size)
-
-    def _sums(self, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]]) -> Float:
+    def _sums(
+        self, form: ScaleShiftForm, inputs: Sequence[Array], outputs: Sequence[Sequence[Array]]
+    ) -> Float:
         """Return the sums of all examples, ``(n, k, 1, entries, 1)``."""
         scaled: Sequence[Array | None] = inputs or [None] * len(outputs)
         total: Float | float = 0.0
@@ -364,33 +329,17 @@ class _Sums(_Reading):
             rows = []
             for ds in use:
                 columns = []
-                if self.form.scale and x is not None:
-                    columns.append(self._read(per_example(x * ds, self.form.scale)))
-                if self.form.shift:
-                    columns.append(self._read(per_example(ds, self.form.shift)))
+                if form.scale and x is not None:
+                    columns.append(self._read(per_example(x * ds, form.scale)))
+                if form.shift:
+                    columns.append(self._read(per_example(ds, form.shift)))
                 rows.append(np.concatenate(columns, axis=1))
             total = total + np.stack(rows, axis=1)
         return np.asarray(total)[:, :, None, :, None]
 
-
-@dataclass(frozen=True, slots=True)
-class _OneByOne(_Reading):
-    """A backward pass for each example."""
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ()
-
-    def reader(self, sources: Cotangents, gradients: Sequence[Mapping[str, Array]]) -> LayerReader:
-        del gradients
-        shapes = [self.assembly.collection.require_shape(name) for name in self.layer.parameters]
-        entries = len(sources) * sum(int(np.prod(shape)) for shape in shapes)
-        return LayerReader(lambda step: self._tiles(sources, step), entries, entries)
-
     def _tiles(self, sources: Cotangents, step: int) -> Iterator[WholeGradients]:
         task, names, trace = self.assembly.task, self.layer.parameters, self.trace
-        key = names if len(names) > 1 else names[0]
-        block = self.assembly.collection.fisher_blocks[key]
+        block = _block_of(self.assembly, self.layer)
         each = ExampleGradients(self.assembly.model, task.objective, task.batch, task.inputs)
         examples = task.objective.examples(trace)
         reached = self.assembly.model.backward(tuple(sources[0]), names).gradients

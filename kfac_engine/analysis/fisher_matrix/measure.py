@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, eigenbasis
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
-from kfac_engine.analysis.fisher_matrix.example_gradients import LayerGradients, whole_rows
+from kfac_engine.analysis.fisher_matrix.example_gradients import read_layers, whole_rows
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
 from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
@@ -42,14 +42,14 @@ class ExampleMoments:
     """Sums of products and squares of the gradients of single examples.
 
     Attributes:
-        gradients: Computes gradients of single examples.
+        assembly: The model with its layers.
         places: For each layer, the places of its entries among all parameters.
         scratch_bytes: Bound of the memory of the gradients of a tile of examples.
         matrix: ``Σ g gᵀ`` over all parameters, ``(size, size)``; None if it is not measured.
         squares: ``Σ g²``, packed, by number of the layer, for the layers that are measured.
     """
 
-    gradients: LayerGradients
+    assembly: Assembly
     places: list[Places]
     scratch_bytes: int
     matrix: Float | None = None
@@ -68,7 +68,7 @@ class ExampleMoments:
             sources: The cotangents of each source.
         """
         for cotangents in sources:
-            readers = self.gradients.read(trace, [cotangents])
+            readers = read_layers(self.assembly, trace, [cotangents])
             for number, total in self.squares.items():
                 reader = readers[number]
                 for tile in reader.tiles(reader.step(self.scratch_bytes, whole=True)):
@@ -240,7 +240,7 @@ class _Measurement:
         """
         layout, structure = self.layout, self.layout.options.structure
         self.moments = ExampleMoments(
-            LayerGradients(layout.assembly),
+            layout.assembly,
             [layout.decomposer.places(block) for _, block in layout.layers],
             layout.assembly.collection.backend.scratch_bytes,
             whole_matrix(layout.vector.shapes) if structure == "full" else None,

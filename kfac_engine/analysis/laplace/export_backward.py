@@ -6,7 +6,8 @@ outputs of an example are one array ``(kn, …)``: one after the other along the
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -30,34 +31,22 @@ from kfac_engine.recording.recorded import Level, Recorded, Symbol, Tape, size_o
 from kfac_engine.runtime.model import OnnxModel
 
 
-class Recording(Protocol):
-    """Records the gradients of a layer.
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """How the gradients of a layer are recorded.
 
     Attributes:
+        fixed_axes: Return the axes of a tensor whose sizes are those of the parameters of the
+            layer, from whether it is an output and from its shape in the sample run.
+        gradients: Return the gradients of each example, from the input of each use (none for a
+            shift), the gradients of the output of each use, and the number of outputs of an
+            example.
         needs_first_axis: Whether the examples must be alone on the first axis of each tensor.
     """
 
-    @property
-    def needs_first_axis(self) -> bool: ...
-
-    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
-        """Return the axes of a tensor of a layer whose sizes the parameters determine.
-
-        Args:
-            output: Whether the tensor is an output, or an input.
-            shape: Shape of the tensor in the sample run.
-        """
-
-    def gradients(
-        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-    ) -> Gradients:
-        """Return the gradients of each example.
-
-        Args:
-            inputs: The input of each use; empty for a shift, which has none.
-            outputs: The gradients of the output of each use.
-            sources: Number ``k`` of outputs of an example.
-        """
+    fixed_axes: Callable[[bool, tuple[int, ...]], set[int]]
+    gradients: Callable[[Sequence[Symbol], Sequence[Symbol], int], Gradients]
+    needs_first_axis: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,80 +69,66 @@ class Recordings:
         if not known or any(_VIEWS[type(view)].crops(view) for view in views):
             return None
         folded = form.num_uses > 1 and self.outputs == 1
-        return None if folded or self.inputs != self.outputs else _RecordedRows(form)
+        if folded or self.inputs != self.outputs:
+            return None
+
+        def fixed_axes(output: bool, shape: tuple[int, ...]) -> set[int]:
+            view = views[output]
+            return _VIEWS[type(view)].feature_axes(view, len(shape))
+
+        return Recording(fixed_axes, partial(_recorded_rows, form), needs_first_axis=True)
 
     def sums(self, form: ScaleShiftForm) -> Recording | None:
         """Record sums over the entries that a parameter is broadcast to."""
-        return _RecordedSums(form)
+        parts = [part for part in (form.scale, form.shift) if part]
+
+        def fixed_axes(_: bool, shape: tuple[int, ...]) -> set[int]:
+            rank = len(shape)
+            entries = {i for part in parts for i in range(rank) if i not in part.summed(shape)}
+            return entries - {part.batch_axis % rank for part in parts}
+
+        return Recording(fixed_axes, partial(_recorded_sums, form), needs_first_axis=False)
 
     def one_by_one(self) -> Recording | None:
         """Return None: inputs and output gradients do not suffice."""
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedRows:
-    """Records gradients of a layer: the sums ``Σ_t a_t ds_tᵀ`` over uses and positions."""
-
-    form: LayerForm
-
-    @property
-    def needs_first_axis(self) -> bool:
-        return True
-
-    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
-        view = self.form.output_view if output else self.form.input_view
-        return _VIEWS[type(view)].feature_axes(view, len(shape))
-
-    def gradients(
-        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-    ) -> Gradients:
-        form, views = self.form, (self.form.input_view, self.form.output_view)
-        backend = Operations(outputs[0].tape)
-        a, ds = (
-            np.concatenate([_VIEWS[type(view)].rows(view, x, backend) for x in tensors], axis=1)
-            for view, tensors in zip(views, (inputs, outputs), strict=True)
-        )
-        split = _PACKINGS.get(type(form.packing))
-        if split is not None:
-            taps = [_VIEWS[type(view)].taps(view) for view in views]
-            a, ds = (split(form.packing, *pair) for pair in zip((a, ds), taps, strict=True))
-        if form.packing.has_bias:
-            a = backend.homogeneous(a)
-        ds = _by_source(ds, sources).swapaxes(0, 1)
-        if split is not None:
-            return WholeGradients(a.swapaxes(2, 3)[:, None] @ ds)
-        return FactoredGradients(a, ds)
+def _recorded_rows(
+    form: LayerForm, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
+) -> Gradients:
+    """Record ``Σ_t a_t ds_tᵀ`` over uses and positions."""
+    views = form.input_view, form.output_view
+    backend = Operations(outputs[0].tape)
+    a, ds = (
+        np.concatenate([_VIEWS[type(view)].rows(view, x, backend) for x in tensors], axis=1)
+        for view, tensors in zip(views, (inputs, outputs), strict=True)
+    )
+    split = _PACKINGS.get(type(form.packing))
+    if split is not None:
+        taps = [_VIEWS[type(view)].taps(view) for view in views]
+        a, ds = (split(form.packing, *pair) for pair in zip((a, ds), taps, strict=True))
+    if form.packing.has_bias:
+        a = backend.homogeneous(a)
+    ds = _by_source(ds, sources).swapaxes(0, 1)
+    if split is not None:
+        return WholeGradients(a.swapaxes(2, 3)[:, None] @ ds)
+    return FactoredGradients(a, ds)
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedSums:
-    """Records gradients of scale and shift: the sums ``[Σ x∘ds, Σ ds]`` over uses and positions."""
-
-    form: ScaleShiftForm
-
-    @property
-    def needs_first_axis(self) -> bool:
-        return False
-
-    def fixed_axes(self, output: bool, shape: tuple[int, ...]) -> set[int]:
-        del output
-        rank, parts = len(shape), [part for part in (self.form.scale, self.form.shift) if part]
-        entries = {i for part in parts for i in range(rank) if i not in part.summed(shape)}
-        return entries - {part.batch_axis % rank for part in parts}
-
-    def gradients(
-        self, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
-    ) -> Gradients:
-        total: Symbol = 0
-        for number, stacked in enumerate(outputs):
-            ds, columns = _by_source(stacked, sources), []
-            if self.form.scale and inputs:
-                columns.append(_per_example(inputs[number] * ds, self.form.scale))
-            if self.form.shift:
-                columns.append(_per_example(ds, self.form.shift))
-            total = total + np.concatenate(columns, axis=2)
-        return WholeGradients(total[:, :, None, :, None])
+def _recorded_sums(
+    form: ScaleShiftForm, inputs: Sequence[Symbol], outputs: Sequence[Symbol], sources: int
+) -> Gradients:
+    """Record ``[Σ x∘ds, Σ ds]`` over uses and positions."""
+    total: Symbol = 0
+    for number, stacked in enumerate(outputs):
+        ds, columns = _by_source(stacked, sources), []
+        if form.scale and inputs:
+            columns.append(_per_example(inputs[number] * ds, form.scale))
+        if form.shift:
+            columns.append(_per_example(ds, form.shift))
+        total = total + np.concatenate(columns, axis=2)
+    return WholeGradients(total[:, :, None, :, None])
 
 
 def _by_source(x: Symbol, sources: int) -> Symbol:

@@ -1,7 +1,6 @@
 """Merging: one set of parameters from several, weighted by their Fisher matrices."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -9,19 +8,13 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
 from kfac_engine.arguments import listed, number
 from kfac_engine.backend.namespace import as_array, numeric
+from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError
-
-
-class HasParameters(Protocol):
-    """An engine, or the model of a curvature."""
-
-    @property
-    def parameters(self) -> Mapping[str, Array]:
-        """Arrays by parameter name."""
+from kfac_engine.runtime.model import OnnxModel
 
 
 def merge(
-    models: Sequence[Mapping[str, Array] | HasParameters],
+    models: Sequence[Mapping[str, Array] | TrainableModel | OnnxModel],
     curvatures: Sequence[Curvature],
     weights: Sequence[float] | None = None,
 ) -> dict[str, Array]:
@@ -78,7 +71,7 @@ def merge(
     }
 
 
-def _parameters(model: Mapping[str, Array] | HasParameters) -> Mapping[str, Array]:
+def _parameters(model: Mapping[str, Array] | TrainableModel | OnnxModel) -> Mapping[str, Array]:
     if not isinstance(model, Mapping) and not hasattr(model, "parameters"):
         raise InputError(
             f"merge needs mappings of parameters, or objects that have them, got {model!r:.80}."

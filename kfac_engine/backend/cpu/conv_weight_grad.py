@@ -289,19 +289,13 @@ def _zeros(memory: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
         yield numbers.reshape(shape)
 
 
-class _Copy(NamedTuple):
-    """The destination of a tap for a few images, and its source for all images."""
-
-    canvas: Array
-    source: Array
-
-
 def _copies(
     value: Array, geometry: Correlation, canvas: Array, *, of_image: bool
-) -> Iterator[_Copy]:
-    """Yield the copies of all taps; positions where a tap sees no pixel remain zero.
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the destination of each tap for a few images, and its source for all images.
 
-    The canvas contains zeros, ``(groups, *copies, channels, images, *grid)``. In images, a tap of
+    The canvas contains zeros, ``(groups, *copies, channels, images, *grid)``. Positions where a tap
+    sees no pixel remain zero. In images, a tap of
     the last axes sees pixels at the positions of outputs. In cotangents, a tap of the first axes is
     at a pixel for one output.
     """
@@ -315,7 +309,7 @@ def _copies(
         for axis, u in zip(axes, tap, strict=True):
             seen = window.seen(axis, u, geometry.spatial_shape)
             at[axis], of[axis] = seen if of_image else seen[::-1]
-        yield _Copy(there[:, :, :, *tap, *at], source[:, :, :, *of])
+        yield there[:, :, :, *tap, *at], source[:, :, :, *of]
 
 
 def _grouped(value: Array, geometry: Correlation) -> Array:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.channel_groups import Accumulation
-from kfac_engine.backend.cpu.gram import CHUNK_BYTES, Border, check_out, matrices, write_border
+from kfac_engine.backend.cpu.gram import CHUNK_BYTES, check_out, matrices, write_border
 from kfac_engine.backend.cpu.shifted_gram import (
     FEW_CHANNELS,
     Resources,
@@ -54,7 +54,7 @@ def patch_second_moment(
         add = _ALGORITHMS[select_algorithm(window, images, numbers, workers.count)]
         add(x, window, core, how, Resources(workers, chunk_bytes, numbers))
     if how.homogeneous:
-        write_border(out, Border(patch_sums(x, window, out.dtype, np), positions), how)
+        write_border(out, patch_sums(x, window, out.dtype, np), positions, how)
 
 
 def _add_im2col_gram(

@@ -14,7 +14,6 @@ has enough blocks, and the pieces are added in a fixed order.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby, pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -84,18 +83,6 @@ class Recipe:
         return sum(images * self.positions(part.grid) + _START for part in needed)
 
 
-@dataclass(frozen=True, slots=True)
-class HostPass:
-    """A pass of the kernels (``kernels.moments.Pass``) as host arrays."""
-
-    aligned: bool
-    grids: Array
-    jobs: Array
-    sums: Array
-    sources: Array
-
-
-@lru_cache(maxsize=256)
 def plan(
     window: Window,
     images: int,
@@ -103,9 +90,10 @@ def plan(
     spatial_shape: tuple[int, ...],
     processors: int,
     scratch_bytes: int,
-) -> tuple[HostPass, ...]:
-    """Return the passes that compute a Gram matrix of patches; each computes different tiles of it.
+) -> tuple[Pass, ...]:
+    """Return the passes that compute a Gram matrix of patches, with arrays of the host.
 
+    Each pass computes different tiles.
     ``processors`` is the number of multiprocessors of the device. ``scratch_bytes`` bounds the
     partial results of a pass.
     """
@@ -168,7 +156,7 @@ def _length(recipe: Recipe, images: int, processors: int) -> int:
     return -(-max(even, _SHORTEST) // _DEPTH) * _DEPTH
 
 
-def _passes(recipe: Recipe, images: int, length: int, capacity: int) -> Iterator[HostPass]:
+def _passes(recipe: Recipe, images: int, length: int, capacity: int) -> Iterator[Pass]:
     """Yield passes over as many tiles as fit the scratch memory, at least one each."""
     pieces = [-(-images * recipe.positions(grid) // length) for grid in range(len(recipe.grids))]
     group: dict[tuple[int, int], Sequence[tuple[Product, bool]]] = {}
@@ -188,7 +176,7 @@ def _passes(recipe: Recipe, images: int, length: int, capacity: int) -> Iterator
     yield _pass(recipe, images, length, group)
 
 
-def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
+def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> Pass:
     jobs: list[tuple[int, int, int, int, int]] = []
     pieces: dict[Product, range] = {}
     sums: list[tuple[int, int, int, int]] = []
@@ -204,7 +192,7 @@ def _pass(recipe: Recipe, images: int, length: int, group: Terms) -> HostPass:
             sources += [~index if minus else index for index in pieces[part]]
         sums.append((row, column, begin, len(sources)))
     grids = np.concatenate([grid_struct(*box) for box in recipe.grids])
-    return HostPass(
+    return Pass(
         recipe.aligned,
         grids,
         np.array(jobs, JOB),
@@ -374,7 +362,7 @@ class PatchMoments:
             self._plans[key] = tuple(self._uploaded(item) for item in host)
         return self._plans[key]
 
-    def _uploaded(self, host: HostPass) -> Pass:
+    def _uploaded(self, host: Pass) -> Pass:
         upload = self._device.upload
         structs = (upload(words(array)) for array in (host.grids, host.jobs, host.sums))
         return Pass(host.aligned, *structs, upload(host.sources))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, time
+from types import SimpleNamespace
 from typing import Any
 
 from kfac_engine.errors import BackendError, InputError
@@ -125,22 +126,16 @@ def _number(value: Any) -> float:
     return float(len(value) if isinstance(value, list) else value)
 
 
-class _Library:
-    """The classes of tensorboardX."""
-
-    def __init__(self) -> None:
+def _library() -> SimpleNamespace:
+    """Return the classes of tensorboardX."""
+    try:
         from tensorboardX import RecordWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
-
-        self.RecordWriter, self.Event = RecordWriter, Event
-        self.SessionLog, self.Summary = SessionLog, Summary
-
-
-def _library() -> _Library:
-    try:
-        return _Library()
     except ModuleNotFoundError:
         raise BackendError(
             "event files of TensorBoard need tensorboardX: pip install 'kfac-engine[tensorboard]'."
         ) from None
+    return SimpleNamespace(
+        RecordWriter=RecordWriter, Event=Event, SessionLog=SessionLog, Summary=Summary
+    )
