@@ -38,18 +38,13 @@ def differentiate_twice(
 ) -> Backward:
     """Return the graph that maps tangents to derivatives of outputs and of gradients.
 
-    Args:
-        graph: The forward graph.
-        backward: Its backward graph.
-        facts: Element type and shape of every value of ``joint_graph``, from a run on a batch. The
-            result is valid for batches of this shape only, because convolutions with cotangents as
-            kernels depend on the batch.
-        wrt: Independent variables of the second derivative.
+    ``facts`` are of every value of ``joint_graph``, from a run on a batch. The result is valid for
+    batches of this shape only, because convolutions with cotangents as kernels depend on the batch.
+    ``wrt`` are the independent variables of the second derivative.
 
-    Returns:
-        A backward graph. Its inputs are the cotangents of ``backward`` and, as cotangents of the
-        *gradients*, tangents. Its gradients with respect to the cotangents are ``J v``; those with
-        respect to ``wrt`` are the second derivative times v.
+    The inputs of the graph are the cotangents of ``backward`` and, as cotangents of the
+    *gradients*, tangents. Its gradients with respect to the cotangents are ``J v``; those with
+    respect to ``wrt`` are the second derivative times v.
     """
     joint = joint_graph(graph, backward)
     variables = (*backward.cotangents.values(), *wrt)

@@ -116,10 +116,6 @@ def read_gradients(path: Path, known: Mapping[str, Array]) -> dict[str, Array]:
 
     Keys are ``<parameter>`` or ``gradient/<parameter>``. Natural gradients, which ``precondition``
     writes into the same file, are ignored. ``known`` are the parameters of the model.
-
-    Raises:
-        InputError: The file is missing or broken, has no gradient, or two of one parameter.
-        UnknownNameError: A key names no parameter.
     """
     arrays = read_tensors(path, f"'{path}' as safetensors")[1]
     gradients = {}

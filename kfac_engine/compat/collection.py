@@ -722,18 +722,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
         return super()._resolve(kind, linked if approx is None else approx, key)
 
     def _require_filter(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the declared shape of the filter of a convolution.
-
-        Args:
-            name: Name of the filter.
-            ranks: Allowed numbers of axes.
-
-        Returns:
-            The shape.
-
-        Raises:
-            InputError: The shape is unknown, or has another number of axes.
-        """
+        """Return the declared shape of the filter of a convolution; ``ranks`` are allowed."""
         shape = self.require_shape(name)
         if len(shape) not in ranks:
             wanted = " or ".join(str(rank) for rank in ranks)
@@ -743,14 +732,7 @@ class LayerCollection(LossMethods, core.LayerCollection):
     def _require_vocabulary(self, key: Params) -> int:
         """Return the number of rows in the table of a layer that reads token ids.
 
-        Args:
-            key: The parameters of the layer.
-
-        Returns:
-            The size of the first axis of the table.
-
-        Raises:
-            InputError: There is a bias, or the shape of the table is unknown or has not two axes.
+        A bias, and a table whose shape is unknown or has not two axes, raise an InputError.
         """
         if not isinstance(key, str):
             raise InputError(f"Bias not supported: identifiers pick rows of one table, got {key}.")

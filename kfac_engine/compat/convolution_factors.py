@@ -273,16 +273,9 @@ _IMAGE_AXES = 4
 
 
 def check_extraction(name: str | None, form: LayerForm, strides: Entries, rates: Entries) -> None:
-    """Check that an extraction supports a convolution.
+    """Refuse a convolution that an extraction of this name does not support; None supports all.
 
-    Args:
-        name: Name of the extraction; None supports every convolution.
-        form: The convolution.
-        strides: Strides of the caller.
-        rates: Dilations of the caller.
-
-    Raises:
-        UnsupportedError: The name is unknown, or the extraction does not support the convolution.
+    ``strides`` and ``rates`` are the entries of the caller.
     """
     requirement = _REQUIREMENTS.get(name)
     if requirement is None:

@@ -205,16 +205,9 @@ def uses_of(names: Tower) -> Uses:
 
 
 def tensors_of(names: Gradients) -> Tensors:
-    """Return names by source, tower and use, as nested tuples.
+    """Return names ``[source][tower]`` as nested tuples, with the names of the uses of each tower.
 
-    Args:
-        names: At least one source with one tower; equal numbers of towers in all sources.
-
-    Returns:
-        ``[source][tower]`` of names over uses.
-
-    Raises:
-        InputError: There is no tensor, or sources differ in their numbers of towers.
+    There is at least one tower, and all sources have equal numbers of towers.
     """
     tensors = tuple(tuple(uses_of(tower) for tower in source) for source in names)
     if len({len(source) for source in tensors}) != 1 or not tensors[0]:
@@ -228,16 +221,8 @@ def tensors_of(names: Gradients) -> Tensors:
 def uses_in(tensors: Tensors, num_uses: int | None) -> int:
     """Return the number of uses, which the caller passed as a number or as lists of names.
 
-    Args:
-        tensors: Result of ``tensors_of``.
-        num_uses: Number from the caller; None if omitted.
-
-    Returns:
-        The number of uses, at least one.
-
-    Raises:
-        InputError: There is neither a number nor a list, or the number is below one.
-        RegistrationError: The number and the lengths of lists differ.
+    An InputError says that there is neither, or that the number is below one. A RegistrationError
+    says that the number and the lengths of lists differ.
     """
     counts = {len(tower) for source in tensors for tower in source if len(tower) > 1}
     if num_uses is not None:
@@ -255,17 +240,7 @@ def uses_in(tensors: Tensors, num_uses: int | None) -> int:
 
 
 def average_type(dtype: npt.DTypeLike | None) -> DType:
-    """Return the least precise type of an average.
-
-    Args:
-        dtype: Type from the caller; None is float32.
-
-    Returns:
-        The type.
-
-    Raises:
-        InputError: The type is neither float32 nor float64.
-    """
+    """Return the least precise type of an average, float32 for None; others are refused."""
     chosen: DType = np.dtype(np.float32 if dtype is None else dtype)
     if chosen not in (np.float32, np.float64):
         raise InputError(f"the type of an average must be float32 or float64, got {chosen}.")

@@ -137,15 +137,8 @@ class InferenceModel:
     def run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
         """Return read-only arrays of the values ``names`` for a batch.
 
-        Args:
-            inputs: Map from each input to an array.
-            names: Names of values of the graph.
-
-        Raises:
-            InputError: An input is missing or of the wrong element type.
-            UnknownNameError: A name is not an input of the model.
-            ShapeError: An input does not fit its declared shape, or inputs do not fit each other.
-            NonFiniteError: A value contains NaN or infinity, and an input does.
+        Inputs are checked as those of a trace, and against each other. A value with NaN or infinity
+        raises a NonFiniteError if an input has them, too.
         """
         model = self._model
         checked = check_inputs(model.graph, inputs)

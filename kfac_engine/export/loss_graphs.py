@@ -175,14 +175,12 @@ class _LossBuilder(NodeBuilder):
     def observed(self, axes: Sequence[int], dtype: DType) -> tuple[str, str | None, str | None]:
         """Declare the targets and their weights, and leave out targets that do not count.
 
-        Args:
-            axes: Axes of the value that the targets have; they include the axes of the weights.
-            dtype: Element type of the targets.
+        ``axes`` are those of the value that the targets have; those of their weights are among
+        them.
 
-        Returns:
-            The targets, with zeros in place of those that do not count; their weights; and which of
-            them do not count. The last two have the shape of the targets, and are None if all
-            targets count alike.
+        The results are the targets, with zeros in place of those that do not count, their weights,
+        and which of them do not count. The last two have the shape of the targets, and are None if
+        all targets count alike.
         """
         loss, targets = self._term.loss, self.declare(self._term.targets, axes, dtype)
         shape, weights = self.facts[targets].shape, self._given_weights(targets, axes)

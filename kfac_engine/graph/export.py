@@ -23,21 +23,10 @@ _INITIALIZERS_ALONE = 4
 def export_files(model: LoadedModel, values: Mapping[str, Array], location: str) -> ModelFiles:
     """Return the files of a model in its original form, with new values of constants.
 
-    Args:
-        model: Result of ``load_model``.
-        values: New values of constants, by name; cast to the element types of the file.
-        location: Name of a second file, for weights that exceed the limit of one message.
-
-    Returns:
-        The files; other constants are unchanged. A weight that the file writes as
-        ``ConstantOfShape`` becomes a ``Constant`` node.
-
-    Raises:
-        UnknownNameError: The model has no such constant.
-        ShapeError: A value and its constant differ in shape.
-        NonFiniteError: A value is too large for the element type of the file.
-        UnsupportedError: The constant is inside a function of the file, or several constants
-            have its name.
+    Values are cast to the element types of the file, and other constants are unchanged. A weight
+    that the file writes as ``ConstantOfShape`` becomes a ``Constant`` node. ``location`` names a
+    second file, for weights that exceed the limit of one message. A constant inside a function of
+    the file, or with the name of another, raises an UnsupportedError.
     """
     return model_files(*_with_nodes(model, values), location)
 

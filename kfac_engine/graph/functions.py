@@ -28,17 +28,11 @@ def definition(
 ) -> Graph:
     """Return the definition of the operator of ``node`` as a canonical graph.
 
-    Args:
-        node: Node whose operator has a definition.
-        facts: Element type and shape of the operands. Only the rank of a shape is used, so the
-            batch size stays dynamic.
-        known: Values of constant operands, such as sizes and axes, on which branches depend.
-        versions: Versions of the operator domains; the standard one is ``""``.
-        prefix: Start of the names of all new values and nodes.
-
-    Returns:
-        A graph whose inputs and constants have the names of the operands of ``node``, and whose
-        outputs have the names of its results.
+    Its inputs and constants have the names of the operands of ``node``, and its outputs the names
+    of its results; all other names start with ``prefix``. Only the rank of the shape in ``facts``
+    is used, so the batch size stays dynamic. ``known`` has constant operands, such as sizes and
+    axes, on which branches depend. ``versions`` are those of the operator domains; the standard one
+    is ``""``.
     """
     operands = [name for name in dict.fromkeys(node.inputs) if name]
     declared = {name: _declaration(name, facts[name]) for name in operands}

@@ -110,17 +110,13 @@ def discover(
 ) -> Discovery:
     """Find the layers of a graph, and the parameters without a layer.
 
-    A parameter is generic as a whole if its slices overlap, or if one slice cannot be separated
-    from the others.
+    The graph is the part of the model that the loss depends on. A parameter is generic as a whole
+    if its slices overlap, or if one slice cannot be separated from the others.
 
-    Args:
-        graph: Canonical graph of the part of the model that the loss depends on.
-        trainable: Names of the trainable parameters.
-        shapes: Shape of every value in the sample run.
-        batch: Number of examples in the sample run.
-        dtypes: Element types of values; by default the types of the constants.
-        axes: Axes of the examples, by value name, as in ``MatchContext``. By default the first axis
-            of each value that depends on the data, if it is not longer than ``batch``.
+    ``shapes`` and ``dtypes`` are of the values of a sample run with ``batch`` examples; by default
+    types are those of the constants. ``axes`` map a value to the axis of its examples, as in
+    ``MatchContext``. By default it is the first axis of each value that depends on the data, if it
+    is not longer than ``batch``.
     """
     views = find_parameter_views(graph, trainable, shapes)
     types = dtypes or {name: array.dtype for name, array in graph.constants.items()}

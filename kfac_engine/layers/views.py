@@ -482,14 +482,11 @@ def examples(
 ) -> int:
     """Return the number of examples in the tensors of one part of a batch.
 
-    Args:
-        shapes: Shape of the tensor of each use, or the shape of one tensor with all uses.
-        view: View of the tensor of one use.
-        num_uses: Number of uses of the layer.
-        batch: Length of a value whose first axis is the batch. If it is shorter than the first axis
-            of the tensors, that axis includes positions; if it is longer, the value has positions.
-            Not read for one tensor with several uses.
-        exact: Whether ``batch`` is the number of examples.
+    ``shapes`` are those of the tensors of each use, or of one tensor with all uses, and ``view`` is
+    the view of one use. ``batch`` is the length of a value whose first axis is the batch, or with
+    ``exact`` the number of examples. If it is shorter than the first axis of the tensors, that axis
+    includes positions; if it is longer, the value has positions. It is not read for one tensor with
+    several uses.
     """
     folded = num_uses if len(shapes) == 1 else 1
     length = folded_shape(shapes[0], view, folded)[0] // folded

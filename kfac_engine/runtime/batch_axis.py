@@ -71,19 +71,13 @@ def find_batch(
     inputs: Mapping[str, Array] | None = None,
     axes: Axes | None = None,
 ) -> Batch:
-    """Return the batch axes of inputs and values.
+    """Return the batch axes of inputs and values, from a sample run.
 
     If the model runs with one batch size only, these are axes along which a change of one example
-    changes no other example, or axes as long as the batch.
-
-    Args:
-        graph: Graph of the model.
-        facts: Element types and shapes from a sample run on ``inputs``.
-        outputs: Names of the values that the losses read, which have a batch axis; none if no value
-            needs one.
-        inputs: The batch of the sample run; None if it was generated.
-        axes: Map from an input to its batch axis, if the user names them. ``ShapeError`` is raised
-            if an input does not have its axis, or if the axes differ in size.
+    changes no other example, or axes as long as the batch. ``outputs`` are the values that the
+    losses read, which have a batch axis; none if no value needs one. ``inputs`` is the batch of the
+    sample run; None if it was generated. ``axes`` map an input to its batch axis, if the user names
+    them. An input without its axis, and axes of different sizes, raise a ShapeError.
     """
     probe = _Probe(graph, facts, inputs)
     if axes:

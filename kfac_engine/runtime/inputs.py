@@ -23,13 +23,7 @@ from kfac_engine.losses.checks import first_index
 
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the inputs of a batch as arrays of the declared types and shapes.
-
-    Raises:
-        InputError: An input is missing or of the wrong element type.
-        UnknownNameError: A name is not an input of the model.
-        ShapeError: An input does not fit its declared shape.
-    """
+    """Return the inputs of a batch as arrays of the declared types and shapes."""
     declared = ", ".join([f"'{entry.name}'" for entry in graph.inputs])
     if not isinstance(inputs, dict | Mapping):
         raise InputError(
@@ -132,12 +126,7 @@ def check_parameters(
     """Return new values of parameters in the types and the memory space of the parameters.
 
     ``parameters`` has the current values. Without ``copy``, a value of the right type is not
-    copied.
-
-    Raises:
-        UnknownNameError: A name is not a trainable parameter.
-        ShapeError: A value has another shape than the parameter.
-        NonFiniteError: A value contains NaN or infinity.
+    copied. Unknown names, other shapes, NaN and infinity raise errors.
     """
     checked = {}
     for name, value in values.items():

@@ -279,18 +279,10 @@ def open_run(graph: Graph, facts: Mapping[str, Fact] | None = None) -> SampleRun
 def sample_facts(graph: Graph, inputs: Mapping[str, Array] | None = None) -> dict[str, Fact]:
     """Return element type and shape of every value, from one run on a small batch.
 
-    Args:
-        graph: Graph of the model.
-        inputs: A batch. The run uses its first examples if the model declares the batch axes. An
-            axis of size one without a declared size is doubled, so that it differs from axes of
-            fixed size one. None generates inputs from the declared shapes.
-
-    Returns:
-        Facts by value name, except for sequences and optional values.
-
-    Raises:
-        ModelError: The model fails on all tried inputs.
-        MissingKernelError: ONNX Runtime has no kernel for an operator.
+    Sequences and optional values have none. The run uses the first examples of ``inputs`` if the
+    model declares the batch axes. An axis of size one without a declared size is doubled, so that
+    it differs from axes of fixed size one. None generates inputs from the declared shapes. A
+    ModelError says that the model fails on all tried inputs.
     """
     run = SampleRun(graph)
     failures: list[str] = []

@@ -90,11 +90,8 @@ class DeviceSession(session.Uncopied):
         """Return the values of ``outputs`` for the arrays ``feeds``.
 
         Feeds are in the memory space or on the host. Results are in the memory space, but small
-        integers are on the host.
-
-        Raises:
-            BackendError: An operator failed, usually because the sizes of the feeds do not fit.
-            MemoryLimitError: The device has not enough memory left.
+        integers are on the host. An operator that fails raises a BackendError, usually because the
+        sizes of the feeds do not fit.
         """
         if any(array.dtype.kind not in "biuf" for array in feeds.values()):
             return self._run_on_copies(outputs, feeds)

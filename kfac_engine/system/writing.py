@@ -79,11 +79,8 @@ def check_outputs(
 ) -> None:
     """Raise ``InputError`` unless outputs can be written, are different files, and are not inputs.
 
-    Args:
-        outputs: The path of each output, by name for messages; None for an output not requested.
-        inputs: The path of an input, or its paths, by name for messages. The files of a folder are
-            inputs.
-        appended: Names of the outputs that are written in place; the others are replaced.
+    Names are for messages. An output that is None is not requested. The files of a folder are
+    inputs. ``appended`` names the outputs that are written in place; the others are replaced.
     """
     names = {
         _identity(path): name

@@ -244,16 +244,10 @@ class CurvatureSteps:
         averages: tuple[list[Symbol], list[Symbol]],
         block: FisherBlock,
     ) -> Any:
-        """Record the mean square of the inputs of a block.
+        """Record the mean square of the inputs of a block; 1 for a block without matrices here.
 
-        Args:
-            tape: Receives the nodes.
-            observes: Whether the step has measured statistics.
-            averages: The averages with the statistics of the step, and without them.
-            block: A block of a layer.
-
-        Returns:
-            A recorded number; 1 for a block that the file does not have.
+        ``observes`` says whether the step has measured statistics. ``averages`` are those with
+        them, and those without.
         """
         if block not in self._blocks.values():
             return 1.0
@@ -582,13 +576,11 @@ _LEAF, _RESIDUAL = 100, 3e-2
 
 
 def damped_inverses(matrices: Array, levels: Array, norms: Array, smallest: float) -> Array:
-    """Return ``(matrix + level·I)⁻¹`` of each symmetric matrix of a stack.
+    """Return ``(matrix + level·I)⁻¹`` of each symmetric matrix of a stack, ``(k, d, d)``.
 
-    Args:
-        matrices: Symmetric, ``(k, d, d)``.
-        levels: Damping of each matrix, ``(k, 1, 1)``.
-        norms: Bound of the largest eigenvalue of each damped matrix, ``(k, 1, 1)``.
-        smallest: Bound of the smallest eigenvalue divided by the bound of the largest.
+    ``levels`` are the dampings, ``(k, 1, 1)``, and ``norms`` bounds of the largest eigenvalue of
+    each damped matrix, ``(k, 1, 1)``. ``smallest`` is a bound of the smallest eigenvalue divided by
+    that of the largest.
     """
     return _by_halves(matrices + levels * _identity(matrices), norms, smallest)
 

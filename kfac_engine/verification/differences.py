@@ -45,18 +45,11 @@ def differentiate_along(
     absolute: float = 0.0,
     relative: float = 0.0,
 ) -> Difference:
-    """Differentiate a function of the parameters along a direction.
+    """Return the derivative of a function of the parameters along a direction of least doubt.
 
-    Args:
-        copy: The copy of the model that the function evaluates; its type determines the steps.
-        function: Function of all parameters.
-        parameters: Values by parameter name.
-        direction: Arrays by parameter name, with entries as large as the entries of the parameter.
-        absolute: The derivative is accepted if a step and half of it differ by less.
-        relative: The same, relative to the norm of the derivative.
-
-    Returns:
-        The derivative with the smallest doubt.
+    The type of the copy that the function evaluates determines the steps. The entries of
+    ``direction`` are as large as those of the parameter. The derivative is accepted if a step and
+    half of it differ by less than ``absolute``, or by less than ``relative`` times its norm.
     """
     center = function(parameters)
 

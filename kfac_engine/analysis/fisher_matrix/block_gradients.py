@@ -32,18 +32,8 @@ Sources = tuple[Trace, list[Mapping[str, Array]]]
 def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targets) -> Sources:
     """Return the batch and the cotangents of the negative log-likelihood of each example.
 
-    Its terms have the weights of their targets.
-
-    Args:
-        layout: The model with its layers.
-        inputs: Arrays by input name.
-        targets: The targets of the loss; for several losses, by output.
-
-    Returns:
-        The batch with its cotangents; the gradient of an example is the sum over them.
-
-    Raises:
-        InputError: Inputs or targets are wrong.
+    Its terms have the weights of their targets. The gradient of an example is the sum over the
+    cotangents.
     """
     require_gradient(layout.assembly, inputs)
     trace = TrainableModel(layout.assembly).trace(inputs, targets)
@@ -55,17 +45,8 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
 def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:
     """Return the batch, and cotangents that select each value of an example that the loss reads.
 
-    Args:
-        layout: The model with its layers.
-        inputs: Arrays by input name.
-
-    Returns:
-        The batch, and the cotangents in the row-major order of the values.
-
-    Raises:
-        InputError: The inputs are wrong.
-        UnsupportedError: Several losses read several values, or the examples are not on the first
-            axis of the value.
+    The cotangents are in the row-major order of the values. An UnsupportedError says that several
+    losses read several values, or that the examples are not on the first axis of the value.
     """
     task = layout.assembly.task
     name, *others = task.objective.inputs
@@ -93,15 +74,10 @@ def block_tiles(
 ) -> Iterator[tuple[Block, slice, Gradients]]:
     """Yield the derivatives of a batch in the eigenvectors of each block.
 
-    Args:
-        layout: The model with its layers.
-        blocks: The blocks of its curvature, in the order of ``layout.frames``.
-        batch: Of ``gradient_sources`` or ``jacobian_sources``.
-        rotated: Whether the derivatives are in the eigenvectors, or as they are.
-
-    Yields:
-        A block, the numbers of the examples, and their gradients in its basis; all examples of a
-        block before the next block. Blocks of entries that the loss does not depend on are absent.
+    The blocks are in the order of ``layout.frames``, and all examples of a block come before the
+    next block. Each tile is a block, the numbers of its examples, and their gradients: in the basis
+    of the block if ``rotated``, else as they are. Blocks of entries that the loss does not depend
+    on are absent.
     """
     readers = read_layers(layout.assembly, *batch)
     scratch_bytes = layout.assembly.collection.backend.scratch_bytes

@@ -65,15 +65,7 @@ class Spectrum:
         return V if self.right is None else V @ self.right.swapaxes(1, 2)
 
     def multiply(self, V: Float, values: Float) -> Float:
-        """Return the block with other eigenvalues times vectors.
-
-        Args:
-            V: Vectors, ``(…, g, d_in, d_out)``.
-            values: Eigenvalues, ``(g, d_in, d_out)``.
-
-        Returns:
-            Vectors, in the shape of ``V``.
-        """
+        """Return the block with other eigenvalues times vectors, ``(…, g, d_in, d_out)``."""
         return self.back(values * self.into(V))
 
     def diagonal(self, values: Float) -> Float:
@@ -97,16 +89,13 @@ def eigenbasis(
 ) -> tuple[Float, Float]:
     """Return the eigenvalues and eigenvectors of the diagonal blocks of symmetric matrices.
 
-    Args:
-        matrices: Positive semi-definite up to rounding, ``(g, d, d)``.
-        parts: Rows of each diagonal block. Entries outside these blocks are ignored.
-        rows: Number of vectors whose mean outer product each matrix is. It bounds the rank; None if
-            unknown.
-        epsilon: Relative rounding error of the matrices.
+    The matrices ``(g, d, d)`` are positive semi-definite up to rounding, with a relative error
+    ``epsilon``. ``parts`` are the rows of each diagonal block; entries outside are ignored. Each
+    matrix is the mean of outer products of ``rows`` vectors, which bounds its rank; None if
+    unknown.
 
-    Returns:
-        Eigenvalues ``(g, d)``, not negative, in the order of the parts and ascending in each; and
-        eigenvectors as columns, ``(g, d, d)``, zero outside the blocks.
+    Eigenvalues ``(g, d)`` are not negative, and ascend in each part. Eigenvectors are columns,
+    ``(g, d, d)``, zero outside the blocks.
     """
     values = np.empty(matrices.shape[:2])
     vectors = np.zeros(matrices.shape)
@@ -120,16 +109,9 @@ def eigenbasis(
 def _of_low_rank(matrix: Float, rank: int, epsilon: float) -> tuple[Float, Float] | None:
     """Return eigenvalues and eigenvectors of a matrix whose rank is far below its side.
 
-    Products of the matrix with random vectors span its range. The other eigenvalues are zeros,
-    which removes rounding errors of the matrix.
-
-    Args:
-        matrix: Positive semi-definite up to rounding, ``(d, d)``.
-        rank: Bound on the rank.
-        epsilon: Relative rounding error of the matrix.
-
-    Returns:
-        As ``numpy.linalg.eigh``; None if the bound is too large, or not true.
+    Products of the matrix ``(d, d)`` with random vectors span its range. The other eigenvalues are
+    zeros, which removes rounding errors of the relative size ``epsilon``. The result is None if the
+    bound ``rank`` is too large, or not true.
 
     Source: Halko, Martinsson & Tropp 2011, arXiv:0909.4061, sections 4 and 5.
     """
@@ -239,18 +221,9 @@ class Block:
         return levels
 
     def powers(self, damping: float | Mapping[str, float], power: float) -> Float:
-        """Return ``(s + λ)^power`` of all eigenvalues.
+        """Return ``(s + λ)^power`` of all eigenvalues, ``(g, d_in, d_out)``.
 
-        Args:
-            damping: λ, or λ of each parameter.
-            power: Any real number.
-
-        Returns:
-            ``(g, d_in, d_out)``.
-
-        Raises:
-            InputError: An eigenvalue of the damped block is zero and the power negative, or the
-                result overflows.
+        An eigenvalue of zero with a negative power, or an overflow, raises an InputError.
         """
         with np.errstate(divide="ignore", over="ignore"):
             powers = (self.spectrum.eigenvalues + self.levels(damping)) ** power
@@ -272,18 +245,9 @@ class Block:
 def checked_damping(
     damping: float | Mapping[str, float], names: Sequence[str]
 ) -> float | Mapping[str, float]:
-    """Return a damping after a check.
+    """Return λ, or λ of each parameter, after a check.
 
-    Args:
-        damping: λ ≥ 0, or λ of each parameter.
-        names: Names of all parameters.
-
-    Returns:
-        The damping.
-
-    Raises:
-        InputError: A number is negative or not finite, or a parameter has none.
-        UnknownNameError: A name is not a parameter.
+    An InputError names a number that is negative or not finite, or a parameter without one.
     """
     numbers = damping if isinstance(damping, Mapping) else {"": damping}
     for name, value in numbers.items():

@@ -424,13 +424,8 @@ def _tiles(
 ) -> Iterator[ExampleTile]:
     """Yield the derivatives of a batch, layer by layer and in tiles of examples.
 
-    Args:
-        layout: The model with its layers.
-        trace: The batch.
-        sources: Cotangents of each row of a Jacobian.
-
-    Yields:
-        Derivatives with an axis for the sources after the axis of the examples.
+    ``sources`` are the cotangents of each row of a Jacobian. Derivatives have an axis for them
+    after that of the examples.
     """
     vector, scratch_bytes = layout.vector, layout.assembly.collection.backend.scratch_bytes
     readers = read_layers(layout.assembly, trace, sources)

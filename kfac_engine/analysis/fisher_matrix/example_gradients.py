@@ -63,27 +63,16 @@ class WholeGradients:
         return self.values
 
     def gram(self, weights: Float) -> Float:
-        """Return ``Σ w ∘ G_k ∘ G_l`` of each example.
+        """Return ``Σ w ∘ G_k ∘ G_l`` of each example, ``(m, k, k)``.
 
-        Args:
-            weights: ``(g, d_in, d_out)``.
-
-        Returns:
-            ``(m, k, k)``.
+        The weights are ``(g, d_in, d_out)``.
         """
         rows = self.values.reshape(*self.values.shape[:2], -1)
         product: Float = (rows * weights.reshape(-1)) @ rows.swapaxes(1, 2)
         return product
 
     def products(self, vectors: Float) -> Float:
-        """Return the inner products with vectors of the block.
-
-        Args:
-            vectors: ``(q, g, d_in, d_out)``.
-
-        Returns:
-            ``(q, m, k)``.
-        """
+        """Return the inner products ``(q, m, k)`` with vectors, ``(q, g, d_in, d_out)``."""
         m, k = self.values.shape[:2]
         flat = vectors.reshape(len(vectors), -1) @ self.values.reshape(m * k, -1).T
         product: Float = flat.reshape(-1, m, k)
@@ -115,9 +104,7 @@ class FactoredGradients:
     def into(self, spectrum: Spectrum, times: Times | None = None) -> "FactoredGradients":
         """Return the gradients in the basis of the eigenvectors of their block.
 
-        Args:
-            spectrum: The block.
-            times: Computes products of rows ``(…, d)`` and a matrix; None for one product.
+        ``times`` computes products of rows ``(…, d)`` and a matrix; None for one product.
         """
         U, W, times = spectrum.left, spectrum.right, times or _times
         return FactoredGradients(
@@ -378,16 +365,10 @@ def _checked(layer: LayerMatch, reader: LayerReader, trace: Trace) -> LayerReade
 def whole_rows(
     readers: Sequence[LayerReader], places: Sequence[Places], size: int, scratch_bytes: int
 ) -> Iterator[Float]:
-    """Yield the gradients of tiles of examples with respect to all parameters.
+    """Yield the gradients of tiles of examples with respect to all parameters, ``(m, k, size)``.
 
-    Args:
-        readers: Reader of each layer.
-        places: For each layer, the places of its entries among all parameters.
-        size: Number of entries of all parameters.
-        scratch_bytes: Bound of the memory of a tile.
-
-    Yields:
-        ``(m, k, size)``.
+    ``places`` are the places of the entries of each layer among all parameters. ``scratch_bytes``
+    bounds the memory of a tile.
     """
     largest = max(reader.entries for reader in readers)
     sources = max(1, largest // max(place.size for place in places))

@@ -53,14 +53,7 @@ def save_curvature(
 ) -> None:
     """Write a curvature; the file is replaced whole or not at all.
 
-    Args:
-        path: File to write.
-        layout: The model, and what was measured.
-        blocks: All blocks.
-        about: Numbers of the whole curvature.
-
-    Raises:
-        InputError: The file cannot be written.
+    ``about`` has numbers of the whole curvature.
     """
     tensors: dict[str, Array] = {}
     for number, block in enumerate(blocks):
@@ -104,16 +97,9 @@ class CurvatureFile:
         self.about: dict[str, Any] = file.header["about"]
 
     def options(self, changes: Mapping[str, Any]) -> CurvatureOptions:
-        """Return the options of the measurement.
+        """Return the options of the measurement, with ``changes`` that the file does not store.
 
-        Args:
-            changes: Options that the file does not store.
-
-        Returns:
-            The options.
-
-        Raises:
-            InputError: The loss is an object, which the file does not store.
+        A loss that is an object raises an InputError, because the file does not store it.
         """
         fields = self._header["options"] | dict(changes)
         if fields.get("loss") is None:
@@ -127,14 +113,7 @@ class CurvatureFile:
             raise self._damaged(str(failure)) from failure
 
     def check_weights(self, hashes: Mapping[str, str]) -> None:
-        """Refuse a model with other weights.
-
-        Args:
-            hashes: SHA-256 of each weight of the model.
-
-        Raises:
-            InputError: A weight differs; the message names it.
-        """
+        """Refuse a model with other weights; ``hashes`` are the SHA-256 of its weights."""
         stored = self._header["weights"]
         changed = sorted(
             name for name in {*stored, *hashes} if stored.get(name) != hashes.get(name)
@@ -148,16 +127,9 @@ class CurvatureFile:
             )
 
     def read(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """Return blocks with the stored spectra.
+        """Return the blocks of a model with the stored spectra.
 
-        Args:
-            blocks: The blocks of the model, without spectra.
-
-        Returns:
-            The blocks.
-
-        Raises:
-            InputError: The file has other blocks, or its arrays are damaged.
+        An InputError says that the file has other blocks, or that its arrays are damaged.
         """
         positions = self._header["positions"]
         if len(positions) != len(blocks):

@@ -45,18 +45,12 @@ class Decomposer:
     def decompose(
         self, block: FisherBlock, inputs: Float | None = None
     ) -> tuple[Spectrum, InputMoment | None]:
-        """Return the eigenvalues and eigenvectors of a block.
+        """Return the eigenvalues and eigenvectors of a block with statistics.
 
-        Args:
-            block: A block with statistics.
-            inputs: Eigenvalues of the input factor, for a block whose basis is set.
-
-        Returns:
-            The spectrum in float64 on the host, and the second moment of the inputs of the layer;
-            None for the moment if it was not measured.
-
-        Raises:
-            UnsupportedError: The eigenvalues of the block have no closed form.
+        They are in float64 on the host. The second result is the second moment of the inputs of the
+        layer, None if it was not measured. ``inputs`` are the eigenvalues of the input factor, for
+        a block whose basis is set. A block whose eigenvalues have no closed form raises an
+        UnsupportedError.
         """
         return block.decompose(_Spectra(self, block, inputs))
 
@@ -97,10 +91,8 @@ class Decomposer:
     ) -> tuple[Float, Float | None]:
         """Return eigenvalues ``(g, d)`` and eigenvectors of a factor, None for the identity.
 
-        Args:
-            factor: A factor with statistics.
-            parts: Rows that are decomposed together.
-            rows: Number of vectors whose outer products the factor averages, if known.
+        ``parts`` are rows that are decomposed together. The average is the mean of outer products
+        of ``rows`` vectors; None if unknown.
         """
         if factor.is_diagonal:
             return self.read(factor.diagonal())[None].clip(min=0.0), None

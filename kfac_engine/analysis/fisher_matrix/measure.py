@@ -61,12 +61,7 @@ class ExampleMoments:
         return self.matrix is not None or bool(self.squares)
 
     def add(self, trace: Trace, sources: Iterator[Mapping[str, Array]]) -> None:
-        """Add a batch.
-
-        Args:
-            trace: The batch.
-            sources: The cotangents of each source.
-        """
+        """Add a batch, with the cotangents of each source."""
         for cotangents in sources:
             readers = read_layers(self.assembly, trace, [cotangents])
             for number, total in self.squares.items():
@@ -79,16 +74,9 @@ class ExampleMoments:
 
 
 def whole_matrix(shapes: Mapping[str, tuple[int, ...]]) -> Float:
-    """Return a matrix of zeros over all parameters.
+    """Return a matrix of zeros over all parameters, ``(size, size)``, in float64.
 
-    Args:
-        shapes: Shapes by parameter name.
-
-    Returns:
-        ``(size, size)`` in float64.
-
-    Raises:
-        MemoryLimitError: The matrix and its eigenvectors do not fit into the available memory.
+    A MemoryLimitError says that it and its eigenvectors do not fit into the available memory.
     """
     size = sum(map(prod, shapes.values()))
     memory_limits.require_memory(
@@ -106,17 +94,9 @@ _MATRICES = 3
 
 
 def require_memory(layout: Layout, factors: Iterable[FisherFactor]) -> int:
-    """Raise an error if dense factors and their eigenvectors do not fit into the memory.
+    """Return the bytes of the averages of factors, which the first batch allocates.
 
-    Args:
-        layout: The model with its layers.
-        factors: The factors that are measured.
-
-    Returns:
-        Bytes of the averages, which are allocated with the first batch.
-
-    Raises:
-        MemoryLimitError: They need more than the available memory.
+    A MemoryLimitError says that dense factors and their eigenvectors do not fit into the memory.
     """
     wanted, entries = set(factors), dict[FisherFactor, int]()
     owners: dict[FisherFactor, FisherBlock] = {}
@@ -182,14 +162,7 @@ def measured(
 ) -> Curvature:
     """Return the curvature of an assembled model.
 
-    Args:
-        assembly: The model with its layers; ``assembled`` returns it.
-        estimator: The estimator of their blocks.
-        options: What is measured.
-        pairs: Inputs and targets, which are read ``options.passes`` times.
-
-    Returns:
-        The curvature.
+    ``pairs`` are inputs and targets, which are read ``options.passes`` times.
     """
     measurement = _Measurement(TrainableModel(assembly), Layout(assembly, options), estimator)
     with single_threaded_blas(), quiet():
@@ -264,11 +237,7 @@ class _Measurement:
     def read_all(self, pairs: Iterable[Batch]) -> None:
         """Read the data once, or twice for factors that are measured in a basis of all data.
 
-        Args:
-            pairs: Inputs and targets.
-
-        Raises:
-            InputError: As for ``_read``, or the second pass reads other data.
+        A second pass with other data raises an InputError.
         """
         factors, generator = self.factors, self.estimator.rng.bit_generator.state
         scales = [factor for factor in factors if factor.measures_with_results]
@@ -307,14 +276,10 @@ class _Measurement:
     # -- private ----------------------------------------------------------------------------------
 
     def _read(self, pairs: Iterable[Batch], factors: Sequence[FisherFactor]) -> None:
-        """Add all batches to the statistics.
+        """Add all batches to the statistics of some factors.
 
-        Args:
-            pairs: Inputs and targets.
-            factors: Factors to update.
-
-        Raises:
-            InputError: There is no example, a batch is wrong, or the draws do not fit.
+        An InputError says that there is no example, that a batch is wrong, or that the draws do not
+        fit.
         """
         objective, draws = self.layout.assembly.task.objective, self.layout.options.draws
         self.draws = {} if draws is None else objective.named_targets(draws)

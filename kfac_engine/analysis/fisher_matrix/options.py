@@ -160,19 +160,9 @@ def approximations_of(structure: str) -> dict[str, str]:
 
 
 def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, FisherEstimator]:
-    """Return a model with its layers and an estimator of their blocks.
+    """Return a model with its layers, without statistics, and an estimator of their blocks.
 
-    Args:
-        model: Path, bytes or ``ModelProto``.
-        options: What is measured.
-
-    Returns:
-        The model, without statistics.
-
-    Raises:
-        InputError: The file, the loss or an option is wrong.
-        ModelError: There is no layer.
-        UnsupportedError: The loss is a single number for the whole batch.
+    A loss that is a single number for the whole batch raises an UnsupportedError.
     """
     assembly, estimator = build(model, options.engine)
     assembly.task.require_examples("a curvature needs")
@@ -183,19 +173,10 @@ def assembled(model: ModelSource, options: CurvatureOptions) -> tuple[Assembly, 
 
 
 def last_layers(assembly: Assembly) -> list[str]:
-    """Return patterns of the parameters of the last layer before each loss.
+    """Return patterns of the parameters of the last layer before each loss, each of one name.
 
     The last layer is that whose output the graph computes last among the values on which the loss
-    depends.
-
-    Args:
-        assembly: The model with all its layers.
-
-    Returns:
-        Patterns for ``trainable``, each of one name.
-
-    Raises:
-        ModelError: A loss depends on no layer.
+    depends. A loss that depends on no layer raises a ModelError.
     """
     nodes = assembly.model.graph.nodes
     names: dict[str, None] = {}

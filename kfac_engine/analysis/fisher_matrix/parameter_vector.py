@@ -21,12 +21,7 @@ Number = TypeVar("Number", np.float64, np.intp)
 def packed(block: FisherBlock, arrays: tuple[NDArray[Number], ...]) -> NDArray[Number]:
     """Return arrays in the shapes of the parameters of a block as a stack, ``(g, d_in, d_out)``.
 
-    Args:
-        block: The block.
-        arrays: An array for each parameter.
-
-    Returns:
-        ``(1, entries, 1)`` for a block of concatenated parameters.
+    A block of concatenated parameters has ``(1, entries, 1)``.
     """
     if block.packing is None:
         return np.concatenate([array.reshape(-1) for array in arrays]).reshape(1, -1, 1)
@@ -81,20 +76,11 @@ class ParameterVector:
         return self.owners[name][0]
 
     def join(self, vectors: Mapping[str, Array]) -> tuple[Float, bool]:
-        """Return vectors by parameter as rows.
+        """Return vectors by parameter as rows ``(count, size)``, and whether there are several.
 
-        Args:
-            vectors: Arrays by parameter name, in the shape of the parameter, or with one more axis
-                in front for several vectors. Entries of absent parameters are zero.
-
-        Returns:
-            ``(count, size)``, and whether there is an axis in front.
-
-        Raises:
-            UnknownNameError: A name is not a parameter.
-            ShapeError: An array has another shape, or the arrays differ in the number of vectors.
-            NonFiniteError: An array contains NaN or infinity.
-            InputError: There is no array.
+        An array has the shape of its parameter, or one more axis in front for several vectors.
+        Entries of absent parameters are zero. Unknown names, wrong shapes, different numbers of
+        vectors, NaN and infinity raise errors.
         """
         counts: dict[str, int | None] = {}
         arrays = {name: self._checked(name, value, counts) for name, value in vectors.items()}
@@ -115,16 +101,9 @@ class ParameterVector:
     def split(
         self, rows: Float, names: Sequence[str], dtypes: Mapping[str, np.dtype], several: bool
     ) -> dict[str, Array]:
-        """Return rows as arrays by parameter; the inverse of ``join``.
+        """Return rows ``(count, size)`` as new arrays by parameter; the inverse of ``join``.
 
-        Args:
-            rows: ``(count, size)``.
-            names: Parameters to return.
-            dtypes: Element types by parameter name.
-            several: Whether arrays have the axis of the rows in front.
-
-        Returns:
-            New arrays by parameter name.
+        Arrays have the axis of the rows in front if there are ``several``.
         """
         vectors: dict[str, Array] = {}
         for name in names:

@@ -40,14 +40,10 @@ class Products:
     is_back: bool = False
 
     def of(self, gradients: Gradients, spectrum: Spectrum) -> Float:
-        """Return the inner products with gradients.
+        """Return the inner products with gradients that are not rotated, ``(q, m)``.
 
-        Args:
-            gradients: Gradients of ``m`` examples, not rotated.
-            spectrum: The eigenvectors of their block.
-
-        Returns:
-            ``(q, m)``, summed over the cotangents of an example.
+        ``spectrum`` has the eigenvectors of their block. Products are summed over the cotangents of
+        an example.
         """
         self.rows += gradients.rows
         if not self.is_back and self.rows > self.vectors[..., 0, :].size:

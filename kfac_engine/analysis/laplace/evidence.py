@@ -52,15 +52,10 @@ class Group:
         return -0.5 * (logarithms + precision * self.square)
 
     def derivatives(self, scale: float, precision: float) -> tuple[float, float, float]:
-        """Return the term of the evidence, and its derivatives.
+        """Return the term of the evidence and its derivatives, for ``scale`` h, ``precision`` λ.
 
-        Args:
-            scale: ``h``.
-            precision: λ.
-
-        Returns:
-            ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``, its derivative with respect to log λ, and the sum of
-            ``hs/(hs + λ)``, the number of parameters that the data determine.
+        The results are ``−½ (Σ log(1 + hs/λ) + λ Σ θ²)``, its derivative with respect to log λ, and
+        the sum of ``hs/(hs + λ)``, the number of parameters that the data determine.
         """
         curved = scale * self.eigenvalues
         determined = float((curved / (curved + precision)).sum())
@@ -85,10 +80,7 @@ class Evidence:
     def of(cls, curvature: Curvature, likelihood: Likelihood, prior: Prior) -> "Evidence":
         """Return the evidence of a curvature.
 
-        Args:
-            curvature: The curvature.
-            likelihood: The likelihood of its data.
-            prior: A number has one group, a mapping has a group for each block.
+        A prior that is a number has one group, a mapping has a group for each block.
         """
         parts = [(block, part) for block in curvature.blocks for part in block.parts]
         if isinstance(prior, Mapping):
@@ -109,32 +101,20 @@ class Evidence:
         return cls(likelihood, tuple(groups))
 
     def value(self, prior: Prior, noise: float) -> float:
-        """Return the evidence.
+        """Return the evidence of λ, or λ of each parameter, and the deviation of the targets.
 
-        Args:
-            prior: λ, or λ of each parameter.
-            noise: Standard deviation of the targets.
-
-        Raises:
-            InputError: The curvature was measured without targets.
+        A curvature that was measured without targets raises an InputError.
         """
         scale = self.likelihood.scale(noise)
         terms = (group.value(scale, precision_of(group, prior)) for group in self.groups)
         return self.likelihood.value(noise) + sum(terms)
 
     def maximum(self, noise: float, *, fit_noise: bool) -> tuple[list[float], float]:
-        """Return the precisions of the groups and the noise with the largest evidence.
+        """Return λ of each group and the noise with the largest evidence.
 
-        Args:
-            noise: The noise, or where its search starts.
-            fit_noise: Whether the noise is chosen, too.
-
-        Returns:
-            λ of each group, and the noise.
-
-        Raises:
-            InputError: The evidence has no maximum, because all parameters, all eigenvalues or all
-                errors are zero; or the curvature was measured without targets.
+        ``noise`` is the noise, or with ``fit_noise`` where its search starts. An InputError says
+        that the evidence has no maximum, because all parameters, all eigenvalues or all errors are
+        zero, or that the curvature was measured without targets.
         """
         self.likelihood.value(noise)
         self._require_maximum(fit_noise=fit_noise)

@@ -250,10 +250,8 @@ class Network:
     def read(self, name: str, fixed: Collection[int], stacked: str = "") -> Symbol:
         """Return a value of the model, or its gradients for the ``k`` outputs of an example.
 
-        Args:
-            name: The value.
-            fixed: Axes that have the sizes of the sample run in every run.
-            stacked: Name of its gradients, one after the other along the first axis.
+        The sizes of the axes ``fixed`` are those of the sample run in every run. ``stacked`` is the
+        name of the gradients, one after the other along the first axis.
         """
         fact, tape = self.model.facts[name], self.tape
         axes = enumerate(fact.shape)
@@ -279,17 +277,10 @@ class Network:
             )
 
     def unrolled(self, level: Level, backward: Backward) -> dict[str, list[str]]:
-        """Write a backward graph once for each output of an example.
+        """Write a backward graph into a level, once for each output of an example.
 
-        Args:
-            level: Receives the nodes.
-            backward: Backward graph from the value that the loss reads.
-
-        Returns:
-            The gradients of each differentiated value for the ``k`` unit vectors, by name.
-
-        Raises:
-            InputError: The file would have too many nodes.
+        The result maps a differentiated value to its gradient for each of the ``k`` unit vectors.
+        An InputError says that the file would have too many nodes.
         """
         start = backward.cotangents[self.value]
         local = dependents(backward.nodes, (start,))
@@ -321,17 +312,9 @@ def stacked_gradients(network: Network, outputs: Sequence[str]) -> dict[str, str
 def example_gradients(network: Network, layers: Sequence[tuple[str, ...]]) -> dict[str, Symbol]:
     """Record the gradients of each example, by a Scan that runs the model on one example at a time.
 
-    Args:
-        network: The model.
-        layers: Parameters of each layer.
-
-    Returns:
-        Gradients by parameter, ``(n, k, size)``. Layers that the value does not depend on are
-        absent.
-
-    Raises:
-        UnsupportedError: The model runs with one batch size only.
-        InputError: The file would have too many nodes.
+    ``layers`` are the parameters of each layer. Gradients are ``(n, k, size)`` by parameter. Layers
+    that the value does not depend on are absent. A model that runs with one batch size only raises
+    an UnsupportedError.
     """
     task, model = network.layout.assembly.task, network.model
     names = tuple(name for layer in layers for name in layer)
@@ -379,13 +362,8 @@ def _move_into_body(
 ) -> tuple[list[str], list[Input]]:
     """Add the forward pass of one example to a body; all other values come from outside of it.
 
-    Args:
-        network: The model.
-        level: The body, with the backward passes.
-        results: What it computes.
-
-    Returns:
-        The inputs of the model that have examples, and the inputs of the body.
+    The body has the backward passes already. The results are the inputs of the model that have
+    examples, and the inputs of the body.
     """
     graph, axes = network.model.extended_graph(), network.layout.assembly.task.batch.inputs
     added = {name for node in level.nodes for name in node.outputs}

@@ -54,18 +54,10 @@ def export_variance(
 ) -> None:
     """Write the model with the output ``variance``, ``(n, k, k)``.
 
-    The variance under an uncertain last layer needs no backward pass.
-
-    Args:
-        layout: The model with its layers.
-        blocks: The blocks, each with the eigenvalues of the covariance of its parameters.
-        path: File to write.
-        node_limit: Largest number of nodes of a file with backward passes.
-
-    Raises:
-        UnsupportedError: The gradients of examples cannot be written for a layer or the model.
-        InputError: The path is wrong, the file would have more nodes, or it has a value
-            ``variance`` already.
+    Each block has the eigenvalues of the covariance of its parameters. The variance under an
+    uncertain last layer needs no backward pass. With backward passes, a file of more than
+    ``node_limit`` nodes is refused with an InputError, and layers whose gradients cannot be written
+    with an UnsupportedError.
     """
     if is_last_layer(layout) and len(blocks) == 1:
         (layer, _), (block, variances) = layout.layers[0], blocks[0]
@@ -80,20 +72,10 @@ OUTPUT = "variance"
 def export_network(
     layout: Layout, blocks: Sequence[tuple[Block, Float]], path: str | Path, node_limit: int
 ) -> None:
-    """Write the model with the output ``variance``, ``(n, k, k)``.
+    """Write the variance by backward passes through all layers; see ``export_variance``.
 
-    Args:
-        layout: The model with its layers.
-        blocks: The blocks, each with the eigenvalues of the covariance of its parameters.
-        path: File to write.
-        node_limit: Largest number of nodes of the file.
-
-    Raises:
-        UnsupportedError: Examples depend on each other or on random numbers, the number of outputs
-            of an example is not fixed, or a parameter has no layer and the model has a fixed batch
-            size.
-        InputError: The path is wrong, the file would have more nodes, or it has a value
-            ``variance`` already.
+    An UnsupportedError says that examples depend on each other or on chance, that a size that must
+    be fixed is not, or that a parameter without a layer meets a model of one batch size.
     """
     target, value = checked_path(path), _checked_value(layout)
     tape = new_tape(PREFIX, layout.assembly.model.facts[value].dtype)
@@ -265,17 +247,9 @@ Nodes = tuple[list[Node], dict[str, Array]]
 def export_last_layer(
     layout: Layout, layer: LayerMatch, block: Block, variances: Float, path: str | Path
 ) -> None:
-    """Write the model with the output ``variance``, ``(n, k, k)``.
+    """Write the variance under the only layer, for which ``is_last_layer`` holds.
 
-    Args:
-        layout: The model with its layers.
-        layer: The only layer; ``is_last_layer`` holds for it.
-        block: Its block.
-        variances: Eigenvalues of the covariance of the parameters, ``(1, d_in, d_out)``.
-        path: File to write.
-
-    Raises:
-        InputError: The path is wrong, or the file has a value ``variance`` already.
+    ``variances`` are the eigenvalues of the covariance of its parameters, ``(1, d_in, d_out)``.
     """
     target = checked_path(path)
     model = layout.assembly.model
@@ -337,14 +311,8 @@ def _of_factors(block: Block, variances: Float, k: int, features: int) -> Nodes:
 def _of_matrix(block: Block, variances: Float, places: Array, features: int) -> Nodes:
     """Return nodes for ``R Rᵀ`` with ``R = φ̃ᵀ C^½``, for a dense covariance of all parameters.
 
-    Args:
-        block: The block of all parameters.
-        variances: Eigenvalues of the covariance, ``(1, P, 1)``.
-        places: Place of the parameter of each row and column of the layer, ``(d_in, k)``.
-        features: Number of features of φ.
-
-    Returns:
-        The nodes with their constants.
+    ``variances`` are its eigenvalues, ``(1, P, 1)``, and ``places`` the place of the parameter of
+    each row and column of the layer, ``(d_in, k)``. φ has ``features`` features.
     """
     assert block.spectrum.left is not None, "a dense matrix has eigenvectors"
     root = (block.spectrum.left[0] * np.sqrt(variances[0, :, 0]))[places]  # (d_in, k, P)

@@ -42,14 +42,9 @@ class Likelihood:
 
     @classmethod
     def of(cls, curvature: Curvature, temperature: float) -> "Likelihood":
-        """Return the likelihood of the data of a curvature.
+        """Return the likelihood of the data of a curvature, for a temperature ``T > 0``.
 
-        Args:
-            curvature: The curvature.
-            temperature: ``T > 0``.
-
-        Raises:
-            UnsupportedError: A loss has a weight other than 1.
+        A loss with a weight other than 1 raises an UnsupportedError.
         """
         losses = curvature.layout.assembly.task.objective.losses
         for loss in losses:
@@ -93,13 +88,9 @@ class Likelihood:
         return -2 * self.variance * (self._value() + constant)
 
     def value(self, noise: float) -> float:
-        """Return ``log p(D|θ) / T``.
+        """Return ``log p(D|θ) / T`` for a standard deviation of the targets.
 
-        Args:
-            noise: Standard deviation of the targets.
-
-        Raises:
-            InputError: The curvature was measured without targets.
+        A curvature that was measured without targets raises an InputError.
         """
         if self.variance is None:
             return float(np.float64(self._value()) / self.temperature)
@@ -156,15 +147,8 @@ class Outputs:
     ) -> Float | None:
         """Return the probabilities of the classes; None for a loss without classes.
 
-        Args:
-            mean: ``(n, …, k)``.
-            variance: Covariance of all outputs of each example, ``(n, K, K)``.
-            link: How they become probabilities.
-            samples: Number of samples.
-            rng: Generator of the samples.
-
-        Returns:
-            Probabilities in the shape of ``mean``.
+        ``mean`` is ``(n, …, k)``, as the result, and ``variance`` the covariance of all outputs of
+        each example, ``(n, K, K)``. ``rng`` draws ``samples``, if the link has any.
         """
         exclusive = isinstance(self.loss, CategoricalLogitsNegativeLogProbLoss)
         if not (exclusive or isinstance(self.loss, MultiBernoulliNegativeLogProbLoss)):
@@ -200,14 +184,9 @@ class Outputs:
     ) -> float:
         """Return the mean log-likelihood of targets of the predictive distribution.
 
-        Args:
-            mean: ``(n, …, k)``.
-            variance: ``(n, K, K)``.
-            observed: Targets and their weights, of ``observed``.
-            noise: Standard deviation of the targets of a normal loss.
-
-        Raises:
-            UnsupportedError: The loss is another one.
+        ``mean`` is ``(n, …, k)`` and ``variance`` is ``(n, K, K)``. ``observed`` has the targets
+        and their weights. ``noise`` is the standard deviation of the targets of a normal loss.
+        Other losses raise an UnsupportedError.
         """
         rng, (targets, weights) = np.random.default_rng(0), observed
         p = self.probabilities(mean, variance, LINKS["probit"], 1, rng)

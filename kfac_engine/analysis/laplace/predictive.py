@@ -85,21 +85,12 @@ def _bridge_norm(logits: Logits, *_: object) -> Float:
 
 
 def _dirichlet_mean(logits: Logits, *, normalized: bool) -> Float:
-    """Return the mean of the Dirichlet distribution of the Laplace bridge.
+    """Return the mean of the Dirichlet distribution of the Laplace bridge, ``(n, k)``.
 
     The logits are conditioned on ``Σ_i z_i = 0``. With ``normalized``, mean and variances are
     divided so that the mean variance is ``√(k/2)`` (Hobbhahn, Kristiadi & Hennig 2022, "Fast
-    predictive uncertainty for classification with Bayesian deep networks").
-
-    Args:
-        logits: The logits.
-        normalized: Whether mean and variances are divided.
-
-    Returns:
-        Probabilities, ``(n, k)``.
-
-    Raises:
-        UnsupportedError: The classes are not exclusive.
+    predictive uncertainty for classification with Bayesian deep networks"). Classes that are not
+    exclusive raise an UnsupportedError.
     """
     if not logits.exclusive:
         raise UnsupportedError(
@@ -191,15 +182,8 @@ class Linearization:
     ) -> tuple[Float, Float]:
         """Return means, and covariances for several distributions of the parameters.
 
-        Args:
-            inputs: Arrays by input name.
-            powers: For each distribution, the eigenvalues of ``P⁻¹``, by ``id`` of a block.
-
-        Returns:
-            Means ``(n, …, k)``, and covariances of all outputs of an example, ``(p, n, K, K)``.
-
-        Raises:
-            InputError: The inputs are wrong.
+        For each distribution, ``powers`` map the ``id`` of a block to the eigenvalues of ``P⁻¹``.
+        Means are ``(n, …, k)``, and covariances of all outputs of an example ``(p, n, K, K)``.
         """
         means, covariances = [], []
         self._require_variances(inputs, len(powers))
@@ -215,18 +199,10 @@ class Linearization:
         return np.concatenate(means), np.concatenate(covariances, axis=1)
 
     def covariance(self, inputs: Mapping[str, Array], powers: Mapping[int, Float]) -> Float:
-        """Return the covariance of the outputs of all examples.
+        """Return the covariance of the outputs of all examples, ``(nK, nK)``.
 
-        Args:
-            inputs: Arrays by input name.
-            powers: Eigenvalues of ``P⁻¹``, by ``id`` of a block.
-
-        Returns:
-            ``(nK, nK)``.
-
-        Raises:
-            InputError: The inputs are wrong.
-            MemoryLimitError: The Jacobians of a block do not fit into the memory.
+        ``powers`` map the ``id`` of a block to the eigenvalues of ``P⁻¹``. A MemoryLimitError says
+        that the Jacobians of a block do not fit into the memory.
         """
         batch = jacobian_sources(self.curvature.layout, inputs)
         rows = len(self._mean(batch)) * len(batch[1])

@@ -56,14 +56,8 @@ def _inverse_diagonal(
 ) -> Float:
     """Return the diagonal of the inverse of a damped block, or of its principal submatrix.
 
-    Args:
-        curvature: The curvature.
-        block: The block.
-        damping: λ, or λ of each parameter.
-        chosen: Mask of the entries of the submatrix in a block of one column; None for all.
-
-    Raises:
-        InputError: The matrix is singular up to the rounding of the parameters.
+    ``chosen`` masks the entries of the submatrix in a block of one column; None for all. A matrix
+    that is singular up to the rounding of the parameters raises an InputError.
     """
     eigenvalues = block.powers(damping, 1.0)
     if chosen is not None:
@@ -290,21 +284,9 @@ def _name_at(curvature: Curvature, places: Places) -> str:
 def _compensated(block: Block, start: Float, removed: Mask, damping: Damping) -> Float:
     """Return the packed weights of a block that minimize its quadratic model, given the zeros.
 
-    The step ``δ`` from the weights θ minimizes ``δᵀ(F + λI)δ`` with ``δ = −θ`` at the zeros.
-    Conjugate gradients solve the equations of the other weights, preconditioned by the inverse of
-    the block.
-
-    Args:
-        block: The block.
-        start: All parameters θ.
-        removed: Whether a parameter becomes zero.
-        damping: λ, or λ of each parameter.
-
-    Returns:
-        The weights, in the shape of ``block.places``.
-
-    Raises:
-        InputError: The iteration does not converge.
+    The step ``δ`` from the weights ``start`` θ minimizes ``δᵀ(F + λI)δ`` with ``δ = −θ`` at the
+    zeros. Conjugate gradients solve the equations of the other weights, preconditioned by the
+    inverse of the block. An iteration that does not converge raises an InputError.
     """
     theta, zero = start[block.places], removed[block.places]
     if not zero.any() or zero.all():

@@ -146,18 +146,11 @@ class Axis:
 
 
 def weighted_taps(b: LoweringBuilder, rows: str, first: str, axes: Sequence[Taps]) -> str:
-    """Write the pixel at each tap times the weight of the tap.
+    """Write the pixel at each tap times the weight of the tap, ``(*places, *taps, channels)``.
 
-    Args:
-        b: Writes the nodes.
-        rows: The pixels of all images, ``(images · pixels, channels)``.
-        first: Row of the first pixel of the image of each position, int64; broadcasts to the
-            positions.
-        axes: Taps along each axis, in the order of the pixels in ``rows``; their positions
-            broadcast.
-
-    Returns:
-        ``(*places, *taps, channels)``, with as many axes of taps as there are ``axes``.
+    ``rows`` are the pixels of all images, ``(images · pixels, channels)``. ``first`` is the row of
+    the first pixel of the image of each position, int64, and broadcasts to the positions, as do the
+    taps along each axis. ``axes`` are in the order of the pixels in ``rows``.
     """
     pixels, weights = axes[0].pixels, axes[0].weights
     inner = b.constant([-1])

@@ -79,17 +79,9 @@ def spread(
 ) -> str:
     """Write the adjoint of a convolution, which adds the cotangent of each window to its pixels.
 
-    Args:
-        b: The builder.
-        window: The windows.
-        g: Cotangent of the windows, ``(n, d_out, *positions)``.
-        weight: ``(d_out, d_in / group, *kernel)``.
-        x: Forward value with the spatial sizes of the image.
-        y: Forward value with the spatial sizes of the windows.
-        group: Number of groups of channels.
-
-    Returns:
-        ``(n, d_in, *pixels)``.
+    The cotangent ``g`` of the windows is ``(n, d_out, *positions)``, the weight ``(d_out, d_in /
+    group, *kernel)``, and the result ``(n, d_in, *pixels)``. ``x`` and ``y`` are forward values
+    with the spatial sizes of the image and of the windows.
     """
     none = (0,) * len(window.kernel)
     exact = window.unit_strides and not window.ceil_mode

@@ -114,14 +114,10 @@ def add_weight_gradient(
 ) -> None:
     """Compute ``out[o, c, u] += Σ g[n, o, q] x[n, c, q·stride + u·dilation − begin]``.
 
-    Args:
-        x: Images, ``(n, groups · ins, *spatial_shape)``, float32 or float64.
-        g: Cotangents of all outputs of the window, ``(n, groups · outs, *outputs)``.
-        window: Geometry of the convolution.
-        out: ``(groups · outs, ins, *kernel)``, of the same dtype, any strides.
-        workers: Threads.
-        scratch: Scratch memory of all threads together. More is allocated if one position of an
-            image and the results of one thread do not fit.
+    The images ``x`` are ``(n, groups · ins, *spatial_shape)``, float32 or float64, ``g`` has the
+    cotangents of all outputs of the window, ``(n, groups · outs, *outputs)``, and ``out`` is
+    ``(groups · outs, ins, *kernel)`` of the same type with any strides. More memory than
+    ``scratch`` is allocated if one position of an image and the results of one thread do not fit.
     """
     groups = x.shape[1] // out.shape[1]
     sizes = groups, out.shape[1], out.shape[0] // groups

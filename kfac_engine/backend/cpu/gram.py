@@ -58,7 +58,7 @@ def second_moment(
             if homogeneous:
                 total = np.zeros(d)
                 add_columns(whole, total)
-                write_border(out, Border(total, rows), how)
+                write_border(out, total, rows, how)
         return
     spare = (scratch_bytes - CHUNK_BYTES) // out.itemsize
     parts = split_rows(x, count_parts(rows, d, workers, spare))

@@ -144,11 +144,6 @@ def damped_inverse(matrix: Array, damping: float, workers: Workers) -> Array:
     The lower triangle of the matrix is read. A damping below ``damping_floor`` is raised to it. If
     the Cholesky factorisation fails with 1, 10, 100 and 1000 times the damping, the matrix is
     indefinite by more than rounding. Then negative eigenvalues are replaced with zero.
-
-    Raises:
-        ShapeError: The matrix is not square.
-        NonFiniteError: The matrix contains NaN or infinity.
-        InputError: The damping is negative or not finite, or zero for a matrix of zeros.
     """
     check_shape(matrix)
     work = empty_float64(len(matrix))

@@ -82,15 +82,9 @@ class ChannelsLastLines:
     ) -> Array:
         """Return a view of runs of pixels, and of the same runs shifted along their lines.
 
-        Args:
-            lines: Lines, as a range for each axis but the last.
-            pixels: Pixels of the run. It starts at ``-gap`` or later; the run and its shifts end at
-                most ``gap`` pixels after the line.
-            shifts: Number of runs of each line.
-            apart: Number of pixels from one run to the next.
-
-        Returns:
-            ``(*lines, shifts, len(pixels)·group, channels)``.
+        ``lines`` has a range for each axis but the last. A run of ``pixels`` starts at ``-gap`` or
+        later; it and its ``shifts``, ``apart`` pixels from each other, end at most ``gap`` pixels
+        after the line. The result is ``(*lines, shifts, len(pixels)·group, channels)``.
         """
         *strides, pixel, _, number = self._pixels.strides
         start = (self._gap + pixels.start) * pixel

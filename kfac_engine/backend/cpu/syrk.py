@@ -75,14 +75,10 @@ def accumulate(
 ) -> None:
     """Compute the lower triangle of ``out ← beta·out + alpha·Σ piece pieceᵀ``, in place.
 
-    Args:
-        parts: For each part, matrices ``(d, k)`` that BLAS can read without a copy. A matrix is
-            used before the next matrix of its part is requested, and both may share memory. Each
-            part except the first needs a matrix of scratch memory.
-        out: ``(d, d)``; rows may have gaps.
-        how: Scales of both matrices.
-        workers: Available threads.
-        sums: For each part an array ``(d,)``, float64, to which its columns are added; or empty.
+    Each part has matrices ``(d, k)`` that BLAS can read without a copy. A matrix is used before the
+    next matrix of its part is requested, and both may share memory. Each part except the first
+    needs a matrix of scratch memory. The rows of ``out``, ``(d, d)``, may have gaps. The columns of
+    each part are added to its array in ``sums``, ``(d,)``, float64, if there are any.
     """
     first, *others = parts
     beside = sums or [None] * len(parts)

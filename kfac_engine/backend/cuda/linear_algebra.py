@@ -99,18 +99,9 @@ class CupyLinearAlgebra:
     ) -> Generator[None, None, list[Array]]:
         """Return results from Cholesky factors, or from eigenvalues for indefinite matrices.
 
-        Args:
-            matrices: Symmetric matrices.
-            dampings: The damping of each matrix.
-            finish: Computes results from a stack of Cholesky factors and the type of the results.
-            clamped: Computes the result of one matrix from its damped eigenvalues and its
-                eigenvectors.
-
-        Yields:
-            None once, after all operations are launched and before any number is read.
-
-        Returns:
-            One result for each matrix, in its element type.
+        ``finish`` computes results from a stack of Cholesky factors and the type of the results,
+        ``clamped`` the result of one matrix from its damped eigenvalues and its eigenvectors. The
+        generator yields once, after all operations are launched and before any number is read.
         """
         for damping in dampings:
             if not 0.0 <= damping < np.inf:

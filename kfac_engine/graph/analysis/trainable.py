@@ -92,16 +92,10 @@ def trainable_parameters(
 ) -> tuple[str, ...]:
     """Return the names of the constants to train, at least one, in the order of the graph.
 
-    Args:
-        graph: Canonical graph.
-        patterns: A name or ``fnmatch`` pattern such as ``"*.weight"``, or several; only matching
-            constants are trained. None selects all constants without an ``excluded_reason``.
-        freeze: A name or pattern, or several, of constants that are not trained.
-
-    Raises:
-        UnknownNameError: A pattern matches no float constant.
-        ModelError: No parameter remains to be trained.
-        NonFiniteError: A parameter contains NaN or infinity.
+    ``patterns`` is a name or ``fnmatch`` pattern such as ``"*.weight"``, or several; only matching
+    constants are trained. None selects all constants without an ``excluded_reason``. Constants that
+    match ``freeze`` are not trained. A pattern that matches no float constant raises an
+    UnknownNameError.
     """
     floats = [name for name, array in graph.constants.items() if _is_float(array)]
     if patterns is None:
