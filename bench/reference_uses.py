@@ -13,8 +13,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.bench import uses
 from kfac_engine.bench.jobs import Run
-from kfac_engine.bench.reference_operators import rows_of
-from kfac_engine.bench.reference_step import Tape, evaluate, propagate
+from kfac_engine.bench.reference_step import Tape, evaluate, propagate, rows_of
 from kfac_engine.bench.step_networks import Network
 from kfac_engine.bench.uses import Study, study
 

@@ -20,7 +20,7 @@ from kfac_engine.bench.contenders import OURS, OURS_PLAIN
 from kfac_engine.bench.measure import DISTURBING_SHARE
 from kfac_engine.bench.report import Form, milliseconds, spread_cells
 from kfac_engine.bench.roofline import Roofline, SuiteConditions
-from kfac_engine.bench.training import tables as training
+from kfac_engine.bench.training import summary as training
 from scripts import bench_goals, training_tables
 from scripts.markdown import table
 

@@ -6,7 +6,7 @@ from math import exp, log
 from typing import Any
 
 from kfac_engine.bench.training.run import budget_text
-from kfac_engine.bench.training.tables import COMPARISONS, formatted
+from kfac_engine.bench.training.summary import COMPARISONS, formatted
 from scripts.markdown import table
 
 # A field that only comparisons have.

@@ -30,7 +30,7 @@ RESERVED = {
     "onnxruntime": ("kfac_engine/sessions/session.py", "kfac_engine/sessions/device_session.py"),
     "cupy": ("kfac_engine/backend/cuda/device.py",),
     "mpi4py": ("kfac_engine/distributed/mpi.py",),
-    "sklearn": ("kfac_engine/sklearn/", "bench/training/table_data.py"),
+    "sklearn": ("kfac_engine/sklearn/", "bench/training/data.py"),
     "torch": ("kfac_engine/torch.py", "bench/"),
     "cupyx": ("kfac_engine/backend/cuda/device.py",),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kfac_engine.bench.contender import (
+from kfac_engine.bench.contenders import (
     INFLUENCE_USES,
     LAPLACE_USES,
     PRIMITIVES,

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kfac_engine._types import Array
-from kfac_engine.bench.gpu_counts import Layer
+from kfac_engine.bench.gpu_meter import Layer
 
 _Tensor = Any
 

@@ -7,14 +7,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kfac_engine.bench.training.layers import I64, INPUT, OUTPUT, Model, ModelBuilder, small_normal
 from kfac_engine.bench.training.models import (
     CLASSES,
+    I64,
+    INPUT,
+    OUTPUT,
     POSITIONS,
     SYMBOLS,
+    Model,
+    ModelBuilder,
     attended,
     gelu,
     scalars,
+    small_normal,
 )
 from kfac_engine.graph.structure import Node
 

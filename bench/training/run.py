@@ -14,8 +14,8 @@ import numpy as np
 import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.bench.training.data import load_images
-from kfac_engine.bench.training.layers import Model
 from kfac_engine.bench.training.methods import Method, parse_method
+from kfac_engine.bench.training.models import Model
 from kfac_engine.bench.training.tasks import Task, find_task
 from kfac_engine.errors import DivergenceWarning, KfacError
 

@@ -9,14 +9,20 @@ from threading import Lock
 
 from rich.console import Console
 
-from kfac_engine.bench.training.curves import draw_curves
 from kfac_engine.bench.training.data import DATA_FOLDER, has_images, load_images, load_text
 from kfac_engine.bench.training.methods import METHODS
 from kfac_engine.bench.training.plan import Group, all_tasks, final_runs, groups, tuning_runs
 from kfac_engine.bench.training.records import Record, Records, revision
 from kfac_engine.bench.training.run import Outcome, Run
-from kfac_engine.bench.training.summary import Comparison, GroupRow, compare, group_row
-from kfac_engine.bench.training.tables import COMPARISONS, RESULTS
+from kfac_engine.bench.training.summary import (
+    COMPARISONS,
+    RESULTS,
+    Comparison,
+    GroupRow,
+    compare,
+    draw_curves,
+    group_row,
+)
 from kfac_engine.bench.training.tasks import OF_TEXT
 from kfac_engine.bench.training.worker import Workers
 from kfac_engine.errors import InputError

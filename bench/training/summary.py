@@ -1,13 +1,19 @@
-"""The results of the suite: medians over seeds, and the time until a loss is reached."""
+"""The results of the suite ``train``: medians over seeds, tables, and curves of the loss."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+from kfac_engine.bench.report import Form
 from kfac_engine.bench.training.plan import Group
-from kfac_engine.bench.training.run import Outcome, Point, Run
+from kfac_engine.bench.training.run import Outcome, Point, Run, budget_text
+from kfac_engine.bench.training.tasks import find_task
+from kfac_engine.system.writing import write_rendered
 
 # The method that the others are compared with.
 _OURS = "kfac"
@@ -187,3 +193,93 @@ def _at_equal_budgets(
 def _finite(value: float) -> float | None:
     """Return a number, or None for infinity and NaN."""
     return value if -inf < value < inf else None
+
+
+def _result(row: Mapping[str, Any]) -> list[str]:
+    accuracy, rise = row["accuracy"], row.get("rise")  # older reports have no rise
+    return [
+        row["task"], row["method"], row["setting"], _budget(row, "seconds", "budget_steps"),
+        f"{row['steps']:g}",
+        f"{row['milliseconds']:.1f}", f"{row['loss']:.4g}",
+        ", ".join(f"{loss:.4g}" for loss in row["losses"]), formatted(rise, ".2f"),
+        "" if accuracy is None else f"{accuracy:.2%}", str(row["died"] or ""),
+    ]  # fmt: skip
+
+
+def _comparison_cells(row: Mapping[str, Any]) -> list[str]:
+    variant = "" if row["method"] == "kfac" else f" ({row['method']})"
+    return [
+        row["task"], f"{row['rival']}, {_budget(row, 'rival_seconds', 'rival_steps')}{variant}",
+        f"{row['level']:.4g}",
+        formatted(row["seconds"], ".1f", "not reached"), formatted(row["seconds_ratio"], ".2f"),
+        formatted(row["steps"], ".0f"), formatted(row["steps_ratio"], ".2f"),
+        formatted(row["loss_ratio"], ".3f"), formatted(row["accuracy_gain"], "+.2f"),
+    ]  # fmt: skip
+
+
+RESULTS = Form(
+    ("task", "method", "rate, schedule"),
+    (
+        "budget", "steps", "ms a step", "loss", "all seeds", "last ÷ lowest", "accuracy",
+        "runs that died",
+    ),
+    _result,
+)  # fmt: skip
+COMPARISONS = Form(
+    ("task", "rival"),
+    (
+        "its loss", "K-FAC, s", "÷ rival's", "steps", "÷ rival's", "loss ÷ rival's, equal time",
+        "accuracy, points",
+    ),
+    _comparison_cells,
+)  # fmt: skip
+
+
+def formatted(value: float | None, form: str, missing: str = "") -> str:
+    """Return a number as text; ``missing`` for None."""
+    return missing if value is None else format(value, form)
+
+
+def _budget(row: Mapping[str, Any], seconds: str, steps: str) -> str:
+    """Return the budget of a row; older reports have seconds alone."""
+    text: str = budget_text(row[seconds], row.get(steps, 0))
+    return text
+
+
+_SIZE, _DOTS_AN_INCH = (10.0, 4.6), 120
+_STYLES = ("-", "--", ":", "-.")
+
+
+def draw_curves(folder: Path, results: Mapping[Group, Mapping[Run, Outcome]]) -> list[Path]:
+    """Write ``train-<task>.png`` for each task.
+
+    Each method has a colour, each of its budgets a line style, each seed a line.
+    """
+    from matplotlib.figure import Figure
+
+    colours = {m: f"C{i}" for i, m in enumerate(dict.fromkeys(group.method for group in results))}
+    paths = []
+    for name in dict.fromkeys(group.task for group in results):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        of_method: dict[str, int] = {}
+        for group, runs in ((g, r) for g, r in results.items() if g.task == name):
+            style = _STYLES[of_method.get(group.method, 0) % len(_STYLES)]
+            of_method[group.method] = of_method.get(group.method, 0) + 1
+            for number, outcome in enumerate(runs.values()):
+                # The loss of the initial model would compress all others.
+                points = outcome.curve[1:]
+                losses = [point.loss for point in points]
+                label = f"{group.method}, {group.seconds:g} s" if number == 0 else "_"
+                axes = [point.cpu for point in points], [point.step for point in points]
+                for panel, x in zip(panels, axes, strict=True):
+                    panel.plot(x, losses, style, color=colours[group.method], label=label,
+                               linewidth=1.2)  # fmt: skip
+        for panel, label in zip(panels, ("CPU seconds", "steps"), strict=True):
+            panel.set(xlabel=label, xscale="log")
+            panel.grid(alpha=0.3)
+        panels[0].set(ylabel="validation loss", title=find_task(name)[0].title)
+        panels[1].legend(fontsize="small")
+        paths.append(folder / f"train-{name}.png")
+        write_rendered(paths[-1], partial(figure.savefig, format="png", dpi=_DOTS_AN_INCH))
+    return paths

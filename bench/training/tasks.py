@@ -8,8 +8,10 @@ from math import log, pi
 
 from kfac_engine.bench.training import models, modern
 from kfac_engine.bench.training.data import (
+    TABLES,
     Data,
     Images,
+    Table,
     blurred,
     classified,
     load_digits,
@@ -17,8 +19,7 @@ from kfac_engine.bench.training.data import (
     reconstructed,
     smooth_function,
 )
-from kfac_engine.bench.training.layers import Model
-from kfac_engine.bench.training.table_data import TABLES, Table
+from kfac_engine.bench.training.models import Model
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 

@@ -11,8 +11,8 @@ from kfac_engine.backend import select
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import device, inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.bench import data, gpu, gpu_counts, gpu_kernels, gpu_meter, gpu_network
-from kfac_engine.bench.gpu_counts import Layer, resnet50
+from kfac_engine.bench import data, gpu, gpu_meter
+from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import MACROS, source
@@ -38,9 +38,9 @@ def test_the_network_has_the_parameters_it_is_known_for() -> None:
     assert (len(resnet50()), weights + scales) == (54, 25_557_032)
 
 
-SUM = gpu_counts.Counted("a sum", 0.0, 1.0)
+SUM = gpu_meter.Counted("a sum", 0.0, 1.0)
 LAYERS = Layer(2, 3, 3, 1, 4), Layer(3, 4, 1, 1, 4), Layer(4, 3, 1, 1, 1, True)
-SIZES = gpu_counts.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
+SIZES = gpu_meter.Sizes(images=2, channels=3, side=4, matrix=40, ids=200, classes=5)
 
 
 @pytest.fixture
@@ -79,8 +79,8 @@ def test_every_kernel_is_launched_by_the_suite(meter: gpu_meter.Meter) -> None:
     meter.backend.device.function = lambda code, name, options: (  # type: ignore[method-assign]
         launched.add(name) or function(code, name, options)
     )
-    list(gpu_kernels.kernel_works(meter.backend, SIZES))
-    for work in gpu_kernels.kernel_works(meter.backend, SIZES):
+    list(gpu.kernel_works(meter.backend, SIZES))
+    for work in gpu.kernel_works(meter.backend, SIZES):
         work.run()
     assert launched == {kernel for name in MACROS for kernel in KERNEL.findall(source(name))}
 
@@ -95,8 +95,8 @@ def test_ceilings_are_the_rates_that_floors_are_made_of(meter: gpu_meter.Meter) 
     assert rates.products[gpu_meter.SPLIT] == rates.products[gpu_meter.TF32] / 3
     seconds = meter.ceilings["copy"].low
     assert rates.copied_bytes == pytest.approx(2 * 4 * 8**2 / seconds)
-    assert rates.floor(gpu_counts.Counted("", rates.products["TF32"], 0.0), "TF32") == 1
-    assert rates.floor(gpu_counts.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
+    assert rates.floor(gpu_meter.Counted("", rates.products["TF32"], 0.0), "TF32") == 1
+    assert rates.floor(gpu_meter.Counted("", 0.0, rates.copied_bytes), "TF32") == 1
 
 
 def test_a_wrong_result_ends_the_suite(meter: gpu_meter.Meter) -> None:
@@ -113,11 +113,7 @@ def test_torch_computes_what_it_is_compared_in(layer: Layer) -> None:
     pytest.importorskip("torch")
     usual = torch_gpu.TorchOnDevice("cpu")
     x = data.normal(2, layer.inputs, layer.side, layer.side)
-    z = (
-        NumpyBackend()
-        .patches(x, gpu_network.window(layer))
-        .reshape(-1, layer.inputs * layer.kernel**2)
-    )
+    z = NumpyBackend().patches(x, gpu.window(layer)).reshape(-1, layer.inputs * layer.kernel**2)
     z = np.concatenate([z, np.ones((len(z), 1))], axis=1) if layer.homogeneous else z
     found = usual.input_factor(x, layer)().numpy()
     # Of torch, features are ordered by channel first.

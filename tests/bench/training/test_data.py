@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kfac_engine.bench.training import data
-from kfac_engine.bench.training.data import read_idx
-from kfac_engine.bench.training.table_data import TABLES
+from kfac_engine.bench.training.data import TABLES, read_idx
 from kfac_engine.errors import InputError
 
 

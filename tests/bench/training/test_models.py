@@ -7,7 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.bench.training import models
-from kfac_engine.bench.training.table_data import TABLES
+from kfac_engine.bench.training.data import TABLES
 from kfac_engine.bench.training.tasks import TASKS
 
 
