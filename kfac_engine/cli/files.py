@@ -155,9 +155,6 @@ def write_npz(path: Path, arrays: Mapping[str, Array]) -> None:
     write_file(path, [content.getbuffer()])
 
 
-# Examples in the batch from which shapes are inferred.
-
-
 def file_batches(
     assembly: Assembly,
     data: Any,
