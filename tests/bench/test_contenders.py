@@ -9,6 +9,7 @@ from kfac_engine.bench.contenders import (
     OURS,
     OURS_PLAIN,
     PEERS,
+    Contender,
     select_contenders,
 )
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
@@ -16,7 +17,7 @@ from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
 def test_a_peer_that_is_not_installed_is_refused_by_name(monkeypatch):
     assert select_contenders([]) == [DEFINITION, OURS, OURS_PLAIN]
-    monkeypatch.setattr("kfac_engine.bench.contenders.find_spec", lambda name: None)
+    monkeypatch.setattr(Contender, "missing", ("torch",))
     with pytest.raises(BackendError, match="cannot compare with torch: torch is not installed"):
         select_contenders(["torch"])
     with pytest.raises(UnknownNameError, match="unknown peer 'ours'; choose one of: curvlinops"):
