@@ -27,7 +27,7 @@ def says_batch(size: object) -> bool:
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
-    """Return the index from zero of a batch axis, which may be given from the end.
+    """Return the index of a batch axis, counted from zero; ``axis`` may count from the end.
 
     ``ShapeError`` is raised if the input has no such axis.
     """

@@ -416,7 +416,7 @@ def group_query_attention(b: LoweringBuilder, node: Node) -> None:
 
 
 def _operands(b: LoweringBuilder, node: Node) -> list[str]:
-    """Return the names of all operands that are not refused; ``""`` where one is omitted."""
+    """Refuse unsupported operands; return the names of the others, ``""`` for omitted ones."""
     names = _OPERANDS[node.op].split()
     values = (*node.inputs, *[""] * len(names))[: len(names)]
     for name, value in zip(names, values, strict=True):
@@ -560,7 +560,7 @@ def _visible(b: LoweringBuilder, q: str, k: str, window: int) -> str:
 
 
 def _padding(b: LoweringBuilder, node: Node, mask: str, k: str, form: _Form) -> str:
-    """Write the summand of the scores for padding keys; return ``""`` without a mask."""
+    """Write the number that is added to the score of each key; return ``""`` without a mask."""
     # A mask contains lengths (n), or zeros for padding in (n, keys) or (n, queries, keys).
     if not mask:
         return ""

@@ -75,7 +75,7 @@ class Solvers:
         return info
 
     def inverse(self, roots: _Array) -> _Array:
-        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of Cholesky factors, which are overwritten.
+        """Return the inverses ``(L Lᵀ)⁻¹`` of a stack of Cholesky factors; overwrite the factors.
 
         Only the lower triangles are defined. The inverse is unspecified for a factor that does not
         exist.

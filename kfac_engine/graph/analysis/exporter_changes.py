@@ -236,7 +236,7 @@ def gathered(ties: Iterable[Tie], values: Mapping[str, Array]) -> dict[str, Arra
     An array for a weight or for one of its copies suffices. Different arrays for a weight and its
     copy raise InputError.
     """
-    if not isinstance(values, Mapping):
+    if not isinstance(values, dict | Mapping):
         raise InputError(
             f"pass arrays by parameter, as {{name: array}}, got {type(values).__name__}."
         )
