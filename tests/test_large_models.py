@@ -28,17 +28,16 @@ MEASURED = """
 import json, sys
 import numpy as np
 import kfac_engine as ke
+from kfac_engine.engine.profiling import peak_bytes
 path, batch = sys.argv[1:]
 engine = ke.Engine.from_onnx(path, loss="categorical", trainable=["fc_*"])
 ids = np.load(batch)
 result = engine.step({"input": ids}, np.arange(len(ids)) % 3)
 engine.memory(len(ids))
-# Not getrusage: what that gives starts at the size of the process that started this one.
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({
     "gradient": result.gradients["fc_weight"].tolist(),
     "layers": [layer.kind for layer in engine.layers],
-    "peak": 1024 * int(status["VmHWM"].split()[0]),
+    "peak": peak_bytes(),
 }))
 """
 

@@ -6,9 +6,10 @@ The truth is the output of the file in ONNX Runtime, and its differences in floa
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import numpy_helper, parser
+from onnx import numpy_helper
 
 import kfac_engine as ke
+from tests.models import parsed
 
 N, D, C, T = 6, 5, 4, 3
 WEIGHTS = np.array([1.0, 2.0, 0.5, 1.5])
@@ -16,17 +17,9 @@ WEIGHTS = np.array([1.0, 2.0, 0.5, 1.5])
 
 def model(entry, nodes, **constants):
     """A model whose weight ``W`` and other constants are float64 unless they are integers."""
-    graph = parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": 18]> file ({entry}) => (double loss) {{ {nodes} }}"""
-    )
-    # A wrong rank of the output in the file does not matter to ONNX Runtime.
-    del graph.graph.output[0].type.tensor_type.shape.dim[:]
-    graph.graph.output[0].type.tensor_type.ClearField("shape")
     rng = np.random.default_rng(0)
-    constants = {"W": rng.standard_normal((D, C)), **constants}
-    for name, array in constants.items():
-        graph.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
-    return graph
+    weights = {"W": rng.standard_normal((D, C)), **constants}
+    return parsed(f"file ({entry}) => (double[] loss) {{ {nodes} }}", weights)
 
 
 FLAT = "double[n,5] x, int64[n] label"

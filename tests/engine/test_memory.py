@@ -21,9 +21,10 @@ MOST, LEAST = 1.1, 0.4
 
 # Peak of resident memory above what the process had when everything was built, and the report.
 STEP = """
-import resource, sys
+import sys
 import numpy as np
 import kfac_engine as ke
+from kfac_engine.engine.profiling import peak_bytes, resident_bytes
 from tests.engine.test_memory import dense, images
 
 model = {"dense": dense, "images": images}[sys.argv[1]]()
@@ -35,13 +36,9 @@ y = np.zeros(batch, np.int64)
 engine = ke.Engine.from_onnx(model, loss="categorical", backend="numpy", threads=1)
 announced = engine.memory(batch).total
 engine.gradients({"input": x[:1]}, y[:1])
-page = resource.getpagesize()
-before = int(open("/proc/self/statm").read().split()[1]) * page
+before = resident_bytes()
 engine.step({"input": x}, y)
-# Not ru_maxrss: a process inherits that of the one it was forked from.
-lines = open("/proc/self/status").read().splitlines()
-peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-print(peak - before, announced)
+print(peak_bytes() - before, announced)
 """
 
 
@@ -75,16 +72,17 @@ def test_step_stays_below_its_announced_peak_but_not_far(step):
 
 # Peak of resident memory of training above what the process had before it loaded the model.
 TRAINING = """
-import resource, sys
+import sys
 import numpy as np
 import kfac_engine as ke
+from kfac_engine.engine.profiling import peak_bytes, resident_bytes
 from tests import models
 
 x = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
 y = np.zeros(64, np.int64)
 warm = ke.AdamW(ke.Engine.from_onnx(models.mlp((512, 8, 10)), loss="categorical", threads=1))
 warm.step({"input": x}, y)
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+before = resident_bytes()
 engine = ke.Engine.from_onnx(sys.argv[2], loss="categorical", backend="numpy", threads=1)
 optimizer = {"adamw": ke.AdamW, "kfac": ke.KfacOptimizer}[sys.argv[1]](engine)
 announced = optimizer.memory(64)
@@ -93,9 +91,7 @@ assert announced.total - announced.optimizer == engine.memory(
 ).total
 for _ in range(3):
     optimizer.step({"input": x}, y)
-lines = open("/proc/self/status").read().splitlines()
-peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-print(peak - before, announced.total)
+print(peak_bytes() - before, announced.total)
 """
 
 
@@ -201,14 +197,10 @@ def test_scratch_memory_is_bounded_by_the_argument_and_changes_no_number():
 
 
 INSPECTED = """
-import resource, sys
-import numpy as np
 import onnxruntime, scipy.linalg
 import kfac_engine as ke
+from kfac_engine.engine.profiling import peak_bytes
 from tests.models import Net
-
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 net = Net()
 x = net.conv("conv0", "input", 1, 16, 3)
@@ -217,15 +209,15 @@ for index in range(1, 6):
     x = net.conv(f"conv{index}", x, 16, 16, 3)
 x = net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to="flat")
 model = net.model({"input": ["N", 1, 400, 320]}, {"flat": ["N", 16]})
-before = peak()
+before = peak_bytes()
 engine = ke.Engine.from_onnx(model, loss="normal", threads=1)
 announced = engine.memory(1).total
 engine.losses
-print((peak() - before) / announced)
+print((peak_bytes() - before) / announced)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 def test_inspection_takes_at_most_twice_the_memory_that_it_announces():
     """All values of a sample run at once, in several runs, took seven times as much."""
     done = subprocess.run(

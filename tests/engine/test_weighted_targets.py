@@ -32,6 +32,15 @@ def rows(inputs, chosen):
     return {name: array[chosen] for name, array in inputs.items()}
 
 
+def dense_fisher(w, jac, z, loss="categorical"):
+    """``Σ w Jᵀ F J``, divided by the number of examples."""
+    blocks = (
+        w[at] * jac[at].T @ oracle.predictive_fisher(loss, z[at]) @ jac[at]
+        for at in np.ndindex(w.shape)
+    )
+    return sum(blocks) / len(w)
+
+
 def assert_same(one, two, engines, atol=3e-5):
     assert one.loss == pytest.approx(two.loss, rel=1e-5)
     for results in ("gradients", "natural_gradients"):
@@ -140,10 +149,7 @@ def test_the_fisher_matrix_is_the_weighted_sum_of_those_of_the_predictions(loss)
     tested = engine(model, loss=loss)
     names = list(tested.parameters)
     jac = oracle.jacobian(model, inputs, "output", names)
-    F = sum(
-        w[at] * jac[at].T @ oracle.predictive_fisher(loss, z[at]) @ jac[at]
-        for at in np.ndindex(w.shape)
-    ) / w.sum()  # fmt: skip
+    F = dense_fisher(w, jac, z, loss) * len(w) / w.sum()
     trace = tested.trace(inputs, ke.Weighted(targets, w))
     products = tested.curvature_products(trace)
     vector = {name: rng.standard_normal(array.shape) for name, array in tested.parameters.items()}
@@ -436,58 +442,42 @@ def test_optimizers_take_the_steps_of_a_batch_without_what_does_not_count(make):
 
 @pytest.fixture(scope="module")
 def tokens():
-    """Model, inputs, targets, weights, parameter names, Jacobian and the probabilities."""
+    """Model, inputs, targets, weights, parameter names, Jacobian and the logits."""
     model, rng = models.token_mlp("tokens", (2, 3), dtype="float64"), np.random.default_rng(0)
     x, y = rng.standard_normal((6, 4, 2)), rng.integers(0, 3, (6, 4))
     w = rng.random((6, 4)) * (rng.random((6, 4)) > 0.3)
     w[4] = 0
     names = list(engine(model).parameters)
     z = engine(model).trace({"input": x})["output"]
-    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-    return (
-        model,
-        {"input": x},
-        y,
-        w,
-        names,
-        oracle.jacobian(model, {"input": x}, "output", names),
-        p,
-    )
-
-
-def dense_fisher(w, jac, p):
-    """``Σ w Jᵀ F J``, divided by the number of examples."""
-    blocks = (
-        w[at] * jac[at].T @ (np.diag(p[at]) - np.outer(p[at], p[at])) @ jac[at]
-        for at in np.ndindex(w.shape)
-    )
-    return sum(blocks) / len(w)
+    jac = oracle.jacobian(model, {"input": x}, "output", names)
+    return model, {"input": x}, y, w, names, jac, z
 
 
 @pytest.mark.parametrize("matrix", ["ggn", "fisher", "hessian"])
 def test_an_operator_is_the_weighted_sum_over_the_data(tokens, matrix):
-    model, inputs, y, w, names, jac, p = tokens
+    model, inputs, y, w, names, jac, z = tokens
     batches = [(rows(inputs, s), y[s], w[s]) for s in (slice(0, 2), slice(2, 6))]
     A = ke.curvature_operator(model, batches, matrix, loss="categorical", threads=1)
     places = [A.vector.starts[name] + np.arange(np.prod(A.vector.shapes[name])) for name in names]
     order = np.concatenate(places)
     found = (A @ np.eye(len(order)))[np.ix_(order, order)]
     # The model is linear, so that its Hessian matrix is the same.
-    np.testing.assert_allclose(found, dense_fisher(w, jac, p), atol=1e-12)
-    assert abs(found - dense_fisher(w > 0, jac, p)).max() > 1e-3
+    np.testing.assert_allclose(found, dense_fisher(w, jac, z), atol=1e-12)
+    assert abs(found - dense_fisher(w > 0, jac, z)).max() > 1e-3
     ignored = np.where(w > 0, y, -100)
     B = ke.curvature_operator(model, (inputs, ignored), matrix, loss="categorical", threads=1)
     found = (B @ np.eye(len(order)))[np.ix_(order, order)]
-    np.testing.assert_allclose(found, dense_fisher(w > 0, jac, p), atol=1e-12)
+    np.testing.assert_allclose(found, dense_fisher(w > 0, jac, z), atol=1e-12)
 
 
 def test_influence_is_that_of_weighted_gradients(tokens):
-    model, inputs, y, w, names, jac, p = tokens
+    model, inputs, y, w, names, jac, z = tokens
     curvature = ke.curvature(model, (inputs, y, w), loss="categorical", structure="full")
     influence = ke.Influence(curvature, damping=0.3)
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
     score = w[..., None] * (p - np.eye(3)[y])
     gradients = np.einsum("ntc,ntcp->np", score, jac)
-    F = dense_fisher(w, jac, p)
+    F = dense_fisher(w, jac, z)
     expected = gradients @ np.linalg.solve(F + 0.3 * np.eye(len(F)), gradients.T)
     batches = [(rows(inputs, s), y[s], w[s]) for s in (slice(0, 1), slice(1, 6))]
     found = influence.scores((inputs, y, w), batches)
@@ -546,24 +536,14 @@ def test_verify_checks_weighted_targets():
 
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kron", "ekfac"])
-def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
-    model = models.token_mlp("tokens", (2, 3), dtype="float64")
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((6, 4, 2)), rng.integers(0, 3, (6, 4))
-    w = rng.random((6, 4)) * (rng.random((6, 4)) > 0.3)
-    w[4] = 0
-    batches = [({"input": x[s]}, y[s], w[s]) for s in (slice(0, 2), slice(2, 6))]
+def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tokens, tmp_path):
+    model, inputs, y, w, names, jac, z = tokens
+    batches = [(rows(inputs, s), y[s], w[s]) for s in (slice(0, 2), slice(2, 6))]
     measured = ke.curvature(model, batches, loss="categorical", structure=structure)
-    names = list(measured.model.parameters)
-    z = engine(model).trace({"input": x})["output"]
-    jac = oracle.jacobian(model, {"input": x}, "output", names)
-    F = sum(
-        w[at] * jac[at].T @ oracle.predictive_fisher("categorical", z[at]) @ jac[at]
-        for at in np.ndindex(w.shape)
-    ) / 6  # fmt: skip
+    F = dense_fisher(w, jac, z)
     assert measured.trace() == pytest.approx(np.trace(F), rel=0.3 if structure == "kron" else 1e-9)
     if structure == "full":
-        flat = rng.standard_normal(len(F))
+        flat = np.random.default_rng(0).standard_normal(len(F))
         sizes = [measured.model.parameters[name].shape for name in names]
         parts = np.split(flat, np.cumsum([np.prod(shape) for shape in sizes])[:-1])
         vector = {n: p.reshape(s) for n, p, s in zip(names, parts, sizes, strict=True)}
@@ -572,7 +552,7 @@ def test_a_curvature_is_the_weighted_sum_over_the_data(structure, tmp_path):
             np.concatenate([found[name].ravel() for name in names]), F @ flat, atol=1e-9
         )
     if structure == "kron":  # of one layer with the gradients of a softmax, not exact
-        whole = ke.curvature(model, ({"input": x}, y, w), loss="categorical", structure="kron")
+        whole = ke.curvature(model, (inputs, y, w), loss="categorical", structure="kron")
         assert measured.trace() == pytest.approx(whole.trace(), rel=1e-9)
         measured.save(tmp_path / "c.safetensors")
 
