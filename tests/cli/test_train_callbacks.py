@@ -12,23 +12,28 @@ from tests.cli.test_train import FAST, IMAGES, LABELS, N, folder, logged, parame
 __all__ = ["folder"]
 
 
-def test_the_result_has_the_weights_of_the_best_validation(folder, capsys):
-    # A rate at which the loss rises and falls.
-    options = ["--optimizer=sgd", "--learning-rate=0.3", "--schedule=constant", "--batch-size=64"]
-    arguments = [*options, "--validation=v.npz", "--best-metric=accuracy", "--seed=1"]
-    assert run(*arguments, "--epochs=12", "--best", "--early-stop=4", "--log=run.jsonl") == 0
+@pytest.mark.parametrize(("metric", "best_of"), [("validation_loss", min), ("accuracy", max)])
+def test_the_result_has_the_weights_of_the_best_validation(metric, best_of, folder, capsys):
+    # Half of the labels of few images are random: what the network learns of them soon does harm.
+    labels = LABELS[:40].copy()
+    labels[::2] = np.random.default_rng(0).integers(0, 10, 20)
+    np.savez("d.npz", image=IMAGES[:40], targets=labels)
+    options = ["--optimizer=adam", "--learning-rate=0.02", "--schedule=constant", "--batch-size=20"]
+    arguments = [*options, "--validation=v.npz", f"--best-metric={metric}", "--epochs=40"]
+    assert run(*arguments, "--best", "--early-stop=4", "--log=run.jsonl") == 0
     out = capsys.readouterr().out
     records = logged(Path("run.jsonl"))
-    accuracies = [record["accuracy"] for record in records if "accuracy" in record]
-    best = accuracies.index(max(accuracies)) + 1
-    assert len(accuracies) == min(12, best + 4)
-    assert f"weights of step {5 * best} of {len(records)}\n" in out
-    assert f"accuracy {max(accuracies):.6g}\n" in out
+    values = [record[metric] for record in records if metric in record]
+    best = values.index(best_of(values)) + 1
+    assert len(values) == best + 4 < 40
+    assert f"weights of step {2 * best} of {len(records)}\n" in out
+    assert f"{metric} {best_of(values):.6g}\n" in out
     evaluated = ke.Engine.from_onnx("out.onnx", loss="categorical").evaluate(
         ({"image": IMAGES[N : N + 90]}, LABELS[N : N + 90])
     )
-    assert evaluated["accuracy"] == max(accuracies)
-    assert best < len(accuracies)
+    # Sums of float32 in another order.
+    found = evaluated[metric.removeprefix("validation_")]
+    assert found == pytest.approx(best_of(values), rel=1e-6)
 
 
 @pytest.mark.parametrize(("text", "decay"), [("0.9", 0.9), ("tail", "tail")])
