@@ -94,6 +94,10 @@ class KFAC:
     ) -> None:
         if kl_clip is not None:
             positive("kl_clip", kl_clip)
+        if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+            raise InputError(
+                f"loss must be an object: give {loss.__name__}(), not the class itself."
+            )
         module = _unwrapped(module, options)
         self._module, self._kl_clip = module, kl_clip
         norms = [part for part in module.modules() if isinstance(part, _NORMALIZATIONS)]
@@ -418,8 +422,9 @@ def _exported(module: torch.nn.Module, sample: tuple[torch.Tensor, ...]) -> byte
             cause = cause.__cause__
         lines = str(cause).strip().splitlines() or [""]
         raise InputError(
-            f"torch cannot export the module: {type(cause).__name__}: {lines[0]} Change the "
-            f"module for torch.onnx.export, or pass a file of it as model=."
+            f"torch cannot export the module: {type(cause).__name__}: {lines[0].rstrip(' .:')}. "
+            f"Give a batch of examples as sample, change the module for torch.onnx.export, or pass "
+            f"a file of it as model=."
         ) from failure
     buffer = io.BytesIO()
     program.save(buffer)

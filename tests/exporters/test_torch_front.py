@@ -320,6 +320,10 @@ def test_errors_of_the_exporter_are_one_line():
     assert len(str(failure.value).splitlines()) == 1
     with pytest.raises(ke.InputError, match="a module of torch is needed, got function"):
         KFAC(lambda x: x, batch, loss="categorical")
+    with pytest.raises(ke.InputError, match=r"^torch cannot export .* Give a batch of examples as"):
+        KFAC(nn.Linear(6, 3), batch[0], loss="categorical")
+    with pytest.raises(ke.InputError, match=r"give CrossEntropyLoss\(\), not the class itself"):
+        KFAC(nn.Linear(6, 3), batch, loss=nn.CrossEntropyLoss)
 
 
 def scaled_step(module, batch, targets, kfac, loop, *, unscale=False, **options):
