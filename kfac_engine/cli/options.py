@@ -134,7 +134,7 @@ def spelled(text: str, command: click.Command | None = None) -> str:
     for option in command.params if command else ():
         if isinstance(option, click.Option):
             text = _with_flag(text, option)
-    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", text)
+    return re.sub(r"(--[\w-]+(?: \w+)?) \(\1\)", r"\1", text)
 
 
 def _with_flag(text: str, option: click.Option) -> str:
@@ -145,7 +145,7 @@ def _with_flag(text: str, option: click.Option) -> str:
         for value, switch in zip((True, False), (flag, *option.secondary_opts), strict=False):
             text = re.sub(rf"{alone}={value}\b", switch, text)
         text = re.sub(rf"{alone}='(\S+)'", rf"{flag} \1", text)
-        text = re.sub(rf"{alone}=…", flag, text)
+        text = re.sub(rf"{alone}=(…|\[…\])", flag, text)
         text = re.sub(rf"{alone}=(?=\S)", f"{flag} ", text)
         if "_" in name:
             text = re.sub(rf"{alone}(?![\w'/.-])", flag, text)

@@ -83,6 +83,8 @@ def test_error_names_the_option(flag, folder, monkeypatch, capsys):
         ("validation=0.1 of 3", "--validation 0.1 of 3"),
         ("give batch_axes (--batch-axis)", "give --batch-axis"),
         ("give sample_inputs (--inputs) with", "give --inputs with"),
+        ("give checkpoint=FOLDER (--checkpoint FOLDER)", "give --checkpoint FOLDER"),
+        ("give validation=… and metrics=[…] with", "give --validation and --metrics with"),
         # Words, names in quotation marks, and parts of names and paths are no options.
         ("the damping of the state", "the damping of the state"),
         ("there is no 'batch_size'", "there is no 'batch_size'"),

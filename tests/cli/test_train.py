@@ -194,7 +194,7 @@ def test_progress_and_notes_are_on_stderr(folder, capsys):
         (["--optimizer=lbfgs"], "'lbfgs' is not one of 'kfac'"),
         (["--learning-rate=-1"], "--learning-rate must be at least 0"),
         (["--seconds=0"], "seconds must be a positive number"),
-        (["--resume"], "(--checkpoint FOLDER)"),
+        (["--resume"], "give its folder: --checkpoint FOLDER."),
         (["--checkpoint=state"], "'state' has the checkpoint of a run; give --resume"),
         (["-o", "d.npz"], "would overwrite the file of --data"),
         (["-o", "mlp.onnx"], "would overwrite the file of the model"),
