@@ -285,6 +285,10 @@ def _overrides(callback: Callback, hook: str) -> bool:
 def _as_callback(callback: object) -> Callback:
     if isinstance(callback, Callback):
         return callback
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise InputError(
+            f"a callback must be an object: give {callback.__name__}(…), not the class itself."
+        )
     if not callable(callback):
         raise InputError(
             f"a callback must be a Callback or a function of a record and an optimizer, got "

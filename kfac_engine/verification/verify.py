@@ -75,6 +75,8 @@ def verify(
         raise InputError(
             f"verify takes the options of the engine; leave out: {', '.join(options)}."
         )
+    if not isinstance(model, Engine) and "loss" not in options:
+        raise InputError("verify needs loss=, the loss of the model.")
     checks = []
     with stages(progress, 1 + len(_NAMES)) as begin:
         begin("preparing the model")
