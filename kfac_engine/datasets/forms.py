@@ -135,6 +135,11 @@ class GivenBatches:
                 f"data must be a pair (inputs, targets), arrays by name, a path, or an iterable of "
                 f"batches, got {type(data).__name__}."
             )
+        if labeled and is_array(data):
+            raise InputError(
+                "the data have no targets; give a pair (inputs, targets), or arrays by name with "
+                "'targets'."
+            )
         if passes != 1 and isinstance(data, Iterator):
             raise InputError(
                 f"data is an iterator, which is read "
@@ -192,6 +197,15 @@ class GivenBatches:
 def is_folder(data: object) -> TypeGuard[Path]:
     """Return whether data are the path of a folder."""
     return is_path(data) and names_folder(pathlib.Path(data))
+
+
+def refuse_separate_targets(value: object, call: str) -> None:
+    """Refuse an array as the argument after the data, with an InputError.
+
+    ``call`` is a right call.
+    """
+    if is_array(value):
+        raise InputError(f"inputs and targets are one argument: {call}.")
 
 
 def is_array(value: object) -> bool:

@@ -18,6 +18,7 @@ from kfac_engine.curvature.factors.updater import PendingUpdate
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
+from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
 from kfac_engine.distributed.protocol import Alone
@@ -58,7 +59,7 @@ from kfac_engine.engine.validation import (
     checked_vectors,
 )
 from kfac_engine.errors import InputError, NotReadyError
-from kfac_engine.graph.load import ModelSource
+from kfac_engine.graph.load import ModelSource, declared_values
 from kfac_engine.layers.parameter_slices import Piece
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
@@ -613,7 +614,7 @@ class Engine(Summarized, TrainableModel):
 
 def precondition(
     model: ModelSource,
-    inputs: Mapping[str, Array],
+    inputs: Mapping[str, Array] | Array,
     targets: Targets,
     loss: LossChoices,
     **options: object,
@@ -622,7 +623,7 @@ def precondition(
 
     Args:
         model: Path, bytes or ``ModelProto``.
-        inputs: Arrays by input name.
+        inputs: Arrays by input name; a model of one input takes the array alone.
         targets: The targets of the loss.
         loss: As for ``Engine.from_onnx``.
         **options: Further options of ``Engine.from_onnx``.
@@ -634,5 +635,13 @@ def precondition(
         UnknownNameError: An option is unknown.
     """
     check_names(precondition.__name__, options, [field.name for field in fields(EngineOptions)])
+    if not isinstance(inputs, Mapping) and is_array(inputs):
+        declared, _ = declared_values(model)
+        inputs = dict.fromkeys((entry.name for entry in declared), inputs)
+        if len(inputs) > 1:
+            raise InputError(
+                f"the model has several inputs; give a dictionary with arrays for "
+                f"{', '.join(inputs)}."
+            )
     engine = Engine.from_onnx(model, loss=loss, **{"sample_inputs": inputs, **options})  # type: ignore[arg-type] # options are from_onnx's own
     return engine.step(inputs, targets)

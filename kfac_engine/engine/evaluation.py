@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.autodiff.training_form import inference_form
 from kfac_engine.backend.namespace import array_module
-from kfac_engine.datasets.forms import Data, batches_of, converted
+from kfac_engine.datasets.forms import Data, batches_of, converted, refuse_separate_targets
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
@@ -47,6 +47,7 @@ class Evaluation:
     def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
         with self._shards.agreement.operation("evaluate"):
+            refuse_separate_targets(choices, "evaluate((inputs, targets), …)")
             return self._metrics(data, choices)
 
     def _metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:

@@ -86,7 +86,7 @@ def read_model(source: "str | os.PathLike[str] | bytes | onnx.ModelProto") -> on
         return _parse(_read(Path(source)), f"'{os.fspath(source)}'")
     raise InputError(
         f"a model must be a path, bytes or an onnx.ModelProto, got {type(source).__name__}; export "
-        f"the model of a framework to a file first."
+        f"the model to a file first."
     )
 
 

@@ -1,6 +1,5 @@
 """A model that an estimator trains: an engine with its optimizer, which can be pickled."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,11 +9,10 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
-from kfac_engine.engine.options import check_names
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.sklearn.example_input import ExampleInput
-from kfac_engine.training.fit import OPTIMIZERS, fit
+from kfac_engine.training.fit import fit, optimizer_by_name
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
 from kfac_engine.training.optimizer import Optimizer
@@ -71,12 +69,8 @@ class TrainedModel:
             UnknownNameError: There is no such optimizer or option.
             InputError: The options are wrong.
         """
-        if not isinstance(name, str):
-            raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {name!r:.80}.")
-        new_optimizer, options = OPTIMIZERS[name], options or {}
-        known = list(inspect.signature(new_optimizer).parameters)[1:]
-        check_names(f"the optimizer '{name}'", options, known)
-        self._optimizer = new_optimizer(self.engine, **options)
+        call = f"the optimizer '{name}'"
+        self._optimizer = optimizer_by_name(name, options or {}, call)(self.engine)
 
     @property
     def has_optimizer(self) -> bool:

@@ -4,8 +4,9 @@ A run is a function of the seed, the data and the position: the order of the exa
 depends on the seed and the number of the epoch only. A resumed run therefore needs the position.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.datasets.files import files_of
 from kfac_engine.datasets.first_examples import with_first_examples
-from kfac_engine.datasets.forms import Data
+from kfac_engine.datasets.forms import Data, refuse_separate_targets
 from kfac_engine.datasets.shards import Share
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices, named_settings
 from kfac_engine.engine.metrics import MetricChoice
-from kfac_engine.errors import InferenceFormWarning, InputError, OverfittingWarning, warn
+from kfac_engine.engine.options import EngineOptions
+from kfac_engine.errors import (
+    InferenceFormWarning,
+    InputError,
+    OverfittingWarning,
+    UnknownNameError,
+    suggestion,
+    warn,
+)
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.registry import Registry
 from kfac_engine.system.deferred_signals import DeferredSignals
@@ -76,6 +85,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     class_weights: Sequence[float] | Array | None = None,
     positive_weights: float | Sequence[float] | Array | None = None,
     label_smoothing: float | None = None,
+    **options: Any,
 ) -> History:
     """Train a model on data.
 
@@ -131,6 +141,8 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         class_weights: Option of the loss of a model.
         positive_weights: Option of the loss of a model.
         label_smoothing: Option of the loss of a model.
+        options: Further arguments of the class of an optimizer that ``optimizer`` names, such as
+            ``learning_rate`` and ``weight_decay``.
 
     Returns:
         The trained engine, the optimizer and the records.
@@ -153,6 +165,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     share, is_first = Share(agreement.rank, agreement.communicator.size), agreement.rank == 0
     with agreement.operation("fit", ends=True):
         budget, factor = budget_of(epochs, steps, seconds), schedule_function(schedule)
+        refuse_separate_targets(loss, "fit(model, (inputs, targets), …)")
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
         settings = named_settings(
@@ -161,7 +174,9 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             positive_weights=positive_weights,
             label_smoothing=label_smoothing,
         )
-        chosen = _optimizer(model_or_engine, data, loss, optimizer, seed, settings)
+        chosen = _maker(optimizer, options, model_or_engine)(
+            _engine(model_or_engine, data, loss, seed, settings)
+        )
         hooks.keep_those_of(agreement.rank)
         measured = recorded_metrics(metrics, chosen.engine)
         hooks.check_metrics(() if validation is None else measured)
@@ -169,17 +184,17 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         sources = run_data(
             data, validation, chosen.engine.example_axes, batch_size, seed, share, accumulate
         )
-        options: Options = {
+        compared: Options = {
             "seed": seed, "batch_size": batch_size, "accumulate": accumulate,
             "examples": sources.examples,
         }  # fmt: skip
-        rest = {**options, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
+        rest = {**compared, "metrics": metrics, "schedule": schedule, "rollbacks": rollbacks}
         description = describe(chosen, asdict(budget) | rest)
         arguments = without_addresses(f"{description['settings']} {sources.train.per_epoch}")
         agreement.require_equal({"arguments of fit": arguments})
         if checkpoint is not None:
-            options |= contents(chosen.engine, sources)
-        store = RunCheckpoint(checkpoint, checkpoint_every, options, agreement)
+            compared |= contents(chosen.engine, sources)
+        store = RunCheckpoint(checkpoint, checkpoint_every, compared, agreement)
         log = checked_path(log) if log is not None and is_first else None
         _check_files(log, store, chosen.engine, {"data": data, "validation": validation})
         recovery = Recovery(chosen, rollbacks)
@@ -303,35 +318,75 @@ def _train(
     hooks.on_run_end(optimizer, tuple(records))
 
 
-def _optimizer(
+def _maker(
+    optimizer: str | Optimizer, options: Mapping[str, Any], source: ModelSource | Engine
+) -> Callable[[Engine], Optimizer]:
+    """Return a function from the engine of a run to its optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer_by_name(optimizer, options, "fit", signature(fit).parameters)
+    if optimizer.engine is not source:
+        raise InputError("the optimizer belongs to another engine; call fit(optimizer.engine, …).")
+    if options:
+        raise InputError(f"the optimizer has its options already; leave out: {', '.join(options)}.")
+    return lambda engine: optimizer
+
+
+def optimizer_by_name(
+    name: str, options: Mapping[str, Any], call: str, others: Collection[str] = ()
+) -> Callable[[Engine], Optimizer]:
+    """Return a function from an engine to an optimizer, after a check of its name and options.
+
+    Args:
+        name: A name of ``OPTIMIZERS``.
+        options: Arguments of the class of the optimizer.
+        call: What has the options, for messages.
+        others: Names of other arguments of the call, which may be meant.
+
+    Returns:
+        The function.
+
+    Raises:
+        InputError: The name is no text.
+        UnknownNameError: There is no such optimizer or option.
+    """
+    if not isinstance(name, str):
+        raise InputError(
+            f"optimizer must be one of {', '.join(OPTIMIZERS)}, or an optimizer, got {name!r:.80}."
+        )
+    make = OPTIMIZERS[name]
+    known = list(signature(make).parameters)[1:]
+    for option in options:
+        if option not in known:
+            of_engine = option in signature(EngineOptions).parameters
+            near = suggestion(option, [*known, *others])
+            advice = (
+                "; it is an option of Engine.from_onnx: pass an engine in place of the model"
+                if of_engine
+                else near or f"; the options of '{name}' are: {', '.join(known)}"
+            )
+            raise UnknownNameError(f"{call} has no option '{option}'{advice}.")
+    return lambda engine: make(engine, **options)
+
+
+def _engine(
     source: ModelSource | Engine,
     data: Data,
     loss: LossChoices,
-    optimizer: str | Optimizer,
     seed: int,
     settings: Mapping[str, Any],
-) -> Optimizer:
-    """Return the optimizer of a run, with its engine."""
-    if settings and isinstance(source, Engine):
+) -> Engine:
+    """Return the engine of a run."""
+    if not isinstance(source, Engine):
+        _, sample = with_first_examples(source, data)
+        return Engine.from_onnx(
+            source,
+            loss=loss,
+            seed=seed,
+            gradient_dtype="float32",
+            **{**settings, "sample_inputs": sample},
+        )
+    if settings:
         raise InputError(
             f"an engine has a loss with its options; give {', '.join(settings)} to from_onnx."
         )
-    if isinstance(optimizer, Optimizer):
-        if optimizer.engine is not source:
-            raise InputError(
-                "the optimizer belongs to another engine; call fit(optimizer.engine, …)."
-            )
-        return optimizer
-    if not isinstance(optimizer, str):
-        raise InputError(
-            f"optimizer must be one of {', '.join(OPTIMIZERS)}, or an optimizer, got "
-            f"{optimizer!r:.80}."
-        )
-    make = OPTIMIZERS[optimizer]
-    if isinstance(source, Engine):
-        return make(source)
-    _, sample = with_first_examples(source, data)
-    settings = {**settings, "sample_inputs": sample}
-    return make(
-        Engine.from_onnx(source, loss=loss, seed=seed, gradient_dtype="float32", **settings)
-    )
+    return source

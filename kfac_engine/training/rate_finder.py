@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
+from inspect import signature
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -18,7 +19,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, positive, whole
 from kfac_engine.datasets.examples import TARGETS, Batch
 from kfac_engine.datasets.first_examples import with_first_examples
-from kfac_engine.datasets.forms import Data
+from kfac_engine.datasets.forms import Data, refuse_separate_targets
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.errors import (
@@ -32,7 +33,7 @@ from kfac_engine.graph.load import ModelSource
 from kfac_engine.system.writing import checked_path, write_rendered
 from kfac_engine.training.bars import stages
 from kfac_engine.training.batches import Batches, run_data
-from kfac_engine.training.fit import OPTIMIZERS
+from kfac_engine.training.fit import optimizer_by_name
 from kfac_engine.training.optimizer import Optimizer
 
 _LEAST_STEPS = 20
@@ -151,6 +152,7 @@ def find_rate(  # noqa: PLR0913 (the options of a run)
         UnsupportedError: The engine has a communicator of several processes.
         NonFiniteError: The first batch yields NaN or infinity.
     """
+    refuse_separate_targets(loss, "find_rate(model, (inputs, targets), …)")
     positive("lowest", lowest)
     positive("highest", highest)
     if not lowest < highest:
@@ -220,15 +222,11 @@ def _copy(
 
 def _optimizer(engine: Engine, name: str, rates: Array, options: dict[str, Any]) -> Optimizer:
     """Return an optimizer that takes the learning rate of each step from ``rates``."""
-    if not isinstance(name, str):
-        raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r:.80}.")
     if "learning_rate" in options:
         raise InputError("find_rate varies learning_rate; leave it out, or set lowest and highest.")
-    make = OPTIMIZERS[name]
-    try:
-        return make(engine, lambda step: float(rates[min(step, len(rates) - 1)]), **options)
-    except TypeError as error:
-        raise InputError(f"the options do not fit the optimizer '{name}': {error}.") from None
+    rate = {"learning_rate": lambda step: float(rates[min(step, len(rates) - 1)])}
+    others = signature(find_rate).parameters
+    return optimizer_by_name(name, {**options, **rate}, "find_rate", others)(engine)
 
 
 def _endless(batches: Batches) -> Iterator[list[Batch]]:

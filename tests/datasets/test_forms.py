@@ -88,6 +88,21 @@ UNLABELED = {
 }
 
 
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_an_array_without_targets_is_told_so(engine, call):
+    calls = {"fit": lambda: ke.fit(engine, X, steps=1), "evaluate": lambda: engine.evaluate(X)}
+    with pytest.raises(ke.InputError, match=r"the data have no targets; give a pair"):
+        calls[call]()
+
+
+@pytest.mark.parametrize("call", ["fit", "find_rate", "evaluate"])
+def test_targets_as_an_argument_of_their_own_are_refused(engine, call):
+    function = getattr(engine if call == "evaluate" else ke, call)
+    arguments = (X, Y) if call == "evaluate" else (net.model(), X, Y)
+    with pytest.raises(ke.InputError, match=rf"one argument: {call}\(.*\(inputs, targets\), …\)"):
+        function(*arguments)
+
+
 @pytest.fixture(scope="module")
 def engine():
     return net.engine(threads=1)

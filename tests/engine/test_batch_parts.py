@@ -420,6 +420,15 @@ def test_model_of_one_input_takes_its_array_alone(call):
     np.testing.assert_array_equal(alone, named)
 
 
+def test_precondition_takes_the_array_of_the_only_input():
+    x, y = net.batch()
+    alone, named = (
+        ke.precondition(net.model(), inputs, y, "categorical", threads=1)
+        for inputs in (x, {"x": x})
+    )
+    np.testing.assert_array_equal(alone.natural_gradients["w1"], named.natural_gradients["w1"])
+
+
 def test_array_alone_is_refused_for_several_inputs():
     model = parsed(
         """two (float[n,2] x, float[n,2] y) => (float[n,2] z) {

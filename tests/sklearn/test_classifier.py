@@ -254,6 +254,12 @@ REFUSALS = {
     "optimizer": (OnnxClassifier(optimizer="lbfgs"), X, Y, "lbfgs"),
     "optimizer type": (OnnxClassifier(optimizer=3), X, Y, "optimizer must be one of"),
     "optimizer option": (OnnxClassifier(optimizer_options={"rate": 1}), X, Y, "'rate'"),
+    "option of a run": (
+        OnnxClassifier(optimizer_options={"epochs": 1}),
+        X,
+        Y,
+        "the optimizer 'kfac' has no option 'epochs'; the options of",
+    ),
     "engine option": (OnnxClassifier(engine_options={"dampig": 1}), X, Y, "mean 'damping'"),
     "loss": (OnnxClassifier(engine_options={"loss": "normal"}), X, Y, "chooses the loss"),
     "hidden": (OnnxClassifier(hidden=(0,)), X, Y, "each of hidden must be a whole number"),

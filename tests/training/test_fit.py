@@ -312,6 +312,8 @@ def test_the_largest_part_of_a_budget_counts():
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number"),
         ({"metrics": "loss"}, "metrics must be a list"),
         ({"log": "missing/folder/run.jsonl"}, "cannot be written: name a file in an exist"),
+        ({"callbacks": [ke.BestWeights]}, r"give BestWeights\(…\), not the class itself"),
+        ({"loss": np.arange(3)}, r"inputs and targets are one argument: fit\(model, \(inputs"),
     ],
 )
 def test_a_wrong_option_is_refused(data, changes, message):
@@ -325,6 +327,37 @@ def test_a_wrong_option_is_refused(data, changes, message):
 def test_an_unknown_name_lists_the_known_ones(data, change):
     with pytest.raises(ke.UnknownNameError, match="choose one of"):
         ke.fit(net.engine(), data, **options(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"lr": 0.1}, "has no option 'lr'; the options of 'sgd' are: learning_rate, momentum"),
+        ({"epoch": 3}, r"did you mean 'epochs'\?"),
+        ({"learning_rat": 0.1}, r"did you mean 'learning_rate'\?"),
+        (
+            {"trainable": "w1"},
+            "it is an option of Engine.from_onnx: pass an engine in place of the m",
+        ),
+    ],
+)
+def test_an_unknown_option_of_an_optimizer_is_refused(data, change, advice):
+    with pytest.raises(ke.UnknownNameError, match=advice):
+        ke.fit(net.model("float32"), data, **options(optimizer="sgd", **change))
+
+
+@pytest.mark.parametrize("source", [lambda: net.engine("float32"), lambda: net.model("float32")])
+def test_options_are_those_of_the_optimizer_by_name(source):
+    x, y = net.batch(dtype="float32")
+    chosen = {"learning_rate": 0.3, "momentum": 0.5, "weight_decay": 0.1}
+    found = ke.fit(source(), (x, y), optimizer="sgd", steps=2, **chosen)
+    engine = net.engine("float32")
+    expected = ke.fit(engine, (x, y), optimizer=ke.SGD(engine, **chosen), steps=2)
+    for name, array in expected.engine.parameters.items():
+        np.testing.assert_array_equal(found.engine.parameters[name], array)
+    assert found.description["settings"]["learning_rate"] == 0.3
+    with pytest.raises(ke.InputError, match="has its options already; leave out: momentum"):
+        ke.fit(engine, (x, y), optimizer=ke.SGD(engine), steps=1, momentum=0.5)
 
 
 def test_an_optimizer_of_another_engine_is_refused(data):

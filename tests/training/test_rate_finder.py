@@ -135,7 +135,6 @@ def test_a_missing_matplotlib_is_one_error(tmp_path, monkeypatch):
         ({"steps": 19}, "steps must be a whole number of at least 20"),
         ({"optimizer": ke.Adam}, "optimizer must be one of kfac, adam"),
         ({"learning_rate": 0.1}, "find_rate varies learning_rate"),
-        ({"nesterov": True}, "the options do not fit the optimizer 'adam': .*nesterov"),
         ({"betas": (1.0, 0.9)}, "each of betas must lie"),
         ({"data": []}, "an epoch of the data has no batch"),
     ],
@@ -144,6 +143,12 @@ def test_a_wrong_argument_is_refused(changes, message):
     arguments = {"data": net.batch(), "steps": 20, **changes}
     with pytest.raises(ke.InputError, match=message):
         ke.find_rate(net.engine(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "damping"])
+def test_an_unknown_option_is_refused(name):
+    with pytest.raises(ke.UnknownNameError, match=f"find_rate has no option '{name}'"):
+        ke.find_rate(net.engine(), net.batch(), steps=20, **{name: 1})
 
 
 def test_an_unknown_optimizer_is_refused():
