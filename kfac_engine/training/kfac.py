@@ -170,8 +170,7 @@ class KfacOptimizer(Optimizer):
         burn_in: int = 0,
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
-        named = isinstance(learning_rate, str) and learning_rate in (AUTO, QUADRATIC)
-        rule = learning_rate if named else None
+        rule = _rule_of(learning_rate)
         own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
@@ -537,3 +536,15 @@ def evaluated_momentum(momentum: Rate | None, step: int) -> float | None:
     value = momentum(step)
     fraction(f"the momentum of step {step}", value)
     return float(value)
+
+
+def _rule_of(learning_rate: object) -> str | None:
+    """Return the name of a rule in place of a learning rate; None for a number or a function."""
+    if not isinstance(learning_rate, str):
+        return None
+    if learning_rate not in (AUTO, QUADRATIC):
+        raise InputError(
+            f"learning_rate must be a number, a function, '{AUTO}' or '{QUADRATIC}', got "
+            f"{learning_rate!r:.80}."
+        )
+    return learning_rate

@@ -326,7 +326,7 @@ def test_a_batch_with_nan_changes_nothing(case, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rate": "fast"}, "learning_rate must be a finite number"),
+        ({"learning_rate": "fast"}, "must be a number, a function, 'auto' or 'quadratic'"),
         ({"damping": 0}, "damping must be a positive number"),
         ({"momentum": 1}, r"momentum must lie in \[0, 1\)"),
         ({"momentum_type": "nesterov"}, "momentum_type must be one of adam, regular"),
