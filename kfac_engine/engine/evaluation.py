@@ -19,19 +19,22 @@ from kfac_engine.errors import BackendError, InputError, NonFiniteError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inputs import check_inputs, finite, naming, not_finite, require_agreement
-from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.model_sessions import open_forward
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
 
 
 class Evaluation:
-    """Evaluates a model in inference form; the processes of ``shards`` divide the data."""
+    """Evaluates a model in inference form; the processes of ``shards`` divide the data.
+
+    The first request for a set of values builds its session. The model has its current parameters
+    and running statistics, and does not move to another memory space.
+    """
 
     def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
         self._axes, self._shards = assembly.task.example_axes, shards
         self._model, self._task, self._arrays = assembly.model, assembly.task, arrays
-        self._inference = InferenceModel(assembly.model)
+        self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
 
     def predict(self, data: Data) -> Array | dict[str, Array]:
         """Return the outputs of the model; see ``Engine.predict``."""
@@ -117,30 +120,14 @@ class Evaluation:
         return next(iter(converted.values())) if len(converted) == 1 else converted
 
     def _run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-        check_batch_size(self._task.batch, inputs)
-        if isinstance(inputs, Mapping):
-            inputs = self._arrays.for_model(inputs)
-        return self._inference.run(inputs, names)
-
-
-class InferenceModel:
-    """A model in inference form, with its current parameters and running statistics.
-
-    Its sessions compute the requested values only, so that activations are released during the run.
-    The first request for a set of values builds its session. The model does not move to another
-    memory space.
-    """
-
-    def __init__(self, model: OnnxModel) -> None:
-        self._model = model
-        self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
-
-    def run(self, inputs: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
         """Return read-only arrays of the values ``names`` for a batch.
 
         Inputs are checked as those of a trace, and against each other. A value with NaN or infinity
         raises a NonFiniteError if an input has them, too.
         """
+        check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, Mapping):
+            inputs = self._arrays.for_model(inputs)
         model = self._model
         checked = check_inputs(model.graph, inputs)
         feeds = {name: model.memory_space.as_feed(array) for name, array in checked.items()}
@@ -162,6 +149,7 @@ class InferenceModel:
         return {name: results[name] if name in results else known[name] for name in names}
 
     def _session(self, names: tuple[str, ...]) -> Session | DeviceSession:
+        """Return a session of these values only, so that activations are released in a run."""
         if names not in self._sessions:
             model = self._model
             graph = inference_form(model.extended_graph(), model.buffers)

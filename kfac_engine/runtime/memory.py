@@ -76,77 +76,71 @@ def _sizes_at(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> 
     """
     size = batch.size if batch.fixed else size
     try:
-        return _Sizes(model, backward, batch, size).bytes()
+        return _bytes_of(model, backward, batch, size)
     except BackendError:  # a size that is not in proportion
-        sampled = _Sizes(model, backward, batch, batch.size).bytes()
+        sampled = _bytes_of(model, backward, batch, batch.size)
         return {name: max(size / batch.size, 1) * nbytes for name, nbytes in sampled.items()}
 
 
-class _Sizes:
-    """Shapes of the values of a forward and a backward graph for a number of examples."""
+def _bytes_of(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> dict[str, float]:
+    """Return the bytes of each value of a forward and a backward graph, for ``size`` examples."""
+    joint = _joint(model, backward)
+    facts = {name: _at(fact, name, batch, size) for name, fact in model.facts.items()}
+    data = of_data(joint)
+    # Values whose size is not in proportion to the batch, and those that losses have added.
+    known_facts = {
+        name: fact
+        for name, fact in facts.items()
+        if name in batch.places or name in batch.inputs or name not in data
+    }
+    known_facts |= {cotangent: facts[name] for name, cotangent in backward.cotangents.items()}
+    shapes = {
+        node.outputs[0]: _shape_of(node, known_facts[node.inputs[0]].shape)
+        for node in joint.nodes
+        if node.op == "Shape" and node.inputs[0] in known_facts
+    }
+    nodes = tuple(node for node in joint.nodes if shapes.keys().isdisjoint(node.outputs))
+    graph = replace(joint, nodes=nodes, inputs=(), constants={**joint.constants, **shapes})
+    computed = _computed(graph, set(model.parameters))
+    unknown = tuple(
+        node
+        for node in nodes
+        if not known_facts.keys() >= {*node.outputs} - {""} and node.outputs[0] not in computed
+    )
+    reads = dict.fromkeys(name for node in unknown for name in (*node.inputs, *node.captures))
+    sizes = [name for name in reads if name in computed and name not in graph.constants]
+    constants = {**graph.constants, **SampleRun(graph, _WHAT).values({}, sizes)}
+    inputs = tuple(
+        Input(name, known_facts[name].dtype, known_facts[name].shape)
+        for name in reads
+        if name in known_facts and name not in constants
+    )
+    run = SampleRun(
+        replace(graph, nodes=unknown, inputs=inputs, outputs=(), constants=constants), _WHAT
+    )
+    return _completed(unknown, {**constants, **known_facts}, run, facts)
 
-    def __init__(self, model: OnnxModel, backward: Backward, batch: Batch, size: int) -> None:
-        self._graph = graph = _joint(model, backward)
-        self._parameters = model.parameters
-        self._facts = {name: _at(fact, name, batch, size) for name, fact in model.facts.items()}
-        data = of_data(graph)
-        # Values whose size is not in proportion to the batch, and those that losses have added.
-        self._given = {
-            name: fact
-            for name, fact in self._facts.items()
-            if name in batch.places or name in batch.inputs or name not in data
-        }
-        self._given |= {
-            cotangent: self._facts[name] for name, cotangent in backward.cotangents.items()
-        }
 
-    def bytes(self) -> dict[str, float]:
-        """Return the number of bytes of each value by name."""
-        shapes = {
-            node.outputs[0]: _shape_of(node, self._given[node.inputs[0]].shape)
-            for node in self._graph.nodes
-            if node.op == "Shape" and node.inputs[0] in self._given
-        }
-        nodes = tuple(node for node in self._graph.nodes if shapes.keys().isdisjoint(node.outputs))
-        graph = replace(
-            self._graph, nodes=nodes, inputs=(), constants={**self._graph.constants, **shapes}
-        )
-        computed = _computed(graph, set(self._parameters))
-        unknown = tuple(
-            node
-            for node in nodes
-            if not self._given.keys() >= {*node.outputs} - {""} and node.outputs[0] not in computed
-        )
-        reads = dict.fromkeys(name for node in unknown for name in (*node.inputs, *node.captures))
-        sizes = [name for name in reads if name in computed and name not in graph.constants]
-        constants = {**graph.constants, **SampleRun(graph, _WHAT).values({}, sizes)}
-        inputs = tuple(
-            Input(name, self._given[name].dtype, self._given[name].shape)
-            for name in reads
-            if name in self._given and name not in constants
-        )
-        run = SampleRun(
-            replace(graph, nodes=unknown, inputs=inputs, outputs=(), constants=constants), _WHAT
-        )
-        return self._completed(unknown, {**constants, **self._given}, run)
-
-    def _completed(
-        self, nodes: Iterable[Node], known: Mapping[str, Fact | Array], run: SampleRun
-    ) -> dict[str, float]:
-        """Return the bytes of all values; unknown results share the bytes of the largest input."""
-        sizes: dict[str, float] = {
-            name: fact.dtype.itemsize * prod(fact.shape) for name, fact in known.items()
-        }
-        inferred, dtypes = run.inferred_shapes(), run.dtypes
-        for node in nodes:
-            largest = max((sizes.get(name, 0.0) for name in node.inputs), default=0.0)
-            for name in filter(None, node.outputs):
-                if name in inferred:
-                    sizes[name] = dtypes[name].itemsize * prod(inferred[name])
-                else:
-                    fact = self._facts.get(name)
-                    sizes[name] = value_bytes(fact) if fact else largest / len(node.outputs)
-        return sizes
+def _completed(
+    nodes: Iterable[Node],
+    known: Mapping[str, Fact | Array],
+    run: SampleRun,
+    facts: Mapping[str, Fact],
+) -> dict[str, float]:
+    """Return the bytes of all values; unknown results share the bytes of the largest input."""
+    sizes: dict[str, float] = {
+        name: fact.dtype.itemsize * prod(fact.shape) for name, fact in known.items()
+    }
+    inferred, dtypes = run.inferred_shapes(), run.dtypes
+    for node in nodes:
+        largest = max((sizes.get(name, 0.0) for name in node.inputs), default=0.0)
+        for name in filter(None, node.outputs):
+            if name in inferred:
+                sizes[name] = dtypes[name].itemsize * prod(inferred[name])
+            else:
+                fact = facts.get(name)
+                sizes[name] = value_bytes(fact) if fact else largest / len(node.outputs)
+    return sizes
 
 
 def _computed(graph: Graph, parameters: Container[str]) -> set[str]:

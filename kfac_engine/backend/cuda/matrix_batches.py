@@ -71,21 +71,6 @@ class DampedMatrices:
         return Floor(float(limits.eps), float(limits.tiny)) if self.floored else _NO_FLOOR
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A launched operation on matrices of one size.
-
-    Attributes:
-        results: One result for each matrix.
-        rows: Arrays ``(matrices of a stack, numbers)`` on the device.
-        streams: Streams of the operation.
-    """
-
-    results: list[object]
-    rows: list[Array]
-    streams: Sequence[Any]
-
-
 class MatrixBatches:
     """Runs operations on many matrices of one device, stacked by size and element type.
 
@@ -129,11 +114,11 @@ class MatrixBatches:
         def finish() -> list[Outcome]:
             if not launched:
                 return []
-            for group in launched:
-                self._device.solvers.join(group.streams)
-            rows = self._xp.concatenate([row for group in launched for row in group.rows])
+            for *_, streams in launched:
+                self._device.solvers.join(streams)
+            rows = self._xp.concatenate([row for _, rows, _ in launched for row in rows])
             numbers = self._device.download(rows)
-            results = [result for group in launched for result in group.results]
+            results = [result for results, *_ in launched for result in results]
             ordered = sorted(zip(order, results, numbers, strict=True), key=lambda item: item[0])
             for i, _, (finite, *_) in ordered:
                 if not finite:
@@ -156,8 +141,12 @@ class MatrixBatches:
         work: Work,
         copies: int,
         scratch_bytes: int,
-    ) -> _Launched:
-        """Launch an operation on matrices of one size and return its pending results."""
+    ) -> tuple[list[object], list[Array], Sequence[Any]]:
+        """Launch an operation on matrices of one size and return its pending results.
+
+        There is one result for each matrix. Arrays ``(matrices of a stack, numbers)`` stay on the
+        device, and streams may still run.
+        """
         # Small matrices are stacked as memory allows. Each large matrix is a separate stack, on one
         # of several streams.
         first = damped.matrices[indices[0]]
@@ -166,7 +155,8 @@ class MatrixBatches:
         large = size > STACKED_SIZE
         step = 1 if large else most
         streams = self._device.solvers.fork(min(most, STREAMS, len(indices)) if large else 0)
-        group = _Launched([], [], streams)
+        outcomes: list[object] = []
+        rows: list[Array] = []
         try:
             for start, stream in zip(range(0, len(indices), step), cycle(streams), strict=False):
                 chunk = indices[start : start + step]
@@ -176,12 +166,12 @@ class MatrixBatches:
                     # `widen` writes zeros for NaN and infinity, on which libraries may fail.
                     wide, facts = widen(self._device, stack, dampings, damped.floor(dtype))
                     results, numbers = work(wide, chunk)
-                    group.results.extend(results)
-                    group.rows.append(self._xp.concatenate([facts, numbers], axis=1))
+                    outcomes.extend(results)
+                    rows.append(self._xp.concatenate([facts, numbers], axis=1))
         except MemoryError:
             self._device.solvers.join(streams)
             raise
-        return group
+        return outcomes, rows, streams
 
     def _stacked(self, matrices: Sequence[Array]) -> Array:
         """Return a contiguous stack ``(n, d, d)``; a single matrix is not copied."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import onnx
@@ -123,14 +123,31 @@ def hoist_weights(graph: onnx.GraphProto, constants: dict[str, Array]) -> frozen
     """
     definitions = Counter((*constants, *(entry.name for entry in graph.input)))
     definitions.update(_defined(graph.node))
-    hoist = _Hoist(
-        {name for name, count in definitions.items() if count == 1}, set(definitions), constants
-    )
-    hoist.used.update(taken_names(graph, constants))
-    for node in graph.node:
-        for body in _bodies(node):
-            hoist.out_of(body, _prefix(node))
-    return frozenset(hoist.moved)
+    unique = {name for name, count in definitions.items() if count == 1}
+    used = {*definitions, *taken_names(graph, constants)}
+    moved: list[str] = []
+
+    def hoist(body: onnx.GraphProto, prefix: str) -> None:
+        names, results = {}, {entry.name for entry in body.output}
+        for inner, array in _pop_constants(body):
+            # A body must compute its results, whose names do not change.
+            unchanged = inner in unique and inner not in results
+            name = inner if unchanged else claim(prefix + inner, used)
+            constants[name] = array
+            names[inner] = name
+        moved.extend(names.values())
+        rename(body, {inner: name for inner, name in names.items() if inner != name})
+        for result in results.intersection(names):
+            body.node.add(op_type="Identity", input=[names[result]], output=[result])
+        hoist_all(body.node, prefix)
+
+    def hoist_all(nodes: Iterable[onnx.NodeProto], prefix: str) -> None:
+        for node in nodes:
+            for body in _bodies(node):
+                hoist(body, prefix + _prefix(node))
+
+    hoist_all(graph.node, "")
+    return frozenset(moved)
 
 
 def _defined(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
@@ -140,39 +157,6 @@ def _defined(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
         for body in _bodies(node):
             yield from (entry.name for entry in (*body.input, *body.initializer))
             yield from _defined(body.node)
-
-
-@dataclass(frozen=True)
-class _Hoist:
-    """State of ``hoist_weights``.
-
-    Attributes:
-        unique: Names that occur once in the file.
-        used: All names in use.
-        constants: Values of constants, by name.
-        moved: New names of the moved constants.
-    """
-
-    unique: set[str]
-    used: set[str]
-    constants: dict[str, Array]
-    moved: list[str] = field(default_factory=list)
-
-    def out_of(self, body: onnx.GraphProto, prefix: str) -> None:
-        names, results = {}, {entry.name for entry in body.output}
-        for inner, array in _pop_constants(body):
-            # A body must compute its results, whose names do not change.
-            unchanged = inner in self.unique and inner not in results
-            name = inner if unchanged else claim(prefix + inner, self.used)
-            self.constants[name] = array
-            names[inner] = name
-        self.moved.extend(names.values())
-        rename(body, {inner: name for inner, name in names.items() if inner != name})
-        for result in results.intersection(names):
-            body.node.add(op_type="Identity", input=[names[result]], output=[result])
-        for node in body.node:
-            for nested in _bodies(node):
-                self.out_of(nested, prefix + _prefix(node))
 
 
 def _pop_constants(body: onnx.GraphProto) -> Iterator[tuple[str, Array]]:
