@@ -12,7 +12,7 @@ from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device, inverse_roots
 from kfac_engine.engine.time_estimates import estimate_refresh
 from kfac_engine.errors import BackendError
-from kfac_engine.sessions import placement
+from kfac_engine.sessions import device_session
 from tests import models
 from tests.backend import cupy_standin
 from tests.cuda_on_cpu.module import compiler
@@ -144,7 +144,7 @@ def test_engine_returns_and_accepts_device_arrays(gpu: str) -> None:
 
 
 def test_device_choice_is_logged_once(gpu: str, caplog: pytest.LogCaptureFixture) -> None:
-    for cache in (select._gpu, placement._say):
+    for cache in (select._gpu, device_session._say):
         cache.cache_clear()
     with caplog.at_level("INFO", logger="kfac_engine"):
         for _ in range(2):

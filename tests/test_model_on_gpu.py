@@ -17,7 +17,7 @@ from kfac_engine.backend.cuda import device
 from kfac_engine.backend.cuda.memory_space import CupyMemorySpace
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.errors import BackendError
-from kfac_engine.sessions import placement
+from kfac_engine.sessions import device_session
 from kfac_engine.sessions.device_session import has_provider
 from tests import models
 from tests.backend import cupy_standin
@@ -28,7 +28,8 @@ from tests.engine.test_recurrent_engine import batch, classifier
 from tests.test_engine_on_gpu import TOLERANCE, chain, host, trained
 
 CACHES = (
-    select._gpu, select._gpu_memory_space, device._cupy, placement._obstacle, placement._say,
+    select._gpu, select._gpu_memory_space, device._cupy,
+    device_session._obstacle, device_session._say,
 )  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def test_model_memory_space_is_logged_once(gpu: str, caplog: pytest.LogCaptureFi
 def test_gpu_without_provider_computes_curvature_only(
     gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "has_provider", lambda kind: False)
+    monkeypatch.setattr(device_session, "has_provider", lambda kind: False)
     engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", backend="cupy")
     assert engine._model.memory_space is HOST
     inputs = models.random_inputs(models.mlp(), batch=4)

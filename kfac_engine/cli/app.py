@@ -12,7 +12,6 @@ from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.exports import differentiate, export_training
-from kfac_engine.cli.find_rate import find_rate
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
@@ -21,7 +20,7 @@ from kfac_engine.cli.merge import merge
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.prune import prune, saliency
-from kfac_engine.cli.train import report, train
+from kfac_engine.cli.train import find_rate, report, train
 from kfac_engine.cli.verify import verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.errors import KfacError, suggestion

@@ -12,6 +12,7 @@ from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
+    print_table,
     report_beside,
     say,
     show_shape,
@@ -28,7 +29,6 @@ from kfac_engine.cli.options import (
     keywords,
     spelled,
 )
-from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     import kfac_engine as ke

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 from kfac_engine.cli.command import Command, Group
-from kfac_engine.cli.display import progress, say, working
+from kfac_engine.cli.display import print_table, progress, say, working
 from kfac_engine.cli.inspect import print_layers
 from kfac_engine.cli.options import debug_option
 from kfac_engine.cli.precondition import norm_rows, print_norms
-from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array

@@ -14,9 +14,8 @@ import click
 
 from kfac_engine import __version__
 from kfac_engine.cli.command import Command
-from kfac_engine.cli.display import print_json, warn
+from kfac_engine.cli.display import print_json, print_table, warn
 from kfac_engine.cli.options import debug_option, json_option
-from kfac_engine.cli.tables import print_table
 from kfac_engine.system.memory_limits import usable_cores
 
 _PACKAGES = (
@@ -124,7 +123,7 @@ def _gpus() -> dict[str, object]:
 
 def _backend() -> dict[str, str]:
     from kfac_engine.backend.select import choice_reason, memory_space_of, select
-    from kfac_engine.sessions.placement import available_memory_space
+    from kfac_engine.sessions.device_session import available_memory_space
 
     backend = select("auto")
     model = available_memory_space(memory_space_of(backend)).name

@@ -13,6 +13,7 @@ from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
     print_lines,
+    print_table,
     say,
     show_bytes,
     show_flops,
@@ -31,7 +32,6 @@ from kfac_engine.cli.options import (
     sample_option,
     spelled,
 )
-from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
 from kfac_engine.summary import counted

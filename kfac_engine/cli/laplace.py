@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.display import print_json, report_beside, say, working
+from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
 from kfac_engine.cli.options import (
     curvature_option,
     debug_option,
@@ -15,7 +15,6 @@ from kfac_engine.cli.options import (
     json_option,
     read_curvature,
 )
-from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 
 if TYPE_CHECKING:

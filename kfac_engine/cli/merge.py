@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.display import print_json, report_beside, say, show_shape, tell, working
+from kfac_engine.cli.display import (
+    print_json,
+    print_table,
+    report_beside,
+    say,
+    show_shape,
+    tell,
+    working,
+)
 from kfac_engine.cli.options import debug_option, json_option, read_curvature, sample_option
-from kfac_engine.cli.tables import print_table
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
 

@@ -11,6 +11,7 @@ import click
 from kfac_engine.cli.command import Group, file_path
 from kfac_engine.cli.display import (
     print_json,
+    print_table,
     report_beside,
     say,
     show_shape,
@@ -25,7 +26,6 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
 )
-from kfac_engine.cli.tables import print_table
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable

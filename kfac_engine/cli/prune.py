@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.display import print_json, report_beside, say, show_shape, working
+from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
 from kfac_engine.cli.options import (
     curvature_option,
     debug_option,
@@ -17,7 +17,6 @@ from kfac_engine.cli.options import (
     read_curvature,
     sample_option,
 )
-from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine._types import Array

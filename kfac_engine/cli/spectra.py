@@ -7,8 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_engine.cli.display import show_shape
-from kfac_engine.cli.tables import print_table
+from kfac_engine.cli.display import print_table, show_shape
 from kfac_engine.engine.spectra import plot_spectra, show_condition
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.printable import printable

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Group, file_path
-from kfac_engine.cli.display import print_json, say, working
+from kfac_engine.cli.display import print_json, print_table, say, working
 from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import debug_option, gathered, json_option, keywords, labeled_data
-from kfac_engine.cli.tables import print_table
 
 if TYPE_CHECKING:
     from kfac_engine.verification.checks import Check, Measurement, Verification

@@ -38,7 +38,7 @@ from kfac_engine.losses.objective import Objective, Reduction
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
-from kfac_engine.sessions.placement import available_memory_space
+from kfac_engine.sessions.device_session import available_memory_space
 from kfac_engine.system.memory_limits import return_freed_memory
 
 

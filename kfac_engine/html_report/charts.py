@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.html_report.entries import refreshes
-from kfac_engine.html_report.run_log import RunLog, finite
+from kfac_engine.html_report.run_log import RunLog, finite, refreshes
 from kfac_engine.printable import printable
 from kfac_engine.training.history import STEP_ENTRIES
 

@@ -27,16 +27,19 @@ from kfac_engine.html_report.charts import (
     legend,
     stages,
 )
-from kfac_engine.html_report.entries import (
+from kfac_engine.html_report.run_log import (
     FactorRefreshes,
+    Json,
     LayerEntry,
+    RunLog,
     SpectrumEntry,
+    gathered,
     layer_entries,
     named_texts,
+    read_log,
     refreshes,
     spectrum_entries,
 )
-from kfac_engine.html_report.run_log import Json, RunLog, gathered, read_log
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.history import History
 

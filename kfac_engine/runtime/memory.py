@@ -17,10 +17,11 @@ from kfac_engine.graph.structure import ONLY_SHAPES, Fact, Graph, Input, Node
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.cpu.graph_passes import (
     WEIGHT_GRADIENTS,
+    fused_backward,
+    fused_forward,
     to_blocked_layout,
 )
 from kfac_engine.runtime.cpu.nchwc_layout import BlockedGraph
-from kfac_engine.runtime.cpu.transposed_products import fused_backward, fused_forward
 from kfac_engine.runtime.cpu.weight_gradient_session import split_backward
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.runtime.sample_run import SampleRun

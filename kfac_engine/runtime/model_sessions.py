@@ -15,11 +15,14 @@ from kfac_engine.graph.passes.decompose import DecompositionBuilder
 from kfac_engine.graph.structure import Fact, Graph, Input, Node
 from kfac_engine.graph.write import compact_model
 from kfac_engine.runtime.context import SessionContext
-from kfac_engine.runtime.cpu.graph_passes import WEIGHT_GRADIENTS, to_blocked_layout
-from kfac_engine.runtime.cpu.transposed_products import fused_backward, fused_forward
+from kfac_engine.runtime.cpu.graph_passes import (
+    WEIGHT_GRADIENTS,
+    fused_backward,
+    fused_forward,
+    to_blocked_layout,
+)
 from kfac_engine.runtime.cpu.weight_gradient_session import WeightGradientSession, split_backward
-from kfac_engine.sessions.device_session import DeviceSession
-from kfac_engine.sessions.placement import open_session
+from kfac_engine.sessions.device_session import DeviceSession, open_session
 from kfac_engine.sessions.session import Session
 
 

@@ -96,7 +96,7 @@ def test_error_in_run_into_names_node():
 
 
 def test_gradients_of_unoptimized_long_graphs_are_equal(monkeypatch):
-    monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 0)
+    monkeypatch.setattr("kfac_engine.sessions.device_session._MOST_OPTIMIZED", 0)
     proto = models.mlp()
     inputs = models.random_inputs(proto, batch=3)
     trace = ke.load_model(proto).run(inputs)
@@ -117,8 +117,8 @@ def test_forward_graph_above_node_limit_is_not_optimized(monkeypatch, count, opt
         built.append(options["optimize"])
         return Session(model, **options)
 
-    monkeypatch.setattr("kfac_engine.sessions.placement._MOST_OPTIMIZED", 3)
-    monkeypatch.setattr("kfac_engine.sessions.placement.Session", session)
+    monkeypatch.setattr("kfac_engine.sessions.device_session._MOST_OPTIMIZED", 3)
+    monkeypatch.setattr("kfac_engine.sessions.device_session.Session", session)
     links = "  ".join(f"r{i + 1} = Tanh (r{i})" for i in range(1, count))
     proto = parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 18]> g (float[n,2] r0) => (float[n,2] r{count})

@@ -38,7 +38,7 @@ COPIES = {
     ),
     "tolist()": (
         "kfac_engine/backend/cpu/blas.py",
-        "kfac_engine/sessions/placement.py",
+        "kfac_engine/sessions/device_session.py",
         "kfac_engine/autodiff/lowering/",
         "kfac_engine/autodiff/rules/",
         "kfac_engine/cli/",

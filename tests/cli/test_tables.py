@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from kfac_engine.cli import tables
+from kfac_engine.cli import display
 from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
@@ -12,8 +12,8 @@ ROWS = [(NAMES, ["64×64", "64"], ["65×65", "64×64"], "33.8 KiB"), (["head [1]
 
 
 def printed(width, monkeypatch, capsys):
-    monkeypatch.setattr(tables, "console", lambda: Console(width=width, highlight=False))
-    tables.print_table("layers", HEADER, ROWS)
+    monkeypatch.setattr(display, "console", lambda: Console(width=width, highlight=False))
+    display.print_table("layers", HEADER, ROWS)
     return capsys.readouterr().out
 
 

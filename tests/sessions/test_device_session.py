@@ -20,9 +20,8 @@ from kfac_engine.backend.memory_space import HOST, HostMemory, stays_on_host
 from kfac_engine.errors import BackendError, MemoryLimitError
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import compact_model
-from kfac_engine.sessions import device_session, placement
-from kfac_engine.sessions.device_session import DeviceSession, has_provider
-from kfac_engine.sessions.placement import available_memory_space
+from kfac_engine.sessions import device_session
+from kfac_engine.sessions.device_session import DeviceSession, available_memory_space, has_provider
 from tests.backend import cupy_standin, standin_streams
 from tests.cuda_on_cpu.module import compiler
 
@@ -256,7 +255,7 @@ class Wrong(Elsewhere):
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    caches = placement._obstacle, placement._say
+    caches = device_session._obstacle, device_session._say
     for cache in caches:
         cache.cache_clear()
     yield
@@ -305,7 +304,7 @@ def test_failing_provider_selects_cpu_with_warning(
     why: str,
 ) -> None:
     if why == "cannot load it":
-        monkeypatch.setattr(placement, "DeviceSession", broken)
+        monkeypatch.setattr(device_session, "DeviceSession", broken)
     with caplog.at_level("INFO", logger="kfac_engine"):
         assert available_memory_space(memory_space) is HOST
     (record,) = caplog.records

@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array, Params
-from kfac_engine.analysis.fisher_matrix.block_gradients import gradient_sources, jacobian_sources
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
-from kfac_engine.analysis.fisher_matrix.example_gradients import numbered, read_layers
+from kfac_engine.analysis.fisher_matrix.blocks import (
+    Block,
+    Float,
+    ParameterVector,
+    Places,
+    checked_damping,
+)
+from kfac_engine.analysis.fisher_matrix.example_gradients import (
+    gradient_sources,
+    jacobian_sources,
+    numbered,
+    read_layers,
+)
 from kfac_engine.analysis.fisher_matrix.files import (
     NUMBERS,
     CurvatureFile,
@@ -21,7 +31,6 @@ from kfac_engine.analysis.fisher_matrix.files import (
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import assembled
-from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places
 from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas

@@ -14,12 +14,14 @@ from kfac_engine.analysis.fisher_matrix.blocks import (
     Block,
     Float,
     InputMoment,
+    ParameterVector,
     Part,
+    Places,
     Spectrum,
     eigenbasis,
+    packed,
 )
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
-from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector, Places, packed
 from kfac_engine.curvature.approximations import row
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.factors.base import FisherFactor

@@ -7,12 +7,11 @@ from math import prod
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, eigenbasis
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Places, Spectrum, eigenbasis
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
 from kfac_engine.analysis.fisher_matrix.example_gradients import read_layers, whole_rows
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
-from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.covariance_updates import scaled

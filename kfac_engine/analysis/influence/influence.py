@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.block_gradients import (
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, checked_damping
+from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
+from kfac_engine.analysis.fisher_matrix.example_gradients import (
+    Gradients,
     Sources,
     block_tiles,
     gradient_sources,
 )
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, checked_damping
-from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
-from kfac_engine.analysis.fisher_matrix.example_gradients import Gradients
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of

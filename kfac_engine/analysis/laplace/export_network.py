@@ -19,13 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, packed
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
     Gradients,
     WholeGradients,
 )
 from kfac_engine.analysis.fisher_matrix.layout import Layout
-from kfac_engine.analysis.fisher_matrix.parameter_vector import packed
 from kfac_engine.analysis.laplace.export_backward import (
     PREFIX,
     Network,

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator, cg
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.blocks import Block, Float
+from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Places
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
-from kfac_engine.analysis.fisher_matrix.parameter_vector import Places
 from kfac_engine.arguments import number, one_of, texts, whole
 from kfac_engine.errors import InputError
 from kfac_engine.graph.analysis.trainable import matching

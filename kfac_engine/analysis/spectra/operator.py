@@ -8,8 +8,7 @@ import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
 from kfac_engine._types import Array
-from kfac_engine.analysis.fisher_matrix.blocks import Float
-from kfac_engine.analysis.fisher_matrix.parameter_vector import ParameterVector
+from kfac_engine.analysis.fisher_matrix.blocks import Float, ParameterVector
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.first_examples import with_first_examples

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.analysis.fisher_matrix.block_gradients import (
+from kfac_engine.analysis.fisher_matrix.example_gradients import (
     block_tiles,
     gradient_sources,
     jacobian_sources,

@@ -10,8 +10,8 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.graph.write import compact_model
-from kfac_engine.runtime.cpu.graph_passes import FUSED_TRANSPOSES
-from kfac_engine.runtime.cpu.transposed_products import (
+from kfac_engine.runtime.cpu.graph_passes import (
+    FUSED_TRANSPOSES,
     _fused_products,
     _without_round_trips,
     fused_backward,
