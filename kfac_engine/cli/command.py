@@ -122,14 +122,8 @@ class Option(click.Option):
 class Command(click.Command):
     """A command with groups of options and an example.
 
-    Args:
-        name: Name of the command.
-        example: Command line, with a backslash at the end of each line but the last.
-        params: The arguments and options; all options are of a group.
-        settings: Arguments of ``click.Command``.
-
-    Attributes:
-        example: The command line.
+    All options are of a group. The command line of the example has a backslash at the end of each
+    line but the last.
     """
 
     def __init__(

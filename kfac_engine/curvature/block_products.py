@@ -74,11 +74,9 @@ def multiply_pairs(
 ) -> list[tuple[Vector, Params]]:
     """Multiply vectors of all parameters, given as pairs, and return pairs in the same order.
 
-    A pair has an array and its parameter, or several of each.
-
-    Raises:
-        ShapeError: A pair has another number of arrays than parameters.
-        InputError: A parameter is missing, comes twice or is not registered.
+    A pair has an array and its parameter, or several of each. A pair with another number of arrays
+    than parameters raises a ShapeError. A parameter that is missing, comes twice or is not
+    registered raises an InputError.
     """
     registered = [name for key in collection.fisher_blocks for name in uses(key)]
     products = multiply(collection, _by_parameter(vecs_and_vars, registered), product)

@@ -136,13 +136,10 @@ class Refreshes:
     def due(
         self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
     ) -> tuple[str, ...]:
-        """Return the keys of the factors that ``run`` refreshes in a call.
+        """Return the keys of the factors that ``run`` refreshes in a call, counted from 0.
 
-        Args:
-            planner: Plans the refreshes.
-            counter: Number of the call, from 0.
-            bound: Largest period of any factor in this call: ``planner.bound``.
-            moved: Whether averages have changed since the last call.
+        ``bound`` is the largest period of any factor in this call, ``planner.bound``. ``moved``
+        says whether averages have changed since the last call.
         """
         drifts = self._drifts_for(planner, counter, moved=moved)
         return planner.refreshes(counter, drifts, bound)

@@ -184,15 +184,13 @@ class Planner:
         drifts: Mapping[str, float] | None = None,
         bound: int | None = None,
     ) -> tuple[str, ...]:
-        """Return the keys of the refreshes that a call computes, in the order of ``works``.
+        """Return the keys of the refreshes of a call, in the order of the works.
 
-        Args:
-            counter: Number of the call, from 0; call 0 refreshes everything.
-            drifts: The relative changes of the averages since their latest refresh, by key of the
-                work; infinite for absent keys.
-            bound: Largest period in this call, for periods that grow; None for the periods of the
-                schedule. With a bound, a work is due when its period has passed since its latest
-                refresh, and the first call refreshes everything.
+        The number of the call counts from 0; call 0 refreshes everything. ``drifts`` map the key of
+        a work to the relative change of its averages since its latest refresh; it is infinite where
+        it is absent. ``bound`` is the largest period in this call, for periods that grow. Each work
+        is then due as soon as its period has passed since its latest refresh, and everything is
+        refreshed while no work was. None is for the periods of the schedule.
         """
         if counter == 0 or (bound is not None and not self.state.refreshed):
             return tuple(work.key for work in self.works)

@@ -126,11 +126,8 @@ def summed(communicator: Communicator, arrays: Sequence[Array]) -> list[Array]:
 class OwnedArrays:
     """Arrays that have owners, in one message whatever their number.
 
-    Args:
-        communicator: The ranks.
-        backend: The library of the arrays.
-        forms: Forms of the arrays, the same on all ranks.
-        owners: The rank that owns each array, ascending.
+    The forms of the arrays are the same on all ranks. ``owners`` has the rank that owns each array,
+    ascending.
     """
 
     def __init__(

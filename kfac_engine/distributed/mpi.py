@@ -32,10 +32,6 @@ class ExitWatch:
     The ranks form a ring. Before each collective a rank sends a byte to the next rank, and receives
     one from the rank before it. Another byte tells that the rank ends. If some ranks have ended and
     others wait in a collective, a rank that has ended receives the byte of a rank that waits.
-
-    Args:
-        mpi: The module ``mpi4py.MPI``.
-        comm: The communicator.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:

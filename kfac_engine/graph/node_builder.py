@@ -18,15 +18,9 @@ TYPE_CODES: Mapping[str, int] = {**FLOAT_CODES, "int32": 6, "int64": 7, "bool": 
 
 
 class NodeBuilder:
-    """Collects new nodes and constants with new names.
+    """Collects new ``nodes``, in topological order, and the ``constants`` that they read, by name.
 
-    Args:
-        prefix: Start of all new names; no name in the graph starts with it.
-
-    Attributes:
-        prefix: Start of all new names.
-        nodes: New nodes, in topological order.
-        constants: New constants that the nodes read, by name.
+    All new names start with ``prefix``; no name in the graph starts with it.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -92,15 +92,10 @@ class Conv(convolution.Conv):
 
 
 class ReferenceModel:
-    """A graph that is evaluated in float64.
+    """A graph in standard operators, in float32 or float64, that is evaluated in float64.
 
-    Args:
-        graph: Graph in standard operators, in float32 or float64.
-        outputs: Names of the values to evaluate.
-        fed: Names of constants and results that are inputs here.
-
-    Raises:
-        ModelError: The reference implementation does not read the graph.
+    ``outputs`` are evaluated, and the constants and results ``fed`` are inputs. A graph that the
+    reference implementation does not read raises a ModelError.
     """
 
     def __init__(self, graph: Graph, outputs: Sequence[str], fed: Iterable[str]) -> None:

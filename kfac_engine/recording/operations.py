@@ -35,14 +35,7 @@ def new_tape(prefix: str, dtype: DType | type = np.float32) -> Tape:
 
 
 class Operations:
-    """The backend of recorded arrays.
-
-    Args:
-        tape: Receives the nodes.
-
-    Attributes:
-        xp: The functions of arrays.
-    """
+    """The backend of recorded arrays; the tape receives the nodes."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape

@@ -37,14 +37,10 @@ OPSET = 18
 
 
 class Level(NodeBuilder):
-    """The nodes of the graph, or of the body of one node.
+    """The nodes of the graph, or of the body of one node; all new names start with ``prefix``.
 
-    Args:
-        prefix: Start of all new names.
-
-    Attributes:
-        known: Name of each constant, by its type, shape and bytes.
-        computed: Name of the result of each operation, so that none is recorded twice.
+    ``known`` has the name of each constant by its type, shape and bytes. ``computed`` has the name
+    of the result of each operation, so that none is recorded twice.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -70,16 +66,10 @@ class Level(NodeBuilder):
 class Tape:
     """Records operations; operations in a body belong to the body until it is closed.
 
-    Args:
-        prefix: Start of all new names; no value of the model starts with it.
-        functions: What NumPy's functions record: see ``operations.new_tape``.
-        dtype: Type of floating-point numbers. Training files have single precision: a GPU of a
-            browser has no other.
-
-    Attributes:
-        functions: What NumPy's functions record.
-        dtype: Type of floating-point numbers.
-        levels: The graph, and inside it the bodies that are open.
+    All new names start with ``prefix``; no value of the model starts with it. ``functions`` are
+    what NumPy's functions record, see ``operations.new_tape``. ``dtype`` is the type of
+    floating-point numbers: training files have single precision, because a GPU of a browser has no
+    other. ``levels`` are the graph, and inside it the bodies that are open.
     """
 
     def __init__(self, prefix: str, functions: Any, dtype: DType | type = np.float32) -> None:

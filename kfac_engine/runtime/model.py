@@ -55,12 +55,9 @@ _MOST_SHAPES = 8
 
 
 class _Constants(Mapping[str, Array]):
-    """Constants of a graph, with the present values of parameters among them.
+    """Constants of a graph, with the present values of ``parameters`` among them.
 
-    Args:
-        constants: Values by name.
-        parameters: Present values of the trained constants, by name.
-        read: Returns a parameter as an array of the host.
+    ``read`` returns a parameter as an array of the host.
     """
 
     def __init__(

@@ -158,12 +158,10 @@ _MOST_ENTRIES = 2**31  # largest number of entries of a generated input
 
 
 class SampleRun:
-    """Runs a graph on small batches.
+    """Runs a graph on small batches; inputs without a declared shape accept any shape.
 
-    Args:
-        graph: The graph. Inputs without a declared shape accept any shape.
-        what: Purpose of the runs, for messages.
-        facts: Facts of an earlier run, which replace a session that infers element types.
+    ``what`` is the purpose of the runs, for messages. ``facts`` of an earlier run replace a session
+    that infers element types.
     """
 
     def __init__(

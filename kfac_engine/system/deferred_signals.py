@@ -75,13 +75,8 @@ class DeferredSignals(_Handling):
     """A context in which the first signal that ends the program waits for the end of the context.
 
     A second signal has its usual effect at once. Signals that the program ignores stay ignored. If
-    an error ends the context, the signal follows it.
-
-    Args:
-        active: Whether the context has an effect.
-
-    Attributes:
-        received: Number of the signal that waits; None for none.
+    an error ends the context, the signal follows it. Without ``active`` the context has no effect.
+    ``received`` is the number of the signal that waits, or None.
     """
 
     def __init__(self, active: bool = True) -> None:

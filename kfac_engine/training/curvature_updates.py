@@ -181,12 +181,9 @@ class CurvatureUpdates:
         return DueUpdates(step, self.planner.observes(step), inverses, bound)
 
     def update(self, due: DueUpdates, batch: Sequence[Batch], clock: StageClock) -> None:
-        """Update statistics and inverses where they are due.
+        """Update statistics and inverses where they are due, on the parts of a batch.
 
-        Args:
-            due: The updates of the step.
-            batch: The parts of the batch, each with inputs and targets.
-            clock: Measures the stages ``"statistics"`` and ``"inverses"``.
+        The clock measures the stages ``"statistics"`` and ``"inverses"``.
         """
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
@@ -206,14 +203,11 @@ class CurvatureUpdates:
     def observe(
         self, step: int, batch: Sequence[Batch], *, decay: float | None, by_example: bool = True
     ) -> None:
-        """Average the statistics of a part of a batch.
+        """Average the statistics of a part of a batch, which the number of the step chooses.
 
-        Args:
-            step: Number of the step, which chooses the part.
-            batch: The parts of the batch, each with inputs and targets.
-            decay: Weight of the old averages; 1 for the plain mean of all batches so far, None for
-                the decay of the engine.
-            by_example: Whether gradients of single examples are measured as well.
+        ``decay`` is the weight of the old averages: 1 for the plain mean of all batches so far,
+        None for the decay of the engine. ``by_example`` says whether gradients of single examples
+        are measured as well.
         """
         update = self._engine.fisher.update
 
@@ -223,14 +217,7 @@ class CurvatureUpdates:
         self._part.first(step, batch, use)
 
     def advance(self, seconds: float) -> tuple[str, ...]:
-        """Record that the step of the latest ``update`` has succeeded.
-
-        Args:
-            seconds: Its time.
-
-        Returns:
-            Names of the factors that the step refreshed.
-        """
+        """Record the time of the latest ``update``; return the names of the refreshed factors."""
         latest = self._latest
         if latest.statistics:
             self.planner.observed = latest.step
@@ -257,18 +244,10 @@ class CurvatureUpdates:
 
 
 def rotating_part(step: int, rows: Rows, part: float) -> Array:
-    """Return examples of a shard: another part of the batch in each step.
+    """Return ascending indices in a shard: another part of the batch in each step.
 
-    The part has the same number of examples in each step. They are spread over the batch evenly,
-    so that each shard has its share of them.
-
-    Args:
-        step: Number of the step.
-        rows: The examples of the shard in the batch.
-        part: Part of the examples of the batch, in (0, 1].
-
-    Returns:
-        Indices in the shard, ascending.
+    The part, in (0, 1], has the same number of examples in each step. They are spread over the
+    batch evenly, so that each shard has its share of them.
     """
     size = max(1, round(rows.whole * part))
     edges = np.arange(rows.start, rows.start + rows.count + 1) + step

@@ -30,13 +30,8 @@ _PACKAGES = ("kfac-engine", "numpy", "scipy", "onnx", "onnxruntime")
 def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Description:
     """Return the settings, versions and layers of a run.
 
-    Args:
-        optimizer: The optimizer with its engine.
-        settings: Settings of the run by name.
-
-    Returns:
-        ``model``, ``settings``, ``versions``, ``layers`` and the shapes of the ``factors`` that
-        are refreshed, by name: numbers, texts, None and lists.
+    The entries are ``model``, ``settings``, ``versions``, ``layers`` and the shapes of the
+    ``factors`` that are refreshed, by name: numbers, texts, None and lists.
     """
     engine = optimizer.engine
     choices = {"optimizer": type(optimizer).__name__, **optimizer.options, **settings}
@@ -65,14 +60,9 @@ def describe(optimizer: Optimizer, settings: Mapping[str, object]) -> Descriptio
 
 
 def contents(engine: Engine, data: RunData) -> dict[str, str | float | None]:
-    """Return texts for the loss and the data of a run, which a resumed run compares.
+    """Return what a run is made of besides its model and its numbers, as a resumed run compares it.
 
-    Args:
-        engine: The engine with its losses.
-        data: The data of the run.
-
-    Returns:
-        Texts of the ``loss``, of the ``data`` and of the ``validation``; equal for equal ones.
+    The texts of the ``loss``, of the ``data`` and of the ``validation`` are equal for equal ones.
     """
     objective = engine.objective
     losses = [

@@ -139,14 +139,10 @@ class _FirstOrder(Optimizer):
         steps: int,
         scale: float,
     ) -> dict[str, Array]:
-        """Return the new parameters of a step, and write the new state.
+        """Return the new parameters after ``steps`` steps, and write the new state.
 
-        Args:
-            gradients: Gradients by parameter; may be overwritten.
-            parameters: Values by parameter.
-            slots: The old state, and the arrays that receive the new one.
-            steps: Number of steps so far.
-            scale: Value of the schedule.
+        Gradients may be overwritten. ``slots`` are the old state, and the arrays that receive the
+        new one. ``scale`` is the value of the schedule.
         """
         rates = self._rates(evaluated_rate(self._learning_rate, steps), steps)
         decay, decoupled, units = self._weight_decay, self._setting.decoupled, self._setting.units

@@ -133,17 +133,11 @@ class Log:
 
 
 def check_entries(record: Record, before: Record, callback: str) -> None:
-    """Convert the numbers in a record to numbers of Python, in place.
+    """Convert the numbers in a record that a callback received to those of Python, in place.
 
-    Args:
-        record: A record that a callback received. None becomes NaN, and a NumPy number or an array
-            without axes becomes the number of Python.
-        before: The record before the call.
-        callback: Name of the callback.
-
-    Raises:
-        InputError: An entry is not a number, or the callback removed an entry of the step or
-            changed its position; the message names the callback and the entry.
+    None becomes NaN, and a NumPy number or an array without axes becomes the number of Python. An
+    entry that is not a number, or an entry of the step that the callback removed or moved, raises
+    an InputError.
     """
     for name in before.keys() & STEP_ENTRIES:
         if name not in record or (name in _POSITION and record[name] != before[name]):

@@ -157,11 +157,7 @@ class Hooks(Callback):
     def check_metrics(self, names: Collection[str]) -> None:
         """Refuse a callback whose metric no validation measures.
 
-        Args:
-            names: Names in records of the metrics of the validation; empty without a validation.
-
-        Raises:
-            InputError: The metric is missing.
+        ``names`` are the metrics of the validation in records; there are none without a validation.
         """
         for callback in self._callbacks:
             if callback.metric is not None and callback.metric not in names:

@@ -444,15 +444,7 @@ def fraction(name: str, value: object) -> None:
 def evaluated_rate(rate: Rate, step: int) -> float:
     """Return the learning rate of a step, and check that it is finite and at least zero.
 
-    Args:
-        rate: A number, or a function of the number of steps so far.
-        step: Number of steps so far.
-
-    Returns:
-        A finite number of at least 0.
-
-    Raises:
-        InputError: The function returns another value.
+    A rate is a number, or a function of the number of steps so far.
     """
     if not callable(rate):  # it was checked when it was set
         return float(rate)

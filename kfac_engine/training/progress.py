@@ -72,14 +72,7 @@ class Progress:
             self._live.stop()
 
     def show(self, record: Record, spent: float, *, ends_epoch: bool, ends_run: bool) -> None:
-        """Show a step.
-
-        Args:
-            record: The record of the step.
-            spent: Part of the budget that is spent, in [0, 1].
-            ends_epoch: Whether the step is the last step of an epoch.
-            ends_run: Whether the step is the last step of the run.
-        """
+        """Show a step, with the part of the budget that is spent, in [0, 1]."""
         if self._console is None:
             return
         self._numbers.add(record)

@@ -41,17 +41,11 @@ class QuadraticModel:
     precision: float
 
     def minimum(self, last: float | None = None) -> NDArray[np.float64]:
-        """Return the coefficients that minimize the model.
+        """Return the coefficients ``(m,)`` that minimize the model.
 
-        Args:
-            last: The last coefficient, if it is given; the minimum is then one over the others.
-
-        Returns:
-            ``(m,)``. Directions that are equal up to rounding share their part of the update, and
-            a direction of zeros has the coefficient zero.
-
-        Raises:
-            NonFiniteError: The curvature overflows.
+        If the last coefficient is given, the minimum is one over the others. Directions that are
+        equal up to rounding share their part of the update, and a direction of zeros has the
+        coefficient zero. A curvature that overflows raises a NonFiniteError.
         """
         H, c = self.curvature + self.damping * self.gram, self.slopes
         if not (np.isfinite(H).all() and np.isfinite(c).all()):

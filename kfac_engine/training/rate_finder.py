@@ -90,12 +90,7 @@ class RateSearch:
 def check_plot(path: str | Path) -> Path:
     """Return the file of a plot, after a check that it can be drawn.
 
-    Args:
-        path: The file.
-
-    Raises:
-        InputError: The file has another ending than ``.png``, ``.svg`` or ``.pdf``.
-        BackendError: matplotlib is not installed.
+    Its ending is ``.png``, ``.svg`` or ``.pdf``.
     """
     file = checked_path(path)
     if file.suffix.lower() not in _FORMATS:
@@ -180,12 +175,8 @@ def smoothed(losses: Array, order: int = 0) -> Array:
 def suggested_rate(rates: Array, losses: Array) -> float | None:
     """Return the rate at which the smoothed loss falls most steeply.
 
-    Args:
-        rates: Rates in a geometric sequence, ``(n,)``.
-        losses: Loss of each rate, ``(n,)``.
-
-    Returns:
-        The rate; None where the smoothed loss does not fall by three times the noise of the losses.
+    The rates are a geometric sequence, ``(n,)``. The result is None where the smoothed loss does
+    not fall by three times the noise of the losses.
     """
     if len(losses) < _LEAST_STEPS // 2:
         return None

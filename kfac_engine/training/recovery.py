@@ -53,19 +53,11 @@ class Recovery:
             self._take_snapshot()
 
     def step(self, batch: Sequence[Batch], scale: float) -> StepReport:
-        """Change the parameters by one batch, or return to the snapshot.
+        """Change the parameters by the parts of one batch, or return to the snapshot.
 
-        Args:
-            batch: The parts of the batch, each with inputs and targets.
-            scale: Factor of the learning rate.
-
-        Returns:
-            The report of the step, or of the roll-back.
-
-        Raises:
-            DivergenceError: The loss explodes after the last roll-back. The engine and the
-                optimizer have the state of the snapshot.
-            NonFiniteError: The batch yields NaN or infinity at the snapshot as well.
+        ``scale`` is a factor of the learning rate. If the loss explodes after the last roll-back, a
+        DivergenceError is raised, and the engine and the optimizer have the state of the snapshot.
+        A batch that yields NaN or infinity at the snapshot as well raises a NonFiniteError.
         """
         if not self._most:
             return self._step(batch, scale)

@@ -49,15 +49,9 @@ class Rule(Protocol):
     def __call__(self, gradient: Array, old: Slots, new: Slots, step: int) -> Array:
         """Write the new state arrays; return the direction of descent.
 
-        Args:
-            gradient: Gradient of the loss, in the parameter's shape; it may be overwritten.
-            old: The state arrays.
-            new: Arrays for the new state: the arrays of ``old``, or arrays that share memory with
-                no argument.
-            step: Number of the step, from 1.
-
-        Returns:
-            The direction. It may be ``gradient`` or an array of ``new``.
+        The number of the step counts from 1. The gradient has the shape of the parameter, and may
+        be overwritten. ``new`` are the arrays of ``old``, or in the memory of no other argument.
+        The direction may be ``gradient`` or an array of ``new``.
         """
 
 
@@ -123,17 +117,9 @@ class AdaptiveMoments:
     def direction(
         self, gradient: Array, mean: Array, old_square: Array, square: Array, step: int
     ) -> Array:
-        """Write the new mean of squares; return ``m̂ / (√v̂ + ε)``.
+        """Write the new mean of squares; return ``m̂ / (√v̂ + ε)`` in the memory of the gradient.
 
-        Args:
-            gradient: The gradient; its memory receives the direction.
-            mean: The new mean of gradients.
-            old_square: The old mean of squares.
-            square: Receives the new mean of squares.
-            step: Number of the step, from 1.
-
-        Returns:
-            The direction.
+        ``mean`` is the new mean of gradients. The number of the step counts from 1.
         """
         out = gradient
         np.multiply(gradient, gradient, out=out)
@@ -195,17 +181,13 @@ def orthogonalize(
 ) -> Array:
     """Return matrices with the singular vectors of others and singular values close to one.
 
-    Args:
-        matrices: ``(rows, columns)``, or a stack of them; a zero matrix stays zero.
-        matmul: The product of two matrices, or of two stacks.
-        iterations: Number of Newton–Schulz iterations; fewer raise small singular values less. An
-            array is a number that is known in a run only, at most five.
-        bound: Whether the iterations start at singular values divided by ``‖X Xᵀ‖^½``, the root of
-            a Frobenius norm, in place of ``‖X‖``. Both norms bound the largest singular value, the
-            first one more closely, so that one iteration less is needed.
+    They are the Newton–Schulz iterations of each matrix ``(rows, columns)``, or of a stack, divided
+    by the norm; a zero matrix stays zero. Fewer iterations raise small singular values less. An
+    array of iterations is a number that is known in a run only, at most five.
 
-    Returns:
-        The Newton–Schulz iterations of each matrix divided by the norm.
+    With ``bound``, the iterations start at singular values divided by ``‖X Xᵀ‖^½``, the root of a
+    Frobenius norm, in place of ``‖X‖``. Both norms bound the largest singular value, the first one
+    more closely, so that one iteration less is needed.
     """
     a, b, c = _POLYNOMIAL
     norm = np.linalg.norm(matrices, axis=(-2, -1), keepdims=True)

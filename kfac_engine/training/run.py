@@ -115,17 +115,9 @@ class Run:
 
 
 def recorded_metrics(metrics: Sequence[MetricChoice] | None, engine: Engine) -> list[str]:
-    """Return the names of metrics in records.
+    """Return the names of metrics of ``Engine.evaluate`` in records; None for those of the losses.
 
-    Args:
-        metrics: Metrics of ``Engine.evaluate``; None for the metrics of the losses.
-        engine: The engine.
-
-    Returns:
-        The names.
-
-    Raises:
-        InputError: A function has the name of another entry of a record; or see ``metrics_of``.
+    A function with the name of another entry of a record raises an InputError.
     """
     names = list(metrics_of(engine.default_metrics if metrics is None else metrics))
     for name in names:

@@ -70,11 +70,7 @@ class RunCheckpoint:
     def __enter__(self) -> Self:
         """Create and lock the folder.
 
-        Returns:
-            This object.
-
-        Raises:
-            InputError: The folder cannot be written, or another run uses it.
+        A folder that cannot be written, or that another run uses, raises an InputError.
         """
         if self._file is None or self._agreement.rank:
             return self
@@ -149,18 +145,11 @@ class RunCheckpoint:
             self._records.remove_others()
 
     def restore(self, optimizer: Optimizer, parts: Parts) -> tuple[Position, list[Record], Parts]:
-        """Load the checkpoint, if there is one.
+        """Load the checkpoint, if there is one, and return the position, the records and the parts.
 
-        Args:
-            optimizer: The optimizer, which receives its state.
-            parts: The present state of the further parts.
-
-        Returns:
-            The position, the records, and the state of the further parts.
-
-        Raises:
-            InputError: There is no folder, or its checkpoint is damaged or belongs to another run.
-            RankError: Some of the processes cannot read the folder.
+        The optimizer receives its state. ``parts`` is the present state of the further parts. A
+        folder that is missing, damaged or of another run raises an InputError; one that some of the
+        processes cannot read raises a RankError.
         """
         if self._file is None:
             raise InputError(
@@ -253,17 +242,7 @@ class RecordFile:
         self._position = position or RecordPosition(f"records-{secrets.token_hex(4)}.jsonl")
 
     def add(self, records: Sequence[Record]) -> dict[str, Any]:
-        """Append the records that the file lacks.
-
-        Args:
-            records: All records of the run.
-
-        Returns:
-            The new position, as values of JSON: see ``position_of``.
-
-        Raises:
-            InputError: The file cannot be written.
-        """
+        """Append the records that the file lacks; return the new position as values of JSON."""
         old = self._position
         data = "".join(
             f"{json.dumps(record, default=float)}\n" for record in records[old.count :]
@@ -298,12 +277,7 @@ def record_files(folder: Path) -> list[Path]:
 def read_records(folder: Path, position: RecordPosition) -> list[Record]:
     """Return the records up to a position.
 
-    Args:
-        folder: Folder of the checkpoint.
-        position: The position.
-
-    Raises:
-        InputError: The file is missing, damaged, or does not belong to the checkpoint.
+    A file that is missing, damaged, or not that of the checkpoint raises an InputError.
     """
     path = folder / position.file
     check_file(path)

@@ -84,10 +84,9 @@ class SeenExamples:
 def scarcity(count: Any, seen: Any, different: Any) -> Any:
     """Return the share of examples that came again, divided by the number of different examples.
 
-    Args:
-        count: Number of examples of all steps; an example counts each time.
-        seen: How often the ``different`` examples have been seen, in all.
-        different: Number of different examples, or of a random sample of them.
+    ``count`` is the number of examples of all steps; an example counts each time. ``seen`` is the
+    same number and ``different`` that of different examples, both of all examples, or of a random
+    sample of the different ones.
     """
     # Of c examples, 1 - different / seen came again, and c * different / seen are different.
     return (seen / different - 1) / count
@@ -102,16 +101,9 @@ def fingerprints(
 ) -> Array:
     """Return the fingerprints of the examples of a batch, of all processes.
 
-    Args:
-        batch: The parts of the shard of this process.
-        axes: The axes of the examples.
-        backend: Reads arrays of other libraries.
-        communicator: The processes.
-        counts: Number of examples of the shard of each process.
-
-    Returns:
-        Numbers in (0, 1), equal for examples with equal inputs. There are none if no input has an
-        axis of examples.
+    ``batch`` has the parts of the shard of this process, and ``counts`` the number of examples of
+    the shard of each process. Fingerprints are numbers in (0, 1), equal for examples with equal
+    inputs. There are none if no input has an axis of examples.
     """
     parts = [_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -52,11 +52,8 @@ def dot(left: Vector, right: Vector) -> float:
 class Zeros(dict[str, Array]):
     """Arrays of zeros by name, in the memory of one array for each type.
 
-    Args:
-        like: An array of the shape and the type, by name.
-
-    Attributes:
-        blocks: The memory, by the name of the first array in it.
+    They have the shapes and types of the arrays ``like``. ``blocks`` is the memory, by the name of
+    the first array in it.
     """
 
     def __init__(self, like: Vector) -> None:
@@ -88,13 +85,8 @@ class Zeros(dict[str, Array]):
 def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Return the names of small arrays of one kind and type together, other names alone.
 
-    Args:
-        arrays: Arrays by name.
-        kinds: The rule of the entries, by name. Entries of a group have equal rules; None is no
-            group.
-
-    Returns:
-        The groups.
+    ``kinds`` map a name to the rule of the entries, which must be equal in a group; None for no
+    group.
     """
     together: dict[Any, list[str]] = {}
     for name, kind in kinds.items():

@@ -79,13 +79,9 @@ class Missing:
 class CurvatureSteps:
     """Writes how a ``KfacOptimizer`` updates its curvature.
 
-    Args:
-        engine: The engine of the optimizer.
-        assembly: Its model, losses and layers.
-        optimizer: The optimizer.
-        target_inputs: What the targets are, and which of them have weights.
-        noise: Receives the inputs of random numbers; None if the file draws them.
-        whole: Whether state that does not change is returned, in place of arrays without entries.
+    ``target_inputs`` says what the targets are, and which of them have weights. ``noise`` receives
+    the inputs of random numbers; None if the file draws them. ``whole`` returns state that does not
+    change in place of arrays without entries.
     """
 
     def __init__(

@@ -165,12 +165,8 @@ def spread_evenly(items: Sequence[Item], most: int) -> tuple[Item, ...]:
 class FloatCopy:
     """A copy of the model for differences: in float64 where that is possible, else in float32.
 
-    Args:
-        specimen: The model and the batch.
-
-    Attributes:
-        why_not: Why the copy computes in float32; empty if it computes in float64.
-        passes: Number of evaluations.
+    ``why_not`` says why the copy computes in float32, and is empty otherwise. ``passes`` counts
+    evaluations.
     """
 
     def __init__(self, specimen: Specimen) -> None:

@@ -76,16 +76,9 @@ def save_curvature(
 
 
 class CurvatureFile:
-    """A curvature that was read from a file.
+    """A curvature that was read from a file, with numbers of the whole curvature in ``about``.
 
-    Args:
-        path: The file.
-
-    Attributes:
-        about: Numbers of the whole curvature.
-
-    Raises:
-        InputError: The file is missing, damaged, or no curvature.
+    A file that is missing, damaged, or no curvature raises an InputError.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -11,12 +11,10 @@ from kfac_engine.graph.structure import Fact, Graph, Node
 
 
 class LoweringBuilder(NodeBuilder):
-    """Collects the nodes that replace one node.
+    """Collects the nodes that replace one node of a graph.
 
-    Args:
-        graph: The graph that is rewritten.
-        facts: Element type and shape of every value of the graph, from a sample run.
-        prefix: Start of all new names; no name in the graph starts with it.
+    ``facts`` has the element type and shape of every value, from a sample run. All new names start
+    with ``prefix``; no name in the graph starts with it.
     """
 
     def __init__(self, graph: Graph, facts: Mapping[str, Fact], prefix: str) -> None:

@@ -19,13 +19,9 @@ from kfac_engine.sessions.session import Session
 
 
 class KnownValues:
-    """Values of a graph that do not depend on data.
+    """Values that do not depend on data, of the graph of a builder.
 
-    Args:
-        b: Builder with the graph and the facts of its sample run.
-
-    Attributes:
-        checks: Values that depend on sizes or weights, by name.
+    ``checks`` are values that depend on sizes or weights, by name.
     """
 
     def __init__(self, b: LoweringBuilder) -> None:

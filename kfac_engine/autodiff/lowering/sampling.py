@@ -71,16 +71,10 @@ class Taps:
 
 
 class Axis:
-    """An axis of an image.
+    """An axis of an image, a value of the graph.
 
-    Args:
-        b: Writes the nodes.
-        image: A value of the graph.
-        number: Index of the axis.
-
-    Attributes:
-        side: Number of pixels, 0-d int64.
-        length: Number of pixels in the element type of the image.
+    ``side`` is its number of pixels, 0-d int64, and ``length`` the same in the element type of the
+    image.
     """
 
     def __init__(self, b: LoweringBuilder, image: str, number: int) -> None:

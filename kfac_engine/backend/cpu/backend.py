@@ -25,14 +25,9 @@ Number = TypeVar("Number", float, bool)
 
 
 class NumpyBackend:
-    """Operations on NumPy arrays.
+    """Operations on NumPy arrays, in ``workers``, a pool of ``threads`` threads.
 
-    Args:
-        scratch_bytes: Bound of the scratch memory of one operation.
-        threads: Number of threads of one operation; by default as in ``Workers``.
-
-    Attributes:
-        workers: Thread pool of the operations.
+    ``scratch_bytes`` bounds the scratch memory of one operation.
     """
 
     name = "numpy"

@@ -292,14 +292,9 @@ MOST_POSITIONS = 2**31 - 2**16
 class PatchMoments:
     """Computes Gram matrices of patches on one device, with one plan for each geometry.
 
-    Args:
-        device: Device of the kernels.
-        scratch_bytes: Bound of the partial results of one pass.
-        split: Number of TF32 products for each float32 product on tensor cores: 3 has float32
-            accuracy, 1 does not, 0 uses FP32 units.
-
-    Attributes:
-        scratch_bytes: The bound, which may be changed.
+    ``scratch_bytes`` bounds the partial results of one pass, and may be changed. ``split`` is the
+    number of TF32 products for each float32 product on tensor cores: 3 has float32 accuracy, 1 does
+    not, 0 uses FP32 units.
     """
 
     def __init__(self, device: Device, scratch_bytes: int, split: int) -> None:

@@ -506,11 +506,7 @@ def count_uses(num_uses: int | None, *tensors: Names) -> int:
     """Return the number of uses, at least one, from a number and from lists of names.
 
     A list in ``tensors`` has a name for each use. ``num_uses`` is None if the caller gave no
-    number.
-
-    Raises:
-        InputError: Neither a number nor a list was given, or the number is below one.
-        RegistrationError: The number and the lengths of lists differ.
+    number. If the number and the lengths of lists differ, the error is a RegistrationError.
     """
     counts = {len(names) for names in tensors if not isinstance(names, str)}
     if num_uses is not None:

@@ -48,17 +48,11 @@ class MovingAverage:
         *,
         over_rows: bool = False,
     ) -> tuple[float, float]:
-        """Return the coefficients of the next update, and add its weight to the total.
+        """Return ``(beta, alpha)`` of the next update, and add its weight to the total.
 
-        Args:
-            decay: In [0, 1]; 1 is a plain mean.
-            weight: Weight of the new value, positive.
-            config: Decides whether the average is debiased or classical.
-            repeats: Number of rows for each example in the new value.
-            over_rows: Whether the values are means over rows.
-
-        Returns:
-            ``(beta, alpha)`` in ``value ← beta·value + alpha·x``.
+        The update is ``value ← beta·value + alpha·x``. ``decay`` is in [0, 1]; 1 is a plain mean.
+        ``weight`` of the new value is positive, and ``repeats`` its number of rows of an example.
+        ``over_rows`` says whether the values are means over rows.
         """
         if not (0.0 <= decay <= 1.0 and 0.0 < weight < inf):
             raise InputError(

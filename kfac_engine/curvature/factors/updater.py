@@ -221,12 +221,9 @@ class FactorUpdater:
     ) -> PendingUpdate:
         """Measure the sum over the sources of a batch; no average changes.
 
-        Args:
-            sources: Values that the factors read, for each source. Each mapping is emptied before
-                the next one is requested. If ``parts_of_bases`` is not empty, call ``prepare``
-                before.
-            measured: As for ``measure``.
-            part: Whether the batch is a part of another one.
+        ``sources`` have the values that the factors read. Each mapping is emptied before the next
+        one is requested. If ``parts_of_bases`` is not empty, call ``prepare`` before. ``part`` says
+        whether the batch is a part of another one.
         """
         values = next(sources)
         pairs = self._measured(values, self._check(values), part=part)

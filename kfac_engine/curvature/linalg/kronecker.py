@@ -25,17 +25,10 @@ def multiply_parts(
 ) -> None:
     """Compute ``scale · A V Gᵀ`` of a matrix whose last row is a separate array.
 
-    The weight and the bias of a layer are two arrays, with any strides; neither is copied. The rows
-    of ``A`` are divided among threads; a task computes both products of its rows.
-
-    Args:
-        A: Left factor, ``(d_in, d_in)``.
-        G: Right factor, ``(d_out, d_out)``.
-        V: The rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last, ``(d_out,)``;
-            or all rows in one array.
-        out: Arrays of the shapes of ``V``, in other memory.
-        backend: Array library.
-        scale: Factor of the product.
+    ``V`` has the rows of the gradient but the last, ``(d_in − 1, d_out)``, and the last,
+    ``(d_out,)``, or all rows in one array. The weight and the bias of a layer are two arrays, with
+    any strides; neither is copied. ``out`` has arrays of the shapes of ``V`` in other memory. The
+    rows of ``A`` are divided among threads; a task computes both products of its rows.
     """
     d_in, d_out = len(V[0]) + len(V) - 1, V[0].shape[-1]
     if A.shape != (d_in, d_in) or G.shape != (d_out, d_out):
@@ -94,23 +87,12 @@ def multiply_in_turn(
 
 
 def pi_correction(trace_a: float, dim_a: int, trace_g: float, dim_g: int) -> float:
-    """Return the ratio π by which two factors divide a damping.
+    """Return the ratio π of the damping of two factors.
 
-    The ratio makes ``(A + π√λ·I) ⊗ (G + √λ/π·I)`` closest to ``A ⊗ G + λ·I`` in trace norm.
-
-    Args:
-        trace_a: Trace of the undamped input factor, the homogeneous coordinate included.
-        dim_a: Number of its rows.
-        trace_g: Trace of the undamped output factor.
-        dim_g: Number of its rows.
-
-    Returns:
-        ``sqrt((tr A / dim A) / (tr G / dim G))``, or 1 if a trace is zero: a factor
-        without statistics has no scale.
-
-    Raises:
-        NonFiniteError: A trace is NaN or infinite.
-        InputError: A trace is negative, so that the matrix is not a second moment.
+    It makes ``(A + π√λ·I) ⊗ (G + √λ/π·I)`` closest to ``A ⊗ G + λ·I`` in trace norm: it is
+    ``sqrt((tr A / dim A) / (tr G / dim G))``, or 1 if a trace is zero, because a factor without
+    statistics has no scale. The homogeneous coordinate is a row of A. A trace that is not finite,
+    or negative, raises an error.
 
     Source: Martens & Grosse 2015, arXiv:1503.05671, section 6.3.
     """

@@ -18,27 +18,16 @@ def eigh_power(
     dtype: npt.DTypeLike | None = None,
     smallest: Array | None = None,
 ) -> Array:
-    """Return ``(C + damping·I) ** exp`` of a matrix ``C`` by its eigenvalues and eigenvectors.
+    """Return ``(C + damping·I) ** exp`` of a matrix by its eigenvalues and eigenvectors.
 
-    Eigenvalues are clipped from below *before* the damping is added: rounding can make them
-    negative, which must not reduce the damping.
+    The eigenvalues of ``C`` ascend, ``(d,)``, or ``(g, d)`` of a stack, and the eigenvectors are
+    columns, ``(d, d)`` or ``(g, d, d)``. Eigenvalues are clipped from below *before* the damping is
+    added: rounding can make them negative, which must not reduce the damping. The damping of a
+    stack may be ``(g,)``, on the host. ``smallest`` are the smallest eigenvalues on the host, if
+    known.
 
-    Args:
-        values: Eigenvalues of ``C`` in ascending order, ``(d,)``, or ``(g, d)`` of a stack.
-        vectors: Orthonormal eigenvectors as columns, ``(d, d)`` or ``(g, d, d)``.
-        damping: Number that is added to each clipped eigenvalue; for a stack also ``(g,)``, on the
-            host.
-        exp: Any real exponent.
-        clip: Least eigenvalue before damping.
-        dtype: Element type of the result; by default the type of the vectors.
-        smallest: The smallest eigenvalue of each matrix on the host, if known.
-
-    Returns:
-        ``Q diag((max(values, clip) + damping) ** exp) Qᵀ``, ``(d, d)`` or ``(g, d, d)``,
-        exactly symmetric.
-
-    Raises:
-        InputError: A damped eigenvalue is negative, or zero under a negative exponent.
+    The result is exactly symmetric, by default in the type of the vectors. A damped eigenvalue that
+    is negative, or zero under a negative exponent, raises an InputError.
     """
     xp = array_module(values)
     lowest = values[..., 0] if smallest is None else smallest
