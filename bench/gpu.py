@@ -38,6 +38,10 @@ from kfac_engine.bench.report import Form
 from kfac_engine.kernels.moments import mirror
 from kfac_engine.kernels.symmetric import Floor, narrow, widen
 
+if TYPE_CHECKING:
+    from kfac_engine.bench.peers.torch_gpu import TorchOnDevice
+
+
 _DECAY = 0.5
 _WINDOW = square_window(3, 1, 1)
 # Tolerance of squares and of sums of some thousand float32 numbers.
@@ -163,9 +167,6 @@ def _of_matrices(
 def _zeros(*shape: int) -> Array:
     return np.zeros(shape, np.float32)
 
-
-if TYPE_CHECKING:
-    from kfac_engine.bench.peers.torch_gpu import TorchOnDevice
 
 # Another implementation of the work on the device, in float32.
 Peer: TypeAlias = "TorchOnDevice | None"

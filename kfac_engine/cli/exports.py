@@ -21,6 +21,8 @@ from kfac_engine.cli.train import OPTIMIZERS
 
 if TYPE_CHECKING:
     import kfac_engine as ke
+    from kfac_engine.graph.write import ModelProto
+
 
 # Fields of the options of an engine that the files depend on.
 _NAMES = (
@@ -97,9 +99,6 @@ def _report(files: "ke.TrainingFiles") -> None:
     say(f"state: {len(about.state)} arrays, {numbers / 1e6:.2f} MB")
     say(f"written to {files.folder}; README.md there has the loop")
 
-
-if TYPE_CHECKING:
-    from kfac_engine.graph.write import ModelProto
 
 _GRADIENT_OPTIONS = (
     Group.LOSS.option(

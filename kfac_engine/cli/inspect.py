@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     # Name, shape and reason.
     Untrained: TypeAlias = tuple[str, tuple[int, ...], str]
 
+
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
 # Fields of the schedule, for the mean over a period.
@@ -431,12 +432,6 @@ def ranks_as_values(costs: "Mapping[Distribution, RankCost]") -> dict[str, objec
             for name, cost in costs.items()
         },
     }
-
-
-if TYPE_CHECKING:
-    import kfac_engine as ke
-    from kfac_engine.engine.memory import MemoryReport
-    from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
 
 
 def print_legend(formulas: Iterable[str]) -> None:

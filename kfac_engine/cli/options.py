@@ -19,6 +19,10 @@ from kfac_engine.cli.display import shown_warnings, working
 from kfac_engine.cli.interruption import Interruption
 from kfac_engine.distributed.job import launched_by_mpi
 
+if TYPE_CHECKING:
+    import kfac_engine as ke
+
+
 Command: TypeAlias = Callable[..., Any]
 # Click's decorators, in the order of the help page.
 Options: TypeAlias = tuple[Callable[[Command], Command], ...]
@@ -232,9 +236,6 @@ def _decorated(command: Command, options: Options) -> Command:
         command = option(command)
     return command
 
-
-if TYPE_CHECKING:
-    import kfac_engine as ke
 
 curvature_option = Group.DATA.file(
     "--curvature",

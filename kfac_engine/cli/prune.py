@@ -19,6 +19,7 @@ from kfac_engine.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import kfac_engine as ke
     from kfac_engine._types import Array
 
 
@@ -101,10 +102,6 @@ def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_jso
     say("A saliency is the rise of the loss for an example, in nats, in the quadratic model.")
     say(f"written to {out}")
 
-
-if TYPE_CHECKING:
-    import kfac_engine as ke
-    from kfac_engine._types import Array
 
 _SELECTION = (
     Group.PRUNING.option(

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kfac_engine.training.hooks import Callback
     from kfac_engine.training.optimizer import Optimizer
 
+
 OPTIMIZERS = ("kfac", "adam", "adamw", "muon", "sgd")
 SCHEDULES = ("tail", "cosine", "constant")
 # Fields of an engine's options that the command sets itself: an optimizer needs parameters in
@@ -369,10 +370,6 @@ def report(log: Path, out: Path) -> None:
     ke.report(log, out)
     with report_beside(out):
         say(f"wrote {out}")
-
-
-if TYPE_CHECKING:
-    import kfac_engine as ke
 
 
 _SEARCHED_FILES: Options = (
