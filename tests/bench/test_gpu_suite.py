@@ -9,27 +9,22 @@ from rich.console import Console
 
 from kfac_engine.backend import select
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.backend.cuda import device, inverse_roots
+from kfac_engine.backend.cuda import inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.bench import data, gpu, gpu_meter
+from kfac_engine.bench import contenders, data, gpu, gpu_meter
 from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
 from kfac_engine.kernels.launch import MACROS, source
 from scripts import bench_tables
 from tests.backend import cupy_standin
+from tests.backend.test_select import forget
 from tests.cuda_on_cpu.module import compiler
 from tests.kernels.test_kernels_page import KERNEL
 
-
-@pytest.fixture(autouse=True)
-def forgotten():
-    caches = select._gpu, device._cupy
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+__all__ = ["forget"]
+pytestmark = pytest.mark.usefixtures("forget")
+assert contenders.PEERS  # the peers import the contenders, whose table reads that of the peers
 
 
 def test_the_network_has_the_parameters_it_is_known_for() -> None:

@@ -11,6 +11,7 @@ from kfac_engine.curvature import refreshes
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.curvature.schedule import POLICIES, GrowingPlanner, Planner, Work
 from kfac_engine.engine import profiling
+from tests.nightly import SEED
 from tests.training import softmax_net as net
 
 FACTORS = ("w1: A", "w1: G", "w2: A", "w2: G")
@@ -266,7 +267,7 @@ def test_the_schedule_of_the_engine_is_left_alone():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None)
+@settings(max_examples=25 if SEED is None else 100, deadline=None)
 @given(periods=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_no_factor_waits_longer_than_its_period_or_the_bound(policy, periods):
     works = [Work(f"f{i}", float(i + 1), (f"p{i}",)) for i in range(len(periods))]
