@@ -283,7 +283,7 @@ class BlockFisher:
         if exp == 1:
             self.distribution.complete()
         slices = self._assembly.discovery.parts
-        # The damping of entries without a layer may be that of the mean block, which takes time.
+        # The damping of entries without a layer may be the mean over the blocks, which takes time.
         whole = self._whole.issuperset(vectors)
         rest = 1.0 if whole else self.estimator.identity_damping**exp
         with self._shards.agreement.operation("products", ends=True):

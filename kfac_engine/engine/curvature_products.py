@@ -157,7 +157,8 @@ class CurvatureProducts:
     def _computer(self, trace: Trace, names: Sequence[str]) -> _Computer:
         objective, size = self._objective, self._traced.size
         observed = objective.observe(trace, targets=False).terms
-        # The products are those of the measured examples: means, or estimates of the whole sum.
+        # The products are computed from the measured examples: means, or estimates of the whole
+        # sum.
         ratio = size.examples / self._traced.measured
         weights = [
             TermWeight(ratio * weight, seen.weights)

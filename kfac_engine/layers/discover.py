@@ -240,8 +240,8 @@ def _layer_of(context: MatchContext, group: _Group, match: Matcher) -> LayerMatc
     layers = [outcome for outcome in matches if isinstance(outcome, LayerMatch)]
     if len(layers) < len(uses):
         return next(m for m in matches if isinstance(m, str)) if len(uses) == 1 else several
-    # The parameter itself if its layout is that of the layer, else the value that the layer reads.
-    # Uses are counted by name, so nodes between the parameter and the layer must not change it.
+    # The parameter itself if the layer reads its layout, else the value that the layer reads. Uses
+    # are counted by name, so nodes between the parameter and the layer must not change it.
     plain = all(handed_on(context.graph, value) == group.parameter for value in group.values)
     for name in (group.parameter, *group.values) if plain else group.values:
         renamed = [_with_weight(context, layer, name) for layer in layers]

@@ -257,7 +257,7 @@ def _conv_transpose(context: MatchContext, node: Node, index: int) -> LayerMatch
         return f"transposed convolution over {axes} axes in {groups} group(s)"
     automatic = str(node.attributes.get("auto_pad", "")).startswith("SAME")
     if "output_shape" in node.attributes or (automatic and "output_padding" in node.attributes):
-        # The padding depends on the size of the images; that of a layer must not.
+        # The padding depends on the size of the images; the padding of a layer must not.
         return "transposed convolution whose padding depends on the size of its result"
     layout = f"IO{_CONVOLUTIONS[axes][1]}"
     form = transposed_form(context.shapes[weight], weight_format=layout, **_window(node, axes))

@@ -85,7 +85,7 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
                 f"{z.shape[axis]} features."
             )
         of_ones = xp.asarray(positive, z.dtype).reshape([-1, *[1] * (z.ndim - 1 - axis)])
-        # The loss −w t log p − (1 − t) log q is that of the target w t / W, times W.
+        # The loss −w t log p − (1 − t) log q equals W times the loss of the target w t / W.
         weights = of_ones * t + (1 - t)
         targets = xp.where(weights > 0, of_ones * t / xp.where(weights > 0, weights, 1), t)
         return replace(observed, targets=targets, weights=times(weights, counts))

@@ -24,7 +24,7 @@ _KEEP_CHANNELS = frozenset({"Add", "AveragePool", "Clip", "Concat", "Mul", "Relu
 
 _SOFTMAX = ("LogSoftmax", "Softmax")
 
-# The axis of the classes in the result of an operator; that of a softmax is an attribute.
+# The axis of the classes in the result of an operator; a softmax states the axis as an attribute.
 _CLASSES = {
     "Conv": 1,
     "ConvTranspose": 1,

@@ -128,11 +128,10 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             has the same bits as one without interruption, unless ``seconds`` bounds it.
         log: File of JSON lines: the description of the run, a record for each step, and the spectra
             of the factors after the last step.
-        accumulate: Number of parts of a step, which are computed one after the other, so that the
-            memory is that of one part. ``batch_size`` is the size of a part. A step has
-            ``batch_size · accumulate`` examples, the same as a run with batches of this size. If
-            ``data`` is an iterable of batches, ``accumulate`` consecutive batches are the parts of
-            a step.
+        accumulate: Number of parts of a step, which are computed one after the other: only one part
+            is in memory at a time. ``batch_size`` is the size of a part. A step has ``batch_size ·
+            accumulate`` examples, the same as a run with batches of this size. If ``data`` is an
+            iterable of batches, ``accumulate`` consecutive batches are the parts of a step.
         checkpoint_every: Number of steps from one checkpoint to the next, in place of epochs.
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.

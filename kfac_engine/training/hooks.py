@@ -47,8 +47,8 @@ class Callback:
 
         Args:
             record: The record. In the last step of an epoch it has the metrics of the validation.
-                Numbers of NumPy become those of Python, and None becomes NaN. The run ends with an
-                error if an added entry is not a number, or if an entry of the step is removed.
+                Numbers of NumPy become numbers of Python, and None becomes NaN. The run ends with
+                an error if an added entry is not a number, or if an entry of the step is removed.
             optimizer: The optimizer, after the step.
 
         Returns:

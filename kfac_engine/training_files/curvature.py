@@ -556,15 +556,14 @@ def _empty(tape: Tape, like: Symbol) -> Symbol:
 
 
 # -- inverses of damped matrices by products alone -------------------------------------------------
-#
 # A matrix is inverted by halves: with P, B and D its blocks and ``S = D − Bᵀ P⁻¹ B``, the inverse
 # consists of products of P⁻¹, S⁻¹ and B. That takes fewer multiplications than one product of two
 # matrices of the size, and no decision in a run. The smallest blocks are inverted by Newton's
 # iteration, scaled so that the least eigenvalue grows nearly fourfold in a step (Pan & Schreiber
 # 1991, "An improved Newton iteration for the generalized inverse of a matrix, with applications").
-# The eigenvalues of a Schur complement lie between those of the matrix, so that one bound of the
-# condition number determines the number of iterations of every block. Matrices of equal size are
-# one stack ``(k, d, d)``. The functions compute with arrays of NumPy and with recorded ones.
+# The eigenvalues of a Schur complement lie between the eigenvalues of the matrix, so that one bound
+# of the condition number determines the number of iterations of every block. Matrices of equal size
+# are one stack ``(k, d, d)``. The functions compute with arrays of NumPy and with recorded ones.
 
 # Largest matrices that are not halved, and the residual of their scaled iterations, which two
 # further iterations square.

@@ -140,7 +140,7 @@ class CurvatureFile:
         if values is None or values.min(initial=0.0) < 0:
             raise self._damaged(f"the eigenvalues of {', '.join(block.parameters)} are not valid")
         # A layer whose inputs were measured has eigenvectors of both factors. Elsewhere, absent
-        # eigenvectors are those of a diagonal matrix.
+        # eigenvectors mean that the matrix is diagonal.
         if positions and (left is None or right is None or moment is None):
             raise self._damaged(f"{', '.join(block.parameters)} have no eigenvectors")
         inputs = None if moment is None or not positions else InputMoment(moment, positions)

@@ -203,7 +203,7 @@ def _with_channel_axis(window: Window, size: int) -> Window:
 def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan:
     """Return the plan of the sums over positions; ``_with_channel_axis`` returns the window."""
     apart = [prod(spatial_shape[axis + 1 :]) for axis in range(len(spatial_shape))]
-    # Features are tap-major, so the first axis, that of channels, is the innermost axis of
+    # Features are tap-major, so the first axis, which has the channels, is the innermost axis of
     # features.
     order = np.arange(window.taps).reshape(*window.kernel[1:], window.kernel[0])
     features = np.moveaxis(order, -1, 0)

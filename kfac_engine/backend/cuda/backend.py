@@ -269,7 +269,7 @@ class CupyBackend:
         sums = [self._squared_norm(arrays[i]) for i in others]
         for dtype, which in launched.items():
             parts = sum_squares(self.device, [arrays[i] for i in which])
-            # Sums overflow where those of a CPU do.
+            # Sums overflow where the sums of a CPU overflow.
             sums.append(parts.sum(axis=1).astype(dtype))
         order = [*others, *(i for which in launched.values() for i in which)]
         numbers = (number for total in self.download(sums) for number in total.reshape(-1))
