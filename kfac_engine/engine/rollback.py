@@ -79,10 +79,10 @@ class Undo:
 
     def restore(self) -> None:
         """Restore what was stored."""
-        self._restore_draws()
         self._present.update(self._buffers)
         if self._restore is not None:
             self._restore()
+        self._restore_draws()  # averages were stored after the batch had widened their types
 
 
 def quiet() -> np.errstate:
