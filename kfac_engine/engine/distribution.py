@@ -109,9 +109,7 @@ class Distribution(Division):
         self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
         measurements = [] if update is None else [m for _, m in update.measured]
-        weighted = any(m.weighted for m in measurements)
-        losses, norms, flags = self._agree(measurements, loss, norm, weighted)
-        self._weigh(measurements, weighted=bool(flags.any()))
+        losses, norms = self._agree(measurements, loss, norm)
         return float(losses.sum()), float(norms.sum())
 
     def combine(
@@ -165,21 +163,26 @@ class Distribution(Division):
         yield
 
     def _agree(self, measurements: Sequence[Measurement], *numbers: float) -> Iterable[Array]:
-        """Return numbers of all ranks, and give measurements the same element types on all."""
+        """Return numbers of all ranks; measurements become the shares of this rank.
+
+        They receive the same element types on all ranks.
+        """
+        agreement = self._shards.agreement
         wide = bytes(measurement.dtype == _WIDE for measurement in measurements)
-        *columns, types = self._shards.agreement.of_all(*numbers, crc32(wide)).T
+        weighted = any(measurement.weighted for measurement in measurements)
+        *columns, flags, types = agreement.of_all(*numbers, weighted, crc32(wide)).T
         if len(set(types)) > 1:  # numbers of one rank need float64
             for measurement in measurements:
                 measurement.factor.narrowest = _WIDE
                 measurement.widen()
+        with agreement.exchanging():
+            self._weigh(measurements, weighted=bool(flags.any()))
         return columns
 
     def combine_bases(self, measurements: Sequence[Measurement]) -> None:
         """Combine measurements of the first bases of EKFAC; see ``FisherEstimator.combine``."""
-        weighted = any(m.weighted for m in measurements)
-        (flags,) = self._agree(measurements, weighted)
+        self._agree(measurements)
         with self._shards.agreement.exchanging():
-            self._weigh(measurements, weighted=bool(flags.any()))
             self._shards.sum([measurement.array for measurement in measurements])
 
     def _combine(

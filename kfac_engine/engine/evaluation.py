@@ -10,7 +10,7 @@ from kfac_engine._types import Array
 from kfac_engine.autodiff.training_form import inference_form
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.datasets.forms import Data, batches_of, converted, refuse_separate_targets
-from kfac_engine.engine.batch_shards import BatchShards
+from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
@@ -25,14 +25,14 @@ from kfac_engine.sessions.session import Session
 
 
 class Evaluation:
-    """Evaluates a model in inference form; the processes of ``shards`` divide the data.
+    """Evaluates a model in inference form; the processes of ``agreement`` divide the data.
 
     The first request for a set of values builds its session. The model has its current parameters
     and running statistics, and does not move to another memory space.
     """
 
-    def __init__(self, assembly: Assembly, arrays: ModelArrays, shards: BatchShards) -> None:
-        self._axes, self._shards = assembly.task.example_axes, shards
+    def __init__(self, assembly: Assembly, arrays: ModelArrays, agreement: Agreement) -> None:
+        self._axes, self._agreement = assembly.task.example_axes, agreement
         self._model, self._task, self._arrays = assembly.model, assembly.task, arrays
         self._sessions: dict[tuple[str, ...], Session | DeviceSession] = {}
 
@@ -49,11 +49,7 @@ class Evaluation:
 
     def metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
         """Return metrics of data; see ``Engine.evaluate``."""
-        with self._shards.agreement.operation("evaluate"):
-            refuse_separate_targets(choices, "evaluate((inputs, targets), …)")
-            return self._metrics(data, choices)
-
-    def _metrics(self, data: Data, choices: Sequence[MetricChoice] | None) -> dict[str, float]:
+        refuse_separate_targets(choices, "evaluate((inputs, targets), …)")
         metrics = metrics_of(self.default_metrics() if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
         sums = np.zeros((len(metrics), 2))  # total and divisor of each metric
@@ -62,11 +58,12 @@ class Evaluation:
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
             for entry, metric in zip(sums, metrics.values(), strict=True):
                 entry += metric.measure(batch)
-        if not self._shards.agreement.any(batches > 0):
-            self._shards.agreement.refuse(
+        count, *totals = self._agreement.sum(batches, *map(float, sums.flat))
+        sums = np.reshape(totals, sums.shape)
+        if not count:
+            self._agreement.refuse(
                 InputError("the data have no batch; give one pair (inputs, targets) at least.")
             )
-        self._shards.sum([sums])
         if not sums[:, 1].any() and self._task.objective.reduction != "sum":
             raise InputError(
                 "no target of the data counts: each is ignored or has the weight 0; a metric needs "

@@ -9,7 +9,6 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, flag, whole
 from kfac_engine.backend.namespace import on_host
-from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data
 from kfac_engine.distributed.agreement import Agreement
@@ -26,7 +25,6 @@ from kfac_engine.engine.report import (
     loss_reports,
 )
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
 from kfac_engine.losses.objective import Residuals
@@ -53,7 +51,7 @@ class TrainableModel(Sealed):
         self._passes = passes = BatchPasses(assembly)
         self.objective, self.example_axes = passes.objective, passes.example_axes
         self._arrays, self._shards, self._history = passes.arrays, passes.shards, passes.history
-        self._evaluation = Evaluation(assembly, self._arrays, self._shards)
+        self._evaluation = Evaluation(assembly, self._arrays, self.agreement)
         loaded = self._model.loaded
         # Recognized by the values of the file, which a step replaces.
         self._export_changes = export_changes(
@@ -262,7 +260,7 @@ class TrainableModel(Sealed):
             UnsupportedError: A loss does not have the metric, such as the accuracy of means.
             NonFiniteError: A loss is NaN or infinite.
         """
-        with single_threaded_blas(), quiet(), self._history.explain():
+        with self._shards.computing("evaluate"), self._history.explain():
             return self._evaluation.metrics(data, metrics)
 
     def sample_batch(

@@ -9,6 +9,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.distributed import messages
 from kfac_engine.engine import batch_shards
+from kfac_engine.engine import engine as engine_module
 from kfac_engine.engine.options import DISTRIBUTIONS
 from tests import models
 from tests.distributed.test_distributions import batches
@@ -154,6 +155,97 @@ def test_an_exception_inside_a_step_is_an_error_of_all_ranks(call, phase, distri
         return engine.step(*part_of(communicator, data[2])).loss
 
     assert len(set(run(SIZE, work))) == 1
+
+
+def save(engine, products, file):
+    engine.save(file)
+
+
+def save_whole_averages(engine, products, file):
+    engine.synchronize()
+    engine.save(file)
+
+
+def update_inverses(engine, products, file):
+    engine.estimator.update_inverses()
+
+
+def multiply_fisher(engine, products, file):
+    products.multiply_fisher(engine.parameters)
+
+
+def quadratic_forms(engine, products, file):
+    products.quadratic_forms(engine.parameters)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    ("call", "failing"),
+    [
+        (save, lambda engine, _: (engine.estimator.factors[0], "wait")),
+        (save_whole_averages, lambda engine, _: (engine.estimator.factors[0], "wait")),
+        (update_inverses, lambda engine, _: place_of(engine, "refresh")),
+        (multiply_fisher, lambda _, products: (products, "_computer")),
+        (quadratic_forms, lambda _, products: (products, "_computer")),
+    ],
+)
+def test_a_rank_that_fails_before_the_messages_of_others_is_an_error_of_all(
+    call, failing, distribution, tmp_path
+):
+    data = list(batches("mlp", 2))
+
+    def fail(*_, **__):
+        raise MemoryError("no memory left")
+
+    def work(communicator):
+        engine = engine_of(communicator, distribution=distribution)
+        engine.step(*part_of(communicator, data[0]))
+        products = engine.curvature_products(engine.trace(*part_of(communicator, data[0])))
+        with pytest.MonkeyPatch.context() as patch:
+            if communicator.rank == 1:
+                patch.setattr(*failing(engine, products), fail)
+            with pytest.raises(ke.RankError, match="rank 1 of 3 refused: MemoryError: no memory"):
+                call(engine, products, tmp_path / "state")
+        return engine.step(*part_of(communicator, data[1])).loss
+
+    assert len(set(run(SIZE, work))) == 1
+
+
+def test_an_engine_that_one_rank_cannot_make_is_an_error_of_all(monkeypatch):
+    """The last rank fails after the others have compared their models."""
+    check = engine_module.check_ranks
+
+    def check_with_failure(shards, *arguments):
+        check(shards, *arguments)
+        if shards.agreement.rank == 2:
+            raise MemoryError("no memory left")
+
+    monkeypatch.setattr(engine_module, "check_ranks", check_with_failure)
+
+    def work(communicator):
+        with pytest.raises(ke.RankError, match="rank 2 of 3 refused: MemoryError: no memory left"):
+            engine_of(communicator)
+
+    run(SIZE, work)
+
+
+@pytest.mark.parametrize("other", ["update_inverses", "synchronize", "loss"])
+def test_ranks_that_call_different_methods_are_refused(other):
+    batch = next(batches("mlp", 1))
+
+    def work(communicator):
+        engine = engine_of(communicator)
+        part = part_of(communicator, batch)
+        engine.step(*part)
+        calls = {
+            "update_inverses": engine.estimator.update_inverses,
+            "synchronize": engine.synchronize,
+            "loss": lambda: engine.loss(*part),
+        }
+        with pytest.raises(ke.RankError, match="rank 1 has called another method than rank 0"):
+            calls[other]() if communicator.rank == 1 else engine.step(*part)
+
+    run(SIZE, work)
 
 
 def test_ranks_with_different_numbers_of_positions_are_refused():

@@ -127,7 +127,7 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
                 elif fails and failure == "rate":
                     optimizer.learning_rate = lambda step: "none"
                 elif fails:
-                    object.__setattr__(optimizer, "_check_slots", _out_of_memory)
+                    object.__setattr__(optimizer, "_check_slots", _no_memory)
                 with pytest.raises(ke.KfacError, match="rank 1 of 2 refused") as caught:
                     optimizer.step(inputs, targets)
                 assert (failure == "input") == isinstance(caught.value, ke.NonFiniteError)
@@ -143,8 +143,30 @@ def test_an_error_of_one_rank_is_that_of_all(name, distribution, failure):
         assert_close(parameters, expected[-1], CLOSE)
 
 
-def _out_of_memory(slots):
-    raise MemoryError("no memory for the slots")
+def _no_memory(*_):
+    raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("distribution", ["replicate", "shard"])
+def test_a_rank_that_fails_before_a_refresh_is_an_error_of_all(distribution):
+    """Some steps refresh without statistics, others measure without a refresh."""
+
+    def work(communicator):
+        engine = engine_on(communicator, distribution=distribution)
+        optimizer = ke.KfacOptimizer(engine, 0.01, statistics_every=2, refresh_every=3)
+        batch, refreshed = part_of(0, communicator), []
+        for _ in range(9):
+            with pytest.MonkeyPatch.context() as patch:
+                if communicator.rank == 1:
+                    patch.setattr(engine.estimator.factors[0], "wait", _no_memory)
+                with pytest.raises(ke.RankError, match="rank 1 of 2 refused: MemoryError"):
+                    optimizer.step(*batch)
+            refreshed.append(bool(optimizer.step(*batch).refreshed))
+        return refreshed
+
+    first, second = run(2, work)
+    assert first == second
+    assert first[5]  # statistics are due in even steps
 
 
 def test_all_ranks_skip_a_batch_that_one_of_them_cannot_use():
