@@ -161,7 +161,8 @@ class CovarianceUpdates:
         gradients of single examples are measured, too. Other arguments and errors are as for
         ``FisherEstimator.update_covariances``.
         """
-        return self._measured(self.updater, self._alone(by_example), batch, release, propagated)
+        alone = self.alone if by_example else ()
+        return self._measured(self.updater, alone, batch, release, propagated)
 
     def measure_part(
         self,
@@ -177,7 +178,7 @@ class CovarianceUpdates:
         for ``measure``.
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
-        alone = () if bases else self._alone(by_example)
+        alone = () if bases or not by_example else self.alone
         singles = self._measure_examples(alone, part)
         values = self._of_batch(updater.factors, part, {})
         if self.mode.one_source:
@@ -201,11 +202,7 @@ class CovarianceUpdates:
 
     def joined(self, sums: PartSums, *, by_example: bool = True) -> PendingUpdate:
         """Return the update by the batch whose parts have been measured."""
-        return sums.update((*self.updater.factors, *self._alone(by_example)))
-
-    def _alone(self, by_example: bool) -> tuple[FisherFactor, ...]:
-        """Return the factors that read gradients of single examples, if they are measured."""
-        return self.alone if by_example else ()
+        return sums.update((*self.updater.factors, *(self.alone if by_example else ())))
 
     def update(
         self,

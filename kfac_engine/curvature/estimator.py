@@ -22,7 +22,7 @@ from kfac_engine.curvature.factors.base import Combine, FisherFactor
 from kfac_engine.curvature.factors.refresh import Division
 from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.distributed.shards import Placement, Rows
+from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
 from kfac_engine.sealed import Sealed
 
@@ -239,23 +239,6 @@ class FisherEstimator(Sealed):
         """
         self.statistics.divide(combine, linear)
         self.refreshes.division = division
-
-    def place_draws(self, placements: Mapping[str, Placement]) -> None:
-        """Set where the examples lie in random numbers, for ``rows``; by default the first axis.
-
-        Args:
-            placements: Places by name of the loss.
-        """
-        self.statistics.placements = placements
-
-    def place_examples(self, axes: Mapping[str, int], batch: str) -> None:
-        """Set where the examples lie, for weights of targets; by default the first axis.
-
-        Args:
-            axes: Axes of the examples, by name of a value.
-            batch: Name of a value whose first axis has the examples only; empty for none.
-        """
-        self.statistics.axes, self.statistics.batch = axes, batch
 
     @property
     def params_stats(self) -> list[Array]:

@@ -153,8 +153,8 @@ class Refreshes:
         """
         start = perf_counter()
         due = self.due(planner, counter, bound, moved=moved)
-        finish = self.begin(due)
-        if not planner.schedule.overlap or counter == 0:
+        finish = self.begin(due) if due else None
+        if finish and (not planner.schedule.overlap or counter == 0):
             finish()
         self._latest = due, self._latest[1] + perf_counter() - start
 

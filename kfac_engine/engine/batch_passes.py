@@ -179,13 +179,12 @@ class BatchPasses:
 
     # -- values -----------------------------------------------------------------------------------
 
-    def trace(self, inputs: Mapping[str, Array] | Array, targets: Targets = None) -> Trace:
-        """See ``Engine.trace``."""
-        ((named, targets),) = self.parts(inputs, targets)
-        check_batch_size(self._task.batch, named)
-        if isinstance(named, Mapping):
-            named = self.arrays.for_model(named)
-        trace = self._model.run(named, self.objective.named_targets(targets))
+    def trace(self, inputs: Mapping[str, Array], targets: Targets = None) -> Trace:
+        """Evaluate a batch, as ``parts`` returns it; see ``Engine.trace``."""
+        check_batch_size(self._task.batch, inputs)
+        if isinstance(inputs, dict | Mapping):
+            inputs = self.arrays.for_model(inputs)
+        trace = self._model.run(inputs, self.objective.named_targets(targets))
         return trace.require_finite(self.objective.inputs)
 
     def traced(self, batch: Trace | Sequence[Batch]) -> TracedParts:
@@ -294,9 +293,9 @@ class BatchPasses:
 
     def _updated_buffers(self, trace: Trace) -> dict[str, Array]:
         """Return the running statistics after a batch."""
-        buffers = self._model.buffers_after(trace)
-        if not buffers:
+        if not self._model.new_buffers:
             return {}
+        buffers = self._model.buffers_after(trace)
         with trace.explain():
             check_finite(buffers, self._model.memory_space, "the running statistic")
         return buffers

@@ -31,6 +31,8 @@ class BatchShards:
 
     Attributes:
         agreement: The operations of all ranks.
+        communicator: The ranks.
+        alone: Whether there is one rank.
         rows: The rows of this rank in the batch, or the part of a batch, of the latest ``meet``.
         counts: Number of examples of each rank in the latest batch.
     """
@@ -42,20 +44,11 @@ class BatchShards:
         parameters: Callable[[], Mapping[str, Array]],
     ) -> None:
         self.agreement = Agreement(communicator or Alone())
+        self.communicator, self.alone = self.agreement.communicator, self.agreement.alone
         self.rows = Rows(0, 0, 0)
         self.counts: tuple[int, ...] = ()
         self._objective, self._parameters = objective, parameters
         self._meetings = 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is one rank."""
-        return self.agreement.alone
-
-    @property
-    def communicator(self) -> Communicator:
-        """The ranks."""
-        return self.agreement.communicator
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:

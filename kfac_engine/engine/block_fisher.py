@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from kfac_engine._types import Array, Rows
+from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.curvature import block_products
 from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.covariance_updates import MeasuredBatch
@@ -25,7 +26,7 @@ from kfac_engine.engine.batch_passes import BatchPasses
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution, Replicate
 from kfac_engine.engine.report import LayerReport
-from kfac_engine.engine.rollback import Undo
+from kfac_engine.engine.rollback import Undo, quiet
 from kfac_engine.engine.shard import Shard
 from kfac_engine.engine.validation import check_products
 from kfac_engine.layers.parameter_slices import is_whole, join, split
@@ -82,7 +83,8 @@ class BlockFisher:
         and inverses are restored. Ctrl-C takes effect at the end.
         """
         undo = Undo(self.estimator, self._assembly.model.buffers)
-        with HeldInterrupts(), self._shards.computing(name):
+        operation = self._shards.agreement.operation(name)
+        with HeldInterrupts(), single_threaded_blas(), quiet(), operation:
             try:
                 yield undo
             except BaseException:  # of several processes, the one that fails has another error
@@ -92,7 +94,7 @@ class BlockFisher:
     def place_draws(self) -> None:
         """Find where the examples lie in random numbers; batches in parts, or divided, need it."""
         if not self._draws_placed:
-            self.estimator.place_draws(draw_placements(self._assembly))
+            self.estimator.statistics.placements = draw_placements(self._assembly)
             self._draws_placed = True
 
     # -- measure ----------------------------------------------------------------------------------

@@ -209,7 +209,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         examples=ExampleGradients(model, task.objective, task.batch, task.inputs),
     )
     axes = {name: place.axis for name, place in task.batch.places.items() if place.axis}
-    estimator.place_examples(axes | {**task.objective.axes}, task.objective.batch)
+    statistics, objective = estimator.statistics, task.objective
+    statistics.axes, statistics.batch = axes | {**objective.axes}, objective.batch
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()

@@ -178,7 +178,8 @@ class TrainableModel(Sealed):
                 number of examples only.
             NonFiniteError: NaN or infinity in an input reaches a value that a loss reads.
         """
-        return self._passes.trace(inputs, targets)
+        (part,) = self.parts(inputs, targets)
+        return self._passes.trace(*part)
 
     def loss(self, inputs: Inputs, targets: Targets = None) -> float:
         """Return the loss of a batch under the engine's reduction; no gradient, no statistics.

@@ -20,7 +20,7 @@ For a part of a larger batch, such as the shard of a process, n and W belong to 
 parts, and its gradient is the sum of their gradients.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from numbers import Real
@@ -172,17 +172,20 @@ class Objective:
     inputs: tuple[str, ...] = field(init=False)
     targeted: Mapping[str, str] = field(init=False)
     by_output: Mapping[str, str] = field(init=False)
+    _read: Sequence[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Collect the terms."""
         terms = tuple(term for loss in self.losses for term in loss.parts)
         object.__setattr__(self, "terms", terms)
+        names = dict.fromkeys(name for term in terms for name in term.inputs)
+        object.__setattr__(self, "inputs", tuple(names))
         targeted = {term.inputs[0]: term.targets for term in terms if term.targets}
         object.__setattr__(self, "targeted", targeted)
         by_output = {self.outputs.get(value, value): name for value, name in targeted.items()}
         object.__setattr__(self, "by_output", by_output)
-        names = dict.fromkeys(name for term in terms for name in term.inputs)
-        object.__setattr__(self, "inputs", tuple(names))
+        weights = [weights_of(name) for name in targeted.values()]
+        object.__setattr__(self, "_read", (*self.inputs, *targeted.values(), *weights))
 
     def named_targets(self, targets: Targets) -> dict[str, Array]:
         """Return the targets under the names that the losses read.
@@ -213,7 +216,7 @@ class Objective:
         by_output = self.by_output
         if targets is None:
             return {}
-        if not isinstance(targets, Mapping):
+        if isinstance(targets, np.ndarray) or not isinstance(targets, Mapping):
             if len(self.terms) > 1:
                 raise InputError(
                     f"one array cannot be the targets of several losses; pass a mapping with the "
@@ -240,7 +243,8 @@ class Objective:
         The result is for a whole batch. ``values`` has loss inputs, targets and weights by name.
         Without ``targets``, targets are read only if there are any.
         """
-        terms = tuple([term.observe(values, targets=targets) for term in self.terms])
+        read = {name: values[name] for name in self._read if name in values}
+        terms = tuple([term.observe(read, targets=targets) for term in self.terms])
         size = BatchSize(self.examples(values), tuple([observed.total for observed in terms]))
         return Observation(terms, size, size)
 

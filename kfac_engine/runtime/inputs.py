@@ -24,30 +24,33 @@ from kfac_engine.losses.checks import first_index
 
 def check_inputs(graph: Graph, inputs: Mapping[str, Array]) -> dict[str, Array]:
     """Return the inputs of a batch as arrays of the declared types and shapes."""
-    declared = ", ".join([f"'{entry.name}'" for entry in graph.inputs])
+    names = [entry.name for entry in graph.inputs]
     if not isinstance(inputs, dict | Mapping):
         raise InputError(
             f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}; the model "
-            f"needs: {declared}."
+            f"needs: {_listed(names)}."
         )
     for name in inputs:
         if name in graph.constants:
             raise UnknownNameError(
                 f"'{name}' is a constant of the model, not an input; change trainable constants "
-                f"with set_parameters. The inputs are: {declared}."
+                f"with set_parameters. The inputs are: {_listed(names)}."
             )
-        names = [entry.name for entry in graph.inputs]
         if name not in names:
             near = suggestion(name, names)
             raise UnknownNameError(
-                f"the model has no input '{name}'{near}; its inputs are: {declared}."
+                f"the model has no input '{name}'{near}; its inputs are: {_listed(names)}."
             )
     checked = {}
     for entry in graph.inputs:
         if entry.name not in inputs:
-            raise InputError(f"input '{entry.name}' is missing; the model needs: {declared}.")
+            raise InputError(f"input '{entry.name}' is missing; the model needs: {_listed(names)}.")
         checked[entry.name] = _check_array(entry, inputs[entry.name])
     return checked
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map("'{}'".format, names))
 
 
 def not_finite(inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
@@ -85,10 +88,15 @@ def disagreements(graph: Graph, inputs: Mapping[str, Array]) -> tuple[str, ...]:
     ONNX Runtime does not compare their sizes, because exporters may give different axes one symbol.
     """
     sizes: dict[str, dict[int, str]] = {}
+    several = False
     for entry in graph.inputs:
         for symbol, size in zip(entry.shape or (), inputs[entry.name].shape, strict=False):
             if isinstance(symbol, str):
-                sizes.setdefault(symbol, {}).setdefault(size, entry.name)
+                names = sizes.setdefault(symbol, {})
+                names.setdefault(size, entry.name)
+                several |= len(names) > 1
+    if not several:
+        return ()
     return tuple(
         f"axis '{symbol}' of the inputs has several sizes: "
         + ", ".join(f"{size} in '{name}'" for size, name in names.items())
@@ -162,6 +170,16 @@ def spelled(shape: Sequence[int | str | None]) -> str:
     return ", ".join("?" if size is None else str(size) for size in shape)
 
 
+def _fits(shape: tuple[int, ...], declared: Sequence[int | str | None]) -> bool:
+    """Return whether a shape has the sizes that are declared as numbers."""
+    if len(shape) != len(declared):
+        return False
+    for size, wanted in zip(shape, declared, strict=True):
+        if size != wanted and isinstance(wanted, int):
+            return False
+    return True
+
+
 def _check_array(entry: Input, value: Array) -> Array:
     array = as_array(value)
     on_host = isinstance(array, np.ndarray)
@@ -174,13 +192,7 @@ def _check_array(entry: Input, value: Array) -> Array:
             f"input '{entry.name}' has type {array.dtype}, the model needs {wanted}; convert it "
             f"with .astype('{entry.dtype}')."
         )
-    if entry.shape is not None and (
-        array.ndim != len(entry.shape)
-        or any(
-            isinstance(declared, int) and declared != size
-            for declared, size in zip(entry.shape, array.shape, strict=True)
-        )
-    ):
+    if entry.shape is not None and not _fits(array.shape, entry.shape):
         raise ShapeError(
             f"input '{entry.name}' has shape {array.shape}, the model needs "
             f"({spelled(entry.shape)})."

@@ -116,8 +116,8 @@ def open_backward(
         return _open(context, backward, fetched)
     parts = split_backward(backward, apart=WEIGHT_GRADIENTS in context.graph_passes)
     session = _open(context, parts.session, fetched) if parts.session.gradients else None
-    computed = parts.session.gradients.keys()
-    if session and not parts.finished and computed >= {*backward.gradients.values()}:
+    fed = (*parts.session.gradients, *backward.dtypes, *context.fed(backward))
+    if session and not parts.finished and set(fed).issuperset(backward.gradients.values()):
         return session
     workers = Workers(context.threads or None)
     return WeightGradientSession(

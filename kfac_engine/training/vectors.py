@@ -53,33 +53,32 @@ class Zeros(dict[str, Array]):
     """Arrays of zeros by name, in the memory of one array for each type.
 
     They have the shapes and types of the arrays ``like``. ``blocks`` is the memory, by the name of
-    the first array in it.
+    the first array in it, and ``views`` that of adjacent arrays, by their names, once it was read.
     """
 
     def __init__(self, like: Vector) -> None:
         alike: dict[Any, dict[str, Array]] = {}
         for name, value in like.items():
             alike.setdefault(value.dtype, {})[name] = value
-        self._blocks: dict[tuple[str, ...], Array] = {}
+        self.views: dict[tuple[str, ...], Array] = {}
         arrays: dict[str, Array] = {}
         for dtype, values in alike.items():
             size = sum(value.size for value in values.values())
             block = array_module(next(iter(values.values()))).zeros(size, dtype)
-            self._blocks[tuple(values)] = block
+            self.views[tuple(values)] = block
             arrays |= separated(block, values)
-        self.blocks = {names[0]: block for names, block in self._blocks.items()}
+        self.blocks = {names[0]: block for names, block in self.views.items()}
         super().__init__({name: arrays[name] for name in like})
 
     def block(self, names: tuple[str, ...]) -> Array:
-        """Return a view with one axis of arrays of one type that follow one another."""
-        if names not in self._blocks:
-            (every,) = (every for every in self._blocks if names[0] in every)
-            first = every.index(names[0])
-            assert every[first : first + len(names)] == names, "the arrays are not adjacent"
-            start = sum(self[name].size for name in every[:first])
-            stop = start + sum(self[name].size for name in names)
-            self._blocks[names] = self._blocks[every][start:stop]
-        return self._blocks[names]
+        """Create a view with one axis of arrays of one type that follow one another."""
+        (every,) = (every for every in self.views if names[0] in every)
+        first = every.index(names[0])
+        assert every[first : first + len(names)] == names, "the arrays are not adjacent"
+        start = sum(self[name].size for name in every[:first])
+        stop = start + sum(self[name].size for name in names)
+        self.views[names] = self.views[every][start:stop]
+        return self.views[names]
 
 
 def groups(arrays: Vector, kinds: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -112,7 +111,8 @@ def block_of(state: Vector, names: tuple[str, ...]) -> Array:
     if len(names) == 1:
         return state[names[0]]
     assert isinstance(state, Zeros)
-    return state.block(names)
+    view = state.views.get(names)
+    return state.block(names) if view is None else view
 
 
 def separated(entries: Array, like: Vector) -> dict[str, Array]:

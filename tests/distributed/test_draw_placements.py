@@ -139,7 +139,7 @@ def test_an_order_of_equal_examples_is_not_known_and_refused():
     )
     assert draw_placements(engine._assembly) == {"loss_0": Placement(0, None)}
     engine.estimator.rows = Rows(0, 2, 6)
-    engine.estimator.place_draws(draw_placements(engine._assembly))
+    engine.estimator.statistics.placements = draw_placements(engine._assembly)
     with pytest.raises(ke.UnsupportedError, match="unknown order"):
         engine.observe({"input": np.ones((2, STEPS, WIDTH))})
     assert engine.counter == 0

@@ -199,18 +199,18 @@ class Measurement:
                 self._array = self._square.sums(values, self._dtype, self.factor.backend)
             else:
                 self._array = self.zeros()
-                self._accumulate(self._array, values, self._share, 0.0)
+                statistic, backend = self.factor.statistic, self.factor.backend
+                statistic.add_to(self._array, values, backend, self._share, 0.0)
         return self._array
 
     def add(self, values: Values) -> None:
         """Add checked values of a further source of the batch; no reference to them remains."""
-        array = self.widened(self.array)
+        array, backend = self.widened(self.array), self.factor.backend
         if self._square is not None:
-            backend = self.factor.backend
             sums = self._square.sums(values, array.dtype, backend)
             array = backend.xp.concatenate([array, sums])
         else:
-            self._accumulate(array, values, 1.0, 1.0)
+            self.factor.statistic.add_to(array, values, backend, 1.0, 1.0)
         self._array = array
 
     def add_to(self, average: Array, alpha: float, beta: float) -> None:
@@ -218,13 +218,15 @@ class Measurement:
 
         The measurement is empty afterwards.
         """
+        backend = self.factor.backend
         if self._array is None:
             assert self._values is not None, "a measurement enters one average"
-            self._accumulate(average, self._values, alpha * self._share, beta)
+            statistic, alpha = self.factor.statistic, alpha * self._share
+            statistic.add_to(average, self._values, backend, alpha, beta)
             self._values = None
             return
         if self._square is not None:
-            backend, sums = self.factor.backend, self._array
+            sums = self._array
             self._square.add_sums(average, sums, int(self.examples), backend, alpha, beta)
         else:
             average *= beta
@@ -285,9 +287,6 @@ class Measurement:
     @property
     def _dtype(self) -> DType:
         return np.result_type(self.factor.narrowest, *self._dtypes)
-
-    def _accumulate(self, out: Array, values: Values, alpha: float, beta: float) -> None:
-        self.factor.statistic.add_to(out, values, self.factor.backend, alpha, beta)
 
 
 def computed(measurement: Measurement) -> Measurement:

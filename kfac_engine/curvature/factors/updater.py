@@ -22,7 +22,7 @@ from kfac_engine.curvature.factors.base import (
     multiplications,
     tensor_stats,
 )
-from kfac_engine.curvature.factors.eigenbasis import set_bases, without_basis
+from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor, set_bases, without_basis
 from kfac_engine.curvature.factors.statistics import Sizes, rows_name
 from kfac_engine.errors import InputError
 
@@ -145,6 +145,7 @@ class FactorUpdater:
             if not set(names).isdisjoint(moving)
         ]
         self._all_names = tuple(dict.fromkeys(chain(*self._names)))
+        self._bases = [f for f in self.factors if isinstance(f, EigenbasisFactor)]
         # Factors that are parts of others read a length that those do not name.
         self._lengths = {name for f in self.factors for name in f.statistic.lengths()}
         self._readers = Counter(chain(self._lengths, *self._names))
@@ -160,7 +161,8 @@ class FactorUpdater:
         measurements of the batch. A ``KfacError`` is raised if the batch does not fit a factor.
         """
         checked = self._check(values)
-        set_bases(self.factors, [values], self.combine)
+        if self._bases:
+            set_bases(self._bases, [values], self.combine)
         if self.combine is None:
             return PendingUpdate(measured, partial(self._move, values, checked, release))
         pairs = self._measured(values, checked, self.linear)
