@@ -68,7 +68,7 @@ def test_table_of_ranks_fits_the_terminal(model, report, width):
         values = [getattr(cost, measure) for cost in costs]
         assert cells[name] == [show(value) if value else "–" for value in values]
     text = " ".join(lines[start:])
-    assert "the mean over a refresh every 20 calls." in text
+    assert "the mean of a step, with a refresh every 20 calls." in text
     assert max(map(len, lines)) <= width
 
 
