@@ -53,8 +53,11 @@ _CUT, _FAR = 1.0, 3.0
 
 # Largest number of Newton–Schulz iterations of a matrix.
 _ITERATIONS = 5
-# Statistics of a few features have rows enough: a smaller matrix keeps its natural gradient.
-_SMALLEST_SIDE = 64
+# A matrix with a smaller side keeps its natural gradient.
+_SMALLEST_SIDE = 16
+# Statistics of few features have rows enough, unless the rows are positions of few examples: below
+# this side, each iteration needs so many rows of the batch.
+_SMALL_SIDE, _ROWS_OF_SMALL = 64, 512
 # The products with factors of so many rows in sum take less time than the rest of a step.
 _NARROW = 512
 
@@ -103,10 +106,11 @@ class AdaptiveLengthUpdate:
     of few rows have eigenvalues that are too small. The natural gradient is too long along these
     eigenvectors, and equal singular values remove the excess. The number of Newton–Schulz
     iterations is the number of rows of the batch, divided by twice the smaller side of the matrix,
-    up to five, so that they take at most a third of the products of its gradient. A matrix of few
-    rows, or with a side below 64, keeps its natural gradient. Where p is no direction of descent
-    for the averaged gradient, the natural gradient takes its place. The natural gradient is a
-    direction of descent, because biases do not enter it.
+    up to five, so that they take at most a third of the products of its gradient; if that side is
+    below 64, the rows are divided by 512. A matrix of few rows, or with a side below 16, keeps its
+    natural gradient. Where p is no direction of descent for the averaged gradient, the natural
+    gradient takes its place. The natural gradient is a direction of descent, because biases do not
+    enter it.
 
     If a batch has few rows, the products with the inverses of wide factors take longer than the
     products of the gradient. A matrix with fewer rows in the batch than the sum of the sides of its
@@ -368,7 +372,9 @@ class AdaptiveLengthUpdate:
 
     def _iterations(self, name: str, examples: Any) -> Any:
         """Return the number of Newton–Schulz iterations of a weight, or a recorded number."""
-        iterations = self._rows(name, examples) / (2 * self.sides[name])
+        side = self.sides[name]
+        of_one = 2 * side if side >= _SMALL_SIDE else _ROWS_OF_SMALL
+        iterations = self._rows(name, examples) / of_one
         return int(min(iterations, _ITERATIONS)) if isinstance(iterations, float) else iterations
 
     def _by_adam(

@@ -83,7 +83,9 @@ class Reference:
     damping_multiple: float = 1.0
     min_damping: float = 1e-8
     burn_in: int = 0
-    smallest: int = 64  # side of matrices whose singular values become equal
+    smallest: int = 16  # side of matrices whose singular values become equal
+    small: int = 64  # side below which an iteration needs ``rows_of_small`` rows
+    rows_of_small: int = 512
     narrow: int = 512  # sides of factors whose matrices have a new direction in each step
     theta: dict = field(default_factory=net.weights)
     t: int = 0
@@ -275,12 +277,14 @@ class Reference:
         return float(np.clip(k, 0.1, 20))
 
     def equalized(self, p, mean):
-        """Polynomials of singular values, one for twice the smaller side in the rows."""
-        if min(p.shape) < self.smallest:
+        """Polynomials of singular values, one for each ``of_one`` rows of the batch."""
+        side = min(p.shape)
+        if side < self.smallest:
             return p
+        of_one = 2 * side if side >= self.small else self.rows_of_small
         u, s, v = np.linalg.svd(p, full_matrices=False)
         s = s / np.sum(s**4) ** 0.25
-        for _ in range(min(5, self.rows // (2 * min(p.shape)))):
+        for _ in range(min(5, self.rows // of_one)):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
         equal = (u * s) @ v
         return equal if (equal * mean).sum() > 0 else p

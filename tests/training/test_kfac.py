@@ -93,10 +93,13 @@ def distance(left, right):
 
 @pytest.mark.parametrize("case", [*CASES, WIDE])
 def test_the_optimizer_follows_the_reference(case, monkeypatch):
-    """The first weight has sides of 4 and 5, the second one of 3 and 4."""
-    monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", 4)
+    """The first weight has sides of 4 and 5, the second one of 3 and 4: a small matrix."""
+    sides = {"smallest": 4 if case == WIDE else 3, "small": 4, "rows_of_small": 5}
+    monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", sides["smallest"])
+    monkeypatch.setattr(adaptive_lengths, "_SMALL_SIDE", sides["small"])
+    monkeypatch.setattr(adaptive_lengths, "_ROWS_OF_SMALL", sides["rows_of_small"])
     options, same = CASES[case if case in CASES else "auto"]
-    optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same, smallest=4)
+    optimizer, reference = ke.KfacOptimizer(engine(), **options), Reference(**same, **sides)
     if case == WIDE:
         monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
         reference.narrow = 0

@@ -357,8 +357,13 @@ def test_a_schedule_multiplies_the_rate(tmp_path):
 @pytest.mark.parametrize("net", ["tokens", "dense", "conv2d"])
 def test_files_have_directions_as_often_as_the_optimizer(net, tmp_path, monkeypatch):
     """Iterations, 0 to 5, and directions of one step or two follow from the sizes of batches."""
-    monkeypatch.setattr(adaptive_lengths, "_SMALLEST_SIDE", 4)
-    monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
+    for name, value in {
+        "_SMALLEST_SIDE": 4,
+        "_SMALL_SIDE": 5,
+        "_ROWS_OF_SMALL": 9,
+        "_NARROW": 0,
+    }.items():
+        monkeypatch.setattr(adaptive_lengths, name, value)
     draw = classes((5,) if net == "tokens" else ())
     found = differences(network(net), "kfac", tmp_path / "files", draw)
     assert found[0] < FIRST

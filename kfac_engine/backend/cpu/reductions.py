@@ -12,7 +12,9 @@ def squared_norm(x: Array) -> float:
 
     Half precision is summed in float32, integers in float64, and other types in their own type.
     """
-    if x.dtype.char in "fd":
+    # The BLAS kernels of old processors end the process on arrays that are not aligned, such as the
+    # members of a mapped archive.
+    if x.dtype.char in "fd" and x.flags.aligned:
         flat = x if x.flags.c_contiguous else _flat(x)
         if flat is not None:  # unlike others, this product does not warn of an overflow
             return float(np.vdot(flat, flat))

@@ -20,6 +20,7 @@ LAYOUTS = {
     "with_gaps": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
     "backwards": lambda x: x[::-1, :, ::-1],
     "repeated": lambda x: np.broadcast_to(x[:1], x.shape),
+    "unaligned": lambda x: np.frombuffer(b"\0" + x.tobytes(), x.dtype, offset=1).reshape(x.shape),
     "a_number": lambda x: x[0, 0, 0],
     "nothing": lambda x: x[:0],
 }
