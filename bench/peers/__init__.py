@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 
-from kfac_engine.bench.contenders import (
+from kfac_engine.bench.jobs import (
     INFLUENCE_USES,
     LAPLACE_USES,
+    PLAIN,
     PRIMITIVES,
     STEP,
+    STEPS,
     Contender,
 )
-from kfac_engine.bench.jobs import PLAIN, STEPS
 
 # Kinds of steps with curvature: the plain gradients of these contenders are those of another.
 _CURVATURE = frozenset(STEPS) - {PLAIN}

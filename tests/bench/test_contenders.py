@@ -9,9 +9,9 @@ from kfac_engine.bench.contenders import (
     OURS,
     OURS_PLAIN,
     PEERS,
-    Contender,
     select_contenders,
 )
+from kfac_engine.bench.jobs import Contender
 from kfac_engine.errors import BackendError, InputError, UnknownNameError
 
 

@@ -11,7 +11,7 @@ from kfac_engine.backend import select
 from kfac_engine.backend.cpu.backend import NumpyBackend
 from kfac_engine.backend.cuda import inverse_roots
 from kfac_engine.backend.cuda.backend import CupyBackend
-from kfac_engine.bench import contenders, data, gpu, gpu_meter
+from kfac_engine.bench import data, gpu, gpu_meter
 from kfac_engine.bench.gpu_meter import Layer, resnet50
 from kfac_engine.bench.peers import torch_gpu
 from kfac_engine.errors import BackendError
@@ -24,7 +24,6 @@ from tests.kernels.test_kernels_page import KERNEL
 
 __all__ = ["forget"]
 pytestmark = pytest.mark.usefixtures("forget")
-assert contenders.PEERS  # the peers import the contenders, whose table reads that of the peers
 
 
 def test_the_network_has_the_parameters_it_is_known_for() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kfac_engine.bench import contenders, jobs
-from kfac_engine.bench.contenders import INFLUENCE_USES, LAPLACE_USES
+from kfac_engine.bench.jobs import INFLUENCE_USES, LAPLACE_USES
 from scripts import bench_goals, bench_tables
 
 REPORTS = sorted(bench_tables.RESULTS.glob("*.json"))
