@@ -101,6 +101,20 @@ def dimensions(shape: Sequence[int]) -> str:
     return "×".join(str(size) for size in shape) or "scalar"
 
 
+def binary_size(count: float) -> str:
+    """Return a number of bytes with three digits and a binary unit."""
+    return scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def scaled(count: float, step: int, units: Sequence[str]) -> str:
+    """Return a number with three digits in one of several units, each ``step`` times the last."""
+    unit = 0
+    # From 999.5 on, three digits are 1000.
+    while count >= 999.5 and unit < len(units) - 1:
+        count, unit = count / step, unit + 1
+    return f"{count:.3g} {units[unit]}"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with a noun in the singular or plural: ``1 array``, ``1,200 arrays``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

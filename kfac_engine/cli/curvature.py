@@ -15,7 +15,6 @@ from kfac_engine.cli.display import (
     print_table,
     report_beside,
     say,
-    show_shape,
     shown_warnings,
     working,
 )
@@ -29,6 +28,7 @@ from kfac_engine.cli.options import (
     keywords,
     spelled,
 )
+from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -301,7 +301,7 @@ def _print_blocks(rows: Sequence[_Row], *, wide: bool) -> bool:
                     f"{name} {part}".rstrip()
                     for name, part in zip(row.parameters, row.parts, strict=True)
                 ],
-                [show_shape(shape) for shape in row.shapes],
+                [dimensions(shape) for shape in row.shapes],
                 row.formula,
                 f"{row.trace:.4g}",
                 f"{row.largest:.3g}",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import click
 
 from kfac_engine.printable import printable
+from kfac_engine.summary import scaled
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 # Width of output that does not go to a terminal: wide enough for any name.
 _FILE_WIDTH = 1000
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
 # Kinds of messages on stderr.
 Label: TypeAlias = Literal["error", "warning", "note"]
@@ -133,19 +133,9 @@ def print_json(report: Mapping[str, object]) -> None:
     click.echo(json.dumps(report, indent=2, allow_nan=False))
 
 
-def show_shape(shape: Sequence[int]) -> str:
-    """Return a shape such as ``32×16×3×3``, or ``scalar``."""
-    return "×".join(str(side) for side in shape) or "scalar"
-
-
-def show_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and a binary unit."""
-    return _scaled(count, 1024, _BYTES)
-
-
 def show_flops(count: float) -> str:
     """Return a number of floating-point operations with three digits and a decimal unit."""
-    return _scaled(count, 1000, _FLOPS)
+    return scaled(count, 1000, _FLOPS)
 
 
 def show_seconds(count: float) -> str:
@@ -154,14 +144,6 @@ def show_seconds(count: float) -> str:
         if count >= length:
             return f"{float(f'{count / length:.2g}'):g} {unit}"
     return "less than 1 ms"
-
-
-def _scaled(count: float, step: int, units: Sequence[str]) -> str:
-    unit = 0
-    # From 999.5 on, three digits are 1000.
-    while count >= 999.5 and unit < len(units) - 1:
-        count, unit = count / step, unit + 1
-    return f"{count:.3g} {units[unit]}"
 
 
 _EDGE, _GAP = "  ", "   "

@@ -15,10 +15,8 @@ from kfac_engine.cli.display import (
     print_lines,
     print_table,
     say,
-    show_bytes,
     show_flops,
     show_seconds,
-    show_shape,
     warn,
     working,
 )
@@ -34,7 +32,7 @@ from kfac_engine.cli.options import (
 )
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
-from kfac_engine.summary import counted
+from kfac_engine.summary import binary_size, counted, dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -259,11 +257,11 @@ def print_layers(engine: "ke.Engine", *, wide: bool = False) -> bool:
         [
             (
                 _names(layer),
-                [show_shape(engine.parameters[name].shape) for name in layer.parameters],
+                [dimensions(engine.parameters[name].shape) for name in layer.parameters],
                 layer.kind,
                 layer.formula,
-                [show_shape(shape) for shape in layer.factor_shapes],
-                show_bytes(layer.factor_bytes),
+                [dimensions(shape) for shape in layer.factor_shapes],
+                binary_size(layer.factor_bytes),
                 show_flops(layer.inverse_flops),
             )
             for layer in engine.layers
@@ -339,11 +337,11 @@ def _gathered(untrained: "Sequence[Untrained]") -> Iterator[tuple[str, str, str]
     for reason, entries in alike.items():
         name, shape, _ = entries[0]
         if len(entries) > _MOST_ALIKE:
-            shapes = {show_shape(other) for _, other, _ in entries}
-            shown = shapes.pop() if len(shapes) == 1 else f"{show_shape(shape)}, …"
+            shapes = {dimensions(other) for _, other, _ in entries}
+            shown = shapes.pop() if len(shapes) == 1 else f"{dimensions(shape)}, …"
             yield f"{name} and {len(entries) - 1} more", shown, reason
         else:
-            yield from ((name, show_shape(shape), reason) for name, shape, reason in entries)
+            yield from ((name, dimensions(shape), reason) for name, shape, reason in entries)
 
 
 def _names(layer: "LayerReport") -> list[str]:
@@ -383,9 +381,9 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
 
 # Title of a row, the field of a cost, and the function that shows its value.
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("handed to collectives", "handed_over", show_bytes),
-    ("traffic", "traffic", show_bytes),
-    ("averages and inverses", "memory", show_bytes),
+    ("handed to collectives", "handed_over", binary_size),
+    ("traffic", "traffic", binary_size),
+    ("averages and inverses", "memory", binary_size),
     ("refresh, slowest rank", "refresh", show_flops),
     ("products, slowest rank", "products", show_flops),
 )
@@ -450,7 +448,7 @@ def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTim
     rows = [
         ("parameters", f"{total:,}"),
         ("in Kronecker blocks", f"{covered:,} ({_percent(covered, total)})"),
-        ("factors", show_bytes(factors)),
+        ("factors", binary_size(factors)),
         (
             "refresh of all factors",
             show_flops(refresh.flops) + (seconds if refresh.flops else ""),
@@ -483,7 +481,7 @@ def print_memory(memory: "MemoryReport", batch: int) -> None:
     on_device, _ = parts.pop("device"), parts.pop("optimizer")
     if on_device:
         parts["of it on the GPU"] = on_device
-    rows = [(part, show_bytes(count)) for part, count in parts.items()]
+    rows = [(part, binary_size(count)) for part, count in parts.items()]
     print_table(f"peak memory, batch of {batch}", ("part", " bytes"), rows)
 
 

@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.display import (
-    print_json,
-    print_table,
-    report_beside,
-    say,
-    show_shape,
-    tell,
-    working,
-)
+from kfac_engine.cli.display import print_json, print_table, report_beside, say, tell, working
 from kfac_engine.cli.options import debug_option, json_option, read_curvature, sample_option
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
+from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -140,7 +133,7 @@ def _report(
         return
     heads = [f" from model {number}" for number in range(1, len(models) + 1)]
     rows = [
-        (name, show_shape(array.shape), *(f"{distance:.4g}" for distance in distances[name]))
+        (name, dimensions(array.shape), *(f"{distance:.4g}" for distance in distances[name]))
         for name, array in merged.items()
     ]
     print_table("distance of the merged parameters", ("parameter", "shape", *heads), rows)

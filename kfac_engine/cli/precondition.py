@@ -14,7 +14,6 @@ from kfac_engine.cli.display import (
     print_table,
     report_beside,
     say,
-    show_shape,
     shown_warnings,
     tell,
     working,
@@ -29,6 +28,7 @@ from kfac_engine.cli.options import (
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import InputError
 from kfac_engine.printable import printable
+from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -169,5 +169,5 @@ def print_norms(rows: list[Norms]) -> None:
     print_table(
         "gradients",
         ("parameter", "shape", " |gradient|", " |natural gradient|"),
-        [(name, show_shape(shape), f"{g:.4g}", f"{v:.4g}") for name, shape, g, v in rows],
+        [(name, dimensions(shape), f"{g:.4g}", f"{v:.4g}") for name, shape, g, v in rows],
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kfac_engine.cli.command import Command, Group, file_path
-from kfac_engine.cli.display import print_json, print_table, report_beside, say, show_shape, working
+from kfac_engine.cli.display import print_json, print_table, report_beside, say, working
 from kfac_engine.cli.options import (
     curvature_option,
     debug_option,
@@ -17,6 +17,7 @@ from kfac_engine.cli.options import (
     read_curvature,
     sample_option,
 )
+from kfac_engine.summary import dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
@@ -95,7 +96,7 @@ def _report_scores(scores: "Mapping[str, Array]", method: str, out: Path, as_jso
         f"saliencies by {method}",
         ("parameter", "shape", *(f" {head}" for head in heads)),
         [
-            (name, show_shape(scores[name].shape), *(f"{number:.4g}" for number in numbers))
+            (name, dimensions(scores[name].shape), *(f"{number:.4g}" for number in numbers))
             for name, numbers in rows.items()
         ],
     )
@@ -187,7 +188,7 @@ def _report(
         return
     total = sum(array.size for array in pruned.values())
     rows = [
-        (name, show_shape(array.shape), f"{zeros[name]:,}", _percent(zeros[name], array.size))
+        (name, dimensions(array.shape), f"{zeros[name]:,}", _percent(zeros[name], array.size))
         for name, array in pruned.items()
     ]
     rows.append(

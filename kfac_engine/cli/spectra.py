@@ -7,10 +7,11 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kfac_engine.cli.display import print_table, show_shape
+from kfac_engine.cli.display import print_table
 from kfac_engine.engine.spectra import plot_spectra, show_condition
 from kfac_engine.errors import BackendError, InputError
 from kfac_engine.printable import printable
+from kfac_engine.summary import dimensions
 from kfac_engine.system.writing import write_file, write_rendered
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ _FORMATS: "Mapping[str, Callable[[Path, str, Sequence[FactorSpectrum]], None]]" 
 
 
 def _row(spectrum: "FactorSpectrum") -> tuple[object, ...]:
-    where = list(spectrum.parameters), spectrum.factor, show_shape(spectrum.shape)
+    where = list(spectrum.parameters), spectrum.factor, dimensions(spectrum.shape)
     values = spectrum.eigenvalues
     if values is None:
         return (*where, *[_NONE] * 6)

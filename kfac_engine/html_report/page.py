@@ -40,12 +40,12 @@ from kfac_engine.html_report.run_log import (
     refreshes,
     spectrum_entries,
 )
+from kfac_engine.summary import binary_size
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.history import History
 
 # A head; heads that start with a blank belong to numbers.
 Cells: TypeAlias = Sequence[str]
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _NONE = "–"
 # Rows of the table of refreshes.
 MOST_FACTORS = 400
@@ -120,7 +120,7 @@ def layer_table(layers: Sequence[LayerEntry]) -> str:
             f"{layer.block}, {layer.reason}" if layer.reason else layer.block,
             layer.factors,
             _or_none(layer.numbers, lambda n: f"{int(n):,}"),
-            _or_none(layer.bytes, size),
+            _or_none(layer.bytes, binary_size),
         )
         for layer in layers
     ]
@@ -167,14 +167,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with a binary unit."""
-    unit = 0
-    while count >= 1000 and unit < len(_BINARY) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {_BINARY[unit]}"
 
 
 def _cells(row: Cells, classes: Sequence[str]) -> str:

@@ -486,7 +486,7 @@ class AdaptiveLengthUpdate:
 
 
 def _without_gradients(step: StepInputs, goes_back: Any) -> StepInputs:
-    """Return a step whose gradients are zero if it goes back; in place unless that is recorded."""
+    """Return a step back, whose gradients are zero; ``goes_back`` is true or recorded."""
     if is_recorded(goes_back):
         onward = np.where(goes_back, 0.0, 1.0).astype(np.float32)
         return step._replace(gradients={n: g * onward for n, g in step.gradients.items()})

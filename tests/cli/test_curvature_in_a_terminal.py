@@ -8,8 +8,8 @@ import onnx
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.cli.display import show_shape
 from kfac_engine.data import demo_model
+from kfac_engine.summary import dimensions
 from tests.models import Net
 
 if sys.platform == "win32":
@@ -83,7 +83,7 @@ def test_lines_fit_and_names_and_shapes_stay_whole(name, width, folder):
     assert max(map(len, lines)) <= width
     shown = {word for line in table(lines, title) for word in line.split()}
     for tensor in onnx.load(folder / "m.onnx").graph.initializer:
-        assert {tensor.name, show_shape(tensor.dims)} <= shown
+        assert {tensor.name, dimensions(tensor.dims)} <= shown
 
 
 @each_model

@@ -9,8 +9,9 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.cli.display import show_bytes, show_flops, show_shape
+from kfac_engine.cli.display import show_flops
 from kfac_engine.data import demo_model
+from kfac_engine.summary import binary_size, dimensions
 from tests.models import Net
 
 if sys.platform == "win32":
@@ -55,11 +56,11 @@ def cells(layer, shapes):
     """Return the words of a layer in the table."""
     return [
         *layer.parameters,
-        *(show_shape(shapes[name]) for name in layer.parameters),
+        *(dimensions(shapes[name]) for name in layer.parameters),
         *layer.kind.split(),
         *layer.formula.split(),
-        *map(show_shape, layer.factor_shapes),
-        *show_bytes(layer.factor_bytes).split(),
+        *map(dimensions, layer.factor_shapes),
+        *binary_size(layer.factor_bytes).split(),
     ]
 
 

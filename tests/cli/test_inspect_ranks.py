@@ -8,8 +8,9 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
-from kfac_engine.cli.display import show_bytes, show_flops
+from kfac_engine.cli.display import show_flops
 from kfac_engine.data import demo_model
+from kfac_engine.summary import binary_size
 from tests.nightly import nightly_but
 
 RANKS = 64
@@ -59,9 +60,9 @@ def test_table_of_ranks_fits_the_terminal(model, report, width):
     cells = {name: shown for name, *shown in (re.split(r"\s{2,}", row) for row in rows[2:])}
     costs = report.values()
     for name, measure, show in (
-        ("handed to collectives", "handed_over", show_bytes),
-        ("traffic", "traffic", show_bytes),
-        ("averages and inverses", "memory", show_bytes),
+        ("handed to collectives", "handed_over", binary_size),
+        ("traffic", "traffic", binary_size),
+        ("averages and inverses", "memory", binary_size),
         ("refresh, slowest rank", "refresh", show_flops),
         ("products, slowest rank", "products", show_flops),
     ):

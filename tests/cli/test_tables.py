@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.cli import display
-from kfac_engine.cli.display import show_bytes, show_flops, show_seconds
+from kfac_engine.cli.display import show_flops, show_seconds
+from kfac_engine.summary import binary_size
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
 HEADER = ("parameters", "shapes", "factors", " bytes")
@@ -52,7 +53,7 @@ def test_a_terminal_narrower_than_the_numbers_has_a_line_for_each_cell(monkeypat
     [(999, "999 B"), (999.6 * 1024, "0.976 MiB"), (1023, "0.999 KiB"), (3 << 20, "3 MiB")],
 )
 def test_numbers_of_bytes_have_three_digits(count, text):
-    assert show_bytes(count) == text
+    assert binary_size(count) == text
 
 
 @pytest.mark.parametrize(
