@@ -39,11 +39,11 @@ def matpower(exp: float, columns: Mapping[Params, slice] | None = None) -> Produ
 def multiply(
     collection: LayerCollection, vectors: Mapping[str, Any], product: Product
 ) -> dict[str, Any]:
-    """Multiply vectors of some or all blocks, given by parameter, in parallel.
+    """Multiply each block by its vector, in parallel; blocks without a vector are left out.
 
-    A vector is an array in the shape of the parameter, or rows of an embedding. The product has the
-    shape of its vector. A power of a block may be multiplied by a vector of its first parameter
-    alone: the others have zeros, and no product.
+    The vectors and the products have parts by parameter. A part is an array in the shape of the
+    parameter, or rows of an embedding. A power of a block may be multiplied by a part of its first
+    parameter alone: the others have zeros, and no product.
     """
     products: dict[str, Any] = {}
 

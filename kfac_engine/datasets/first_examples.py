@@ -90,8 +90,8 @@ def _fit(axes: ExampleAxes, inputs: Mapping[str, Array], targets: Targets) -> bo
 def _presumed(declared: Iterable[Input], axes: Mapping[str, object]) -> dict[str, int]:
     """Return the axes of the examples in the inputs.
 
-    They are the axes of the caller, those with a symbol for the batch, or all first axes without a
-    size or else all first axes.
+    An axis that the caller names comes first. The others are the axes with a symbol for the batch;
+    if there are none, the first axes without a size; if there are none, all first axes.
     """
     shapes = {entry.name: (None,) if entry.shape is None else entry.shape for entry in declared}
     named = {n: axis for n, shape in shapes.items() for axis in _batch_axis(shape)}

@@ -200,10 +200,7 @@ def is_folder(data: object) -> TypeGuard[Path]:
 
 
 def refuse_separate_targets(value: object, call: str) -> None:
-    """Refuse an array as the argument after the data, with an InputError.
-
-    ``call`` is a right call.
-    """
+    """Refuse an array of targets as a second argument; the InputError shows a right ``call``."""
     if is_array(value):
         raise InputError(f"inputs and targets are one argument: {call}.")
 

@@ -282,7 +282,7 @@ class Distribution(Division):
 
     @abstractmethod
     def share(self, products: Mapping[str, Array | Rows], names: Sequence[str]) -> dict[str, Array]:
-        """Return the products of all ranks on all ranks, once all of them have their own.
+        """Return the products of all ranks, on every rank; each has computed its own before.
 
         ``products`` are those of the ``owned`` vectors, and ``names`` the parameters of all.
         """

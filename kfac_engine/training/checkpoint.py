@@ -1,4 +1,4 @@
-"""The state of a training run in one file: the engine, with the parts of the run.
+"""One file for the state of a training run: of the engine, the optimizer and the callbacks.
 
 The file is a state of the engine (see ``engine/checkpoint``) whose extras are the numbers and the
 arrays of each part: the optimizer, and the callbacks of ``fit`` that have a state.

@@ -46,15 +46,39 @@ DATA = {
     "a loader": lambda _: Loader(),
     "a file": lambda place: str(place / "d.npz"),
 }
+OPTIONS = {"loss": "categorical", "threads": 1}
+# Numbers that a call computes for a file, and for a file or an engine whose sample is given.
 CALLS = {
-    "fit": lambda model, data: ke.fit(model, data, steps=2, batch_size=8).engine,
-    "find_rate": lambda model, data: ke.find_rate(model, data, steps=20, batch_size=8),
-    "curvature": lambda model, data: ke.curvature(model, data, loss="categorical", threads=1),
-    "operator": lambda model, data: ke.curvature_operator(model, data, loss="categorical"),
-    "verify": lambda model, data: ke.verify(
-        model, data, loss="categorical", examples=2, parameters=1
+    "fit": (
+        lambda model: ke.fit(model, (X, Y), steps=3, batch_size=8).engine.parameters,
+        lambda model: ke.fit(sampled(model), (X, Y), steps=3, batch_size=8).engine.parameters,
+    ),
+    "find_rate": (
+        lambda model: {"": ke.find_rate(model, (X, Y), steps=20, batch_size=8).losses},
+        lambda model: {"": ke.find_rate(sampled(model), (X, Y), steps=20, batch_size=8).losses},
+    ),
+    "curvature": (
+        lambda model: ke.curvature(model, (X, Y), **OPTIONS).diagonal(),
+        lambda model: ke.curvature(model, (X, Y), sample_inputs={"x": X}, **OPTIONS).diagonal(),
+    ),
+    "operator": (
+        lambda model: product(ke.curvature_operator(model, (X, Y), **OPTIONS)),
+        lambda model: product(
+            ke.curvature_operator(model, (X, Y), sample_inputs={"x": X}, **OPTIONS)
+        ),
     ),
 }
+
+
+def sampled(model):
+    return ke.Engine.from_onnx(
+        model, loss="categorical", gradient_dtype="float32", sample_inputs={"x": X[:8]}
+    )
+
+
+def product(operator):
+    vector = np.random.default_rng(1).standard_normal(operator.shape[1])
+    return {"": operator @ vector}
 
 
 @pytest.mark.parametrize("form", DATA)
@@ -65,16 +89,18 @@ def test_sample_has_the_steps_of_the_data(form, tmp_path):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_recurrent_file_needs_no_sample(call):
-    CALLS[call](classifier("n,t,2"), (X, Y))
-
-
-def test_recurrent_file_is_measured_as_with_a_sample_of_its_own():
-    model, options = classifier("n,t,2"), {"loss": "categorical", "threads": 1}
-    expected = ke.curvature(model, (X, Y), sample_inputs={"x": X}, **options).diagonal()
-    found = ke.curvature(model, (X, Y), **options).diagonal()
+def test_recurrent_file_gives_the_numbers_of_a_given_sample(call):
+    found, expected = (compute(classifier("n,t,2")) for compute in CALLS[call])
+    assert all(np.any(array) for array in expected.values())
+    assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array)
+
+
+def test_recurrent_file_is_verified_without_a_sample():
+    verified = ke.verify(classifier("n,t,2"), (X, Y), loss="categorical", examples=2, parameters=1)
+    assert verified.passed
+    assert any(check.measurements for check in verified.checks)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Recordings:
         return Recording(fixed_axes, partial(_recorded_rows, form), needs_first_axis=True)
 
     def sums(self, form: ScaleShiftForm) -> Recording | None:
-        """Record sums over the entries that a parameter is broadcast to."""
+        """Record the gradients of a scale and a shift: sums over the axes that broadcast them."""
         parts = [part for part in (form.scale, form.shift) if part]
 
         def fixed_axes(_: bool, shape: tuple[int, ...]) -> set[int]:

@@ -65,7 +65,10 @@ def _pads_itself(node: Node) -> bool:
 
 
 def _uncropped(b: VjpBuilder, node: Node, g: str, window: SlidingWindow) -> str:
-    """Pad the cotangent to all pixels under taps, where its size determines the crop."""
+    """Write the cotangent with zeros for the pixels that a ConvTranspose has cropped.
+
+    The crop follows from the size of the output, as with ``auto_pad`` or ``output_shape``.
+    """
     x, y = node.inputs[0], node.outputs[0]
     added = integers(node, "output_padding", (0,) * len(window.kernel))
     size = b.forward("Shape", y, start=2)
