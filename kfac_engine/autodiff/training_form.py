@@ -6,7 +6,7 @@ so that all values and gradients of a batch belong to the same sample.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -35,24 +35,23 @@ def with_running_statistics(graph: Graph) -> tuple[Graph, dict[str, str]]:
 
 
 def joined_statistics(
-    graph: Graph, parts: Sequence[tuple[int, Mapping[str, Array]]]
+    graph: Graph, examples: Array, after: Mapping[str, Array]
 ) -> dict[str, Array]:
     """Return the running statistics after a batch from the statistics after each of its parts.
 
-    Each of ``parts`` is a number of examples and their statistics; all parts start from the same
-    statistics. A mean after the batch is the mean over the parts. A variance also contains the
-    squared distances of the means of the parts: it is the variance of the joined parts.
-    Normalizations that share their statistics leave out these distances.
+    ``examples`` has the number of examples of each part, and ``after`` by name the statistics after
+    each part, along the first axis; all parts start from the same statistics. A mean after the
+    batch is the mean over the parts. A variance also contains the squared distances of the means of
+    the parts: it is the variance of the joined parts. Normalizations that share their statistics
+    leave out these distances. The arrays may be recorded ones.
     """
-    if len(parts) == 1:
-        return dict(parts[0][1])
-    total = sum(examples for examples, _ in parts)
+    shares = examples / examples.sum()
 
-    def mean(of: Callable[[Mapping[str, Array]], Array]) -> Array:
-        shares = [examples / total * of(after) for examples, after in parts]
-        return sum(shares[1:], shares[0])
+    def mean(parts: Array) -> Array:
+        result: Array = (shares.astype(parts.dtype)[:, None] * parts).sum(axis=0)
+        return result
 
-    joined = {name: mean(lambda after, n=name: after[n]) for name in parts[0][1]}  # type: ignore[misc] # of one argument
+    joined = {name: mean(parts) for name, parts in after.items()}
     nodes = list(filter(_trains, graph.nodes))
     readers = Counter(name for node in nodes for name in node.inputs)
     for node in nodes:
@@ -60,10 +59,9 @@ def joined_statistics(
         if {first, second} <= joined.keys() and readers[first] == readers[second] == 1:
             # A mean after a part has the mean of the part with the weight 1 − momentum.
             share = 1 - _momentum(node)
-            center = joined[first]
-            spread = mean(lambda after, n=first, c=center: (after[n] - c) ** 2)  # type: ignore[misc] # of one argument
+            spread = mean((after[first] - joined[first]) ** 2)
             joined[second] = joined[second] + (spread / share if share else 0 * spread)
-    return {name: array.astype(parts[0][1][name].dtype) for name, array in joined.items()}
+    return joined
 
 
 def zeros_name(statistic: str, node: Node) -> str:

@@ -222,7 +222,7 @@ class StackedDenseView:
 
     def rows(self, x: Array, backend: Backend) -> Array:
         del backend
-        return x.reshape(len(x), -1, self.width(x.shape))
+        return x.reshape(x.shape[0], -1, self.width(x.shape))
 
     def images(self, x: Array, backend: Backend) -> tuple[Array, Window]:
         return rows_as_images(self.rows(x, backend))

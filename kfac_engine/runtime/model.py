@@ -26,6 +26,7 @@ from kfac_engine.autodiff.training_form import (
 )
 from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
+from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import BackendError
 from kfac_engine.graph.analysis.exporter_changes import find_ties, gathered, spread, tied
 from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
@@ -266,8 +267,16 @@ class OnnxModel:
         return {old: trace[new].copy() for old, new in self.new_buffers.items()}
 
     def joined_buffers(self, parts: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
-        """Return the running statistics after a batch; see ``joined_statistics``."""
-        return joined_statistics(self.loaded.graph, parts) if self.buffers and parts else {}
+        """Return the running statistics after a batch; see ``joined_statistics``.
+
+        Each of ``parts`` is a number of examples and the statistics after them.
+        """
+        if not self.buffers or len(parts) < 2:
+            return dict(parts[0][1]) if parts else {}
+        counts, after = zip(*parts, strict=True)
+        xp = array_module(next(iter(self.buffers.values())))
+        stacks = {name: xp.stack([arrays[name] for arrays in after]) for name in after[0]}
+        return joined_statistics(self.loaded.graph, xp.asarray(counts), stacks)
 
     def to_file_layout(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Return parameters or gradients in the element types and with the names of the file.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kfac_engine._types import Array
+from kfac_engine.autodiff.training_form import joined_statistics
 from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.engine import Engine
@@ -183,30 +184,34 @@ class StepRecorder:
             values = [loss, *metrics.values(), *gradients.values()]
             sums = [v.named(f"{level.prefix}sum {i}") for i, v in enumerate(values)]
             new = [old + value for old, value in zip(sums, values, strict=True)]
-            new += [part[latest] for latest in buffers.values()]
-            carried = [*sums, *(part[name] for name in buffers)]
+            # Each part starts from the running statistics before the step; the loop returns all.
+            assert part.examples is not None, "a part of the batch"
+            after = [part.examples.number(), *(part[latest] for latest in buffers.values())]
             counters = [Input(index, _INTEGER, ()), Input(go, np.dtype(np.bool_), ())]
-            inputs = [Input(v.name, v.dtype, v.shape) for v in carried]
-            body = level.closed([Recorded(tape, go, (), np.bool_), *new], [*counters, *inputs])
-        zeros: list[Symbol] = [np.zeros_like(value) for value in sums]
-        first = [*(zero.name for zero in zeros), *(batch.names.get(b, b) for b in buffers)]
-        names = tape.level.multi("Loop", [count.name, "", *first], [""] * len(carried), body=body)
-        results = iter(v.named(name) for v, name in zip(carried, names, strict=True))
+            inputs = [Input(v.name, v.dtype, v.shape) for v in sums]
+            condition = Recorded(tape, go, (), np.bool_)
+            body = level.closed([condition, *new, *after], [*counters, *inputs])
+        first, count_of_results = [np.zeros_like(v).name for v in sums], len(sums) + len(after)
+        operands = [count.name, "", *first]
+        names = iter(tape.level.multi("Loop", operands, [""] * count_of_results, body=body))
+        results = (value.named(next(names)) for value in sums)
         total = next(results)
-        return (
-            total,
-            {name: next(results) for name in metrics},
-            {name: next(results) for name in gradients},
-            {name: next(results) for name in buffers},
+        metrics = {name: next(results) for name in metrics}
+        gradients = {name: next(results) for name in gradients}
+        sizes: Any
+        sizes, *stacks = (
+            Recorded(tape, next(names), (Size(count), *v.shape), v.dtype) for v in after
         )
+        stacked: dict[str, Any] = dict(zip(buffers, stacks, strict=True))
+        joined: dict[str, Symbol] = joined_statistics(self._model.loaded.graph, sizes, stacked)
+        return total, metrics, gradients, joined
 
     def _part(self, batch: Evaluation, number: Symbol, count: Symbol) -> Evaluation:
         """Record the inputs and targets of one of ``count`` parts of the batch."""
         tape, n = batch.tape, batch.examples
         assert n is not None, "the caller checks it"
         axes = {**self._assembly.task.batch.inputs, **batch.target_axes}
-        changing = (*axes, *self._model.new_buffers)
-        names = {**batch.names, **{name: f"{tape.level.prefix}{name}" for name in changing}}
+        names = {**batch.names, **{name: f"{tape.level.prefix}{name}" for name in axes}}
         start, stop = ((number + k) * n.number() // count for k in (0, 1))
         for name, axis in axes.items():
             bounds = (start.reshape(1).name, stop.reshape(1).name, tape.integers(axis))

@@ -123,6 +123,33 @@ def batch_normalization() -> tuple[Net, list[int]]:
     return _images(net, "bn", 4), [2, 5, 5]
 
 
+def experts() -> tuple[Net, list[int]]:
+    """Dense layers with separate weights for three slots, on two positions."""
+    net = Net()
+    net.weight("experts.weight", 3, 4, 5)
+    net.weight("experts.bias", 3, 1, 5)
+    net.op("MatMul", "input", "experts.weight", to="product")
+    net.op("Add", "product", "experts.bias", to="experts")
+    net.op("Tanh", "experts", to="act")
+    net.op("ReduceMean", "act", net.constant("axes", np.array([2])), to="slots", keepdims=0)
+    net.op("Flatten", "slots", to="flat", axis=1)
+    _tail(net, "flat", 15)
+    return net, [3, 2, 4]
+
+
+def slots_first() -> tuple[Net, list[int]]:
+    """A stack of dense layers without bias, whose slots come before the examples."""
+    net = Net()
+    net.weight("experts.weight", 3, 4, 5)
+    net.op("Transpose", "input", to="by_slot", perm=[1, 0, 2])
+    net.op("MatMul", "by_slot", "experts.weight", to="product")
+    net.op("Tanh", "product", to="act")
+    net.op("Transpose", "act", to="by_example", perm=[1, 0, 2])
+    net.op("Flatten", "by_example", to="flat", axis=1)
+    _tail(net, "flat", 15)
+    return net, [3, 4]
+
+
 def tied() -> tuple[Net, list[int]]:
     """One weight that two layers read."""
     net = Net()
@@ -150,6 +177,8 @@ NETS: dict[str, Callable[[], tuple[Net, list[int]]]] = {
     "lstm": lambda: recurrent("LSTM", 4),
     "attention": attention,
     "batch normalization": batch_normalization,
+    "experts": experts,
+    "slots first": slots_first,
     "tied": tied,
 }
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -707,17 +708,25 @@ def test_parts_in_several_steps_a_call_and_with_other_options(tmp_path):
     np.testing.assert_allclose(second.losses, first.losses, rtol=1e-4)
 
 
-def test_running_statistics_follow_the_parts(tmp_path):
+@pytest.mark.parametrize("several", [{}, {"steps_per_call": 2}], ids=["one step", "two steps"])
+@pytest.mark.parametrize(("parts", "n"), [(2, 12), (3, 7), (4, 9), (4, 3)])
+def test_running_statistics_after_parts_are_those_of_the_optimizer(parts, n, several, tmp_path):
+    """They move once in a step: the variance is that of all examples, not of one of the parts."""
     model = network("batch normalization")
-    files = ke.export_training(model, optimizer="adamw", path=tmp_path / "files", accumulate=2)
-    inputs, targets = data(model)
-    results = files.step(files.initial(), inputs, targets)
-    halves = [{"input": inputs["input"][part]} for part in (slice(0, 6), slice(6, 12))]
+    folder = tmp_path / "files"
+    files = ke.export_training(model, optimizer="adamw", path=folder, accumulate=parts, **several)
+    inputs, targets = data(model, n=n)
+    x = inputs["input"] + np.linspace(0, 9, n, dtype="float32").reshape(-1, 1, 1, 1)  # unlike parts
+    result = files.run([({"input": x}, targets)] * 2, steps=2)
     engine = ke.Engine.from_onnx(model, loss="categorical")
-    for half, chosen in zip(halves, (targets[:6], targets[6:]), strict=True):
-        engine.gradients(half, chosen, update_buffers=True)
+    optimizer = ke.AdamW(engine)
+    places = np.arange(min(parts, n) + 1) * n // min(parts, n)
+    batch = [({"input": x[a:b]}, targets[a:b]) for a, b in pairwise(places)]
+    losses = [optimizer.step(batch).loss for _ in range(2)]
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
+    assert list(engine.buffers) == ["bn.mean", "bn.var"]
     for name, value in engine.buffers.items():
-        np.testing.assert_allclose(results[f"new {name}"], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result.state[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_parts_have_masks_of_their_own(tmp_path):

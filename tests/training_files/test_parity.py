@@ -29,7 +29,7 @@ def classes(positions=()):
 
 # Of kinds that share the code of another kind.
 NIGHTLY = [
-    *(("kfac", name) for name in ("conv1d", "conv3d", "strided", "lstm", "tied")),
+    *(("kfac", name) for name in ("conv1d", "conv3d", "strided", "lstm", "slots first", "tied")),
     ("muon", "gru"),
     ("adamw", "embedding"),
 ]
@@ -93,6 +93,7 @@ OPTIONS = {
     "ignored, attention": ("attention", "categorical", hidden(classes())),
     "ignored, groups": ("grouped", "categorical", hidden(classes())),
     "ignored, recurrence": ("gru", "categorical", hidden(classes())),
+    "ignored, experts": ("experts", "categorical", hidden(classes())),
     "weights of classes": ("dense", ke.Categorical(class_weights=WEIGHTS), hidden(classes())),
     "weights of classes, images": ("strided", ke.Categorical(class_weights=WEIGHTS), classes()),
     "smoothing": ("dense", ke.Categorical(label_smoothing=0.2), hidden(classes())),
