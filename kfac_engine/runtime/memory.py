@@ -94,6 +94,8 @@ def _bytes_of(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> 
         for name, fact in facts.items()
         if name in batch.places or name in batch.inputs or name not in data
     }
+    # Inputs without an axis of examples, such as rates, are as long as in the sample run.
+    known_facts |= {entry.name: facts[entry.name] for entry in model.graph.inputs}
     known_facts |= {cotangent: facts[name] for name, cotangent in backward.cotangents.items()}
     shapes = {
         node.outputs[0]: _shape_of(node, known_facts[node.inputs[0]].shape)
