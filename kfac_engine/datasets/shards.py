@@ -182,11 +182,11 @@ class ShuffledBatches:
         share: Share = WHOLE,
         parts: int = 1,
     ) -> None:
-        check_divisible(examples.axes)
         self._examples, self._seed, self._chosen = examples, seed, chosen
         self._share = share
         self._counts = examples.counts if chosen is None else tuple(map(len, chosen))
-        self._size = min(batch_size, sum(self._counts))
+        of_part = _part_size(examples.axes, batch_size // parts, sum(self._counts))
+        self._size = min(batch_size, sum(self._counts) // of_part * of_part)
         count = ceil(parts * self._size / batch_size)
         self._cuts = [Share(index, count) for index in range(count)]
         share.require(self._size // count)
@@ -319,9 +319,19 @@ def full_batches(
         yield waiting
 
 
-def check_divisible(axes: ExampleAxes) -> None:
-    """Refuse a model that does not run on a part of a batch, with an InputError."""
-    if axes.obstacle:
-        raise InputError(
-            f"the arrays cannot be cut into batches: {axes.obstacle}; give an iterable of batches."
-        )
+def _part_size(axes: ExampleAxes, size: int, total: int) -> int:
+    """Return the number of which the examples of a batch are a multiple: 1, or a fixed batch size.
+
+    ``size`` is the number of examples in a part of a batch, of ``total`` examples. A model that
+    does not run with it raises an InputError.
+    """
+    if not axes.obstacle:
+        return 1
+    fixed = axes.fixed_size
+    if fixed == size <= total:
+        return size
+    fits = f"set batch_size={fixed} (accumulate=k takes k of them for a step), or " if fixed else ""
+    raise InputError(
+        f"the arrays cannot be cut into batches: {axes.obstacle}; {fits}give an iterable of "
+        f"batches."
+    )

@@ -32,7 +32,8 @@ def check_part(name: str, value: float) -> None:
 class PartialBatch:
     """Chooses some examples of a batch, different ones in each step.
 
-    A model that runs with one batch size only has the whole batch.
+    A model that does not run on a part of a batch has the whole batch; one that runs with a single
+    example has some of the parts.
 
     Args:
         engine: The engine of the model.
@@ -56,7 +57,8 @@ class PartialBatch:
         Returns:
             The parts that have examples, and the number; None for the whole batch.
         """
-        if self._part == 1 or self._axes.obstacle:
+        divides = not self._axes.obstacle
+        if self._part == 1 or not (divides or self._axes.fixed_size == 1):
             return batch, None
         counts = [self._axes.check(*part) for part in batch]
         selections = self._selections(step, counts)
@@ -65,7 +67,7 @@ class PartialBatch:
         pairs = zip(batch, selections, strict=True)
         chosen = [self._axes.part(*part, selection) for part, selection in pairs if len(selection)]
         # Over several processes, joined parts would have the random numbers of other examples.
-        if self._engine.agreement.alone:
+        if divides and self._engine.agreement.alone:
             chosen = self._joined(chosen, max(counts))
         return chosen, sum(counts)
 

@@ -20,10 +20,10 @@ def batch(seed=0, dtype="float64", n=N):
     return rng.standard_normal((n, D)).astype(dtype), rng.integers(0, K, n)
 
 
-def model(dtype="float64", seed=0):
+def model(dtype="float64", seed=0, examples="batch"):
     element = {"float64": "double", "float32": "float"}[dtype]
     return parsed(
-        f"""net ({element}[batch,{D}] x) => ({element}[batch,{K}] z) {{
+        f"""net ({element}[{examples},{D}] x) => ({element}[{examples},{K}] z) {{
           s1 = Gemm <transB = 1> (x, w1, b1)  h = Tanh (s1)  z = Gemm <transB = 1> (h, w2, b2)
         }}""",
         weights(dtype, seed),

@@ -43,9 +43,9 @@ def cut(batch, edges, rank=0, size=1):
     return parts
 
 
-def trained(make, parts, **options):
+def trained(make, parts, model=None, **options):
     """The reports of some steps, the parameters at the end, and the generator."""
-    engine = ke.Engine.from_onnx(net.model(), loss="categorical", threads=1, **options)
+    engine = ke.Engine.from_onnx(model or net.model(), loss="categorical", threads=1, **options)
     optimizer = make(engine)
     reports = [optimizer.step(parts(net.batch(step, n=EXAMPLES))) for step in range(STEPS)]
     state = engine.estimator.rng.bit_generator.state
@@ -72,6 +72,15 @@ def test_steps_of_parts_are_those_of_the_whole_batch(name):
     # The parts matter: without one of them, the step is another one.
     other = trained(OPTIMIZERS[name], lambda batch: cut(batch, PARTS[:-1]))
     assert abs(other[1]["w1"] - expected[1]["w1"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_of_a_file_with_one_example_are_those_of_the_whole_batch(name):
+    """Such a file computes a batch as parts of one example."""
+    expected = trained(OPTIMIZERS[name], lambda batch: cut(batch, [0, EXAMPLES]))
+    ones = range(EXAMPLES + 1)
+    found = trained(OPTIMIZERS[name], lambda batch: cut(batch, ones), net.model(examples=1))
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +114,12 @@ def test_float32_steps_are_those_of_the_whole_batch():
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def fitted(**options):
-    engine = ke.Engine.from_onnx(net.model(), loss="categorical", threads=1)
+def fitted(examples="batch", **options):
+    model = net.model(examples=examples)
+    engine = ke.Engine.from_onnx(model, loss="categorical", threads=1)
     data = net.batch(n=50)
-    history = ke.fit(engine, data, optimizer="kfac", epochs=3, validation=0.2, **options)
+    options = {"validation": 0.2, **options}
+    history = ke.fit(engine, data, optimizer="kfac", epochs=3, **options)
     return [record["loss"] for record in history.records], engine.parameters, history
 
 
@@ -122,6 +133,26 @@ def test_a_run_is_that_of_the_larger_batch_size(size, parts):
     for name, array in expected.items():
         np.testing.assert_allclose(parameters[name], array, rtol=0, atol=1e-8)
     assert history.description["settings"]["accumulate"] == parts
+
+
+@pytest.mark.parametrize(
+    ("fixed", "parts", "part"), [(1, 8, 0.25), (1, 100, 0.25), (4, 3, 1.0), (4, 9, 1.0)]
+)
+def test_a_run_of_a_file_with_a_fixed_batch_is_that_of_the_larger_batch_size(fixed, parts, part):
+    """A fixed batch of several examples cannot be cut, so that all of them are measured."""
+    options = {"statistics_part": part, "validation": 0.24}  # 12 examples: full batches
+    losses, expected, _ = fitted(batch_size=fixed * parts, **options)
+    found, parameters, _ = fitted(fixed, batch_size=fixed, accumulate=parts, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    for name, array in expected.items():
+        np.testing.assert_allclose(parameters[name], array, rtol=0, atol=1e-8)
+
+
+def test_arrays_are_cut_for_a_fixed_batch_size_only():
+    with pytest.raises(ke.InputError, match=r"1 example in 'x'.*set batch_size=1 \(accumulate"):
+        fitted(1, batch_size=2, accumulate=4)
+    with pytest.raises(ke.InputError, match="cannot be cut into batches"):
+        fitted(48, batch_size=48)  # 40 examples remain beside the validation
 
 
 def test_parts_have_equal_sizes_and_the_order_of_the_larger_batch():
