@@ -35,11 +35,14 @@ from kfac_engine.backend.patch_sums import patch_sums
 from kfac_engine.backend.threads import Workers
 from kfac_engine.backend.window import Window
 
-# Measured nanoseconds on one core in float32: for a pixel and an offset; for a pixel and a tap if
-# the patches of each group are copied; for a call on one group. ADR 9 compares both algorithms.
+# Measured nanoseconds on one core in float32: for a pixel and an offset; for an offset; for an
+# entry of a Gram matrix; for a pixel and a tap if the patches of each group are copied; for a call
+# on one group. ADR 9 compares both algorithms.
 _PIXEL = 0.27
+_OFFSET = 2e4
+_ENTRY = 10.0
 _TAP = 1.6
-_GROUP = 2e5
+_GROUP = 1e5
 # Bytes of pixels that are multiplied at a time. With half a megabyte, two threads take 68 ms
 # instead of 18 ms for 32 × 96 × 56 × 56, because they wait for each other between short calls.
 _CHUNK_BYTES = 8 << 20
@@ -47,6 +50,9 @@ _CHUNK_BYTES = 8 << 20
 _SUM_IMAGES = 64
 # Number of multiplications of SYRK in the time that two entries in memory are multiplied.
 _PIXEL_COST = 16
+# Plans in the cache, and bytes of a plan. A 7 × 7 kernel over 224 × 224 pixels takes 0.1 MB.
+_PLANS, _PLAN_BYTES = 16, 256 << 10
+CACHE_BYTES = _PLANS * _PLAN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +61,16 @@ class _Plan:
 
     Attributes:
         shifts: For each offset, the distance in memory from a pixel to its partner.
-        seen: For each offset and axis, a matrix ``(length, taps)``. It is 1 where tap ``v`` sees a
-            pixel at an output and tap ``v + δ`` sees another pixel of the image.
+        channels: For each offset, the channels ``v`` of a group for which ``v + δ`` is a channel.
+        seen: For each offset and each axis but the channels, a matrix ``(length, taps)``. It is 1
+            where tap ``v`` sees a pixel at an output and tap ``v + δ`` sees another pixel of the
+            image. Offsets share matrices.
         rows: Features of the larger of the two taps, over all offsets.
         columns: Features of the smaller tap.
     """
 
     shifts: tuple[int, ...]
+    channels: tuple[slice, ...]
     seen: tuple[tuple[Array, ...], ...]
     rows: Array
     columns: Array
@@ -80,18 +89,23 @@ def grouped_second_moment(
     groups, size = len(out), x.shape[1] // len(out)
     positions = len(x) * prod(window.output_shape(x.shape[2:]))
     by_group = x.reshape(len(x), groups, size, *x.shape[2:])
-    plan = _plan(_with_channel_axis(window, size), by_group.shape[2:], out.dtype)
-    threads = threads_for(x.size * len(plan.shifts) * _PIXEL_COST, workers)
+    wide = _with_channel_axis(window, size)
+    offsets = _count_offsets(wide, by_group.shape[2:])
+    threads = threads_for(x.size * offsets * _PIXEL_COST, workers)
     spare = scratch_bytes // threads
-    # An image of a group, its products, and their sums along an axis must fit.
-    fits = 4 * prod(by_group.shape[2:]) * out.itemsize <= spare
-    if not (fits and _sums_are_faster(by_group, plan, window)):
+    features = window.taps * size
+    # An image of a group, its products and their sums along an axis must fit, and three copies of
+    # the sums in float64, which are half of a Gram matrix.
+    numbers = max(4 * prod(by_group.shape[2:]), 3 * features * (features + 1))
+    fits = numbers * out.itemsize <= spare and _plan_bytes(wide, by_group.shape[2:]) <= _PLAN_BYTES
+    if not (fits and _sums_are_faster(by_group, offsets, window)):
         tasks = [
             partial(patch_second_moment, images, window, group_out, how, spare, workers)
             for images, group_out in zip(by_group.swapaxes(0, 1), out, strict=True)
         ]
         run_tasks(tasks, threads if groups >= threads else 1, workers)
         return
+    plan = _plan(wide, by_group.shape[2:], out.dtype)
     scale(out, how.beta)
     d = out.shape[1] - homogeneous
     chunk = min(_CHUNK_BYTES, spare // 4) // out.itemsize
@@ -125,10 +139,30 @@ def squared_gradients(
         out += result
 
 
-def _sums_are_faster(x: Array, plan: _Plan, window: Window) -> bool:
+def _sums_are_faster(x: Array, offsets: int, window: Window) -> bool:
     """Return whether sums over images are faster than a call for each group."""
-    alone = _TAP * window.taps * x.size + _GROUP * x.shape[1]
-    return bool(_PIXEL * len(plan.shifts) * x.size <= alone)
+    groups, size = x.shape[1:3]
+    entries = (window.taps * size) ** 2 / 2
+    alone = _TAP * window.taps * x.size + _GROUP * groups
+    return bool(_PIXEL * offsets * x.size + _OFFSET * offsets + _ENTRY * entries * groups <= alone)
+
+
+def _count_offsets(window: Window, spatial_shape: tuple[int, ...]) -> int:
+    """Return the number of offsets with a pair of pixels, without a list of them."""
+    # An axis has as many offsets below zero as above; of δ and −δ, one is an offset.
+    steps = (
+        2 * min(kernel, -(-side // dilation)) - 1
+        for kernel, side, dilation in zip(
+            window.kernel, spatial_shape, window.dilations, strict=True
+        )
+    )
+    return (prod(steps) + 1) // 2
+
+
+def _plan_bytes(window: Window, spatial_shape: tuple[int, ...]) -> int:
+    """Return an upper bound of the bytes of a plan."""
+    ones = sum(k**2 * side for k, side in zip(window.kernel[1:], spatial_shape[1:], strict=True))
+    return 8 * (ones + window.taps * (window.taps + 1))
 
 
 def _pixel_tasks(
@@ -142,7 +176,9 @@ def _pixel_tasks(
     n, groups = x.shape[:2]
     image = prod(x.shape[2:])
     count = max(1, min(n, _SUM_IMAGES, numbers // image))
-    step = max(1, min(numbers // (count * image), -(-groups // threads)))
+    # Three copies of the sums are in float64.
+    of_group = max(count * image, 3 * 2 * len(plan.rows))
+    step = max(1, min(numbers // of_group, -(-groups // threads)))
     return [
         partial(_add_groups, x[:, g : g + step], out[g : g + step], plan, alpha, count)
         for g in range(0, groups, step)
@@ -166,25 +202,25 @@ def _add_groups(x: Array, out: Array, plan: _Plan, alpha: float, count: int) -> 
         if images.dtype != out.dtype:
             images = images.astype(out.dtype, order="C")
         flat = images.reshape(len(images), *products_of_lines.shape)
-        sums = []
-        for shift, seen in zip(plan.shifts, plan.seen, strict=True):
+        place = 0
+        for shift, channels, seen in zip(plan.shifts, plan.channels, plan.seen, strict=True):
             pixels = products_of_lines.shape[1] - shift
             behind, here = flat[:, :, shift:], flat[:, :, :pixels]
             np.einsum("nlq,nlq->lq", behind, here, out=products_of_lines[:, :pixels])
-            sums.append(
-                _sum_positions(products_of_lines.reshape(groups, size, *spatial_shape), seen)
-            )
-        total += np.concatenate(sums, axis=1)
+            products = products_of_lines.reshape(groups, size, *spatial_shape)
+            sums = _sum_positions(products[:, channels], seen)
+            total[:, place : place + sums.shape[1]] += sums
+            place += sums.shape[1]
     out[:, plan.rows, plan.columns] += alpha * total
 
 
 def _sum_positions(products: Array, seen: Sequence[Array]) -> Array:
-    """Return the sums over positions for all taps of each group, ``(groups, taps)``, float64."""
+    """Return the sums over positions of each group, ``(groups, channels · taps)``."""
     for ones in reversed(seen):
         lines = products.reshape(-1, products.shape[-1])
         sums = (lines @ ones).astype(np.float64, copy=False)
-        # The taps of this axis come before the taps of later axes.
-        products = np.moveaxis(sums.reshape(*products.shape[:-1], -1), -1, 1)
+        # The taps of this axis come before the taps of later axes, after the channels.
+        products = np.moveaxis(sums.reshape(*products.shape[:-1], -1), -1, 2)
     return products.reshape(len(products), -1)
 
 
@@ -199,7 +235,7 @@ def _with_channel_axis(window: Window, size: int) -> Window:
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_PLANS)
 def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan:
     """Return the plan of the sums over positions; ``_with_channel_axis`` returns the window."""
     apart = [prod(spatial_shape[axis + 1 :]) for axis in range(len(spatial_shape))]
@@ -207,25 +243,33 @@ def _plan(window: Window, spatial_shape: tuple[int, ...], dtype: DType) -> _Plan
     # features.
     order = np.arange(window.taps).reshape(*window.kernel[1:], window.kernel[0])
     features = np.moveaxis(order, -1, 0)
-    shifts, seen, rows, columns = [], [], [], []
+    last = len(spatial_shape) - 1
+    matrices: dict[tuple[int, int], Array] = {}
+    shifts, channels, seen, rows, columns = [], [], [], [], []
     for step in kernel_offsets(window):
         pixels = [u * d for u, d in zip(step, window.dilations, strict=True)]
         if all(abs(p) < side for p, side in zip(pixels, spatial_shape, strict=True)):
+            for at in enumerate(step[1:], 1):
+                if at not in matrices:
+                    # Sums along the last axis, the first of the sums, are in ``dtype``.
+                    precision = dtype if at[0] == last else np.dtype(np.float64)
+                    matrices[at] = _seen(window, *at, spatial_shape).astype(precision)
             earlier, later = (
                 features[tuple(_taps(s, k) for s, k in zip(steps, window.kernel, strict=True))]
                 for steps in (step, [-s for s in step])
             )
             shifts.append(sum(p * a for p, a in zip(pixels, apart, strict=True)))
-            seen.append(
-                tuple(
-                    _seen(window, axis, step[axis], spatial_shape)
-                    for axis in range(len(spatial_shape))
-                )
-            )
+            channels.append(_taps(step[0], window.kernel[0]))
+            seen.append(tuple(matrices[at] for at in enumerate(step[1:], 1)))
             rows.append(np.maximum(earlier, later).ravel())
             columns.append(np.minimum(earlier, later).ravel())
-    cast = tuple((*ones[:-1], ones[-1].astype(dtype)) for ones in seen)
-    return _Plan(tuple(shifts), cast, np.concatenate(rows), np.concatenate(columns))
+    return _Plan(
+        tuple(shifts),
+        tuple(channels),
+        tuple(seen),
+        np.concatenate(rows),
+        np.concatenate(columns),
+    )
 
 
 def _taps(step: int, kernel: int) -> slice:

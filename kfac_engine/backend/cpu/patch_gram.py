@@ -108,9 +108,13 @@ def select_algorithm(window: Window, images: Images, numbers: int, threads: int)
     """Return the name in ``COSTS`` of the algorithm with the lower estimated cost.
 
     It is ``"im2col"`` for a stride above one, a single tap, an empty batch and too little scratch
-    memory. ``numbers`` is the size of this memory in entries, without copies of patches.
+    memory, and where writing the blocks takes longer. ``numbers`` is the size of this memory in
+    entries, without copies of patches.
     """
     if window.taps == 1 or set(window.strides) != {1} or not images.number:
+        return "im2col"
+    # Line products of many taps take long to list: only if they may be faster.
+    if _writing(window, images.channels) >= _im2col(window, images):
         return "im2col"
     if scratch_numbers(window, *images, threads) > numbers:
         return "im2col"
@@ -128,11 +132,15 @@ def _shifted(window: Window, images: Images) -> float:
         rounds = -(-count // images_per_round(*images))
         lines = sum(prod(map(len, part.lines)) for part in products if part.sign > 0)
         calls += _LINE * rounds * lines
-    blocks = _BLOCK * sum(len(group.blocks) for group in groups)
     each = channels**2 + _PAIR if few else channels * (channels + _PACKED_ROWS)
     copied = _COPIED_NUMBER * channels * prod(spatial_shape)
-    written = _WRITTEN_NUMBER * (window.taps * channels) ** 2
-    return count * (pairs * each + copied) + calls + blocks + written
+    return count * (pairs * each + copied) + calls + _writing(window, channels)
+
+
+def _writing(window: Window, channels: int) -> float:
+    """Return the cost of writing the blocks of all pairs of taps."""
+    blocks = window.taps * (window.taps + 1) // 2
+    return _BLOCK * blocks + _WRITTEN_NUMBER * (window.taps * channels) ** 2
 
 
 def _im2col(window: Window, images: Images) -> float:

@@ -6,7 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kfac_engine.backend.cpu import grouped_gram, patch_gram
 from kfac_engine.backend.cpu.backend import NumpyBackend
+from kfac_engine.backend.cpu.grouped_gram import CACHE_BYTES
+from kfac_engine.backend.kernel_offsets import line_products
 from kfac_engine.backend.window import Window, pointwise
 from tests.backend import truths
 from tests.backend.cpu.test_patch_gram import ORDERS, ROUNDING, SINGLE_ROUNDING, moment, patches
@@ -126,3 +129,57 @@ def test_squared_gradients_of_threads_equal_definition(scratch_bytes, beta, homo
     backend = NumpyBackend(scratch_bytes=scratch_bytes, threads=3)
     backend.squared_gradients(x, SAME, ds, out, homogeneous=homogeneous, alpha=0.3, beta=beta)
     assert_close(out, 2.0 * beta + 0.3 * new)
+
+
+def in_row(taps):
+    return Window((taps,), (1,), (1,), (taps // 2,), (taps // 2,))
+
+
+# Images and the number of groups, so wide that the offsets of a group, or the pairs of its taps,
+# are many: stacks of dense layers, convolutions of one tap, and long kernels.
+WIDE = {
+    "stack_512": (pointwise(0), (1, 1024), 2),
+    "stack_1024": (pointwise(0), (2, 1024), 1),
+    "stack_of_32": (pointwise(0), (4, 32 * 64), 32),
+    "pixels_768": (pointwise(2), (1, 768, 2, 2), 1),
+    "kernel_of_128": (in_row(128), (1, 8, 16), 2),
+    "square_kernel": (Window((31, 31), (1, 1), (1, 1), (15, 15), (15, 15)), (1, 1, 4, 4), 1),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", WIDE)
+def test_memory_of_wide_groups_is_that_of_the_result(name, threads):
+    window, shape, groups = WIDE[name]
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    d = window.taps * shape[1] // groups
+    out = np.zeros((groups, d, d), np.float32)
+    backend, scratch = NumpyBackend(scratch_bytes=4 << 20, threads=threads), 4 << 20
+    clear_caches()
+    tracemalloc.start()
+    backend.patch_second_moment(x, window, out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= scratch + CACHE_BYTES + (1 << 20), f"{peak:,} bytes"
+    assert_close(out[-1], np.tril(moment(x[:, -(shape[1] // groups) :], window)), SINGLE_ROUNDING)
+
+
+def test_plans_of_many_geometries_fit_into_the_announced_bytes():
+    clear_caches()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for side in range(8, 88, 4):
+        x = np.zeros((1, 4, side, side), np.float32)
+        add_moments(x, SAME, np.zeros((4, 9, 9), np.float32))
+        x = np.zeros((1, 8 * side), np.float32)
+        add_moments(x, pointwise(0), np.zeros((8, side, side), np.float32))
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grouped_gram._plan.cache_info().currsize > 4
+    assert kept <= CACHE_BYTES
+    assert NumpyBackend().working_bytes(1, 0, 0)[0] >= CACHE_BYTES
+
+
+def clear_caches():
+    for cached in (grouped_gram._plan, patch_gram.select_algorithm, line_products):
+        cached.cache_clear()
