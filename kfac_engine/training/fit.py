@@ -224,22 +224,20 @@ class _Reporters:
     log: Log
     display: Progress
 
-    def add(self, run: Run, step: Step) -> bool:
-        """Pass on the record of a step; return whether the step ends the run."""
-        record, optimizer = step.record, run.optimizer
-        stops = self.hooks.on_step_end(record, optimizer)
+    def hear(self, step: Step, optimizer: Optimizer) -> bool:
+        """Pass the record of a step to the callbacks; return whether the step ends the run."""
+        stops = self.hooks.on_step_end(step.record, optimizer)
         if step.ends_epoch:
-            stops |= self.hooks.on_epoch_end(record, optimizer)
-        stops = optimizer.engine.agreement.any(stops)
-        if stops and not step.ends_run and not step.ends_epoch:
-            run.evaluate(record)
-        ends_run = stops or step.ends_run
-        self.log.add(record)
+            stops |= self.hooks.on_epoch_end(step.record, optimizer)
+        return optimizer.engine.agreement.any(stops) or step.ends_run
+
+    def show(self, step: Step, optimizer: Optimizer, *, ends_run: bool) -> None:
+        """Add a complete record to the log, and show it."""
+        self.log.add(step.record)
         if ends_run:
             optimizer.engine.synchronize()  # before averages are read
             self.log.add_spectra(optimizer.engine)
-        self.display.show(record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
-        return ends_run
+        self.display.show(step.record, step.spent, ends_epoch=step.ends_epoch, ends_run=ends_run)
 
 
 def _check_plain(batch_size: int, accumulate: int, seed: int, **flags: bool) -> None:
@@ -297,23 +295,34 @@ def _restored(run: Run, store: RunCheckpoint) -> tuple[Position, list[Record]]:
 def _train(
     run: Run, position: Position, records: list[Record], reporters: _Reporters, store: RunCheckpoint
 ) -> None:
-    """Train from a position to the end of the run, or to a signal; append the records."""
+    """Train from a position to the end of the run, or to a signal; append the records.
+
+    The validation of a run that ends inside an epoch comes after its checkpoint. A run that is
+    resumed from there is then the run without an end, which has no validation in that step.
+    """
     optimizer, hooks = run.optimizer, reporters.hooks
     with DeferredSignals(bool(store)) as signals:
         agreement = optimizer.engine.agreement
         ended = agreement.any(hooks.on_run_start(optimizer, tuple(records)))
+        step: Step | None = None
         for step in () if ended else run.steps(position):
             records.append(step.record)
-            ends = reporters.add(run, step)
+            ends = reporters.hear(step, optimizer)
             # A signal that one process has received ends all of them.
-            received = agreement.of_all(signals.received or 0).max()
+            received = int(agreement.of_all(signals.received or 0).max())
             if received:
-                signals.received, ends = int(received), True
-            if ends or store.is_due(step.position, step.ends_epoch):
+                signals.received = received
+            if ends or received or store.is_due(step.position, step.ends_epoch):
                 parts = {**hooks.states(optimizer), **run.recovery.states()}
                 store.write(optimizer, step.position, records, parts)
-            if ends:
+            if ends and not (step.ends_epoch or received):
+                run.evaluate(step.record)
+            reporters.show(step, optimizer, ends_run=bool(ends or received))
+            if ends or received:
                 break
+        if step is None and position.batch:  # a run that has ended before
+            run.evaluate(records[-1])
+            reporters.log.begin(records)
     hooks.on_run_end(optimizer, tuple(records))
 
 

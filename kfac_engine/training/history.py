@@ -111,7 +111,12 @@ class Log:
         self, path: str | Path | None, description: Description, records: Sequence[Record]
     ) -> None:
         self._path = None if path is None else checked_path(path)
-        self._write("w", [{RUN: description}, *map(_valid, records)])
+        self._description = description
+        self.begin(records)
+
+    def begin(self, records: Sequence[Record]) -> None:
+        """Write the description and the records so far."""
+        self._write("w", [{RUN: self._description}, *map(_valid, records)])
 
     def add(self, record: Record) -> None:
         """Append a record."""

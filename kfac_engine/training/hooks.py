@@ -47,6 +47,7 @@ class Callback:
 
         Args:
             record: The record. In the last step of an epoch it has the metrics of the validation.
+                The validation of a run that ends inside an epoch comes after this call.
                 Numbers of NumPy become numbers of Python, and None becomes NaN. The run ends with
                 an error if an added entry is not a number, or if an entry of the step is removed.
             optimizer: The optimizer, after the step.
@@ -80,7 +81,10 @@ class Callback:
         return None
 
     def on_validation_end(self, record: Record, optimizer: Optimizer) -> None:
-        """Receive the record of a step with the metrics of its validation, before ``on_step_end``.
+        """Receive the record of a step with the metrics of its validation.
+
+        The call precedes ``on_step_end`` at the end of an epoch, and follows it, and the last
+        checkpoint, at the end of a run inside an epoch.
 
         Args:
             record: The record, to which numbers may be added.

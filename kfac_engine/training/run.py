@@ -84,7 +84,7 @@ class Run:
                 )
                 spent = self.budget.spent(position, per_epoch)
                 record = _record(position, epoch, report) | {"spent": spent}
-                if is_last or spent >= 1:
+                if is_last:
                     self.evaluate(record)
                 yield Step(position, record, spent, is_last, spent >= 1)
                 if spent >= 1:

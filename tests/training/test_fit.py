@@ -1,6 +1,7 @@
 """``fit``: the loop against the same loop written out, bit-exact resumption, refusals."""
 
 import json
+import signal
 import warnings
 from itertools import pairwise
 
@@ -225,6 +226,59 @@ def test_a_run_resumes_with_equal_bits(data, optimizer, given, tmp_path):
     for left, right in zip(whole.records, resumed.records, strict=True):
         assert without_times(left) == without_times(right)
     assert lines_of(tmp_path / "run.jsonl")[1:-1] == resumed.records
+
+
+def send_signal(record, optimizer):
+    if record["step"] == 4:
+        signal.raise_signal(signal.SIGINT)
+
+
+def stop(record, optimizer):
+    return record["step"] == 4
+
+
+# Each ends a run whose epochs have three steps, the last one after an epoch.
+ENDS = {
+    "callback": {"callbacks": [stop]},
+    "signal": {"callbacks": [send_signal]},
+    "steps": {"steps": 4},
+    "seconds": {"seconds": 1e-9},
+    "callback at the end of an epoch": {"callbacks": [lambda record, _: record["step"] == 6]},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_ends_inside_an_epoch_resumes_as_if_it_had_not_ended(data, end, tmp_path):
+    x, y = net.batch(7)
+    falling = x, (y + 1) % 3  # the validation loss rises, so that each validation counts
+
+    def run(callbacks=(), **more):
+        stops, best = ke.EarlyStop(patience=4), ke.BestWeights()
+        given = {"schedule": "constant", "validation": falling, "epochs": 8, "learning_rate": 0.3}
+        every = [stops, best, ke.WeightAverage(0.9), *callbacks]
+        history = ke.fit(net.engine(), data, **options(callbacks=every, **given | more))
+        return history, stops, best
+
+    whole, stops, best = run()
+    store = {"checkpoint": tmp_path, "log": tmp_path / "run.jsonl"}
+    if end == "signal":
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            run(**store, **ENDS[end])
+        signal.signal(signal.SIGINT, before)
+    else:
+        first = run(**store, **ENDS[end])[0]
+        assert "validation_loss" in first.records[-1]
+        again = run(**store, resume=True, steps=len(first.records))[0]
+        assert same(parameters(first), parameters(again))
+        assert again.records == first.records
+        assert lines_of(tmp_path / "run.jsonl")[1:] == again.records
+    resumed, later_stops, later_best = run(**store, resume=True)
+    assert same(parameters(whole), parameters(resumed))
+    assert (stops.waits, best.best_step) == (later_stops.waits, later_best.best_step)
+    for left, right in zip(whole.records, resumed.records, strict=True):
+        # The part of the budget that is spent depends on the budget.
+        assert without_times(left) | {"spent": 0} == without_times(right) | {"spent": 0}
 
 
 def test_a_finished_run_is_not_continued_and_a_longer_one_is(data, tmp_path):
