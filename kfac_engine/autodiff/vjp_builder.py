@@ -212,17 +212,22 @@ class VjpBuilder(NodeBuilder):
 
         This is the adjoint of a broadcast. It is ``g`` itself if no axis was broadcast.
         """
-        wide, narrow = self.sample_shape(result), self.sample_shape(operand)
-        lead = len(wide) - len(narrow)
-        broadcast = [
-            axis
-            for axis in range(len(wide))
-            if axis < lead or (narrow[axis - lead] == 1 and wide[axis] != 1)
-        ]
-        if not broadcast:
+        axes = self.broadcast_axes(result, operand)
+        if not axes:
             return g
-        summed = self.op("ReduceSum", g, self.constant(broadcast, "int64"), keepdims=1)
-        return summed if lead == 0 else self.reshape_like(summed, operand)
+        summed = self.op("ReduceSum", g, self.constant(axes, "int64"), keepdims=1)
+        return (
+            self.reshape_like(summed, operand) if self.rank(operand) < self.rank(result) else summed
+        )
+
+    def broadcast_axes(self, result: str, operand: str) -> list[int]:
+        """Return the axes of ``result`` along which ``operand`` was broadcast, from the last."""
+        wide, narrow = self.sample_shape(result), self.sample_shape(operand)
+        return [
+            axis
+            for axis in range(-len(wide), 0)
+            if axis < -len(narrow) or (narrow[axis] == 1 and wide[axis] != 1)
+        ]
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -1,9 +1,15 @@
 """Derivative rules where finite differences do not exist or do not reach: closed forms."""
 
+from math import prod
+
 import numpy as np
 import pytest
 
+from kfac_engine.autodiff.second_order import joint_graph
 from kfac_engine.errors import UnsupportedOpError
+from kfac_engine.runtime.model import load_model
+from kfac_engine.runtime.sample_run import measured_facts
+from tests import models
 from tests.autodiff.harness import (
     DTYPES,
     Case,
@@ -166,3 +172,31 @@ _REFUSED = [
 def test_unsupported_form_error_names_operator_and_node(refused):
     with pytest.raises(UnsupportedOpError, match=rf"{refused.op}.*'tested'|'tested'.*{refused.op}"):
         _ = bench(refused, "reference", batch=2).backward
+
+
+STACKS = {
+    "one_row": ("batch,3,1,16 -> batch,3,1,8", "w(3,16,8)", "MatMul(input, w)"),
+    "under_positions": ("batch,2,3,1,16 -> batch,2,3,1,8", "w(3,16,8)", "MatMul(input, w)"),
+    "axis_of_one": ("batch,3,1,16 -> batch,3,1,8", "w(1,3,16,8)", "MatMul(input, w)"),
+    "on_left": ("batch,3,16,1 -> batch,3,8,1", "w(3,8,16)", "MatMul(w, input)"),
+    "einsum": (
+        "batch,3,16 -> batch,3,8",
+        "w(3,16,8)",
+        'Einsum<equation="nsi,sio->nso">(input, w)',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_gradient_of_a_stack_forms_no_weight_for_each_example(name):
+    shapes, weight, call = STACKS[name]
+    model = load_model(models.written(shapes, weight, f"output = {call}"))
+    backward = model.backward(["output"], ["w"])
+    feeds = {
+        name: np.ones((20, *model.facts[like].shape[1:]), np.float32)
+        for name, like in (("input", "input"), (backward.cotangents["output"], "output"))
+    }
+    facts = measured_facts(joint_graph(model.graph, backward), feeds)
+    largest = max(prod(facts[name].shape) for node in backward.nodes for name in node.outputs)
+    # Data of the 20 examples are smaller than six weights.
+    assert largest < 6 * model.parameters["w"].size

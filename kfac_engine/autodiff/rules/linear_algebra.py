@@ -59,8 +59,10 @@ def _left_matrix(b: VjpBuilder, node: Node, g: str) -> str:
     if b.rank(A) == 2:
         # One large product replaces a batch of products and their sum.
         return b.op("Gemm", _columns(b, g, b.rank(B)), _columns(b, B, b.rank(B)), transB=1)
-    product = b.op("MatMul", g, _swap_last(b, B, b.rank(B)))
-    return b.unbroadcast(product, node.outputs[0], A)
+    if summed := _broadcast_batch(b, node, A):
+        sides = (g, node.outputs[0]), (B, B)
+        return b.reshape_like(_sum_of_products(b, sides, summed, rows=-2), A)
+    return b.op("MatMul", g, _swap_last(b, B, b.rank(B)))
 
 
 def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
@@ -72,8 +74,35 @@ def _right_matrix(b: VjpBuilder, node: Node, g: str) -> str:
         product = b.op("Gemm", left, right, transA=1)
         _record_rows(b, product, (left, right), node)
         return product
-    product = b.op("MatMul", _swap_last(b, A, rank), g)
-    return b.unbroadcast(product, node.outputs[0], B)
+    if summed := _broadcast_batch(b, node, B):
+        sides = (A, A), (g, node.outputs[0])
+        return b.reshape_like(_sum_of_products(b, sides, summed, rows=-1), B)
+    return b.op("MatMul", _swap_last(b, A, rank), g)
+
+
+def _broadcast_batch(b: VjpBuilder, node: Node, operand: str) -> list[int]:
+    """Return the batch axes along which an operand was broadcast, counted from the last axis."""
+    return [axis for axis in b.broadcast_axes(node.outputs[0], operand) if axis < -2]
+
+
+def _sum_of_products(
+    b: VjpBuilder, sides: Sequence[tuple[str, str]], summed: Sequence[int], *, rows: int
+) -> str:
+    """Write the products ``left · rightᵀ`` of two batches of matrices, summed over batch axes.
+
+    Each side is a value and a forward value with its axes. The matrices along the axes ``summed``
+    of the second, counted from the last, become one wide matrix, so that no product is formed for
+    each of them. ``rows`` is the axis that both matrices of a product have as rows.
+    """
+    wide = []
+    for value, like in sides:
+        rank = b.rank(like)
+        batch = [axis for axis in range(-rank, -2) if axis not in summed]
+        order = (*batch, rows, *summed, -3 - rows)
+        moved = b.op("Transpose", value, perm=tuple(axis + rank for axis in order))
+        wide.append(b.op("Reshape", moved, b.constant([*[0] * (len(batch) + 1), -1])))
+    left, right = wide
+    return b.op("MatMul", left, _swap_last(b, right, len(batch) + 2))
 
 
 def _record_rows(b: VjpBuilder, product: str, sides: tuple[str, str], node: Node) -> None:
