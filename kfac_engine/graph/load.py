@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped] 
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
+from kfac_engine.graph.analysis.declared_constants import declared_constants
 from kfac_engine.graph.files import ExternalData
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.passes.bodies import fold_constant_ifs, hoist_weights
@@ -277,8 +278,9 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
     _decode_all(working.graph, template)
     stored = declared_halves((*template.graph.input, *template.graph.output))
     stored |= upcast(working.graph, constants)
+    nodes, statistics = decompose(canonical_nodes(working.graph.node), constants)
     graph = Graph(
-        nodes=decompose(canonical_nodes(working.graph.node), constants),
+        nodes=nodes,
         inputs=tuple(_inputs(working.graph.input, constants, stored)),
         outputs=tuple(entry.name for entry in working.graph.output),
         constants=constants,
@@ -287,6 +289,7 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
         domains={entry.domain: entry.version for entry in working.opset_import if entry.domain},
         filled=filled,
         inner=inner,
+        declared=declared_constants(template, tuple(constants)) | statistics,
     )
     graph, notes = in_train_form(graph) if train_form else (graph, ())
     files = (path, *external.files) if path and external else ()

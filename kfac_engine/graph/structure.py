@@ -110,6 +110,7 @@ class Graph:
         domains: Versions of the other operator domains in use.
         filled: Names of constants that the file stores as a shape and one number.
         inner: Names of constants that the file stores in the bodies of nodes.
+        declared: Reasons why constants are no parameters, by name, where the file states them.
         fixed: Values of integer inputs in the sample; the graph is specialized to them.
     """
 
@@ -122,6 +123,7 @@ class Graph:
     domains: Mapping[str, int] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
     inner: frozenset[str] = frozenset()
+    declared: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Array] = field(default_factory=dict)
 
     @cached_property

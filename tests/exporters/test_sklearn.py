@@ -8,11 +8,12 @@ import pytest
 from numpy.typing import NDArray
 from skl2onnx import to_onnx
 from sklearn.base import BaseEstimator
+from sklearn.decomposition import PCA
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures, StandardScaler
+from sklearn.preprocessing import MinMaxScaler, PolynomialFeatures, StandardScaler
 
 import kfac_engine as ke
 
@@ -36,6 +37,8 @@ TRAINED = {
     "numbers": (MLPRegressor(**SMALL, activation="logistic"), 0, "normal"),
     "numbers-identity": (MLPRegressor(**SMALL, activation="identity"), 0, "normal"),
     "scaled-classes": (make_pipeline(StandardScaler(), MLPClassifier(**SMALL)), 3, "categorical"),
+    "ranged-numbers": (make_pipeline(MinMaxScaler(), MLPRegressor(**SMALL)), 0, "normal"),
+    "components": (make_pipeline(PCA(3, whiten=True), MLPClassifier(**SMALL)), 3, "categorical"),
     "powers": (make_pipeline(PolynomialFeatures(2), MLPRegressor(**SMALL)), 0, "normal"),
 }
 
@@ -107,7 +110,6 @@ def test_gradients_of_networks_equal_closed_form(
         loss=loss,
         output=_network_output(exported),
         damping=0.1,
-        trainable=["coefficient*", "intercept*"],  # not what the scaler measured
     )
     expected_targets = targets if loss == "categorical" else targets[:, None].astype(np.float32)
     result = engine.step({"X": inputs}, expected_targets)

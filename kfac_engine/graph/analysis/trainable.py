@@ -2,8 +2,9 @@
 
 In a file, weights, running statistics, masks, epsilons and interpolation factors are all float
 initializers. Their uses distinguish them. A constant is not a parameter if every use, followed
-through views such as ``Transpose``, is in a table below, if its values form a computed table (see
-``computed_tables``), or if it is a number of an exporter (see ``exporter_changes``).
+through views such as ``Transpose``, is in a table below, if it is a number that an operator reads
+like an attribute, if its values form a computed table (see ``computed_tables``), if it is a number
+of an exporter (see ``exporter_changes``), or if the file states it (see ``declared_constants``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from kfac_engine._types import Array
 from kfac_engine.errors import ModelError, NonFiniteError, UnknownNameError, suggestion
 from kfac_engine.graph.analysis.computed_tables import is_count, is_mask
 from kfac_engine.graph.analysis.exporter_changes import is_computed
+from kfac_engine.graph.node_builder import FLOAT_CODES
 from kfac_engine.graph.passes.bodies import Body, body_of
 from kfac_engine.graph.structure import RELAYS, Graph, Node, Subgraph
 from kfac_engine.graph.tensors import FLOATS
@@ -52,6 +54,13 @@ _SETTINGS: Mapping[tuple[str, int], str] = {
         for index in (0, 1)
     },
 }
+
+# Operands that are read like attributes. A number that is one of them anywhere is no parameter: the
+# model would fail or change its shapes when the number moves.
+_LIKE_ATTRIBUTES = frozenset(
+    {("Dropout", 1), ("OneHot", 2), ("Pad", 2), ("Range", 0), ("Range", 1), ("Range", 2)}
+    | {("Cast", 0), ("Resize", 1), ("Resize", 2)}
+)
 
 # Parts of the names of operators that compute with integers. Their float operands are scales.
 _QUANTIZED = (
@@ -152,9 +161,11 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
     # parameters.
     if name in graph.filled and array.flat[0] in (0, 1):
         return f"filled with {array.flat[0]:g} by ConstantOfShape, not stored in the file"
-    table = graph.tables.reason(name)
-    if table:
-        return table
+    return graph.tables.reason(name) or _reason_of_uses(graph, name, array)
+
+
+def _reason_of_uses(graph: Graph, name: str, array: Array) -> str | None:
+    """Return the reason that the readers of a float constant, or the file, give."""
     uses = list(_uses(graph, name))
     reasons = [_setting(scope, array, node, i) for scope, node, i in uses]
     if not reasons:
@@ -163,11 +174,34 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
         return "the zero of a convolution without bias"
     if None not in reasons:
         return reasons[0]
-    # The scale of an attention is such a number, and the file computes its root. A function of a
-    # parameter that the exporter computed meets the data instead.
-    functions = [node for _, node, _ in uses if len(node.inputs) == 1]
-    if array.ndim == 0 and is_computed(name) and len(functions) == len(uses):
-        return f"a number of the exporter ({functions[0].op} node '{functions[0].name}')"
+    if name in graph.declared:
+        return graph.declared[name]
+    return _reason_of_number(name, array, uses, reasons) or _reason_of_values(array, uses)
+
+
+def _reason_of_number(
+    name: str,
+    array: Array,
+    uses: Sequence[tuple[Graph, Node, int]],
+    reasons: Sequence[str | None],
+) -> str | None:
+    """Return the reason why one number with several uses is not a parameter."""
+    like_attributes = (
+        reason
+        for (_, node, index), reason in zip(uses, reasons, strict=True)
+        if (node.qualified_op, index) in _LIKE_ATTRIBUTES
+    )
+    setting = next(like_attributes, None) if array.size == 1 else None
+    # The scale of an attention is a number of the exporter, and the file computes its root. A
+    # function of a parameter that the exporter computed meets the data instead.
+    others = [node for (_, node, _), why in zip(uses, reasons, strict=True) if why is None]
+    is_function = all(len(node.inputs) == 1 for node in others)
+    if not setting and array.ndim == 0 and is_computed(name) and is_function:
+        return f"a number of the exporter ({others[0].op} node '{others[0].name}')"
+    return setting
+
+
+def _reason_of_values(array: Array, uses: Sequence[tuple[Graph, Node, int]]) -> str | None:
     # Masks and fill values may be non-finite and are not parameters. A non-finite weight of a layer
     # is an error, which is raised later.
     of_layer = any(node.op in _LAYERS for _, node, _ in uses)
@@ -190,13 +224,18 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[Graph, Node, int]]:
         value = waiting.pop()
         for node, index in graph.consumers.get(value, ()):
             inner = list(_names_inside(graph, node, index, value))
-            if node.qualified_op in _VIEWS and (index == 0 or node.op == "Concat"):
+            view = node.qualified_op in _VIEWS and (index == 0 or node.op == "Concat")
+            if view and not _is_cast_to_whole(node):
                 waiting += [output for output in node.outputs if output not in seen]
                 seen.update(node.outputs)
             elif not inner:
                 yield graph, node, index
             for body, inner_name in inner:
                 yield from _uses(body, inner_name)
+
+
+def _is_cast_to_whole(node: Node) -> bool:
+    return node.qualified_op == "Cast" and node.attributes.get("to") not in FLOAT_CODES.values()
 
 
 def _names_inside(graph: Graph, node: Node, index: int, name: str) -> Iterator[tuple[Graph, str]]:
@@ -245,6 +284,12 @@ def _why_none(graph: Graph) -> str:
                 f"{graph.constants[quantized[0]].dtype}), which cannot be trained; use the model "
                 f"as it was before quantization"
             )
+    buffers = [n for n, a in graph.constants.items() if n in graph.declared and _is_float(a)]
+    if buffers:
+        return (
+            f"'{buffers[0]}' is {graph.declared[buffers[0]]}; name the constants to train with "
+            f"trainable=… or --trainable"
+        )
     return (
         f"none of its {len(graph.constants)} constants is a float weight of a layer; export it "
         f"with its weights as initializers"
@@ -256,8 +301,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
     setting = None if node.domain else _SETTINGS.get((node.op, index))
     if index >= 0 and node.qualified_op in _ITERATIONS:
         setting = "an initial value of a loop"
-    if setting is None and index > 0 and any(part in node.op for part in _QUANTIZED):
-        setting = "part of a quantized layer, which is not trained"
+    setting = setting or _setting_of_kind(node, index)
     if _is_neutral_in_group_norm(graph, array, node, index):
         setting = "the neutral scale or shift inside a group normalization"
     if not node.domain and _scales_whole(graph, node, index):
@@ -272,6 +316,14 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
         return f"a count {where}"
     if is_mask(array) or (node.op in {"Add", "Where"} and (_distinct(array) < _MASKED).any()):
         return f"a mask {where}"
+    return None
+
+
+def _setting_of_kind(node: Node, index: int) -> str | None:
+    if _is_cast_to_whole(node):
+        return "read as a whole number or a truth value"
+    if index > 0 and any(part in node.op for part in _QUANTIZED):
+        return "part of a quantized layer, which is not trained"
     return None
 
 

@@ -247,6 +247,16 @@ _LINEAR_MODELS: Mapping[str, Callable[[DecompositionBuilder], None]] = {
 }
 
 
+# Constants of these operators that are measured from data and not trained, by label. Of an operator
+# without an entry, all constants are weights or settings.
+_STATISTICS: Mapping[str, Mapping[str, str]] = {
+    "ai.onnx.ml::Scaler": {
+        "offset": "an offset of features, which is measured from data, not trained",
+        "scale": "a scale of features, which is measured from data, not trained",
+    },
+}
+
+
 # -- all operators ---------------------------------------------------------------------------------
 
 
@@ -271,13 +281,17 @@ DECOMPOSITIONS = {
 }
 
 
-def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node, ...]:
+def decompose(
+    nodes: Iterable[Node], constants: dict[str, Array]
+) -> tuple[tuple[Node, ...], dict[str, str]]:
     """Return nodes with operators that ONNX Runtime executes and whose weights are constants.
 
     The nodes are in topological order. ``constants`` receives weights that were attributes, with
-    names such as ``<node>.coefficients``.
+    names such as ``<node>.coefficients``. The second result has the reason why a new constant is
+    not a parameter, by name.
     """
     result: list[Node] = []
+    reasons: dict[str, str] = {}
     for node in nodes:
         write = DECOMPOSITIONS.get(node.qualified_op)
         if write is None:
@@ -289,4 +303,9 @@ def decompose(nodes: Iterable[Node], constants: dict[str, Array]) -> tuple[Node,
         for array in builder.constants.values():
             array.flags.writeable = False
         constants |= builder.constants
-    return tuple(result)
+        measured = _STATISTICS.get(node.qualified_op, {})
+        reasons |= {
+            f"{builder.prefix}{label}": f"{why} ({node.op} node '{node.name}')"
+            for label, why in measured.items()
+        }
+    return tuple(result), reasons

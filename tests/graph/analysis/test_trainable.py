@@ -80,6 +80,18 @@ EXCLUDED = {
     "mask_in_another_shape": ("m = Unsqueeze (c, p)  y = Add (x, m)",
                               {"c": [0.0, LOWEST, 0.0], "p": [0]}, "mask"),
     "number_made_wide": ("m = Expand (c, p)  y = Clip (x, m)", {"c": 0.0, "p": [1]}, "bound"),
+    "number_and_step_of_a_range": (
+        "r = Sqrt (c)  h = Mul (x, r)  s = Range (z, n, c)  y = MatMul (h, s)",
+        {"c": 1.0, "z": 0.0, "n": 3.0}, "the step of a range"),
+    "number_and_fill_value": ("h = Pad (x, p, c)  r = Exp (c)  y = Mul (h, r)",
+                              {"c": 1.0, "p": [0, 0, 1, 1]}, "fill value"),
+    "number_of_one_axis_and_size": (
+        "i = Cast <to=7> (c)  h = Expand (x, i)  r = Exp (c)  y = Mul (h, r)",
+        {"c": [1.0]}, "a whole number"),
+    "read_as_a_size": ("i = Cast <to=7> (c)  y = Expand (x, i)", {"c": [2.0, 3.0]},
+                       "a whole number"),
+    "read_as_truth_values": ("i = Cast <to=9> (c)  y = Where (i, x, x)", {"c": [0.0, 1.0, 1.0]},
+                             "a truth value"),
     "two_settings": ("h = Clip (x, c)  y = Pow (h, c)", {"c": 2.0}, "bound"),
     "scale": (f"{WHOLE} w = Mul (k, c)  y = MatMul (x, w)", {"c": [0.1, 0.2]}, "quantized"),
     "scale_of_shifted": (f"{WHOLE} s = Sub (k, z)  w = Mul (s, c)  y = MatMul (x, w)",
@@ -119,6 +131,14 @@ KEPT = {
                         {"c": np.ones((3, 2)), "w": np.ones((3, 1))}),
     "weight_and_shape": ("s = Shape (c)  h = Expand (x, s)  y = MatMul (h, c)",
                          {"c": np.ones((3, 3))}),
+    "weight_and_scales_of_a_resize": (
+        "r = Resize (x, , c)  h = MatMul (r, w)  y = Mul (h, c)",
+        {"c": [1.0, 2.0], "w": np.ones((6, 2))}),
+    "exponent_and_its_inverse": ("h = Pow (x, c)  i = Reciprocal (c)  y = Pow (h, i)", {"c": 3.0}),
+    "threshold_and_shift": ("m = Greater (x, c)  s = Sub (x, c)  y = Where (m, s, x)",
+                            {"c": [0.1, 0.2, 0.3]}),
+    "rows_at_places_of_its_own": ("i = Cast <to=7> (w)  r = Gather (c, i)  y = Add (x, r)",
+                                  {"c": np.ones((4, 3)), "w": [0.0]}),
     "table": ("i = Cast <to=7> (x)  y = Gather (c, i)", {"c": np.ones((4, 2))}),
     "replacement_token": ("m = IsNaN (x)  y = Where (m, c, x)", {"c": [0.1, 0.2, 0.3]}),
 }  # fmt: skip
@@ -157,7 +177,15 @@ def in_a_file(body: str, name: str, value) -> Graph:
 @pytest.mark.parametrize(
     "name", ["val_240", "lifted_tensor_0", "c_lifted_tensor_12", "/block/Constant_3_output_0"]
 )
-@pytest.mark.parametrize("body", [ATTENTION, "r = Exp ({0})  y = Mul (x, r)"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        ATTENTION,
+        "r = Exp ({0})  y = Mul (x, r)",
+        "r = Sqrt ({0})  h = Pow (x, {0})  y = Mul (h, r)",
+        "r = Sqrt ({0})  h = Mul (x, {0})  y = Mul (h, r)",
+    ],
+)
 def test_number_of_exporter_is_not_a_parameter(name: str, body: str) -> None:
     graph = in_a_file(body, name, 0.125)
     assert "a number of the exporter (" in excluded_reason(graph, name)

@@ -1,0 +1,74 @@
+"""Reads which constants are no parameters from what exporters write into a file.
+
+The newer exporter of PyTorch writes the kind of each tensor of a module: a parameter, a buffer, or
+a constant of its code. With ``optimize``, it also writes the constants from which it has computed
+another. skl2onnx names the arrays of an estimator that scikit-learn trains.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, StringStringEntryProto
+
+# Metadata of a value: the kind of the tensor, and a list of names as Python writes it.
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_SOURCES = "pkg.onnxscript.optimizer.folded_from"
+# Metadata of the graph with one line for each tensor, also for those without metadata of their own.
+_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+_LINE = re.compile(r"^\w+: ([A-Z_]+) target='([^']*)'", re.MULTILINE)
+_PARAMETER = "PARAMETER"
+_REASONS = {
+    "BUFFER": "a buffer of the module, by the metadata of the file",
+    "CONSTANT_TENSOR": "a constant in the code of the module, by the metadata of the file",
+}
+
+# Names that skl2onnx and the decomposition of linear models give to what an estimator trains.
+_TRAINED = re.compile(r"(coef|coefficient|intercept|intercepts)\d*|.*\.(coefficients|intercepts)")
+_FITTED = "not an array of an estimator but one that a transformer of scikit-learn measured"
+
+
+def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, str]:
+    """Return the reasons why constants of ``names`` are no parameters, as the file states them.
+
+    A reason is a phrase that can follow "it is". The initializers of ``model`` need no data.
+    """
+    if model.producer_name == "skl2onnx":
+        trained = {name for name in names if _TRAINED.fullmatch(name)}
+        # Models without such names, as naive Bayes classifiers, give no evidence.
+        return {name: _FITTED for name in names if name not in trained} if trained else {}
+    kinds = _kinds(model.graph)
+    reasons = {name: _REASONS[kind] for name, kind in kinds.items() if kind in _REASONS}
+    if kinds:
+        for name, sources in _entries(model.graph, _SOURCES):
+            listed = re.findall(r"'([^']*)'", sources)
+            if all(kinds.get(source) != _PARAMETER for source in (name, *listed)):
+                reasons[name] = _computed(listed, kinds)
+    return {name: reasons[name] for name in names if name in reasons}
+
+
+def _kinds(graph: "GraphProto") -> Mapping[str, str]:
+    """Return the kinds of tensors that the exporter of PyTorch states, by name."""
+    signature = next((e.value for e in graph.metadata_props if e.key == _SIGNATURE), "")
+    inputs = signature.partition("# outputs")[0]
+    kinds = {name: kind for kind, name in _LINE.findall(inputs)}
+    return kinds | dict(_entries(graph, _KIND))
+
+
+def _entries(graph: "GraphProto", key: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of values and initializers with an entry of this key, and the entry."""
+    for value in (*graph.value_info, *graph.input, *graph.initializer):
+        entry = _entry(value.metadata_props, key)
+        if entry:
+            yield value.name, entry
+
+
+def _entry(metadata: "Iterable[StringStringEntryProto]", key: str) -> str:
+    return next((entry.value for entry in metadata if entry.key == key), "")
+
+
+def _computed(sources: Sequence[str], kinds: Mapping[str, str]) -> str:
+    buffers = [f"'{name}'" for name in sources if kinds.get(name) == "BUFFER"]
+    origin = f"the buffer {buffers[0]}" if buffers else "constants in the code"
+    return f"computed from {origin} of the module, by the metadata of the file"

@@ -1,0 +1,217 @@
+"""Constants that a file states to be no parameters are not trained, unless the user names them."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper, parser
+
+import kfac_engine as ke
+from kfac_engine.graph.analysis.trainable import excluded_reason, trainable_parameters
+from kfac_engine.graph.load import load_graph
+from kfac_engine.graph.passes.decompose import _LINEAR_MODELS, _STATISTICS
+from kfac_engine.graph.structure import Graph
+from tests.models import one_operator
+
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+FOLDED = "pkg.onnxscript.optimizer.folded_from"
+SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
+# A layer, and constants before and after it.
+BODY = "h = Sub (x, mean)  p = MatMul (h, w)  y = Add (p, b)"
+
+
+def torch_file(
+    body: str = BODY,
+    kinds: dict[str, str] | None = None,
+    folded: dict[str, list[str]] | None = None,
+    signature: str = "",
+    shapes: dict[str, tuple[int, ...]] | None = None,
+) -> onnx.ModelProto:
+    """A file with the metadata of the newer exporter of PyTorch."""
+    shapes = {"w": (3, 2), "mean": (3,), "b": (2,)} | (shapes or {})
+    model = parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 18]> m (float[N,3] x) => (float[] y) {{ {body} }}'
+    )
+    model.producer_name = "pytorch"
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        array = rng.normal(size=shape).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+        value = helper.make_tensor_value_info(name, 1, shape)
+        entries = {KIND: (kinds or {}).get(name), FOLDED: (folded or {}).get(name)}
+        for key, entry in entries.items():
+            if entry:
+                value.metadata_props.add(key=key, value=str(entry))
+        model.graph.value_info.append(value)
+    if signature:
+        model.graph.metadata_props.add(key=SIGNATURE, value=signature)
+    return model
+
+
+def lines(*entries: str) -> str:
+    """A signature, as the exporter writes it."""
+    listed = "\n".join(f"t{i}: {entry}" for i, entry in enumerate(entries))
+    return f"\n# inputs\n{listed}\nx: USER_INPUT\n\n# outputs\ny: USER_OUTPUT\n"
+
+
+PARAMETERS = {"w": "PARAMETER", "b": "PARAMETER"}
+# What the file states about "mean", and what the reason says; None if it is trained.
+STATED = {
+    "buffer": (torch_file(kinds=PARAMETERS | {"mean": "BUFFER"}), "a buffer of the module"),
+    "constant_of_the_code": (
+        torch_file(kinds=PARAMETERS | {"mean": "CONSTANT_TENSOR"}),
+        "a constant in the code",
+    ),
+    # The metadata of an initializer is absent if a result has its name.
+    "buffer_in_the_signature_only": (
+        torch_file(kinds=PARAMETERS, signature=lines("BUFFER target='mean' persistent=True")),
+        "a buffer of the module",
+    ),
+    "folded_from_a_buffer": (
+        torch_file(
+            folded={"mean": ["raw", "val_0"]},
+            signature=lines("PARAMETER target='w'", "BUFFER target='raw' persistent=True"),
+        ),
+        "computed from the buffer 'raw'",
+    ),
+    "folded_from_numbers": (
+        torch_file(kinds=PARAMETERS, folded={"mean": ["val_0", "val_1"]}),
+        "computed from constants in the code",
+    ),
+    "buffer_behind_views_and_casts": (
+        torch_file(
+            "i = Identity (mean)  d = Cast <to=11> (i)  f = Cast <to=1> (d)  h = Sub (x, f)"
+            "  p = MatMul (h, w)  y = Add (p, b)",
+            kinds=PARAMETERS | {"mean": "BUFFER"},
+        ),
+        "a buffer of the module",
+    ),
+    "parameter": (torch_file(kinds=PARAMETERS | {"mean": "PARAMETER"}), None),
+    "no_metadata": (torch_file(), None),
+    "folded_from_a_parameter": (
+        torch_file(
+            folded={"mean": ["raw", "gain"]},
+            signature=lines("PARAMETER target='gain'", "BUFFER target='raw' persistent=True"),
+        ),
+        None,
+    ),
+    # A normalization that was multiplied into a weight keeps the name of the weight.
+    "parameter_that_was_folded_again": (
+        torch_file(folded={"mean": ["val_0"]}, signature=lines("PARAMETER target='mean'")),
+        None,
+    ),
+    "folded_in_a_file_without_kinds": (torch_file(folded={"mean": ["raw"]}), None),
+    # A result of this name is no tensor of the module.
+    "name_of_an_output": (
+        torch_file(
+            signature="\n# inputs\np_w: PARAMETER target='w'\n\n# outputs\n"
+            "g: BUFFER_MUTATION target='mean'\n"
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "words"), STATED.values(), ids=STATED)
+def test_statement_of_the_file_decides(model: onnx.ModelProto, words: str | None) -> None:
+    graph = load_graph(model)
+    reason = excluded_reason(graph, "mean")
+    assert (reason is None) if words is None else words in str(reason)
+    assert ("mean" in trainable_parameters(graph)) == (words is None)
+    assert {"w", "b"} <= set(trainable_parameters(graph))
+
+
+def test_user_trains_a_buffer_by_name() -> None:
+    graph = load_graph(STATED["buffer"][0])
+    assert trainable_parameters(graph, ["mean", "w"]) == ("w", "mean")
+
+
+def test_training_leaves_buffers_unchanged(tmp_path) -> None:
+    engine = ke.Engine.from_onnx(STATED["buffer"][0], loss="categorical")
+    rng = np.random.default_rng(1)
+    data = rng.normal(size=(16, 3)).astype(np.float32), rng.integers(0, 2, 16)
+    ke.fit(engine, data, epochs=1, batch_size=8)
+    engine.export(tmp_path / "new.onnx")
+    stored = {
+        e.name: numpy_helper.to_array(e) for e in onnx.load(tmp_path / "new.onnx").graph.initializer
+    }
+    before = {e.name: numpy_helper.to_array(e) for e in STATED["buffer"][0].graph.initializer}
+    np.testing.assert_array_equal(stored["mean"], before["mean"])
+    assert not np.array_equal(stored["w"], before["w"])
+
+
+def test_file_of_buffers_only_says_how_to_train_them() -> None:
+    kinds = dict.fromkeys(("w", "b", "mean"), "BUFFER")
+    with pytest.raises(ke.ModelError, match=r"'w' is a buffer of the module.*trainable="):
+        trainable_parameters(load_graph(torch_file(kinds=kinds)))
+
+
+# -- scikit-learn ----------------------------------------------------------------------------------
+
+
+def sklearn_file(names: dict[str, str], producer: str = "skl2onnx") -> Graph:
+    """A transformer of the features and a layer, whose constants have these names."""
+    body = "h = Mul (x, {scale})  c = Add (h, {offset})  p = MatMul (c, {w})  y = Add (p, {b})"
+    shapes = {"scale": (3,), "offset": (3,), "w": (3, 2), "b": (1, 2)}
+    model = torch_file(body.format(**names), shapes={names[k]: v for k, v in shapes.items()})
+    model.producer_name = producer
+    return load_graph(model)
+
+
+NETWORK = {"scale": "Mu_Mulcst", "offset": "Ad_Addcst", "w": "coefficient", "b": "intercepts"}
+
+
+@pytest.mark.parametrize(
+    ("names", "producer", "trained"),
+    [
+        (NETWORK, "skl2onnx", ("coefficient", "intercepts")),
+        (NETWORK | {"w": "coef", "b": "intercept"}, "skl2onnx", ("coef", "intercept")),
+        (NETWORK | {"w": "coefficient1", "b": "intercepts1"}, "skl2onnx",
+         ("coefficient1", "intercepts1")),
+        (NETWORK | {"w": "theta", "b": "sigma"}, "skl2onnx",
+         ("Mu_Mulcst", "Ad_Addcst", "theta", "sigma")),
+        (NETWORK, "other", tuple(NETWORK.values())),
+    ],
+    ids=["network", "linear", "numbered", "unknown_estimator", "other_producer"],
+)  # fmt: skip
+def test_arrays_of_the_estimator_are_parameters(names, producer, trained) -> None:
+    graph = sklearn_file(names, producer)
+    assert trainable_parameters(graph) == trained
+    for name in set(names.values()) - set(trained):
+        assert "a transformer of scikit-learn measured" in str(excluded_reason(graph, name))
+
+
+NUMBERS = [0.5, 2.0, -1.0]
+# Each operator of the classical domain that becomes constants: attributes, trained constants.
+CLASSICAL = {
+    "Scaler": ({"offset": NUMBERS, "scale": NUMBERS}, set()),
+    "Normalizer": ({"norm": "L2"}, set()),
+    "ArrayFeatureExtractor": ({}, set()),
+    "LinearRegressor": (
+        {"coefficients": NUMBERS, "intercepts": [0.5]},
+        {"node.coefficients", "node.intercepts"},
+    ),
+    "LinearClassifier": (
+        {"coefficients": NUMBERS * 2, "intercepts": [0.5, 0.1], "classlabels_ints": [0, 1]},
+        {"node.coefficients", "node.intercepts"},
+    ),
+}
+
+
+@pytest.mark.parametrize("op", CLASSICAL)
+def test_statistics_of_classical_operators_are_not_parameters(op: str) -> None:
+    attributes, trained = CLASSICAL[op]
+    operands = {"places": np.array([2, 0])} if op == "ArrayFeatureExtractor" else {}
+    results = ("label", "y") if op == "LinearClassifier" else ("y",)
+    opsets = '"": 18, "ai.onnx.ml": 3'
+    model = one_operator(
+        op, {"x": "float[n,3]"}, operands, results, opsets, domain="ai.onnx.ml", **attributes
+    )
+    graph = load_graph(model)
+    found = {name for name in graph.constants if excluded_reason(graph, name) is None}
+    assert found == trained
+    for label in _STATISTICS.get(f"ai.onnx.ml::{op}", {}):
+        assert "measured from data" in str(excluded_reason(graph, f"node.{label}"))
+
+
+def test_each_classical_operator_has_a_row() -> None:
+    assert {name.partition("::")[2] for name in _LINEAR_MODELS} == set(CLASSICAL)
