@@ -1,12 +1,11 @@
 """Forms of normalizations and dropouts, of training and of inference, and random values.
 
 The updates of running statistics are added to a graph in training form. A trained model computes in
-inference form. A later pass over the same batch reads the random values of the first forward pass,
-so that all values and gradients of a batch belong to the same sample.
+inference form.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -175,12 +174,6 @@ def drawn_values(graph: Graph) -> tuple[str, ...]:
     return tuple(
         name for node in graph.nodes if draws(graph, node) for name in node.outputs if name
     )
-
-
-def given_draws(nodes: Iterable[Node], drawn: Iterable[str]) -> tuple[Node, ...]:
-    """Return ``nodes`` without the nodes that compute the values ``drawn``."""
-    names = frozenset(drawn)
-    return tuple(node for node in nodes if names.isdisjoint(node.outputs))
 
 
 def draws(graph: Graph, node: Node) -> bool:

@@ -139,7 +139,7 @@ ROWS: Mapping[str, Row] = {
         names=("curvature.estimation_modes.MODES",), metavar="NAME"),
     "approximations": Row(Group.CURVATURE, "Approximation of a kind of layer, in place of the "
         "default.", flag="--approx", metavar="KIND=NAME"),
-    "seed": Row(Group.CURVATURE, "Seed of sampled targets."),
+    "seed": Row(Group.CURVATURE, "Seed of sampled targets, and of random operators."),
     "structure": Row(Group.CURVATURE, "Structure of the matrix.",
         names=("analysis.fisher_matrix.options.STRUCTURES",), metavar="NAME"),
     "fisher": Row(Group.CURVATURE, "Which Fisher matrix: exact, an estimate from one sampled "

@@ -82,7 +82,7 @@ class BlockFisher:
         The generator, the element types of averages, the running statistics, and protected averages
         and inverses are restored. Ctrl-C takes effect at the end.
         """
-        undo = Undo(self.estimator, self._assembly.model.buffers)
+        undo = Undo(self.estimator, self._assembly.model)
         operation = self._shards.agreement.operation(name)
         with HeldInterrupts(), single_threaded_blas(), quiet(), operation:
             try:

@@ -211,6 +211,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     axes = {name: place.axis for name, place in task.batch.places.items() if place.axis}
     statistics, objective = estimator.statistics, task.objective
     statistics.axes, statistics.batch = axes | {**objective.axes}, objective.batch
+    model.passes.seed = options.seed
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()

@@ -57,6 +57,7 @@ class State:
         planner: State of the planner of the schedule; None if it is unknown.
         samples: Entries of averages from which drifts are computed, by name.
         extras: Data of the caller.
+        passes: Forward passes that have drawn random numbers.
     """
 
     counter: int
@@ -67,6 +68,7 @@ class State:
     planner: Mapping[str, object] | None = None
     samples: Mapping[str, Array] = field(default_factory=dict)
     extras: Extras = field(default_factory=Extras)
+    passes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
         "damping": [damping] if isinstance(damping, RelativeDamping) else damping,
         "planner": state.planner,
         "extras": state.extras.values,
+        "passes": state.passes,
     }
     write_state(path, ENGINE_STATE, header, tensors)
 
@@ -167,6 +170,8 @@ def load_state(
         planner=file.value("planner", lambda v: v is None or is_planner_state(v)),
         samples=file.below("sample/"),
         extras=extras,
+        # States of older versions have no number.
+        passes=file.value("passes", is_count) if "passes" in file.header else 0,
     )
     faults = [
         f"'{name}' holds NaN or infinity" for name, a in file.arrays.items() if not _finite(a)

@@ -527,6 +527,7 @@ class Engine(Summarized, TrainableModel):
             restore_factors()
             self.fisher.distribution.restart()
             self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
+            self._model.passes.count = state.passes
             self.planner.restore(state.planner)
             self.estimator.refreshes.restore(state.samples)
             if parameters:
@@ -591,7 +592,8 @@ class Engine(Summarized, TrainableModel):
     def _state(self, extras: Extras | None) -> State:
         schedule = self.planner.saved(), self.estimator.refreshes.saved()
         rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
-        return State(self.counter, self.estimator.rng.bit_generator.state, *rest)
+        passes = self._model.passes.count
+        return State(self.counter, self.estimator.rng.bit_generator.state, *rest, passes)
 
     def _advance(self, seconds: float) -> None:
         """Record that a call has succeeded."""

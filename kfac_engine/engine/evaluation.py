@@ -128,7 +128,7 @@ class Evaluation:
         model = self._model
         checked = check_inputs(model.graph, inputs)
         feeds = {name: model.memory_space.as_feed(array) for name, array in checked.items()}
-        feeds |= {**model.parameters, **model.buffers}
+        feeds |= model.inference_feeds()
         known = ChainMap(feeds, model.graph.constants)  # type: ignore[arg-type] # it is not changed
         computed = tuple(name for name in dict.fromkeys(names) if name not in known)
         results: dict[str, Array] = {}
@@ -151,5 +151,5 @@ class Evaluation:
             model = self._model
             graph = inference_form(model.extended_graph(), model.buffers)
             part = replace(graph, nodes=SubGraph(graph, names).nodes)
-            self._sessions[names] = open_forward(model.context(), part, names, {})
+            self._sessions[names] = open_forward(model.context(), part, names)
         return self._sessions[names]

@@ -96,7 +96,7 @@ class EngineOptions:
             weights; by default 64 MiB, on a GPU 256 MiB. A lower bound is slower once the patches
             of few images fit.
         backend: Array library.
-        seed: Seed of sampled targets.
+        seed: Seed of sampled targets, and of the random operators of the model.
         sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
             generated.
         gradient_dtype: Element type of the gradients and parameters of a half-precision model: the

@@ -14,6 +14,7 @@ import numpy as np
 from kfac_engine._types import Array, DType
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.runtime.model import OnnxModel
 
 # Intermediate products may be larger than the result.
 _MARGIN = 1e-6
@@ -39,12 +40,13 @@ def _saved(factor: FisherFactor) -> Callable[[], None]:
 class Undo:
     """What an engine restores after an error.
 
-    These are the generator and the element types of ``estimator``, the running statistics
-    ``buffers``, and protected averages.
+    These are the generator and the element types of ``estimator``, the running statistics and the
+    count of random passes of ``model``, and protected averages.
     """
 
-    def __init__(self, estimator: FisherEstimator, buffers: dict[str, Array]) -> None:
-        self._estimator, self._present, self._buffers = estimator, buffers, dict(buffers)
+    def __init__(self, estimator: FisherEstimator, model: OnnxModel) -> None:
+        self._estimator, self._model = estimator, model
+        self._buffers, self._passes = dict(model.buffers), model.passes.count
         self._restore_draws = estimator.statistics.snapshot()
         self._restore: Callable[[], None] | None = None
 
@@ -79,7 +81,8 @@ class Undo:
 
     def restore(self) -> None:
         """Restore what was stored."""
-        self._present.update(self._buffers)
+        self._model.buffers.update(self._buffers)
+        self._model.passes.count = self._passes
         if self._restore is not None:
             self._restore()
         self._restore_draws()  # averages were stored after the batch had widened their types

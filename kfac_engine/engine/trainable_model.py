@@ -207,7 +207,8 @@ class TrainableModel(Sealed):
         ``BatchNormalization`` in training form uses its running statistics (``buffers``), and a
         ``Dropout`` whose training mode is a constant of the file keeps all elements. A training
         mode that is an input has the value that the caller passes. Nodes in the body of a ``Loop``
-        or ``Scan`` that was not unrolled, and other random operators, run as in ``trace``.
+        or ``Scan`` that was not unrolled run as in ``trace``. Other random operators draw the same
+        numbers in each call.
 
         Args:
             inputs: Inputs of a form of ``fit``, or data of ``fit``, whose targets are not read.

@@ -4,7 +4,9 @@ Only operations that the statistics of training files need are here; another one
 ``UnsupportedError``.
 """
 
+from functools import reduce
 from math import pi
+from operator import mul
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ from kfac_engine.backend import channel_groups
 from kfac_engine.backend.window import SlidingWindow, Window
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.recording.functions import Namespace, applied, called
-from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape, size_of
+from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape, lifted, size_of
 
 # A low-discrepancy sequence of two dimensions, in units of 2⁻²⁴: the powers of the inverse of the
 # root of x³ = x + 1 (Roberts 2018). Its terms for the next examples and steps fill the unit square
@@ -24,6 +26,8 @@ _BITS = 2**24
 _FIRST, _SECOND = 12664745, 9560333
 _NEXT_EXAMPLE = 10368889  # the golden ratio
 _PRIME = 2**31 - 1  # of the hashes
+_COLUMNS = 256  # of the table of hashes
+_LARGEST = 1 - 2**-24  # the largest float32 below one
 
 
 def new_tape(prefix: str, dtype: DType | type = np.float32) -> Tape:
@@ -213,25 +217,48 @@ class Draws:
         return flat.reshape(tuple(shape))
 
     def _hashes(self, shape: Any) -> Symbol:
+        """Return numbers that are hashes of their place ``(row, column)`` in a table.
+
+        An entry of the table is ``a·b + c`` modulo a prime, with hashes a and c of the row and b of
+        the column. For any two entries, all pairs of values are equally probable.
+        """
+        size = _product(shape)
+        length = size.number() if isinstance(size, Size) else size
+        rows = (length + (_COLUMNS - 1)) // _COLUMNS
+        factors, shifts = (self._scrambled(rows).reshape(-1, 1) for _ in range(2))
+        table = (factors * self._scrambled(_COLUMNS) + shifts) % _PRIME
+        numbers = np.minimum((table.astype(np.float32) + 0.5) * (1 / _PRIME), _LARGEST)
+        flat = numbers.reshape(-1)
+        end = size.length() if isinstance(size, Size) else self._tape.integers(size)
+        entries = flat.new("Slice", self._tape.integers(0), end, shape=(size,))
+        return entries.reshape(tuple(shape))
+
+    def _scrambled(self, count: Any) -> Symbol:
+        """Return hashes of the numbers from zero to a count, the next ones of the step."""
         self._count += 1
         start = (self._step * 1000003 + self._count * 69069) % _PRIME
-        bits = (self._counters(shape) * 48271 + start) % _PRIME
+        bits = (self._range(count) * 48271 + start) % _PRIME
         for constant in (1013904223, 1664525):  # x⁵ is a permutation of the residues
             square = bits * bits % _PRIME
             bits = (square * square % _PRIME * bits + constant) % _PRIME
-        flat = (bits // 128).astype(np.float32) * (128 / _PRIME) + 64 / _PRIME
-        return flat.reshape(tuple(shape))
+        return bits
 
     def _counters(self, shape: Any) -> Symbol:
         """Return the numbers from zero to the number of entries."""
+        size = _product(shape)
+        return Namespace(self._tape).arange(size) if isinstance(size, Size) else self._range(size)
+
+    def _range(self, stop: Any) -> Symbol:
+        """Return the numbers from zero to a recorded or known number."""
         tape = self._tape
-        size: Any = 1
-        for entry in shape:
-            size = size * entry
-        if isinstance(size, Size):
-            return Namespace(tape).arange(size)
-        bounds = [tape.constant(k, np.int64) for k in (0, size, 1)]
+        bounds = [lifted(tape, k, np.int64).name for k in (0, stop, 1)]
+        size = Size(stop) if isinstance(stop, Recorded) else stop
         return Recorded(tape, tape.record("Range", bounds), (size,), np.int64)
+
+
+def _product(shape: Any) -> Any:
+    """Return the number of entries of an array."""
+    return reduce(mul, shape, 1)
 
 
 def _normal(first: Symbol, second: Symbol) -> Symbol:

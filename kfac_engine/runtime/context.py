@@ -24,6 +24,7 @@ class SessionContext:
         threads: Number of threads of ONNX Runtime; 0 for its default.
         scratch_bytes: Bound of the memory of products outside ONNX Runtime.
         graph_passes: Names from ``runtime.cpu.graph_passes.PASSES``.
+        start: Input of forward sessions with the start of random numbers; empty without any.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class SessionContext:
     threads: int
     scratch_bytes: int
     graph_passes: Set[str]
+    start: str
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
         """Return the inputs of a backward session, except cotangents and constants."""

@@ -37,6 +37,7 @@ from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_type
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.context import SessionContext
 from kfac_engine.runtime.cpu.graph_passes import chosen_passes
+from kfac_engine.runtime.draws import Passes, start_name
 from kfac_engine.runtime.inputs import (
     check_inputs,
     check_parameters,
@@ -122,6 +123,7 @@ class OnnxModel:
         buffers: Map from each running statistic of a normalization to its value.
         facts: Element type and shape of every value in the sample run.
         draws: Names of values that each forward pass draws at random.
+        passes: Counts the passes that ``run`` has drawn random numbers for.
         defined: Names of values that ``define`` added to the graph.
 
     Raises:
@@ -169,7 +171,8 @@ class OnnxModel:
         self.graph = plain_products(fold_weight_operands(graph, names), facts, names)
         self.facts = sample_facts(self.graph, sample_inputs) if self.graph is not graph else facts
         self.draws = drawn_values(self.graph)
-        self._wanted: dict[str, None] = dict.fromkeys((*self.draws, *self.new_buffers.values()))
+        self.passes, self._start = Passes(), start_name(self.graph) if self.draws else ""
+        self._wanted: dict[str, None] = dict.fromkeys(self.new_buffers.values())
         self._forward: Session | DeviceSession | None = None
         self.defined: set[str] = set()
         self._appended: dict[str, Node] = {}
@@ -239,6 +242,8 @@ class OnnxModel:
         feeds |= self.buffers
         if parameters is not None:
             feeds |= self._checked(parameters)
+        if self.draws:
+            feeds[self._start] = self.memory_space.as_feed(self.passes.next())
         named = targets if isinstance(targets, dict | Mapping) else {"targets": targets}
         extra = {name: self.memory_space.to_device(a) for name, a in named.items() if a is not None}
         try:
@@ -362,26 +367,27 @@ class OnnxModel:
         self.graph = replace(self.graph, nodes=(*self.graph.nodes, *nodes), constants=merged)
         self.facts = {**self.facts, **facts}
 
-    def fetch(
-        self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
-    ) -> dict[str, Array]:
-        """Return the results of a forward pass.
+    def fetch(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the results of a forward pass by name.
 
         Args:
-            feeds: Checked inputs and parameters, by name.
-            drawn: Random values that the pass reads instead of drawing them.
+            feeds: Checked inputs and parameters, and the start of random numbers, by name.
 
         Returns:
-            Map from names to arrays, for all results that are not in ``drawn``.
+            Map from names to arrays.
         """
-        if not drawn:
-            wanted = tuple(self._wanted)
-            return self._forward_session().run(wanted, feeds) if wanted else {}
-        outputs = tuple(name for name in self._wanted if name not in drawn)
-        if not outputs:
-            return {}
-        session = open_forward(self.context(), self.extended_graph(), outputs, drawn)
-        return session.run(outputs, {**feeds, **drawn})
+        wanted = tuple(self._wanted)
+        return self._forward_session().run(wanted, feeds) if wanted else {}
+
+    def inference_feeds(self) -> dict[str, Array]:
+        """Return what passes in inference form read beside the inputs.
+
+        Their random numbers are the same in every pass.
+        """
+        feeds = {**self.parameters, **self.buffers}
+        if self.draws:
+            feeds[self._start] = self.memory_space.as_feed(self.passes.inference())
+        return feeds
 
     def backward(
         self, outputs: Sequence[str], wrt: Sequence[str], *, independent: bool = False
@@ -436,6 +442,7 @@ class OnnxModel:
         return SessionContext(
             self.graph, self.facts, self.parameters.keys(), self._stored, self._is_static,
             self._frozen, self.memory_space, self.threads, self.scratch_bytes, self.graph_passes,
+            self._start,
         )  # fmt: skip
 
     def fed(self, backward: Backward) -> tuple[str, ...]:
@@ -484,9 +491,7 @@ class OnnxModel:
 
     def _forward_session(self) -> Session | DeviceSession:
         if self._forward is None:
-            self._forward = open_forward(
-                self.context(), self.extended_graph(), tuple(self._wanted), {}
-            )
+            self._forward = open_forward(self.context(), self.extended_graph(), tuple(self._wanted))
         return self._forward
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward
-from kfac_engine.autodiff.training_form import given_draws
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.threads import Workers
 from kfac_engine.graph.analysis.subgraph import read_by
@@ -22,6 +21,7 @@ from kfac_engine.runtime.cpu.graph_passes import (
     to_blocked_layout,
 )
 from kfac_engine.runtime.cpu.weight_gradient_session import WeightGradientSession, split_backward
+from kfac_engine.runtime.draws import start_input, with_hashes
 from kfac_engine.sessions.device_session import DeviceSession, open_session
 from kfac_engine.sessions.session import Session
 
@@ -70,27 +70,32 @@ def _normalization_by_batch(b: DecompositionBuilder, data: Fact) -> None:
 
 
 def open_forward(
-    context: SessionContext, graph: Graph, outputs: Sequence[str], drawn: Mapping[str, Array]
+    context: SessionContext, graph: Graph, outputs: Sequence[str]
 ) -> Session | DeviceSession:
     """Return the session of the forward graph.
 
-    Its inputs are the inputs, parameters and buffers of the model, and the random values ``drawn``,
-    which the session reads instead of drawing them. ``graph`` is the graph of the context with the
-    values that were added to it.
+    Its inputs are the inputs, parameters and buffers of the model, and the start of its random
+    numbers if it draws any. ``graph`` is the graph of the context with the values that were added
+    to it.
     """
-    stored = context.stored
-    nodes, constants = given_draws(graph.nodes, drawn), graph.constants
+    stored, start = context.stored, context.start
+    nodes, constants = graph.nodes, graph.constants
     if context.memory_space is not HOST:
         nodes, added = for_gpu(nodes, context.facts)
         constants = {**constants, **added}
     nodes = fused_forward(context, nodes, outputs)
     blocked = to_blocked_layout(context, nodes, outputs, constants)
-    fed = {**stored, **drawn}
+    nodes, constants = blocked.nodes, {**constants, **blocked.constants}
+    fed = [Input(name, array.dtype, None) for name, array in stored.items()]
+    if start:
+        nodes, added = with_hashes(nodes, context.graph, context.facts, start)
+        constants |= added
+        fed.append(start_input(start))
     message = compact_model(
-        blocked.nodes,
-        [*graph.inputs, *(Input(name, array.dtype, None) for name, array in fed.items())],
+        nodes,
+        [*graph.inputs, *fed],
         outputs,
-        read_by(blocked.nodes, {**constants, **blocked.constants}, excluded=stored),
+        read_by(nodes, constants, excluded=stored),
         graph.opset,
         name=graph.name,
         domains=graph.domains,

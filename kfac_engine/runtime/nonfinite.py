@@ -64,15 +64,15 @@ def _bad(
     """
     context = replace(model.context(), graph_passes=frozenset())
     fed = (*(entry.name for entry in model.graph.inputs), *context.stored)
-    drawn = {name: trace[name] for name in model.draws}
-    named = {**{name: trace[name] for name in fed}, **feeds, **drawn}
+    fed += (context.start,) if context.start else ()
+    named = {**{name: trace[name] for name in fed}, **feeds}
     names = list(values)
     for start in range(0, len(names), _COMPARED):
         few = names[start : start + _COMPARED]
         outputs = tuple(dict.fromkeys(values[name] for name in few if values[name] not in named))
         results = dict(named)
         if outputs:
-            results |= open_forward(context, graph, outputs, drawn).run(outputs, named)
+            results |= open_forward(context, graph, outputs).run(outputs, named)
         for name in few:
             array = results[values[name]]
             xp = array_module(array)

@@ -21,12 +21,9 @@ class Evaluator(Protocol):
 
     graph: Graph
     memory_space: MemorySpace
-    draws: tuple[str, ...]
     defined: set[str]
 
-    def fetch(
-        self, feeds: Mapping[str, Array], drawn: Mapping[str, Array] | None = None
-    ) -> dict[str, Array]:
+    def fetch(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Return the results of a forward pass."""
 
     def want(self, names: Sequence[str]) -> None:
@@ -57,7 +54,8 @@ class Trace(Mapping[str, Array]):
 
     Args:
         model: The model.
-        feeds: Checked inputs and parameters, by name.
+        feeds: Checked inputs and parameters, and the start of random numbers, by name. A repeated
+            pass over them draws the same numbers.
         extra: Further arrays by name, such as targets.
         suspects: Inputs with NaN or infinity, with the first index of one.
     """
@@ -75,7 +73,7 @@ class Trace(Mapping[str, Array]):
         self._values: dict[str, Array] = {**feeds, **extra}
         computed = model.fetch(feeds)
         self._values |= computed
-        self._releasable = computed.keys() - set(model.draws)
+        self._releasable = frozenset(computed)
 
     def __repr__(self) -> str:
         return f"<Trace of {self._model.graph.name!r:.80}: {len(self):,} values>"
@@ -362,5 +360,4 @@ class Trace(Mapping[str, Array]):
     def _fetch(self, names: Sequence[str]) -> None:
         if names:
             self._model.want(names)
-            drawn = {name: self._values[name] for name in self._model.draws}
-            self._values |= self._model.fetch(self._feeds, drawn)
+            self._values |= self._model.fetch(self._feeds)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.autodiff.differentiate import Backward, needed
-from kfac_engine.autodiff.rules.attributes import integers, number
+from kfac_engine.autodiff.rules.attributes import integers
 from kfac_engine.autodiff.training_form import draws
 from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import UnsupportedError
@@ -18,6 +18,7 @@ from kfac_engine.graph.structure import Node
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
 from kfac_engine.recording.operations import Draws
+from kfac_engine.recording.random_nodes import RESULTS, drawn, shape_of_numbers
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape
 from kfac_engine.runtime.model import OnnxModel
 
@@ -197,7 +198,6 @@ def constants_of(model: OnnxModel, *backwards: Backward) -> dict[str, Array]:
     return {n: np.asarray(a) for n, a in constants.items() if n not in trained}
 
 
-_NORMAL = ("RandomNormal", "RandomNormalLike")
 _SHAPED = ("RandomNormal", "RandomUniform")
 
 
@@ -210,14 +210,11 @@ class RandomNodes:
     def write(self, evaluation: Evaluation, node: Node) -> None:
         """Write the results of a random node with the names of an evaluation of the model.
 
-        An operator that files do not have, and an input that decides whether the node draws, raise
-        UnsupportedError.
+        An input that decides whether the node draws raises UnsupportedError.
         """
-        if node.op not in _WRITERS:
-            raise UnsupportedError(
-                f"a training file cannot draw the random numbers of {node.op} (node '{node.name}')."
-            )
-        results = _WRITERS[node.op](evaluation, node, self._numbers_of(evaluation, node))
+        if node.op == "Dropout":
+            node = _always_drops(evaluation, node)
+        results = RESULTS[node.op](node, self._numbers_of(evaluation, node), evaluation.__getitem__)
         for name, result in zip(node.outputs, results, strict=False):
             if name:
                 dtype = evaluation.model.facts[name].dtype
@@ -233,8 +230,7 @@ class RandomNodes:
                 return numbers
             index = evaluation.selection
             return numbers.new("Gather", index.name, shape=shape, axis=axis)
-        draw = self._draws.normal if node.op in _NORMAL else self._draws.uniform
-        self._numbers[node.name] = numbers = draw(shape, f"noise/{node.outputs[0]}")
+        self._numbers[node.name] = numbers = drawn(self._draws, node, shape)
         return numbers
 
 
@@ -244,40 +240,15 @@ def _form(evaluation: Evaluation, node: Node) -> tuple[int | None, Shape]:
         return None, integers(node, "shape", ())
     like = node.inputs[0]
     place = evaluation.assembly.task.batch.places.get(like)
-    return None if place is None else place.axis, evaluation.shape(like)
+    shape = shape_of_numbers(node, evaluation.shape(like))
+    return None if place is None else place.axis, shape
 
 
-def _dropout(evaluation: Evaluation, node: Node, numbers: Symbol) -> tuple[Symbol, Symbol]:
-    x, ratio_name, training = (*node.inputs, "", "")[:3]
-    constants = evaluation.model.graph.constants
-    if training not in constants:
+def _always_drops(evaluation: Evaluation, node: Node) -> Node:
+    """Return a Dropout without its training mode, which is a constant of the model."""
+    if node.inputs[2] not in evaluation.model.graph.constants:
         raise UnsupportedError(
             f"the training mode of Dropout (node '{node.name}') is no constant of the model, so "
             f"that a training file cannot tell whether it drops; make it one."
         )
-    ratio = evaluation[ratio_name].reshape(()) if ratio_name else 0.5
-    mask = numbers >= ratio
-    return np.where(mask, evaluation[x] / (1 - ratio), 0.0), mask
-
-
-def _uniform(_: Evaluation, node: Node, numbers: Symbol) -> tuple[Symbol]:
-    low, high = number(node, "low", 0.0), number(node, "high", 1.0)
-    return (numbers * (high - low) + low,)
-
-
-def _normal(_: Evaluation, node: Node, numbers: Symbol) -> tuple[Symbol]:
-    return (numbers * number(node, "scale", 1.0) + number(node, "mean", 0.0),)
-
-
-def _bernoulli(evaluation: Evaluation, node: Node, numbers: Symbol) -> tuple[Symbol]:
-    return (numbers < evaluation[node.inputs[0]],)
-
-
-_WRITERS: Mapping[str, Callable[[Evaluation, Node, Recorded], tuple[Symbol, ...]]] = {
-    "Dropout": _dropout,
-    "RandomUniform": _uniform,
-    "RandomUniformLike": _uniform,
-    "RandomNormal": _normal,
-    "RandomNormalLike": _normal,
-    "Bernoulli": _bernoulli,
-}
+    return replace(node, inputs=node.inputs[:2])

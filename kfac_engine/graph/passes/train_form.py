@@ -57,8 +57,8 @@ def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """Return a graph with normalizations and dropouts in training form, and notes on the others.
 
     A ``BatchNormalization`` with constant running statistics normalizes with the statistics of the
-    batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements;
-    its generator has a fixed seed, so that runs are repeatable. Nodes in bodies do not change.
+    batch, and returns new running statistics under its ``momentum``. A ``Dropout`` drops elements.
+    Nodes in bodies do not change.
     Values keep their names. Each note is a sentence without its period about nodes that remain in
     the form of inference. A graph without normalization and dropout raises InputError.
     """
@@ -67,10 +67,7 @@ def in_train_form(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     if not changed and not any(_trains(graph, node) for node in graph.nodes):
         raise InputError(_nothing_to_train(graph, idle))
     always = _free_name("training mode", graph)
-    rewritten = (
-        _trained(node, always, index) if node.name in changed else node
-        for index, node in enumerate(graph.nodes)
-    )
+    rewritten = (_trained(node, always) if node.name in changed else node for node in graph.nodes)
     constants: dict[str, Array] = {**graph.constants}
     if idle.dropouts:
         constants[always] = np.array(True)
@@ -84,15 +81,14 @@ def listed_names(nodes: Sequence[Node]) -> str:
     return f"{names} and {more} more" if more > 0 else names
 
 
-def _trained(node: Node, always: str, index: int) -> Node:
+def _trained(node: Node, always: str) -> Node:
     """Return a node in training form; ``always`` is a constant that is true."""
     if node.op == "BatchNormalization":
         # Further results of operator sets before 14 no longer exist.
         attributes = {**node.attributes, "training_mode": 1}
         return replace(node, outputs=node.outputs[:1], attributes=attributes)
     ratio = "".join(node.inputs[1:2])
-    attributes = {"seed": index, **node.attributes}
-    return replace(node, inputs=(node.inputs[0], ratio, always), attributes=attributes)
+    return replace(node, inputs=(node.inputs[0], ratio, always))
 
 
 def _trains(graph: Graph, node: Node) -> bool:
