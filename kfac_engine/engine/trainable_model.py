@@ -432,12 +432,23 @@ class TrainableModel(Sealed):
 
     def _totals(self, loss: float, residuals: Residuals | None) -> tuple[float, Residuals]:
         """Return the loss and the residuals of all processes."""
-        sums, terms = ({}, ()) if residuals is None else (residuals.sums, self.objective.terms)
-        names = list(dict.fromkeys(term.inputs[0] for term in terms))
-        numbers = (float(x) for n in names for x in (*sums.get(n, ()), 0.0, 0.0, 0.0)[:3])
-        loss, *totals = self._shards.agreement.sum(loss, *numbers)
-        triples = zip(*[iter(totals)] * 3, strict=True)
-        return loss, Residuals(dict(zip(names, triples, strict=True)))
+        sums = {} if residuals is None else residuals.sums
+        entries = {(n, i): x for n, entry in sums.items() for i, x in enumerate(entry)}
+        # The sums of features are arrays; their lengths may differ, as those of sequences do.
+        features = {place: x for place, x in entries.items() if np.ndim(x)}
+        numbers = {place: float(x) for place, x in entries.items() if not np.ndim(x)}
+        table = self._shards.agreement.of_all(loss, *numbers.values(), *map(len, features.values()))
+        loss, *totals = table[:, : 1 + len(numbers)].sum(axis=0).tolist()
+        lengths = table[:, 1 + len(numbers) :].max(axis=0).astype(int)
+        arrays = [np.zeros(length) for length in lengths]
+        for array, of_rank in zip(arrays, features.values(), strict=True):
+            array[: len(of_rank)] = of_rank.tolist()
+        with self._shards.agreement.exchanging():
+            self._shards.sum(arrays)
+        every = dict(zip([*numbers, *features], [*totals, *arrays], strict=True))
+        return loss, Residuals(
+            {n: tuple([every[n, i] for i in range(len(entry))]) for n, entry in sums.items()}
+        )
 
     def _warn_of_export(self) -> None:
         for note in self.export_changes.notes if self.agreement.rank == 0 else ():

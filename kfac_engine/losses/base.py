@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, prod
 from numbers import Real
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -210,28 +210,45 @@ class LossFunction(ABC):
             f"predicts no means; use the metric 'loss' or 'accuracy'."
         )
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
+    def expected_squares(self, values: Values, weights: Array | None = None) -> float:
         """Return the expected squared norm of the gradients if predictions are least certain.
 
         It is the trace of the Fisher matrix of all predictions: its largest value if it has a
-        bound, otherwise its value at the present predictions. For a fixed variance, it is the
-        squared norm of the gradients at the mean of the targets.
+        bound, otherwise its value at the present predictions.
 
         Args:
             values: The inputs by name.
-            targets: The targets; None if they are not known.
+            weights: Weights of the predictions, which broadcast to an input; None for ones.
         """
         inner = self.inner_shape(values)[1:]
         columns = (c for i in np.ndindex(*inner) for c in self.one_hot(values, i).values())
-        return sum(float((column * column).sum(dtype=np.float64)) for column in columns)
+        squares = (times(column * column, weights) for column in columns)
+        return sum(float(array.sum(dtype=np.float64)) for array in squares)
 
-    def unit_squares(self, values: Values) -> float:
-        """Return ``expected_squares`` for targets that deviate by 1; 0 if predictions have no unit.
+    def target_sums(self, observed: Observed, centre: Any = 0.0) -> tuple[Any, ...]:
+        """Return the sums from which the spread of the targets of a batch follows.
+
+        The sums of the parts of a batch add up to those of the batch.
 
         Args:
-            values: The inputs by name.
+            observed: Result of ``observe``.
+            centre: Result of ``target_centre`` for the whole batch; zero if it is not known.
+
+        Returns:
+            Nothing, unless predictions have the unit of their targets. Otherwise with weights w of
+            the targets: the sum of ``w g²`` if all predictions are off by 1, where g is the
+            gradient of the loss, and for each feature the sums of w, ``w g`` and ``w g²`` for
+            gradients g, without their sign, at the prediction ``centre``.
         """
-        del values
+        del observed, centre
+        return ()
+
+    def target_centre(self, observed: Observed) -> Any:
+        """Return the prediction at which ``target_sums`` have little rounding: their mean.
+
+        It is divided by the variance of the loss. Arguments are as for ``target_sums``.
+        """
+        del observed
         return 0.0
 
     # -- derived ---------------------------------------------------------------------------------
@@ -697,8 +714,8 @@ class ElementwiseLoss(LossFunction):
     def information(self, values: Values) -> dict[str, Array]:
         """Return the diagonal of the Fisher matrix by input, in the shapes of the inputs."""
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
-        diagonals = self.information(values).values()
+    def expected_squares(self, values: Values, weights: Array | None = None) -> float:
+        diagonals = (times(diagonal, weights) for diagonal in self.information(values).values())
         total: float = sum(diagonal.sum(dtype=np.float64) for diagonal in diagonals)
         return total
 

@@ -7,7 +7,6 @@ Let z be a logit, ``p = σ(z)`` its probability and t the target. The negative l
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from numbers import Real
 from typing import ClassVar
 
@@ -22,7 +21,7 @@ from kfac_engine.losses.checks import (
     first_index,
     smoothing,
 )
-from kfac_engine.losses.observed import Observed, times
+from kfac_engine.losses.observed import Observed, times, total_weight
 
 
 class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
@@ -122,8 +121,10 @@ class MultiBernoulliNegativeLogProbLoss(ElementwiseLoss):
         p, q = self._probs(values)
         return {self.logits: p * q}
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
-        return prod(values[self.logits].shape) / 4
+    def expected_squares(self, values: Values, weights: Array | None = None) -> float:
+        z = values[self.logits]
+        features = z.shape[self._axis(values)] if z.ndim > 1 else 1
+        return total_weight(weights, z.shape, self._axis(values)) * features / 4
 
     def hits(self, values: Values, targets: Array) -> Array:
         equal: Array = (values[self.logits] > 0) == (targets > 0.5)

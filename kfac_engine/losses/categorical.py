@@ -28,7 +28,7 @@ from kfac_engine.losses.checks import (
     require_shape,
     smoothing,
 )
-from kfac_engine.losses.observed import Observed, times
+from kfac_engine.losses.observed import Observed, times, total_weight
 
 # Largest accepted distance of a sum of probabilities from one: the rounding of half precision.
 _ROW_SUM_TOLERANCE = 1e-3
@@ -156,10 +156,9 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         uniforms = rng.random((*z.shape[:axis], *z.shape[axis + 1 :]))
         return owner(z).draw_classes(z, uniforms, axis)
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
-        shape: tuple[int, ...] = values[self.logits].shape
-        classes = shape[self._axis(values)]
-        expected: float = prod(shape) // classes * (1 - 1 / classes)
+    def expected_squares(self, values: Values, weights: Array | None = None) -> float:
+        shape, axis = values[self.logits].shape, self._axis(values)
+        expected: float = total_weight(weights, shape, axis) * (1 - 1 / shape[axis])
         return expected
 
     def fisher(self, values: Values, v: Mapping[str, Array]) -> dict[str, Array]:

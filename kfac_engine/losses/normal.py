@@ -1,7 +1,7 @@
 """Losses of Gaussian targets, with a fixed or a predicted variance."""
 
 from collections.abc import Mapping
-from math import log, pi, prod
+from math import log, pi
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,10 @@ from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import InputError, RegistrationError
 from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import first_index
+from kfac_engine.losses.observed import Observed, times
+
+# Beyond all targets, and finite in float32.
+_FAR = 1e30
 
 
 class LocationLoss(ElementwiseLoss):
@@ -92,19 +96,30 @@ class NormalMeanNegativeLogProbLoss(LocationLoss):
     def information(self, values: Values) -> dict[str, Array]:
         return self._constant(values, 1 / self.var)
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
-        if targets is None:
-            return super().expected_squares(values)
-        # Residuals are small or large next to the spread of the targets, in any unit.
-        t = targets.astype(np.float64)
-        axis = self.class_axis % t.ndim
-        spread = t - t.mean(axis=tuple(k for k in range(t.ndim) if k != axis), keepdims=True)
-        squares = (spread * spread).sum() / self.var**2
-        expected: Any = np.where(squares > 0, squares, super().expected_squares(values))
-        return expected  # type: ignore[no-any-return] # a number, or a recorded one
+    def target_sums(self, observed: Observed, centre: Any = 0.0) -> tuple[Any, ...]:
+        g, over = self._by_feature(observed)
+        g = g - centre
+        powers = (times(x, observed.weights) for x in (array_module(g).ones_like(g), g, g * g))
+        sums = [power.sum(axis=over).reshape(-1) for power in powers]
+        return (sums[0].sum() / self.var**2, *sums)
 
-    def unit_squares(self, values: Values) -> float:
-        return prod(values[self.mean].shape) / self.var**2
+    def target_centre(self, observed: Observed) -> Any:
+        g, over = self._by_feature(observed)
+        xp = array_module(g)
+        weights = times(xp.ones_like(g), observed.weights)
+        weight, total = (x.sum(axis=over, keepdims=True) for x in (weights, weights * g))
+        low = xp.where(weights > 0, g, _FAR).min(axis=over, keepdims=True)
+        high = xp.where(weights > 0, g, -_FAR).max(axis=over, keepdims=True)
+        # Rounding may carry the mean of equal targets beyond them.
+        mean = xp.maximum(xp.minimum(total / xp.where(weight > 0, weight, 1), high), low)
+        return xp.where(weight > 0, mean, 0)
+
+    def _by_feature(self, observed: Observed) -> tuple[Array, tuple[int, ...]]:
+        """Return targets divided by the variance, and their axes but that of the features."""
+        assert observed.targets is not None, "observe has read the targets"
+        t = observed.targets.astype(np.float64)
+        axis = self.class_axis % t.ndim if t.ndim > 1 else None
+        return t / self.var, tuple(k for k in range(t.ndim) if k != axis)
 
 
 class NormalMeanVarianceNegativeLogProbLoss(LocationLoss):

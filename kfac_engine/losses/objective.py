@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kfac_engine._types import Array, Values
-from kfac_engine.backend.namespace import as_array, is_recorded
+from kfac_engine.backend.namespace import array_module, as_array, is_recorded
 from kfac_engine.errors import (
     InputError,
     NonFiniteError,
@@ -100,33 +100,45 @@ class Residuals:
     """How far the predictions of a batch are from their targets.
 
     The numbers do not have the weights of the losses or of the reduction, so that their ratios do
-    not depend on the scale of the loss. They can be added over the parts of a batch.
+    not depend on the scale of the loss. They are sums over the targets, each times its weight, so
+    that the sums of the parts of a batch add up to those of the batch.
 
     Attributes:
-        sums: By input of a loss, the sum of the squared gradients of the loss at all predictions,
-            ``LossFunction.expected_squares``, and ``LossFunction.unit_squares`` unless it is 0.
+        sums: By number and first input of each loss function, the sum of the squared gradients of
+            the loss at all predictions, ``LossFunction.expected_squares``, and
+            ``LossFunction.target_sums``.
+        centres: The argument of ``target_sums`` of each loss function; none if they are not known.
     """
 
-    sums: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    sums: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
+    centres: Sequence[Any] = ()
 
-    def add(self, loss: LossFunction, values: Values, seen: Observed, gradients: Values) -> None:
-        """Add the predictions of a loss, with the weights that their gradients have."""
+    def add(
+        self, number: int, loss: LossFunction, values: Values, seen: Observed, gradients: Values
+    ) -> None:
+        """Add the predictions of a loss, whose gradients are multiplied by the weights."""
+        key, weights = (number, loss.inputs[0]), seen.weights
         observed: Any = 0.0
         for gradient in gradients.values():
             wide = gradient.astype(np.result_type(gradient.dtype, np.float32), copy=False)
-            observed = observed + (wide * wide).sum(dtype=np.float64)
-        unit = loss.unit_squares(values)
-        others: list[Any] = [loss.expected_squares(values, seen.targets), *([unit] if unit else ())]
-        if seen.weights is not None:
-            weights = seen.weights.astype(np.float64)
-            others = [(weights * weights).mean() * number for number in others]
-        new = (observed, *others)
-        old = self.sums.get(loss.inputs[0], (0.0,) * len(new))
-        self.sums[loss.inputs[0]] = tuple(a + b for a, b in zip(old, new, strict=True))
+            squares = wide * wide
+            if weights is not None and weights.dtype.kind != "b":
+                squares = wide / array_module(wide).where(weights > 0, weights, 1) * wide
+            observed = observed + squares.sum(dtype=np.float64)
+        sums = loss.target_sums(seen, *self.centres[number : number + 1])
+        new = (observed, loss.expected_squares(values, weights), *sums)
+        old = self.sums.get(key)
+        self.sums[key] = (
+            new if old is None else tuple([_added(a, b) for a, b in zip(old, new, strict=True)])
+        )
 
     def size(self) -> Any:
-        """Return the root of the sum of squares, divided by the root of the expected sum."""
-        observed, expected, *_ = map(sum, zip(*self.sums.values(), strict=False))
+        """Return the root of the sum of squares, divided by the root of the expected sum.
+
+        The expected sum is that of ``LossFunction.expected_squares``. For a loss whose predictions
+        have the unit of their targets, it is the sum at the mean of the targets of each feature.
+        """
+        observed, expected = map(sum, zip(*map(_squares, self.sums.values()), strict=True))
         return (observed / (expected + (expected == 0))) ** 0.5
 
     def spreads(self) -> dict[str, Any]:
@@ -136,10 +148,37 @@ class Residuals:
         from the predictions if that is larger.
         """
         return {
-            name: np.sqrt(np.maximum(observed, expected) / unit[0])
-            for name, (observed, expected, *unit) in self.sums.items()
-            if unit and (is_recorded(unit[0]) or unit[0] > 0)
+            name: np.sqrt(np.maximum(*_squares(sums)) / sums[2])
+            for (_, name), sums in self.sums.items()
+            if len(sums) > 2 and (is_recorded(sums[2]) or sums[2] > 0)
         }
+
+
+# Square of the deviations of equal targets, relative to the square of the targets: rounding.
+_EQUAL = 1e-12
+
+
+def _squares(sums: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the sum of the squared gradients, and the expected one."""
+    observed, expected, *of_targets = sums
+    if not of_targets:
+        return observed, expected
+    _, weight, first, second = of_targets
+    deviations = np.maximum(second - first * first / np.where(weight > 0, weight, 1), 0).sum()
+    return observed, np.where(deviations > _EQUAL * second.sum(), deviations, expected)
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Return the sum of two entries of ``Residuals.sums``.
+
+    Arrays may differ in the number of features; features that are absent count as zeros.
+    """
+    if is_recorded(one) or np.shape(one) == np.shape(other):
+        return one + other
+    total = array_module(one).zeros(max(len(one), len(other)))
+    for array in (one, other):
+        total[: len(array)] += array
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +319,12 @@ class Objective:
         observation = observation or self.observe(values)
         total, cotangents = 0.0, dict[str, Array]()
         weights = self.weights(observation.whole)
-        for weight, term, seen in zip(weights, self.terms, observation.terms, strict=True):
+        triples = zip(weights, self.terms, observation.terms, strict=True)
+        for number, (weight, term, seen) in enumerate(triples):
             value, gradients = term.value_and_gradient(values, seen)
             total += weight * value
             if residuals is not None:
-                residuals.add(term, values, seen, gradients)
+                residuals.add(number, term, values, seen, gradients)
             for name, gradient in gradients.items():
                 part = times * weight * gradient
                 cotangents[name] = cotangents[name] + part if name in cotangents else part

@@ -74,7 +74,7 @@ class OutputLoss(LossFunction):
         array = values[self.inputs[0]]
         return {self.inputs[0]: array_module(array).ones_like(array)}
 
-    def expected_squares(self, values: Values, targets: Array | None = None) -> float:
+    def expected_squares(self, values: Values, weights: Array | None = None) -> float:
         return 0.0  # unknown without a distribution
 
     def check_target_array(self, values: Values, targets: Array) -> None:

@@ -147,8 +147,9 @@ class StepRecorder:
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
         finite = self._finite(loss, gradients)
         residuals = Residuals()
-        for name in [name for name in metrics if name.startswith(_RESIDUALS)]:
-            known = residuals.sums.get(key := name.removeprefix(_RESIDUALS)[1:], ())
+        for name in [name for name in metrics if name.startswith(f"{_RESIDUALS} ")]:
+            _, _, k, of_loss = name.split(" ", 3)
+            known = residuals.sums.get(key := (int(k), of_loss), ())
             residuals.sums[key] = (*known, metrics.pop(name))
 
         def updated() -> list[Symbol]:
@@ -315,11 +316,16 @@ class StepRecorder:
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
-        residuals = Residuals()
+        of_batch = seen if whole is None else whole
+        residuals = None
+        if self._curvature:
+            pairs = zip(objective.terms, of_batch.terms, strict=True)
+            # Sums in float32 need small numbers.
+            residuals = Residuals(centres=[term.target_centre(its) for term, its in pairs])
         value, gradients_of_losses = objective.value_and_cotangents(
             values,
             observation=seen if whole is None else seen.within(whole.size),
-            residuals=residuals if self._curvature else None,
+            residuals=residuals,
         )
         possible = batch.has_possible_targets(objective)
         loss: Symbol = value if possible is None else np.where(possible, value, np.nan)
@@ -328,12 +334,11 @@ class StepRecorder:
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
         metrics = {}
-        if self._curvature:
-            for name, numbers in residuals.sums.items():
-                for i, number in enumerate(numbers):
-                    metrics[f"{_RESIDUALS}{i}{name}"] = _number(tape, number)
+        for (k, name), numbers in residuals.sums.items() if residuals else ():
+            for i, number in enumerate(numbers):
+                metrics[f"{_RESIDUALS} {i} {k} {name}"] = _number(tape, number)
         if self._has_accuracy:
-            metrics["accuracy"] = self._accuracy(batch, seen, seen if whole is None else whole)
+            metrics["accuracy"] = self._accuracy(batch, seen, of_batch)
         gradients: dict[str, Symbol] = {}
         for name in self._names:
             shape, result = model.parameters[name].shape, backward.gradients.get(name)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from kfac_engine.losses.objective import REDUCTIONS, BatchSize, Objective, Residuals
+from kfac_engine.losses.objective import REDUCTIONS, BatchSize, Objective
 
 # Examples, positions, features; the batch is divided after these examples.
 N, T, D, CUTS = 7, 4, 3, (2, 6)
@@ -72,17 +72,3 @@ def test_a_sum_with_another_size_is_corrected(reduction):
         loss
     )
     assert BatchSize(3, (0.0, 2.0)).positive() == BatchSize(3, (1.0, 2.0))
-
-
-@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e6])
-def test_residuals_of_means_are_relative_to_the_spread_of_the_targets(values, unit):
-    """Closed form: the squared errors, divided by the squared deviations from the mean."""
-    z, y = values["z"] * unit, values["y"] * unit
-    residuals = Residuals()
-    objective("sum").value_and_cotangents({"z": z, "y": y}, residuals=residuals)
-    expected = ((z - y) ** 2).sum() / ((y - y.mean(axis=(0, 1))) ** 2).sum()
-    (sums,) = residuals.sums.values()
-    assert sums[0] / sums[1] == pytest.approx(expected, rel=1e-12)
-    deviations = (z - y, y - y.mean(axis=(0, 1)))
-    spread = max(np.sqrt((d**2).mean()) for d in deviations)
-    assert residuals.spreads() == pytest.approx({"z": spread}, rel=1e-12)

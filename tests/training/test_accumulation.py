@@ -1,5 +1,6 @@
 """Steps of several parts are those of the whole batch, for every optimizer."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -39,15 +40,17 @@ def cut(batch, edges, rank=0, size=1):
     for low, high in itertools.pairwise(edges):
         count = high - low
         rows = slice(low + rank * count // size, low + (rank + 1) * count // size)
-        parts.append(({"x": x[rows]}, y[rows]))
+        weighted = isinstance(y, ke.Weighted)
+        targets = ke.Weighted(y.targets[rows], y.weights[rows]) if weighted else y[rows]
+        parts.append(({"x": x[rows]}, targets))
     return parts
 
 
-def trained(make, parts, model=None, **options):
+def trained(make, parts, model=None, loss="categorical", batch=net.batch, **options):
     """The reports of some steps, the parameters at the end, and the generator."""
-    engine = ke.Engine.from_onnx(model or net.model(), loss="categorical", threads=1, **options)
+    engine = ke.Engine.from_onnx(model or net.model(), loss=loss, threads=1, **options)
     optimizer = make(engine)
-    reports = [optimizer.step(parts(net.batch(step, n=EXAMPLES))) for step in range(STEPS)]
+    reports = [optimizer.step(parts(batch(step, n=EXAMPLES))) for step in range(STEPS)]
     state = engine.estimator.rng.bit_generator.state
     return reports, {n: v.copy() for n, v in engine.parameters.items()}, state
 
@@ -99,6 +102,39 @@ def test_steps_of_several_processes_are_those_of_one(name, size, reduction, dist
         return trained(make, lambda b: cut(b, edges, *rank), reduction=reduction, **options)
 
     for found in run(size, work):
+        assert_equal(found, expected)
+
+
+def means(step, n, value=0.0, weights=None):
+    """Targets of means in an order, so that each part has means of its own."""
+    x, rng = net.batch(step, n=n)[0], np.random.default_rng(step)
+    y = 1000 + 100 * np.sort(rng.standard_normal((n, 3)), axis=0)
+    if weights is None:
+        return x, y
+    w = weights(rng.integers(0, 3, n if step % 2 else (n, 3)))
+    y[w == 0] = value
+    return x, ke.Weighted(y, w)
+
+
+WEIGHTS = {"none": None, "numbers": lambda w: w, "mask": lambda w: w > 0}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_steps_with_squared_errors_have_the_spread_of_the_targets_that_count(weights):
+    """The lengths of updates depend on the spread over the whole batch."""
+    weigh = WEIGHTS[weights]
+
+    def after(edges, value=0.0, rank=0, size=1, **options):
+        draw = functools.partial(means, value=value, weights=weigh)
+        parts = functools.partial(cut, edges=edges, rank=rank, size=size)
+        return trained(ke.KfacOptimizer, parts, None, "normal", draw, **options)
+
+    expected = after([0, EXAMPLES])
+    for edges in (PARTS, range(EXAMPLES + 1)):
+        assert_equal(after(edges), expected)
+    for value in () if weigh is None else (1e6, np.nan):
+        assert_equal(after([0, EXAMPLES], value), expected)
+    for found in run(2, lambda c: after([0, 8, EXAMPLES], rank=c.rank, size=2, communicator=c)):
         assert_equal(found, expected)
 
 

@@ -131,14 +131,20 @@ def test_options_of_losses_count(case, optimizer, tmp_path):
     assert found[-1] < LAST
 
 
-def weighted(draw, axes=1, mask=False):
-    """Targets with weights of their first axes, some of which are zero."""
+def means(rng, n):
+    return (50 + rng.standard_normal((n, CLASSES))).astype("float32")
+
+
+def weighted(draw, axes=1, mask=False, value=None):
+    """Targets with weights of their first axes, some of which are zero: these have a value."""
 
     def weigh(rng, n):
         targets = draw(rng, n)
         weights = rng.random(targets.shape[:axes]) * (rng.random(targets.shape[:axes]) > 0.3)
         weights[n // 2] = 0
         weights[0] = 0.5
+        if value is not None:
+            targets[weights == 0] = value
         return ke.Weighted(targets, weights > 0 if mask else weights)
 
     return weigh
@@ -169,6 +175,11 @@ WEIGHTED = {
     ),
     "bits": ("dense", BITS, weighted(hidden(features), 2), {"weights": "targets"}),
     "rows of bits": ("dense", BITS, weighted(features, mask=True), {"mask": "predictions"}),
+    "means": ("dense", {"loss": "normal"}, weighted(means, value=1e4), {"weights": "examples"}),
+    "masked means": (
+        "dense", {"loss": "normal"}, weighted(means, 2, mask=True, value=np.nan),
+        {"mask": "targets"},
+    ),
     "sum": ("tokens", {"reduction": "sum"}, weighted(TOKENS, 2), {"weights": "targets"}),
 }  # fmt: skip
 

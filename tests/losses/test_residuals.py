@@ -1,0 +1,161 @@
+"""Residuals and spreads of targets: they see what the loss sees, and parts add up to the batch."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.losses.base import RegisteredLoss, weights_of
+from kfac_engine.losses.objective import BatchSize, Objective, Residuals
+
+N, D = 12, 3
+RNG = np.random.default_rng(0)
+Z = RNG.standard_normal((N, D))
+MEANS = 3 * RNG.standard_normal((N, D)) + [5.0, -1000.0, 0.1]
+BITS, COUNTS = RNG.integers(0, 2, (N, D)).astype(float), RNG.integers(0, 9, (N, D)).astype(float)
+IDS = RNG.integers(0, D, N)
+LOSSES = {
+    "normal": (ke.Normal(), MEANS),
+    "other variance": (ke.Normal(var=7.0), MEANS),
+    "ignored means": (ke.Normal(ignore_index=-1), np.where(BITS > 0, MEANS, -1.0)),
+    "l1": (ke.L1(), MEANS),
+    "huber": (ke.Huber(), MEANS),
+    "poisson": (ke.Poisson(), COUNTS),
+    "bits": (ke.MultiBernoulli(), BITS),
+    "positive weights": (ke.MultiBernoulli(positive_weights=[1.0, 3.0, 0.5]), BITS),
+    "classes": (ke.Categorical(), np.where(IDS > 1, IDS, -100)),
+    "class weights": (ke.Categorical(class_weights=[1.0, 3.0, 0.5]), IDS),
+}
+# Weights of the examples, and of single targets.
+OF_EXAMPLES = np.where(np.arange(N) % 4 == 0, 0.0, RNG.integers(1, 4, N))
+OF_TARGETS = np.where(COUNTS > 5, 0.0, RNG.random((N, D)))
+KINDS = {
+    "none": lambda t: None,
+    "examples": lambda t: OF_EXAMPLES,
+    "mask": lambda t: OF_EXAMPLES > 0,
+    "targets": lambda t: OF_TARGETS if t.ndim > 1 else OF_EXAMPLES,
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def measured(loss, *parts):
+    """Size and spread of the residuals of parts of (predictions, targets, weights)."""
+    term = loss.on("z", targets="t")
+    objective, residuals = Objective((RegisteredLoss("loss", (term,)),), "sum"), Residuals()
+    for z, t, w in parts:
+        values = {"z": z, "t": t} | ({} if w is None else {weights_of("t"): w})
+        seen = objective.observe(values).within(BatchSize(1, (1.0,)))
+        objective.value_and_cotangents(values, 1.0, seen, residuals)
+    return np.array([residuals.size(), residuals.spreads().get("z", 0.0)], float)
+
+
+def case(loss, kind):
+    loss, targets = LOSSES[loss]
+    return loss, targets, KINDS[kind](targets)
+
+
+def at(array, selection):
+    return None if array is None else array[selection]
+
+
+@every_kind
+@pytest.mark.parametrize("var", [0.5, 7.0])
+def test_residuals_of_means_are_relative_to_the_deviations_that_count(var, kind):
+    """Closed form: squared errors and squared deviations from the mean of each feature."""
+    w = KINDS[kind](MEANS)
+    full = np.ones((N, D)) if w is None else np.broadcast_to(w.reshape(N, -1), (N, D)) * 1.0
+    mean = (full * MEANS).sum(axis=0) / full.sum(axis=0)
+    squares, deviations = ((full * (MEANS - p) ** 2).sum() for p in (Z, mean))
+    found = measured(ke.Normal(var=var), (Z, MEANS, w))
+    spread = np.sqrt(max(squares, deviations) / full.sum())
+    np.testing.assert_allclose(found, [np.sqrt(squares / deviations), spread], rtol=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.1, -1e6])
+@pytest.mark.parametrize("parts", [1, 3, N])
+def test_equal_targets_have_no_spread(value, parts):
+    """Their mean may be off by rounding. The Fisher information of the predictions takes over."""
+    pieces = [(z, np.full_like(z, value), None) for z in np.split(Z, parts)]
+    size = np.sqrt((((Z - value) / 0.5) ** 2).sum() / (N * D / 0.5))
+    assert measured(ke.Normal(), *pieces)[0] == pytest.approx(size, rel=1e-9)
+
+
+@every_kind
+@every_loss
+@pytest.mark.parametrize("order", ["random", "sorted"])
+def test_parts_add_up_to_the_batch(loss, kind, order):
+    loss, t, w = case(loss, kind)
+    rows = np.argsort(t.reshape(N, -1)[:, 0]) if order == "sorted" else np.arange(N)
+    whole = measured(loss, (Z, t, w))
+    for parts in (2, 3, N):
+        pieces = [(Z[i], t[i], at(w, i)) for i in np.split(rows, parts)]
+        np.testing.assert_allclose(measured(loss, *pieces), whole, rtol=1e-9)
+
+
+@every_kind
+@every_loss
+def test_what_does_not_count_is_not_read(loss, kind):
+    loss, t, w = case(loss, kind)
+    if w is None:
+        return
+    left_out = (w if w.ndim == t.ndim else w.reshape(N, *[1] * (t.ndim - 1))) == 0
+    expected = measured(loss, (Z, t, w))
+    possible = [1, 0] if t is not MEANS else [5.0, 1e3, -1e6, np.nan]
+    for value in possible:
+        changed = np.where(left_out, value, t).astype(t.dtype)
+        np.testing.assert_array_equal(measured(loss, (Z, changed, w)), expected)
+
+
+@every_loss
+def test_a_weight_is_a_number_of_copies(loss):
+    loss, t, w = case(loss, "examples")
+    copies = np.repeat(np.arange(N), OF_EXAMPLES.astype(int))
+    copied = measured(loss, (Z[copies], t[copies], None))
+    np.testing.assert_allclose(measured(loss, (Z, t, w)), copied, rtol=1e-9)
+
+
+def test_ids_that_do_not_count_are_absent():
+    ids = np.where(IDS > 1, IDS, -100)
+    kept = ids >= 0
+    absent = measured(ke.Categorical(), (Z[kept], ids[kept], None))
+    np.testing.assert_allclose(measured(ke.Categorical(), (Z, ids, None)), absent, rtol=1e-12)
+
+
+@every_loss
+def test_a_part_in_which_nothing_counts_adds_nothing(loss):
+    loss, t, _ = case(loss, "none")
+    nothing = (Z[:5], t[:5], np.zeros(5))
+    whole = measured(loss, (Z, t, None))
+    for parts in ([(Z, t, None), nothing], [nothing, (Z, t, None)]):
+        np.testing.assert_allclose(measured(loss, *parts), whole, rtol=1e-12)
+
+
+def test_parts_may_differ_in_the_number_of_features():
+    """Sequences of several lengths: positions that a part lacks count as features of others."""
+    short, long = Z[:5, :2], Z[5:]
+    parts = [(short, MEANS[:5, :2], None), (long, MEANS[5:], None)]
+    w = np.ones((N, D))
+    w[:5, 2] = 0
+    np.testing.assert_allclose(
+        measured(ke.Normal(), *parts), measured(ke.Normal(), (Z, MEANS, w)), rtol=1e-9
+    )
+
+
+@every_kind
+def test_an_output_of_one_number_is_one_feature(kind):
+    w = at(KINDS[kind](IDS), slice(None))
+    z, t = Z[:, 0], MEANS[:, 0]
+    column = measured(ke.Normal(), (z[:, None], t[:, None], w))
+    np.testing.assert_allclose(measured(ke.Normal(), (z, t, w)), column, rtol=1e-12)
+
+
+def test_two_losses_on_one_output_have_sums_of_their_own():
+    """Closed form: the squares of both losses together."""
+    terms = [loss.on("z", targets="t") for loss in (ke.Normal(), ke.L1(), ke.Normal(var=7.0))]
+    losses = tuple(RegisteredLoss(str(i), (term,)) for i, term in enumerate(terms))
+    residuals = Residuals()
+    Objective(losses, "sum").value_and_cotangents({"z": Z, "t": MEANS}, residuals=residuals)
+    errors, deviations = ((MEANS - p) ** 2 for p in (Z, MEANS.mean(axis=0)))
+    both = 1 / 0.5**2 + 1 / 7.0**2
+    ratio = (both * errors.sum() + N * D) / (both * deviations.sum() + N * D)
+    assert residuals.size() == pytest.approx(ratio**0.5, rel=1e-9)
