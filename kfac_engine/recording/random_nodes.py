@@ -13,6 +13,9 @@ from kfac_engine.recording.recorded import Recorded, Shape, Symbol
 # Returns a value that a random node reads.
 Read: TypeAlias = Callable[[str], Recorded]
 
+# Begins the names of inputs with the random numbers of nodes.
+OF_NODES = "noise/"
+
 _NORMAL = ("RandomNormal", "RandomNormalLike")
 
 
@@ -26,7 +29,7 @@ def shape_of_numbers(node: Node, like: Shape) -> Shape:
 def drawn(draws: Draws, node: Node, shape: Shape) -> Symbol:
     """Return numbers for a node, in the shape of ``shape_of_numbers``."""
     draw = draws.normal if node.op in _NORMAL else draws.uniform
-    return draw(shape, f"noise/{node.outputs[0]}")
+    return draw(shape, f"{OF_NODES}{node.outputs[0]}")
 
 
 def _dropout(node: Node, numbers: Symbol, read: Read) -> tuple[Symbol, Symbol]:

@@ -59,7 +59,9 @@ class Level(NodeBuilder):
             # The runtime compares the shapes of both branches: only their ranks are equal.
             outputs.append(Input(name, value.dtype, (None,) * value.ndim))
         nodes = needed(self.nodes, [entry.name for entry in outputs])
-        body = build_model(nodes, inputs, outputs, self.constants, OPSET, name=self.prefix).graph
+        read = {name for node in nodes for name in (*node.inputs, *node.captures)}
+        constants = {name: array for name, array in self.constants.items() if name in read}
+        body = build_model(nodes, inputs, outputs, constants, OPSET, name=self.prefix).graph
         return Subgraph(body.SerializeToString(), captures(body))
 
 

@@ -121,6 +121,7 @@ class Session(Uncopied):
         self._reads_text = any(entry.type not in _DTYPES for entry in session.get_inputs())
         self.output_dtypes = array_types(session.get_outputs())
         self.input_dtypes = array_types(session.get_inputs())
+        self.input_shapes = {entry.name: tuple(entry.shape) for entry in session.get_inputs()}
         self.output_shapes = {output.name: tuple(output.shape) for output in session.get_outputs()}
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Array]) -> dict[str, Array]:

@@ -32,8 +32,8 @@ class Description:
         state: Shapes of the states, by name.
         parameters: The states that are weights or running statistics of the model.
         metrics: Outputs that are no state.
-        noise: Shapes of the inputs with random numbers, by name; −1 for the size of the part of the
-            batch whose statistics a step measures.
+        noise: Shapes of the inputs with random numbers, by name; −1 for the size of the batch, or
+            of the part of it whose statistics a step measures.
         factors: What each factor of the curvature measures, by number of the factor.
         ties: Weight, copy in the file, and whether the copy is its transpose.
         batch_size: The only number of examples; None for any.
@@ -206,8 +206,8 @@ engine.set_parameters(files.read(state))     # or on in an engine
 """
 
 _FINITE = (
-    "If the loss or a gradient is not finite, a target is no class or a weight is negative, the "
-    "output `finite` is false and the state stays as it was."
+    "If the loss, a gradient or `rate` is not finite, a target is no class, or `rate` or a weight "
+    "is negative, the output `finite` is false and the state stays as it was."
 )
 
 

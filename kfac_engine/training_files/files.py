@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfac_engine._types import Array
-from kfac_engine.arguments import check_seed, whole
+from kfac_engine._types import Array, DType
+from kfac_engine.arguments import at_least_zero, check_seed, whole
+from kfac_engine.backend.namespace import as_array, numeric
 from kfac_engine.datasets.examples import ExampleAxes
 from kfac_engine.datasets.forms import Data
 from kfac_engine.errors import InputError, ShapeError, UnknownNameError, suggestion
@@ -20,6 +22,7 @@ from kfac_engine.graph.write import CompactModel, properties_of
 from kfac_engine.losses.observed import Weighted, weights_gathered
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.example_axis import ExampleAxis
+from kfac_engine.runtime.inputs import spelled
 from kfac_engine.sessions.session import Session
 from kfac_engine.system.reading import check_file
 from kfac_engine.system.state_files import read_tensors, write_tensors
@@ -109,7 +112,8 @@ class TrainingFiles:
             steps: Number of steps.
             batch_size: Number of examples in a batch.
             rate: Value of the schedule: a number, or a function of the number of steps so far.
-            state: The state to start from; the initial one if None.
+            state: The state to start from; the initial one if None. The order of the data and
+                ``rate`` continue at the step of the state.
             seed: Seed of the order of the examples.
 
         Returns:
@@ -126,16 +130,15 @@ class TrainingFiles:
         skipped, source = 0, self._source(data, batch_size, seed)
         if np.isinf(current.get(DIFFERENT, 0.0)) and source.examples:
             current[DIFFERENT] = np.array(source.examples, np.float32)
-        batches = _batches(source.train)
+        start, several = int(current["step"]), self.description.steps_per_call > 1
+        batches = (self._named(*batch, axes=0) for batch in _batches(source.train, start))
         for group in _groups(batches, steps, self.description.steps_per_call):
-            first = len(losses)
-            values = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
-            if self.description.steps_per_call == 1:
-                ((inputs, targets),) = group
-                results = self.step(current, inputs, targets, rate=values[0])
-            else:
-                inputs, targets = _stacked([i for i, _ in group]), _stacked([t for _, t in group])
-                results = self.step(current, inputs, targets, rate=np.array(values))
+            first = start + len(losses)
+            rates = [rate(first + k) if callable(rate) else rate for k in range(len(group))]
+            for k, value in enumerate(rates):
+                at_least_zero(f"the rate of step {first + k}", value)
+            arrays, values = (_stacked(group), rates) if several else (group[0], rates[0])
+            results = self._call(current, arrays, np.array(values, np.float32))
             new = {name: results[f"{_NEW}{name}"] for name in current}
             current |= {name: array for name, array in new.items() if array.size}
             losses += np.ravel(results["loss"]).tolist()
@@ -152,29 +155,26 @@ class TrainingFiles:
         Args:
             state: The state by name.
             inputs: Arrays by input name; further inputs of the file, such as ``noise``, as well.
-            targets: The targets, also ``Weighted``; for several losses, by output.
-            rate: Value of the schedule.
+            targets: The targets, also ``Weighted``; for several losses, by output. Targets without
+                weights have weights of one.
+            rate: Value of the schedule, a finite number of at least 0.
 
         Returns:
             Read-only arrays by output name. A ``new`` state without entries is the old one.
 
         Raises:
-            InputError: An input is missing, or the files have no input for weights.
-            ShapeError: Weights are not those that the files were written for.
+            InputError: An input is missing or has another type, the rate is wrong, or the files
+                have no input for weights.
+            ShapeError: An input has another shape, or weights are not those that the files were
+                written for.
         """
-        targets = weights_gathered(targets)
-        outputs, weighted = self.description.outputs, isinstance(targets, Weighted)
-        named = _by_input(outputs, targets.targets if weighted else targets)
-        if weighted:
-            named |= self._weights(targets.weights)
-        session = self._session(TRAINING)
-        arrays = {**inputs, **named, "rate": np.asarray(rate, np.float32), **state}
-        feeds = {}
-        for name, dtype in session.input_dtypes.items():
-            if name not in arrays:
-                raise InputError(f"'{TRAINING}' needs the input '{name}'.")
-            feeds[name] = np.asarray(arrays[name], dtype, order="C")
-        return session.run(tuple(session.output_dtypes), feeds)
+        several = self.description.steps_per_call > 1
+        arrays, rates = self._named(inputs, targets, axes=int(several)), np.asarray(rate)
+        if rates.dtype.kind not in "iuf" or not (np.isfinite(rates) & (rates >= 0)).all():
+            raise InputError(f"rate must be a finite number of at least 0, got {rate!r:.80}.")
+        if several and not rates.ndim:
+            rates = np.full(next(iter(arrays.values())).shape[:1], rates)
+        return self._call(state, arrays, rates)
 
     def predict(self, state: AnyState, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return the outputs of ``predict.onnx`` for a state.
@@ -185,12 +185,13 @@ class TrainingFiles:
 
         Returns:
             Arrays by output name.
+
+        Raises:
+            InputError: An input is missing or has another type.
+            ShapeError: An input has another shape.
         """
-        session = self._session(PREDICT)
-        arrays = {**inputs, **self.read(state)}
-        dtypes = session.input_dtypes
-        feeds = {name: np.asarray(arrays[name], t, order="C") for name, t in dtypes.items()}
-        return _copies(session.run(tuple(session.output_dtypes), feeds))
+        self._check_names(PREDICT, inputs)
+        return _copies(self._results(PREDICT, {**inputs, **self.read(state)}))
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -278,7 +279,49 @@ class TrainingFiles:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _weights(self, weights: Any) -> dict[str, Array]:
+    def _named(self, inputs: Mapping[str, Array], targets: Any, *, axes: int) -> dict[str, Array]:
+        """Return the arrays of a batch by input of ``training.onnx``, before checks of the arrays.
+
+        Weights that are not given are ones. ``axes`` is 1 for arrays with a first axis of steps.
+        """
+        self._check_names(TRAINING, inputs)
+        about, targets = self.description, weights_gathered(targets)
+        weighted = isinstance(targets, Weighted)
+        named = {**inputs, **_by_input(about.outputs, targets.targets if weighted else targets)}
+        arrays = {name: as_array(value) for name, value in named.items()}
+        if weighted:
+            arrays |= self._weights(targets.weights, axes)
+        session = self._session(TRAINING)
+        skipped = (about.steps_per_call > 1) - axes
+        declared = {name: shape[skipped:] for name, shape in session.input_shapes.items()}
+        sizes = _sizes(declared, arrays)
+        for name, _ in about.weights.values():
+            if name not in arrays:
+                shape = [sizes.get(size, size) for size in declared[name]]
+                arrays[name] = np.ones(shape, session.input_dtypes[name])
+        return arrays
+
+    def _check_names(self, file: str, inputs: Mapping[str, Array]) -> None:
+        known = {**self._session(file).input_shapes, **self.description.inputs}
+        for name in inputs:
+            if name not in known:
+                raise UnknownNameError(f"'{file}' has no input '{name}'{suggestion(name, known)}.")
+
+    def _call(self, state: State, arrays: Mapping[str, Array], rate: Array) -> dict[str, Array]:
+        """Return the outputs of ``training.onnx`` for arrays of ``_named``."""
+        return self._results(TRAINING, {**arrays, "rate": rate.astype(np.float32), **state})
+
+    def _results(self, file: str, arrays: Mapping[str, Any]) -> dict[str, Array]:
+        """Return the outputs of a file for arrays, which may be more than its inputs."""
+        session, feeds = self._session(file), {}
+        for name in session.input_shapes:
+            if name not in arrays:
+                raise InputError(f"'{file}' needs the input '{name}'.")
+            feeds[name] = _in_type(name, arrays[name], session.input_dtypes.get(name))
+        _check_shapes(session.input_shapes, feeds)
+        return session.run(tuple(session.output_dtypes), feeds)
+
+    def _weights(self, weights: Any, axes: int) -> dict[str, Array]:
         """Return the weights of targets by input, after their ranks were checked."""
         about = self.description
         if not about.weights:
@@ -287,19 +330,22 @@ class TrainingFiles:
                 "'predictions' or 'targets'."
             )
         by_input = _by_input({output: name for output, (name, _) in about.weights.items()}, weights)
-        dtypes, several = self._session(TRAINING).input_dtypes, about.steps_per_call > 1
-        for name, rank in about.weights.values():
-            array = np.asarray(by_input.get(name, 1.0))
-            if array.ndim and array.ndim != rank + several:
+        dtypes, ranks = self._session(TRAINING).input_dtypes, dict(about.weights.values())
+        for name, weight in by_input.items():
+            array = numeric(f"'{name}'", as_array(weight))
+            if name in ranks and array.ndim != ranks[name] + axes:
                 raise ShapeError(
-                    f"the weights of a batch have the shape {array.shape[several:]}, but the input "
-                    f"'{name}' has {rank} axes; give what the files were exported for."
+                    f"the weights of a batch have the shape {array.shape[axes:]}, but the input "
+                    f"'{name}' has {ranks[name]} axes; give what the files were exported for."
                 )
-            if dtypes[name] == np.bool_ and not np.isin(array, (0, 1)).all():
-                raise InputError(
-                    f"the input '{name}' says which targets count, but the data have other weights "
-                    f"than 0 and 1; export the model with weights= in place of mask=."
-                )
+            by_input[name] = array
+            if dtypes.get(name) == np.bool_:
+                if not np.isin(array, (0, 1)).all():
+                    raise InputError(
+                        f"the input '{name}' says which targets count, but the data have other "
+                        f"weights than 0 and 1; export the model with weights= in place of mask=."
+                    )
+                by_input[name] = array.astype(np.bool_)
         return by_input
 
     def _described(self, name: str) -> Description:
@@ -334,45 +380,97 @@ def _by_input(inputs: Mapping[str, str], arrays: Any) -> dict[str, Array]:
     return {inputs.get(name, name): array for name, array in by_output.items()}
 
 
-def _batches(train: Batches) -> Iterator[tuple[Any, Any]]:
-    epoch = 0
+def _batches(train: Batches, start: int) -> Iterator[tuple[Any, Any]]:
+    """Return the batches of a run from the step ``start`` on, without an end."""
+    if not train.per_epoch:
+        return islice(_endless(train, 0, 0), start, None)
+    return _endless(train, *divmod(start, train.per_epoch))
+
+
+def _endless(train: Batches, epoch: int, first: int) -> Iterator[tuple[Any, Any]]:
     while True:
         count = -1
-        for count, (batch,) in enumerate(train.steps(epoch)):  # noqa: B007 (counts the batches)
+        for count, (batch,) in enumerate(train.steps(epoch, first)):  # noqa: B007 (counts the batches)
             yield batch
         if count < 0:
             raise InputError("the data have no batch left; pass more of them, or fewer steps.")
-        epoch += 1
+        epoch, first = epoch + 1, 0
 
 
 def _groups(
-    batches: Iterator[tuple[Any, Any]], steps: int, size: int
-) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield the batches of each call; within a call, all have the same number of examples."""
-    group: list[tuple[Any, Any]] = []
+    batches: Iterator[dict[str, Array]], steps: int, size: int
+) -> Iterator[list[dict[str, Array]]]:
+    """Yield the batches of each call; within a call, their arrays have the same shapes."""
+    group: list[dict[str, Array]] = []
     for _ in range(steps):
         batch = next(batches)
-        if group and (len(group) == size or _sizes(batch) != _sizes(group[0])):
+        if group and (len(group) == size or _shapes(batch) != _shapes(group[0])):
             yield group
             group = []
         group.append(batch)
     yield group
 
 
-def _sizes(batch: tuple[Any, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(array) for name, array in batch[0].items()}
+def _shapes(batch: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in batch.items()}
 
 
-def _stacked(arrays: Sequence[Any]) -> Any:
-    """Return entries stacked along a new first axis: arrays, arrays by name, weighted targets."""
-    arrays = [weights_gathered(entry) for entry in arrays]
-    if isinstance(arrays[0], Weighted):
-        return Weighted(
-            _stacked([a.targets for a in arrays]), _stacked([a.weights for a in arrays])
+def _stacked(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Return arrays of equal batches, along a new first axis."""
+    return {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+# -- checks of arrays ------------------------------------------------------------------------------
+
+Declared: TypeAlias = Mapping[str, tuple[int | str | None, ...]]
+
+
+def _in_type(name: str, value: Any, dtype: DType | None) -> Array:
+    """Return an array for an input of a file; numbers keep their kind, and their values.
+
+    ``dtype`` is None for text. Real numbers may be rounded.
+    """
+    if dtype is None:
+        return np.asarray(value, object)
+    array = numeric(f"'{name}'", as_array(value))
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise InputError(
+            f"'{name}' has the type {array.dtype}, the training files need {dtype}; convert it "
+            f"with .astype('{dtype}')."
         )
-    if isinstance(arrays[0], Mapping):
-        return {name: np.stack([entry[name] for entry in arrays]) for name in arrays[0]}
-    return np.stack(arrays)
+    fed = np.asarray(array, dtype, order="C")
+    if dtype.kind in "iu" and not np.can_cast(array.dtype, dtype) and (fed != array).any():
+        raise InputError(f"'{name}' holds numbers that {dtype} cannot hold.")
+    return fed
+
+
+def _sizes(declared: Declared, arrays: Mapping[str, Array]) -> dict[int | str | None, int]:
+    """Return the size that each symbol of the declared shapes has in arrays."""
+    sizes: dict[int | str | None, int] = {}
+    for name, shape in declared.items():
+        pairs = zip(shape, arrays[name].shape, strict=False) if name in arrays else ()
+        sizes |= {symbol: size for symbol, size in pairs if isinstance(symbol, str)}
+    return sizes
+
+
+def _check_shapes(declared: Declared, arrays: Mapping[str, Array]) -> None:
+    """Raise a ShapeError for an array of another shape, or with another number of examples."""
+    by_symbol: dict[str, tuple[str, int]] = {}
+    for name, shape in declared.items():
+        sizes = arrays[name].shape
+        pairs = [*zip(shape, sizes, strict=False)]
+        fixed = [(wanted, size) for wanted, size in pairs if isinstance(wanted, int)]
+        if len(sizes) != len(shape) or any(wanted != size for wanted, size in fixed):
+            raise ShapeError(
+                f"'{name}' has the shape {sizes}, the training files need ({spelled(shape)}). A "
+                f"length that the model leaves open is that of sample_inputs in export_training."
+            )
+        for symbol, size in pairs:
+            first, known = by_symbol.setdefault(str(symbol), (name, size))
+            if isinstance(symbol, str) and known != size:
+                raise ShapeError(
+                    f"axis '{symbol}' has {known} entries in '{first}' and {size} in '{name}'."
+                )
 
 
 def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from kfac_engine.graph.structure import Input
 from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
+from kfac_engine.recording.random_nodes import OF_NODES
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
 from kfac_engine.training.kfac import EXAMPLES, KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
@@ -113,7 +114,10 @@ class StepRecorder:
         else:
             outputs = self._outputs(tape, state, {})
         noise = self._noise or ()
-        data += [Input(n.name, _FLOAT, _declared(n.shape, "part")) for n in noise]
+        # The nodes of the model draw for the whole batch, the statistics for their part of it.
+        symbols = ["batch" if n.name.startswith(OF_NODES) else "part" for n in noise]
+        pairs = zip(noise, symbols, strict=True)
+        data += [Input(n.name, _FLOAT, _declared(n.shape, symbol)) for n, symbol in pairs]
         return Step(
             tape,
             tuple(data),
@@ -145,7 +149,7 @@ class StepRecorder:
         else:
             loss, metrics, gradients = self._pass(batch, random)
             buffers = {old: batch[latest] for old, latest in self._model.new_buffers.items()}
-        finite = self._finite(loss, gradients)
+        finite = self._finite(loss, gradients) & np.isfinite(rate) & (rate >= 0)
         residuals = Residuals()
         for name in [name for name in metrics if name.startswith(f"{_RESIDUALS} ")]:
             _, _, k, of_loss = name.split(" ", 3)

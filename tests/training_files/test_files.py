@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 import kfac_engine as ke
-from tests.models import Net, random_inputs
+from tests.models import Net, parsed, random_inputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import network
 
@@ -52,6 +52,23 @@ def test_the_files_hold_standard_operators_and_no_weights(files):
     for name in files.parameters:
         if initial[name].size > 8:
             assert not any(np.array_equal(initial[name], array) for array in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("net", "options"),
+    [
+        ("dense", {"weights": "examples"}),
+        ("tokens", {"optimizer": "muon"}),
+        ("conv2d", {"accumulate": 2, "steps_per_call": 2}),
+        ("gru", {"noise": "input"}),
+        ("batch normalization", {"optimizer": "adamw", "provider": "webgpu"}),
+    ],
+)
+def test_sessions_of_the_files_print_no_warnings(net, options, tmp_path, capfd):
+    ke.export_training(network(net), path=tmp_path, **options)
+    for path in tmp_path.glob("*.onnx"):
+        ort.InferenceSession(path)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_loop_of_the_readme_runs(files, monkeypatch):
@@ -254,7 +271,122 @@ def test_a_run_takes_the_batches_of_fit(tmp_path):
         np.testing.assert_allclose(value, history.engine.parameters[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("given", ["arrays", "batches"])
+def test_a_run_from_a_state_continues_the_run(given, calls, tmp_path):
+    """The order of the data and the schedule are at the step of the state."""
+    model = network("dense")
+    files = ke.export_training(model, path=tmp_path / "files", steps_per_call=calls)
+    form = data(model, n=50) if given == "arrays" else [data(model, seed) for seed in range(4)]
+
+    def run(steps, state=None):
+        return files.run(
+            form, steps=steps, batch_size=16, seed=3, rate=lambda k: 1 - k / 20, state=state
+        )
+
+    whole, first = run(10), run(5)
+    second = run(5, first.state)
+    assert [*first.losses, *second.losses] == whole.losses
+    for name, value in whole.state.items():
+        np.testing.assert_array_equal(second.state[name], value)
+
+
 # -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
+def test_a_rate_that_is_no_length_is_refused_and_changes_nothing(rate, optimizer, tmp_path):
+    model, options = network("dense"), {"learning_rate": 0.1} if optimizer == "sgd" else {}
+    files = ke.export_training(model, optimizer=optimizer, path=tmp_path, **options)
+    inputs, targets = data(model)
+    start = files.run((inputs, targets), steps=1).state
+    with pytest.raises(ke.InputError, match="rate"):
+        files.step(start, inputs, targets, rate=rate)
+    with pytest.raises(ke.InputError, match="rate of step 0"):
+        files.run((inputs, targets), steps=2, rate=rate)
+    with pytest.raises(ke.InputError, match="rate of step 3"):
+        files.run((inputs, targets), steps=4, rate=lambda step: rate if step == 3 else 1.0)
+    session = ort.InferenceSession(files.folder / "training.onnx")
+    feeds = {**inputs, "targets": targets, "rate": np.array(rate, "float32"), **start}
+    outputs = names(files.folder / "training.onnx")[1]
+    results = dict(zip(outputs, session.run(outputs, feeds), strict=True))
+    assert not results["finite"]
+    assert np.isfinite(results["loss"])
+    for name, value in start.items():
+        new = results[f"new {name}"]
+        assert new.size == 0 or np.array_equal(new, value)
+
+
+TWO_KINDS = """g (int32[batch] ids, float[batch, 4] input) => (float[batch, 3] output) {
+    rows = Gather(table, ids)  sum = Add(rows, input)  output = MatMul(sum, w) }"""
+
+
+N = 6
+RIGHT = {
+    "ids": np.arange(N, dtype=np.int32), "input": np.ones((N, 4), np.float32),
+    "targets": np.arange(N) % 3,
+}  # fmt: skip
+# What is wrong, what replaces it, and words of the error.
+WRONG = {
+    "fractions as classes": ("targets", RIGHT["targets"] + 0.7, "float64"),
+    "classes as real numbers": ("targets", RIGHT["targets"].astype(float), "astype.'int64'"),
+    "text as classes": ("targets", RIGHT["targets"].astype(str), "<U"),
+    "no targets": ("targets", None, "object"),
+    "fewer targets": ("targets", RIGHT["targets"][:1], "1 in 'targets'"),
+    "targets of two axes": ("targets", RIGHT["targets"][:, None], r"shape \(6, 1\)"),
+    "fractions as ids": ("ids", RIGHT["ids"] + 0.9, "float64"),
+    "ids beyond the type": ("ids", RIGHT["ids"].astype(int) + 2**33, "int32 cannot hold"),
+    "text as ids": ("ids", RIGHT["ids"].astype("S"), "real numbers"),
+    "a ragged list": ("input", [[1.0, 2.0], [3.0]], "not an array of numbers"),
+    "text as numbers": ("input", RIGHT["input"].astype(str), "real numbers"),
+    "complex numbers": ("input", RIGHT["input"] + 1j, "complex"),
+    "another width": ("input", np.ones((N, 5), np.float32), r"need \(batch, 4\)"),
+    "fewer rows": ("input", np.ones((2, 4), np.float32), "axis 'batch' has"),
+    "another name": ("inputs", RIGHT["input"], "no input 'inputs'.*'input'"),
+}  # fmt: skip
+ACCEPTED = {
+    "classes of another width": ("targets", RIGHT["targets"].astype(np.uint8)),
+    "ids of another width": ("ids", RIGHT["ids"].astype(np.int64)),
+    "double precision": ("input", RIGHT["input"].astype(float)),
+    "whole numbers": ("input", RIGHT["input"].astype(int)),
+    "a list": ("input", RIGHT["input"].tolist()),
+}
+
+
+@pytest.fixture(scope="module")
+def two_kinds(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    shapes = {"table": (7, 4), "w": (4, 3)}
+    weights = {n: rng.standard_normal(s).astype("float32") for n, s in shapes.items()}
+    model, folder = parsed(TWO_KINDS, weights), tmp_path_factory.mktemp("two")
+    files = ke.export_training(model, optimizer="adamw", path=folder)
+    return files, files.initial()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arrays_of_another_kind_or_shape_are_refused(case, two_kinds):
+    (files, state), (name, array, message) = two_kinds, WRONG[case]
+    given = {**RIGHT, name: array}
+    targets = given.pop("targets")
+    with pytest.raises(ke.KfacError, match=message):
+        files.step(state, given, targets)
+    if name in ("ids", "input") and case != "fewer rows":  # a data set has one number of examples
+        with pytest.raises(ke.KfacError, match=message):
+            files.predict(state, given)
+    if name == "targets" and array is not None and len(array) == N:
+        with pytest.raises(ke.KfacError, match=message):
+            files.run((given, targets), steps=1)
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_arrays_of_another_width_are_accepted(case, two_kinds):
+    (files, state), (name, array) = two_kinds, ACCEPTED[case]
+    given = {**RIGHT, name: array}
+    inputs = {n: a for n, a in RIGHT.items() if n != "targets"}
+    expected = files.step(state, inputs, RIGHT["targets"])["loss"]
+    targets = given.pop("targets")
+    assert files.step(state, given, targets)["loss"] == expected
 
 
 @pytest.mark.parametrize(
@@ -417,6 +549,22 @@ def test_parts_have_the_weights_of_the_whole_batch(loss, given, targets, optimiz
     assert abs(unweighted - expected["loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("form", [{"weights": "examples"}, {"mask": "predictions"}])
+def test_batches_without_weights_have_weights_of_one(form, calls, tmp_path):
+    files = ke.export_training(
+        network("tokens"), "categorical", "adam", path=tmp_path, steps_per_call=calls, **form
+    )
+    rng, batches = np.random.default_rng(0), []
+    shape = (6, 5) if "mask" in form else (6,)
+    for seed, weights in enumerate([None, rng.integers(0, 2, shape), None, np.ones(shape)]):
+        inputs, targets = random_inputs(network("tokens"), 6, seed), rng.integers(0, 3, (6, 5))
+        batches.append((inputs, targets) if weights is None else (inputs, targets, weights))
+    whole = [batch if len(batch) == 3 else (*batch, np.ones(shape)) for batch in batches]
+    found, expected = (files.run(given, steps=4) for given in (batches, whole))
+    assert found.losses == expected.losses
+
+
 @pytest.mark.parametrize("kind", ["weights", "mask"])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_run_reads_the_weights_of_the_data(kind, calls, tmp_path):
@@ -476,7 +624,6 @@ def test_what_lies_under_a_mask_changes_no_bit_of_a_step(tmp_path):
     ("given", "targets", "error", "message"),
     [
         ({}, ke.Weighted(np.zeros(ROWS, int), WEIGHTS), ke.InputError, "no input for weights"),
-        ({"weights": "examples"}, np.zeros(ROWS, int), ke.InputError, "needs the input 'weights'"),
         (
             {"weights": "examples"}, ke.Weighted(np.zeros(ROWS, int), WEIGHTS[:, None]),
             ke.ShapeError, "has 1 axes",
@@ -625,6 +772,7 @@ def test_dropout_multiplies_by_its_mask_also_in_the_statistics(optimizer, tmp_pa
         mask = (numbers.astype("float32") >= np.float32(ratio)) / (1 - ratio)
         extra = ({name: numbers, "noise": targets_noise}, {"mask": mask, "noise": targets_noise})
         for files, state, given in zip((drops, masks), states, extra, strict=True):
+            given.pop("noise") if optimizer == "adamw" else None
             results = files.step(state, {"input": x, **given}, targets)
             state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
     for key, value in states[0].items():
