@@ -200,10 +200,24 @@ class BatchPasses:
         except NonFiniteError as error:
             self._raise_with_origin(error, trace)
 
-    def check_loss(self, trace: Trace, observation: Observation | None = None) -> None:
-        """Check the targets and the loss of a batch."""
+    def check_loss(self, trace: Trace, observation: Observation) -> None:
+        """Check the loss of a batch."""
         with self.explained(trace):
-            reported_loss(trace, self.objective, observation or self.objective.observe(trace))
+            reported_loss(trace, self.objective, observation)
+
+    def check_losses(self, traced: TracedParts) -> None:
+        """Check the targets and the losses of the parts of a batch, some of which may not count."""
+        sizes: list[BatchSize] = []
+
+        def check(trace: Trace) -> None:
+            observation = self.observe(trace)
+            sizes.append(observation.size)
+            self.check_loss(trace, observation.as_piece())
+
+        traced.each(check)
+        size = sum(sizes[1:], sizes[0])
+        totals = self.shards.agreement.sum(*size.totals)
+        self.objective.require_counts(BatchSize(size.examples, totals))
 
     def loss(self, parts: Sequence[Batch]) -> float:
         """Return the loss of the whole batch, over all processes."""

@@ -44,7 +44,8 @@ class CurvatureProducts:
         examples: Number of examples of the batch, if the traces have a part of them.
 
     Attributes:
-        counts: Whether a target of each loss counts; if not, products raise a ``NonFiniteError``.
+        totals: For each loss, the sum of the weights of its targets. If all are zero, products
+            raise a ``NonFiniteError``.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class CurvatureProducts:
             return shards.meet(trace, objective.observe(trace, targets=False))
 
         traced.count(shards, meet, examples)
-        self.counts = all(traced.size.totals)
+        self.totals = traced.size.totals
 
     def multiply_fisher(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         """Return the Fisher matrix times a vector.

@@ -290,7 +290,7 @@ class Engine(Summarized, TrainableModel):
             else:
                 traced = passes.traced(parts)
                 if labeled:
-                    traced.each(passes.check_loss)
+                    passes.check_losses(traced)
                 fisher.wait()
                 if due:
                     update = fisher.measure_parts(traced)

@@ -94,6 +94,10 @@ class Observation:
         """Return the observation as a part of a larger batch of a given size."""
         return Observation(self.terms, self.size, whole)
 
+    def as_piece(self) -> "Observation":
+        """Return the observation as a piece of larger data, in which nothing may count."""
+        return self.within(self.whole.positive())
+
 
 @dataclass(slots=True)
 class Residuals:
@@ -333,8 +337,9 @@ class Objective:
     def weights(self, whole: BatchSize) -> tuple[float, ...]:
         """Return the weight of each loss function in ``value`` and in its Fisher matrix.
 
-        The weight is the coefficient of the loss times the weight of the reduction. A loss of which
-        no prediction counts raises NonFiniteError.
+        The weight is the coefficient of the loss times the weight of the reduction. It is finite
+        for a loss of which no prediction counts: its terms are zero. If no prediction of any loss
+        counts, NonFiniteError is raised.
         """
         coefficients = [loss.coefficient for loss in self.losses for _ in loss.parts]
         pairs = zip(coefficients, self._divisors(whole), strict=True)
@@ -393,21 +398,30 @@ class Objective:
         return sum(predictions) // self.examples(values)
 
     def _divisors(self, whole: BatchSize) -> list[float]:
-        """Return the divisor of the reduction for each loss function.
+        """Return the divisor of the reduction for each loss function."""
+        self.require_counts(whole)
+        n, totals = whole.examples, whole.totals
+        if len(totals) > 1:  # a loss without a target that counts is a sum of zeros
+            together = sum(totals)
+            totals = tuple(_counted(total, together) for total in totals)
+        return [{"mean": total, "batch_mean": n, "sum": 1}[self.reduction] for total in totals]
 
-        A loss of which no prediction counts raises NonFiniteError.
-        """
-        for term, total in zip(self.terms, whole.totals, strict=True):
-            if isinstance(total, int | float | Real) and not total > 0:  # a file finds out in a run
-                raise NonFiniteError(
-                    f"no target of the loss on '{term.inputs[0]}' counts: each is ignored or has "
-                    f"the weight 0; leave the batch out, as optimizers with "
-                    f"non_finite='skip' do."
-                )
-        n = whole.examples
-        return [
-            {"mean": total, "batch_mean": n, "sum": 1}[self.reduction] for total in whole.totals
-        ]
+    def require_counts(self, whole: BatchSize) -> None:
+        """Raise NonFiniteError if no prediction of any loss counts in a batch of a given size."""
+        # The totals of a file are known in a run, which finds out itself.
+        if all(isinstance(total, int | float | Real) and not total > 0 for total in whole.totals):
+            names = " and ".join(f"'{name}'" for name in self.inputs)
+            raise NonFiniteError(
+                f"no target of the loss on {names} counts: each is ignored or has the weight 0; "
+                f"leave the batch out, as optimizers with non_finite='skip' do."
+            )
+
+
+def _counted(total: Any, together: Any) -> Any:
+    """Return the divisor of a loss: 1 if none of its predictions counts, but those of others."""
+    if is_recorded(total):
+        return np.where((total > 0) | (together == 0), total, 1)
+    return total if total > 0 else 1
 
 
 def check_reduction(reduction: str) -> None:

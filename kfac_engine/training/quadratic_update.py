@@ -107,7 +107,7 @@ class QuadraticUpdate:
     def _products(self, parts: Sequence[Batch], examples: int | None) -> CurvatureProducts | None:
         """Return products with the Fisher matrix of examples; None if no target of them counts."""
         products = self.engine.curvature_products(parts, examples=examples)
-        return products if products.counts or examples is None else None
+        return products if all(products.totals) or examples is None else None
 
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new velocities."""

@@ -412,7 +412,8 @@ def gradient_sources(layout: Layout, inputs: Mapping[str, Array], targets: Targe
     trace = TrainableModel(layout.assembly).trace(inputs, targets)
     objective = layout.assembly.task.objective
     # Those of the sum over the batch: the reduction of a curvature divides by the examples.
-    return trace, [objective.cotangents(trace, objective.examples(trace))]
+    seen = objective.observe(trace).as_piece()
+    return trace, [objective.cotangents(trace, objective.examples(trace), seen)]
 
 
 def jacobian_sources(layout: Layout, inputs: Mapping[str, Array]) -> Sources:

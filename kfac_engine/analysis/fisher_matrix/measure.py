@@ -29,6 +29,7 @@ from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.losses.base import RegisteredLoss
+from kfac_engine.losses.objective import BatchSize
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.system import memory_limits
 
@@ -298,9 +299,11 @@ class _Measurement:
             self.examples += examples
             self.predictions += self._number(trace)
             if has_targets and self.log_likelihood is not None:
-                self.log_likelihood -= examples * objective.value(trace)
+                seen = objective.observe(trace).as_piece()
+                self.log_likelihood -= examples * objective.value(trace, seen)
         if not self.examples:
             raise InputError("the data have no example; pass one batch at least.")
+        objective.require_counts(BatchSize(self.examples, (self.predictions,)))
         if not has_targets:
             self.log_likelihood = None
         for name, rest in self.draws.items():

@@ -19,6 +19,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.losses.objective import BatchSize, Objective
 
 
 @dataclass(slots=True, eq=False)
@@ -182,23 +183,33 @@ class Influence:
 
         Raises:
             InputError: There is no example or no target.
+            NonFiniteError: No target of any batch counts.
         """
-        number = 0
+        number, objective = 0, self._objective
+        totals = (0.0,) * len(objective.terms)
         for number, (inputs, targets) in enumerate(batches, 1):
             if targets is None:
                 raise InputError(
                     f"batch {number} of the {noun} has no targets; influence needs the targets of "
                     f"all examples."
                 )
-            yield gradient_sources(self.curvature.layout, inputs, targets)
+            batch = gradient_sources(self.curvature.layout, inputs, targets)
+            of_batch = objective.observe(batch[0]).size.totals
+            totals = tuple(map(sum, zip(totals, of_batch, strict=True)))
+            yield batch
         if not number:
             raise InputError(f"the {noun} have no example; pass one batch at least.")
+        objective.require_counts(BatchSize(1, totals))
 
     def _tiles(self, batch: Sources) -> Iterator[tuple[Block, slice, Gradients]]:
         return block_tiles(self.curvature.layout, self.curvature.blocks, batch)
 
     def _examples(self, batch: Sources) -> int:
-        return self.curvature.layout.assembly.task.objective.examples(batch[0])
+        return self._objective.examples(batch[0])
+
+    @property
+    def _objective(self) -> Objective:
+        return self.curvature.layout.assembly.task.objective
 
     def _preconditioned(self, query: Sources) -> Iterator[dict[int, Float]]:
         """Yield ``(F + λI)⁻¹ g`` of groups of queries by ``id`` of a block, in its eigenbasis."""

@@ -20,6 +20,7 @@ from kfac_engine.engine.options import EngineOptions, check_names
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError
 from kfac_engine.graph.load import ModelSource
+from kfac_engine.losses.objective import BatchSize
 from kfac_engine.registry import Registry
 
 Product = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -111,7 +112,8 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
         if self._only:
             yield from self._only
             return
-        number = 0
+        number, objective = 0, self.model.objective
+        totals = (0.0,) * len(objective.terms)
         for number, (inputs, targets) in enumerate(self._pairs, 1):
             if targets is None and self.matrix == "hessian":
                 raise InputError(
@@ -119,13 +121,19 @@ class CurvatureOperator(LinearOperator):  # type: ignore[misc] # SciPy has no ty
                 )
             require_gradient(self._assembly, inputs)
             trace = self.model.trace(inputs, targets)
-            entry = (
-                self.model.objective.examples(trace),
-                self._product(self.model.curvature_products(trace)),
-            )
+            products = self.model.curvature_products(trace)
+            totals = tuple(map(sum, zip(totals, products.totals, strict=True)))
+            product = self._product(products) if any(products.totals) else self._zeros
+            entry = objective.examples(trace), product
             yield entry
+        if number:
+            objective.require_counts(BatchSize(1, totals))
         if number == 1 and isinstance(self._pairs, list):
             self._only = [entry]  # the only batch stays in memory
+
+    def _zeros(self, _: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the product with the matrix of a batch in which no target counts."""
+        return {name: np.zeros_like(array) for name, array in self.model.parameters.items()}
 
     def _on_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return on_host(arrays, self._backend)
