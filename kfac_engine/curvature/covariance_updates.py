@@ -87,6 +87,7 @@ class CovarianceUpdates:
         placements: Place of the examples in the draws of each loss, by name; the first axis where
             absent.
         axes: Axes of the examples, by name of a value; 0 where absent.
+        unplaced: Outputs of layers without an axis of examples.
         batch: Name of a value whose first axis has the examples only; empty if the first axis of
             the first loss input has them.
         divided: Whether batches are divided among processes, which combine what they measure.
@@ -109,6 +110,7 @@ class CovarianceUpdates:
     rows: Rows | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
+    unplaced: Collection[str] = ()
     batch: str = ""
     divided: bool = False
     params_stats: list[Array] = field(default_factory=list)
@@ -418,7 +420,7 @@ class CovarianceUpdates:
         parts = [part for loss in self.losses for part in loss.parts]
         rows = [(part, part.row_weights(trace)) for part in parts]
         examples = len(trace[self.batch or parts[0].inputs[0]])
-        return ExampleWeights.of(rows, trace, examples, self.axes)
+        return ExampleWeights.of(rows, trace, examples, self.axes, self.unplaced)
 
     def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
         rng: AnyGenerator = self.rng

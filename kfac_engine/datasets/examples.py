@@ -35,7 +35,8 @@ class ExampleAxes:
 
     Attributes:
         inputs: Axes of the examples, by input name.
-        obstacle: Why the model does not run on a part of a batch; empty where it does.
+        joint: Why some examples of a batch are no batch; empty where they are.
+        obstacle: Why a batch cannot be cut: ``joint``, or the model runs with one size only.
         fixed_size: The only number of examples that the model runs with; None where it runs with
             others, or where its targets have no parts.
     """
@@ -52,7 +53,8 @@ class ExampleAxes:
         self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
         folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
         shared = folded and f"one axis of '{folded}' holds examples and positions"
-        self.obstacle = batch.fixed or shared or ""
+        self.joint = batch.joint
+        self.obstacle = batch.fixed or shared or batch.joint
         self.fixed_size = batch.size if batch.fixed and not folded else None
 
     def count(self, inputs: Mapping[str, Array]) -> int:
@@ -74,11 +76,15 @@ class ExampleAxes:
     def check(self, inputs: Mapping[str, Array], targets: Targets) -> int:
         """Return the number of examples; raise ``ShapeError`` if targets have another number.
 
-        The targets of several losses are given by output.
+        The targets of several losses are given by output. They alone have examples if no input has
+        an axis of them.
         """
-        count = self.count(inputs)
-        for (kind, name), array in self._named(targets).items():
+        named, count = self._named(targets), -1
+        if self.inputs or not named:
+            count = self.count(inputs)
+        for (kind, name), array in named.items():
             axis, shape = self._target_axis(name, array, kind), np.shape(array)
+            count = shape[axis] if count < 0 and axis < len(shape) else count
             if axis >= len(shape) or shape[axis] != count:
                 raise ShapeError(
                     f"the {kind} have shape {shape}, but the inputs have {count} examples; axis "

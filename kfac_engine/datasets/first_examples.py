@@ -7,6 +7,8 @@ or the file names, or the first ones.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+import numpy as np
+
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import as_array
 from kfac_engine.datasets.examples import ExampleAxes
@@ -67,11 +69,16 @@ def with_first_examples(
         presumed = ExampleAxes(known, outputs)
         batches = batches_of(first, presumed, labeled=labeled)
         for inputs, targets in islice(batches, 1):
-            if _fit(presumed, inputs, targets):
+            whole = isinstance(batches, GivenBatches) or not divided
+            pairs = any(_has_pairs(entry, places, inputs) for entry in declared)
+            # Some of the graphs, without their nodes, do not fit the model.
+            others = (entry.shape or (None,) for entry in declared if entry.name not in places)
+            joint = whole and any(not isinstance(size, int) for shape in others for size in shape)
+            if _fit(presumed, inputs, targets) and not (pairs or joint):
                 count = min(_declared_counts(declared, places), default=size or _FEW)
                 few, _ = presumed.part(inputs, None, slice(count))
                 return data, {name: as_array(array).copy() for name, array in few.items()}
-            if isinstance(batches, GivenBatches) or not divided:
+            if whole or pairs:
                 return data, dict(inputs)
     except InputError:
         pass
@@ -85,6 +92,24 @@ def _fit(axes: ExampleAxes, inputs: Mapping[str, Array], targets: Targets) -> bo
     except ShapeError:
         return False
     return True
+
+
+def _has_pairs(entry: Input, axes: Mapping[str, int], inputs: Mapping[str, Array]) -> bool:
+    """Return whether a further axis of an input is as long as that of the examples.
+
+    An adjacency matrix has such an axis, and some of its rows alone do not fit the model.
+    """
+    lengths = np.shape(inputs[entry.name]) if entry.name in inputs else ()
+    axis = axes.get(entry.name, len(lengths))
+    if axis >= len(lengths):
+        return False
+    sizes = (None,) * len(lengths) if entry.shape is None else entry.shape
+    pairs = zip(lengths, sizes, strict=False)
+    return any(
+        length == lengths[axis] and not isinstance(size, int)
+        for other, (length, size) in enumerate(pairs)
+        if other != axis
+    )
 
 
 def _presumed(declared: Iterable[Input], axes: Mapping[str, object]) -> dict[str, int]:

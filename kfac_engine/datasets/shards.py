@@ -333,5 +333,5 @@ def _part_size(axes: ExampleAxes, size: int, total: int) -> int:
     fits = f"set batch_size={fixed} (accumulate=k takes k of them for a step), or " if fixed else ""
     raise InputError(
         f"the arrays cannot be cut into batches: {axes.obstacle}; {fits}give an iterable of "
-        f"batches."
+        f"batches, such as [(inputs, targets)]."
     )

@@ -172,6 +172,8 @@ class BatchPasses:
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
         """See ``Engine.parts``."""
         loss, parts = self._task.file_loss, parts_of(inputs, targets)
+        if len(parts) > 1:
+            self._task.require_parts()
         if any(is_array(its_inputs) for its_inputs, _ in parts):
             named = self.example_axes.named
             parts = [(named(x) if is_array(x) else x, y) for x, y in parts]

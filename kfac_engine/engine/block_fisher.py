@@ -308,8 +308,8 @@ class BlockFisher:
         if all(weights is None for weights in rows):
             return None
         pairs = zip(self._passes.objective.terms, rows, strict=True)
-        axes = self.estimator.statistics.axes
-        return ExampleWeights.of(pairs, trace, observation.size.examples, axes)
+        statistics, examples = self.estimator.statistics, observation.size.examples
+        return ExampleWeights.of(pairs, trace, examples, statistics.axes, statistics.unplaced)
 
 
 def draw_placements(assembly: Assembly) -> dict[str, Placement]:

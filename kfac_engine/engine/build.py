@@ -1,6 +1,6 @@
 """Assembly of an engine: loads a model, finds and registers its layers and losses."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kfac_engine._types import Array, Params
@@ -93,6 +93,15 @@ class Task:
                     f"number for each example, or use an optimizer without curvature, such as "
                     f"'adamw', on whole batches in one process."
                 )
+
+    def require_parts(self) -> None:
+        """Refuse parts of a batch whose outputs have an entry for each pair of examples."""
+        pairs = next((head.output for head in self.heads if head.output in self.batch.squares), "")
+        if pairs:
+            raise UnsupportedError(
+                f"'{pairs}' has an entry for each pair of examples, so that the parts of a batch "
+                f"have other predictions than the batch; give whole batches."
+            )
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -212,6 +221,8 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     statistics, objective = estimator.statistics, task.objective
     statistics.axes, statistics.batch = axes | {**objective.axes}, objective.batch
     model.passes.seed = options.seed
+    read = {name for layer in discovery.layers for name in uses(layer.outputs)}
+    statistics.unplaced = frozenset(read - task.batch.places.keys() if task.batch.joint else ())
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()
@@ -253,7 +264,7 @@ def register_losses(
     for head in heads:
         if head.logits:
             model.extend(head.logits.nodes, head.logits.facts, head.logits.constants)
-    counted = _batch_first(model, batch)
+    counted = _batch_first(model, batch, [head.loss.inputs[0] for head in heads])
     if counted:
         collection.count_examples_by(counted)
     for index, (head, weight) in enumerate(zip(heads, options.coefficients, strict=True)):
@@ -271,10 +282,13 @@ def register_losses(
     return Task(objective, heads, batch, inputs, file_loss)
 
 
-def _batch_first(model: OnnxModel, batch: Batch) -> str:
-    """Return a value whose first axis has the examples only; empty if no input has such an axis."""
+def _batch_first(model: OnnxModel, batch: Batch, read: Sequence[str]) -> str:
+    """Return a value whose first axis has the examples only; empty if there is none.
+
+    It is an input, or among ``read`` if no input has an axis of examples.
+    """
     if not batch.inputs:
-        return ""
+        return read[0] if batch.joint else ""
     name, axis = min(batch.inputs.items(), key=lambda item: item[1])
     if axis == 0:
         return name
@@ -359,6 +373,8 @@ def _moved(layer: LayerMatch, batch: Batch) -> str:
     """Return text on where the examples of a layer lie; empty for the first axis."""
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
         place = batch.places.get(name)
+        if batch.joint and not place:
+            return f"no axis of '{name}' holds the examples"
         if place and not place.comes_first:
             folded = " together with positions" if place.repeats > 1 else ""
             return f"the examples lie on axis {place.axis} of '{name}'{folded}"

@@ -76,7 +76,7 @@ class ExampleGradients:
     def _alone(self) -> bool:
         """Return whether an example alone, as a batch of one, has the same results."""
         batch, model = self._batch, self._model
-        if batch.fixed or not batch.inputs or model.draws:
+        if batch.fixed or batch.joint or not batch.inputs or model.draws:
             return False
         heads = self._objective.inputs
         return not find_coupling(model.graph, model.facts, heads, batch, self._inputs)

@@ -29,7 +29,6 @@ from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
-from kfac_engine.runtime.memory import with_examples
 from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.sealed import Sealed
@@ -287,7 +286,7 @@ class TrainableModel(Sealed):
         task, model, rng = self._task, self._model, np.random.default_rng(seed)
         inputs = sample_batch(model.graph, model.facts, task.inputs)
         if not task.batch.fixed:
-            inputs = with_examples(inputs, task.batch, examples)
+            inputs = task.batch.resized(inputs, examples)
         trace = self.trace(inputs)
         terms = (term for loss in self.objective.losses for term in loss.parts)
         targets = {

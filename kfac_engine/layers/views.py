@@ -502,11 +502,13 @@ def rows_per_example(
     batch: int | None = None,
     *,
     exact: bool = False,
-) -> int:
+) -> int | float:
     """Return the number of rows for each example: uses × positions.
 
-    The arguments are as in ``examples``.
+    The arguments are as in ``examples``. The number is a fraction if examples differ in it, such as
+    graphs in their nodes.
     """
     folded = num_uses if len(shapes) == 1 else 1
     rows = sum(view.count(folded_shape(shape, view, folded)) for shape in shapes)
-    return rows // examples(shapes, view, num_uses, batch, exact=exact)
+    count = examples(shapes, view, num_uses, batch, exact=exact)
+    return rows / count if rows % count else rows // count

@@ -5,24 +5,30 @@ is proportional to the batch size is a batch axis. If several axes of the inputs
 a change of one example along the batch axis does not change the results of other examples.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.errors import BackendError, ShapeError
-from kfac_engine.graph.analysis.subgraph import of_data
+from kfac_engine.graph.analysis.subgraph import dependents, of_data
 from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.runtime.example_axis import (
+    BATCH,
     Axes,
     Candidate,
     ExampleAxis,
+    Squares,
     axis_of,
     batch_candidates,
     grown,
     others_change,
+    rest_changes,
+    same_length,
+    same_symbol,
     unmoved_axes,
     with_example,
 )
@@ -30,6 +36,8 @@ from kfac_engine.runtime.sample_run import open_run, sample_batch
 
 # Bytes of values that are compared at a time, with at least one value.
 _COMPARED_BYTES = 64 << 20
+# The node in an error of ONNX Runtime.
+_AT_NODE = re.compile("at node '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,10 @@ class Batch:
         fixed: The reason why the model runs with one batch size only; ``""`` if it runs with
             others.
         doubt: The reason why the examples may be on another axis; ``""`` without a reason.
+        joint: The reason why some examples of a batch are no batch, as in a graph network, whose
+            file does not say which nodes a graph has; ``""`` if they are.
+        squares: Map from an input or a value to its further axes that grow with the batch, such as
+            those of an adjacency matrix.
     """
 
     size: int
@@ -50,10 +62,22 @@ class Batch:
     places: Mapping[str, ExampleAxis]
     fixed: str = ""
     doubt: str = ""
+    joint: str = ""
+    squares: Squares = field(default_factory=dict)
 
     def examples(self, inputs: Mapping[str, Array]) -> int:
         """Return the number of examples in a batch."""
         return next((inputs[name].shape[axis] for name, axis in self.inputs.items()), self.size)
+
+    def axes(self, name: str) -> tuple[int, ...]:
+        """Return the axes of an input or a value that grow with the batch."""
+        place = self.places.get(name)
+        axis = place.axis if place and name not in self.inputs else self.inputs.get(name)
+        return () if axis is None else (axis, *self.squares.get(name, ()))
+
+    def resized(self, inputs: Mapping[str, Array], count: int) -> dict[str, Array]:
+        """Return the inputs of the sample run with ``count`` examples, the first ones repeated."""
+        return _taken(inputs, self.inputs, self.squares, np.arange(count) % self.size)
 
     @property
     def note(self) -> str:
@@ -80,33 +104,8 @@ def find_batch(
     them. An input without its axis, and axes of different sizes, raise a ShapeError.
     """
     probe = _Probe(graph, facts, inputs)
-    if axes:
-        return probe.batch_of_user(_checked(facts, axes), outputs)
-    candidates = batch_candidates(graph, facts)
-    ran: list[Batch] = []
-    stuck: list[Candidate] = []
-    for candidate in candidates:
-        if stuck and stuck[0].named and not candidate.named:
-            break  # an axis with a symbol for the batch is the batch, even if only one size runs
-        batch = probe.batch_along(candidate.axes, outputs)
-        # A size of one may run because it is broadcast, and then changes no output.
-        if candidate.is_declared and (batch is None or not _placed(batch, outputs)):
-            batch = probe.batch_alone(candidate.axes, outputs)
-        if batch is None:
-            stuck.append(candidate)
-        elif _placed(batch, outputs):
-            if candidate.named or (candidate.is_open and len(candidates) == 1):
-                return batch
-            if not probe.coupled(batch, outputs):
-                tried = stuck and not candidate.is_declared
-                only = tried and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
-                return replace(batch, doubt=only or "")
-            ran.append(batch)
-    if ran:
-        return probe.with_doubt(ran[0], outputs)
-    named = bool(stuck) and stuck[0].named
-    axes = stuck[0].axes if named else _first_axes(graph, facts)
-    return probe.with_doubt(probe.batch_from_lengths(axes), outputs)
+    batch = probe.batch_of_user(_checked(facts, axes), outputs) if axes else probe.found(outputs)
+    return replace(batch, joint=batch.joint or probe.why_joint(batch, outputs))
 
 
 def find_coupling(
@@ -133,46 +132,128 @@ class _Probe:
     ) -> None:
         self._graph, self._facts = graph, facts
         self._run = open_run(graph, facts)
-        self._is_generated = inputs is None
+        self._is_generated, self._named = inputs is None, False
+        # Messages of runs that failed, by the axes along which another size was tried.
+        self._failures: dict[frozenset[tuple[str, int]], str] = {}
         self._feeds = sample_batch(graph, facts, inputs)
         # The latest values of the sample batch, of a few names.
         self._before: tuple[list[str], dict[str, Array]] = [], {}
 
+    def found(self, outputs: Sequence[str]) -> Batch:
+        """Return the batch along the first of the candidates that has evidence."""
+        graph, facts = self._graph, self._facts
+        candidates = batch_candidates(graph, facts)
+        ran: list[tuple[Batch, Candidate]] = []
+        stuck: list[Candidate] = []
+        for candidate in candidates:
+            # An axis with a symbol for the batch is the batch, even if only one size runs.
+            if stuck and stuck[0].named and not candidate.named:
+                break
+            batch = self.batch_along(candidate.axes, outputs, candidate.squares)
+            # A size of one may run because it is broadcast, and then changes no output.
+            if candidate.is_declared and (batch is None or not _placed(batch, outputs)):
+                batch = self.batch_alone(candidate.axes, outputs)
+            if batch is None:
+                stuck.append(candidate)
+            elif _placed(batch, outputs):
+                only = candidate.named or (candidate.is_open and len(candidates) == 1)
+                # Nodes and graphs may have equal lengths by chance, and then grow together.
+                if candidate.is_merged and not self.divides(batch, outputs):
+                    ran.append((batch, candidate))
+                elif only:
+                    return batch
+                elif not self.coupled(batch, outputs):
+                    tried = stuck and not candidate.is_declared
+                    alone = (
+                        tried and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
+                    )
+                    return replace(batch, doubt=alone or "")
+                else:
+                    ran.append((batch, candidate))
+        if ran:
+            batch, candidate = ran[0]
+            return batch if candidate.named else self.with_doubt(batch, outputs)
+        named = bool(stuck) and stuck[0].named
+        axes = stuck[0].axes if named else _first_axes(graph, facts)
+        squares = (self.batch_of_squares(candidate.axes, outputs) for candidate in candidates)
+        batch = next(filter(None, squares), None) or self.batch_of_values(outputs)
+        return self.with_doubt(batch or self.batch_from_lengths(axes), outputs)
+
     def batch_of_user(self, axes: Axes, outputs: Sequence[str]) -> Batch:
         """Return the batch along axes that the user names."""
-        batch = self.batch_along(axes, outputs)
-        placed = batch is not None and _placed(batch, outputs)
-        return batch if batch is not None and placed else self.batch_from_lengths(axes)
+        self._named = True
+        inputs = self._graph.inputs
+        batch = self.batch_along(axes, outputs, same_symbol(inputs, axes))
+        if batch is not None and _placed(batch, outputs):
+            return batch
+        # Axes of other inputs may have the same symbol.
+        shapes = {entry.name: entry.shape or () for entry in inputs}
+        shared = {name: shape.index(BATCH) for name, shape in shapes.items() if BATCH in shape}
+        every = {**shared, **axes}
+        batch = self.batch_along(every, outputs, same_symbol(inputs, every))
+        if batch is not None and _placed(batch, outputs):
+            return batch
+        return self.batch_of_squares(axes, outputs) or self.batch_from_lengths(axes)
 
-    def batch_along(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
+    def batch_of_squares(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
+        """Return the batch along all open axes of the inputs that are as long; None for none."""
+        squares = same_length(self._graph.inputs, self._facts, axes)
+        batch = self.batch_along(axes, outputs, squares) if squares else None
+        return batch if batch is not None and _placed(batch, outputs) else None
+
+    def batch_along(self, axes: Axes, outputs: Sequence[str], squares: Squares) -> Batch | None:
         """Return the batch along axes of the inputs; None if no second size runs."""
         size = self._size(axes)
         batch = None
         # A larger batch is tried first, because some operators remove an axis of size one.
         for other in filter(None, (size + 1, size - 1)):
             try:
-                facts = self._run.facts(self._resized(axes, size, other))
-            except BackendError:
+                feeds = _taken(self._feeds, axes, squares, np.arange(other) % size)
+                facts = self._run.facts(feeds)
+            except BackendError as failure:
+                self._failures.setdefault(frozenset(axes.items()), str(failure))
                 continue
             pairs = ((name, self._facts[name].shape, facts[name].shape) for name in facts)
-            example_axes = {
-                name: grown(shape, resized, size, other) for name, shape, resized in pairs
+            all_grown = {name: grown(shape, resized, size, other) for name, shape, resized in pairs}
+            places = {name: along[0] for name, along in all_grown.items() if along}
+            further = {
+                name: tuple(place.axis for place in along[1:])
+                for name, along in all_grown.items()
+                if len(along) > 1
             }
-            places = {name: axis for name, axis in example_axes.items() if axis is not None}
-            batch = Batch(size, axes, places, _declared(self._graph, axes))
+            batch = Batch(size, axes, places, _declared(self._graph, axes), squares=further)
             if _placed(batch, outputs):
                 return batch
         return batch
 
+    def batch_of_values(self, outputs: Sequence[str]) -> Batch | None:
+        """Return the batch along first axes of outputs that follow from the values of an input.
+
+        The number of graphs may be the largest number of a graph, for example. None is returned if
+        other integers in an input do not change the first axes.
+        """
+        whole = {name: array for name, array in self._feeds.items() if array.dtype.kind in "iu"}
+        changes = [(name, number) for name in whole for number in (0, 1, 2)] if outputs else []
+        for name, number in changes:
+            try:
+                facts = self._run.facts({**self._feeds, name: np.full_like(whole[name], number)})
+            except BackendError:
+                continue
+            shapes = {value: (self._facts[value].shape, facts[value].shape) for value in facts}
+            (size, *_), (other, *_) = (shape or (0,) for shape in shapes[outputs[0]])
+            if not size or not other or size == other:
+                continue
+            all_grown = {value: grown(*pair, size, other) for value, pair in shapes.items()}
+            if all(all_grown[value] == (ExampleAxis(0, 1),) for value in outputs):
+                places = {value: axes[0] for value, axes in all_grown.items() if axes}
+                joint = f"the number of examples of '{outputs[0]}' follows from '{name}'"
+                return Batch(size, {}, places, joint=joint)
+        return None
+
     def batch_from_lengths(self, axes: Axes) -> Batch:
         """Return the batch along axes of the inputs, for a model that runs with one size only."""
         size = self._size(axes)
-        where = _spelled(axes)
-        fixed = _declared(self._graph, axes) or (
-            f"a Reshape in the model, or a recurrence that is unrolled along {where}, fixes the "
-            f"batch size at {size}; export it with a dynamic batch axis, or name the axis of the "
-            f"examples with batch_axes (--batch-axis)"
-        )
+        fixed = _declared(self._graph, axes) or self._why_fixed(axes)
         batch = Batch(size, axes, {}, fixed)
         computed = of_data(self._graph)
         names = [name for name in self._facts if name in computed]
@@ -181,6 +262,67 @@ class _Probe:
             name: self._place_from_length(name, axes, size, moved.get(name)) for name in names
         }
         return replace(batch, places={name: place for name, place in places.items() if place})
+
+    def _why_fixed(self, axes: Axes) -> str:
+        """Return the reason why the model runs with one batch size along axes only."""
+        size, where = self._size(axes), _spelled(axes)
+        failed = _AT_NODE.search(self._failures.get(frozenset(axes.items()), ""))
+        node = next((n for n in self._graph.nodes if failed and n.name == failed[1]), None)
+        by = f"{node.qualified_op} node '{node.name}'" if node else "the model"
+        named = "" if self._named else ", or name the axis of the examples with batch_axes"
+        return (
+            f"{by} fixes the batch size at {size} along {where}; export it with a dynamic batch "
+            f"axis{named and f'{named} (--batch-axis)'}"
+        )
+
+    def why_joint(self, batch: Batch, outputs: Sequence[str]) -> str:
+        """Return the reason why some examples of a batch are no batch, or ``""``."""
+        if batch.fixed or not batch.places.keys() & {*outputs}:
+            return ""
+        for name in (*batch.inputs, *outputs):
+            if name in batch.squares:
+                return f"'{name}' has an entry for each pair of examples"
+        nodes = self._graph.nodes
+        others = [
+            f"'{entry.name}'"
+            for entry in self._graph.inputs
+            if entry.name not in batch.inputs
+            and any(not isinstance(size, int) for size in entry.shape or (None,))
+            and not dependents(nodes, [entry.name]).isdisjoint(outputs)
+        ]
+        if not others or self.divides(batch, outputs):
+            return ""
+        return (
+            f"the examples are along {_spelled(batch.inputs)}, and the file does not say which "
+            f"entries of {', '.join(others)} belong to each of them"
+        )
+
+    def divides(self, batch: Batch, outputs: Sequence[str]) -> bool:
+        """Return whether a sample run shows that examples do not need the first one.
+
+        If all examples have equal outputs, values on the way to them are compared as well.
+        """
+        size = max(batch.size, 2)
+        whole = batch.resized(self._feeds, size)
+        rest = _taken(whole, batch.inputs, batch.squares, np.arange(1, size))
+        ends = [name for name in outputs if name in batch.places]
+
+        def differ(names: list[str]) -> bool | None:
+            """Return whether examples differ from each other; None if a result changes."""
+            before, after = self._run.values(whole, names), self._run.values(rest, names)
+            pairs = [(before[n], after[n], batch.places[n]) for n in names]
+            if any(not np.isfinite(x).all() or rest_changes(x, y, size, at) for x, y, at in pairs):
+                return None
+            return any((x != x.take([0], at.axis)).any() for x, _, at in pairs)
+
+        try:
+            different = differ(ends)
+            if different is False:
+                on_the_way = [n for n in batch.places if self._facts[n].dtype.kind == "f"]
+                different = all(differ(few) is not None for few in self._chunks(on_the_way))
+        except BackendError:
+            return False
+        return bool(different)
 
     def batch_alone(self, axes: Axes, outputs: Sequence[str]) -> Batch | None:
         """Return the batch along axes of a model that runs with one size only, or None.
@@ -216,12 +358,6 @@ class _Probe:
 
     def _size(self, axes: Axes) -> int:
         return next((self._feeds[name].shape[axis] for name, axis in axes.items()), 1)
-
-    def _resized(self, axes: Axes, size: int, other: int) -> dict[str, Array]:
-        return {
-            name: array.take(np.arange(other) % size, axes[name]) if name in axes else array
-            for name, array in self._feeds.items()
-        }
 
     def _moved(self, names: Iterable[str], changed: int, batch: Batch) -> Iterator[str]:
         """Yield the names of values in which a change of one example changes other examples."""
@@ -300,6 +436,17 @@ class _Probe:
             ),
         )
         return ExampleAxis(axis, shape[axis] // size)
+
+
+def _taken(
+    inputs: Mapping[str, Array], axes: Axes, squares: Squares, examples: Array
+) -> dict[str, Array]:
+    """Return inputs of chosen examples; those without an axis of examples are returned whole."""
+    chosen = dict(inputs)
+    for name, axis in axes.items():
+        for along in (axis, *squares.get(name, ())):
+            chosen[name] = chosen[name].take(examples, along)
+    return chosen
 
 
 def _placed(batch: Batch, outputs: Sequence[str]) -> bool:

@@ -3,8 +3,8 @@
 Sample runs read the first examples of a batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
 from kfac_engine.graph.structure import Fact, Graph, Input
 
 # Common symbols for the batch axis, besides those that begin with "batch".
+BATCH = "batch"
 _BATCH_SYMBOLS = frozenset({"n", "b", "bs"})
 
 # Number of examples: small, and different from the lengths of most other axes.
@@ -23,7 +24,7 @@ _FEW = 5
 def says_batch(size: object) -> bool:
     """Return whether the declared size of an axis is a symbol for the batch."""
     symbol = size.lower().replace("_", "") if isinstance(size, str) else ""
-    return symbol in _BATCH_SYMBOLS or symbol.startswith("batch")
+    return symbol in _BATCH_SYMBOLS or symbol.startswith(BATCH)
 
 
 def axis_of(name: str, axis: int, rank: int) -> int:
@@ -42,8 +43,9 @@ def axis_of(name: str, axis: int, rank: int) -> int:
 def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> tuple[Input, ...]:
     """Return the declared inputs with the batch axes of the user.
 
-    An axis in ``axes`` without a size gets the symbol ``batch``. ``UnknownNameError`` is raised if
-    a name is not an input of the model, and ``ShapeError`` if an input has no such axis.
+    An axis in ``axes`` without a size gets the symbol ``batch``, as do all axes with its symbol.
+    ``UnknownNameError`` is raised if a name is not an input of the model, and ``ShapeError`` if an
+    input has no such axis.
     """
     axes = axes or {}
     known = [entry.name for entry in inputs]
@@ -54,13 +56,22 @@ def with_batch_axes(inputs: Sequence[Input], axes: Mapping[str, int] | None) -> 
                 f"model; its inputs are: {', '.join(known)}."
             )
     result = []
+    symbols: set[object] = set()
     for entry in inputs:
         if entry.name in axes and entry.shape is not None:
             axis, shape = axis_of(entry.name, axes[entry.name], len(entry.shape)), [*entry.shape]
-            shape[axis] = shape[axis] if isinstance(shape[axis], int) else "batch"
+            symbols.add(shape[axis])
+            shape[axis] = shape[axis] if isinstance(shape[axis], int) else BATCH
             entry = replace(entry, shape=tuple(shape))
         result.append(entry)
-    return tuple(result)
+    symbols = {symbol for symbol in symbols if isinstance(symbol, str)}
+    return tuple(_renamed(entry, symbols) if symbols else entry for entry in result)
+
+
+def _renamed(entry: Input, symbols: Container[object]) -> Input:
+    """Return an input with the symbol ``batch`` in place of other symbols."""
+    shape = entry.shape and tuple(BATCH if size in symbols else size for size in entry.shape)
+    return replace(entry, shape=shape)
 
 
 def first_examples(declared: Sequence[Input], inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -88,6 +99,8 @@ def first_examples(declared: Sequence[Input], inputs: Mapping[str, Array]) -> di
 
 # Map from the name of an input to the index of an axis.
 Axes: TypeAlias = Mapping[str, int]
+# Map from the name of an input, or of a value, to further axes that are as long as its axis.
+Squares: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 # -- candidates ------------------------------------------------------------------------------------
@@ -102,12 +115,16 @@ class Candidate:
         named: Whether the axes have a symbol for the batch.
         is_open: Whether the file declares no size for the axes.
         is_declared: Whether the file declares the sizes of all axes of all inputs.
+        is_merged: Whether the axes have different symbols.
+        squares: Further axes of the inputs with the same symbol, as adjacency matrices have.
     """
 
     axes: Axes
     named: bool
     is_open: bool
     is_declared: bool = False
+    is_merged: bool = False
+    squares: Squares = field(default_factory=dict)
 
 
 def batch_candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[Candidate]:
@@ -134,7 +151,13 @@ def batch_candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[Candidate]
         key=lambda key: (not says_batch(key), min(groups[key].values()), isinstance(key, tuple)),
     )
     candidates = [
-        Candidate(groups[key], says_batch(key), not isinstance(key, tuple)) for key in ordered
+        Candidate(
+            axes := groups[key],
+            says_batch(key),
+            is_open=not isinstance(key, tuple),
+            squares=same_symbol(graph.inputs, axes),
+        )
+        for key in ordered
     ]
     # Exporters may give the batch axis of each input a different symbol. All axes with a symbol for
     # the batch then form a candidate, or else all first axes without a size.
@@ -147,11 +170,45 @@ def batch_candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[Candidate]
         firsts = [c.axes.items() for c in candidates if c.is_open]
         together = {name: 0 for items in firsts for name, axis in items if axis == 0}
     if len(together) > 1 and all(candidate.axes != together for candidate in candidates):
-        candidates.insert(0, Candidate(together, named, is_open=True))
+        candidates.insert(0, Candidate(together, named, is_open=True, is_merged=True))
     candidates += [
         Candidate(axes, named=False, is_open=True) for axes in _of_one_size(graph, facts)
     ]
     return [c for c in candidates if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
+
+
+def same_symbol(inputs: Sequence[Input], axes: Axes) -> dict[str, tuple[int, ...]]:
+    """Return the further axes of inputs that have the symbol of the axis in ``axes``."""
+    squares = {}
+    for entry in inputs:
+        shape, axis = entry.shape or (), axes.get(entry.name, len(entry.shape or ()))
+        symbol = shape[axis] if axis < len(shape) else None
+        if isinstance(symbol, str) and shape.count(symbol) > 1:
+            squares[entry.name] = tuple(
+                other for other, size in enumerate(shape) if size == symbol and other != axis
+            )
+    return squares
+
+
+def same_length(
+    inputs: Sequence[Input], facts: Mapping[str, Fact], axes: Axes
+) -> dict[str, tuple[int, ...]]:
+    """Return the further axes of inputs without a size that are as long as the axis in ``axes``."""
+    squares = {}
+    for entry in inputs:
+        shape = facts[entry.name].shape
+        sizes = (None,) * len(shape) if entry.shape is None else entry.shape
+        others = tuple(
+            other
+            for other, size in enumerate(sizes)
+            if entry.name in axes
+            and other != axes[entry.name]
+            and not isinstance(size, int)
+            and shape[other] == shape[axes[entry.name]]
+        )
+        if others:
+            squares[entry.name] = others
+    return squares
 
 
 def _declared_candidates(facts: Mapping[str, Fact], names: Sequence[str]) -> list[Candidate]:
@@ -207,22 +264,19 @@ class ExampleAxis:
 
 def grown(
     shape: tuple[int, ...], other_shape: tuple[int, ...], size: int, other: int
-) -> ExampleAxis | None:
-    """Return the axis whose length is proportional to the number of examples.
+) -> tuple[ExampleAxis, ...]:
+    """Return the axes whose lengths are proportional to the number of examples, in their order.
 
-    The shapes are those for ``size`` and for ``other`` examples. The result is None if several axes
-    or no axis changes in proportion.
+    The shapes are those for ``size`` and for ``other`` examples. The result is empty if another
+    axis changes as well.
     """
     if len(shape) != len(other_shape):
-        return None
-    axes = [
-        axis for axis, pair in enumerate(zip(shape, other_shape, strict=True)) if pair[0] != pair[1]
-    ]
-    if len(axes) != 1:
-        return None
-    (axis,) = axes
-    proportional = shape[axis] * other == other_shape[axis] * size
-    return ExampleAxis(axis, shape[axis] // size) if proportional else None
+        return ()
+    pairs = zip(shape, other_shape, strict=True)
+    axes = [axis for axis, (before, after) in enumerate(pairs) if before != after]
+    if any(shape[axis] * other != other_shape[axis] * size for axis in axes):
+        return ()
+    return tuple(ExampleAxis(axis, shape[axis] // size) for axis in axes)
 
 
 def others_change(

@@ -64,8 +64,12 @@ def activation_bound(model: OnnxModel, batch: Batch, size: int) -> int:
     ``activation_bytes`` is more precise, but builds sessions, which takes as long as building an
     engine.
     """
-    facts = (fact for name, fact in model.facts.items() if name not in model.graph.constants)
-    values = sum(value_bytes(fact) for fact in facts) * max(size / batch.size, 1)
+    ratio = max(size / batch.size, 1)
+    values = sum(
+        value_bytes(fact) * ratio ** (1 + len(batch.squares.get(name, ())))
+        for name, fact in model.facts.items()
+        if name not in model.graph.constants
+    )
     return ceil(_PEAK_RATIO * (values + sum(array.nbytes for array in model.parameters.values())))
 
 
@@ -73,14 +77,17 @@ def _sizes_at(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> 
     """Return the number of bytes of each value of a batch, from shapes alone: nothing is run.
 
     Sizes of forward values grow from the sample run in proportion to the examples. Sizes of other
-    values follow from them by the shape inference of ONNX Runtime.
+    values follow from them by the shape inference of ONNX Runtime. All sizes grow if further axes
+    grow with the examples, such as the nodes of graphs.
     """
     size = batch.size if batch.fixed else size
     try:
-        return _bytes_of(model, backward, batch, size)
+        if not batch.joint or batch.squares:
+            return _bytes_of(model, backward, batch, size)
     except BackendError:  # a size that is not in proportion
-        sampled = _bytes_of(model, backward, batch, batch.size)
-        return {name: max(size / batch.size, 1) * nbytes for name, nbytes in sampled.items()}
+        pass
+    sampled = _bytes_of(model, backward, batch, batch.size)
+    return {name: max(size / batch.size, 1) * nbytes for name, nbytes in sampled.items()}
 
 
 def _bytes_of(model: OnnxModel, backward: Backward, batch: Batch, size: int) -> dict[str, float]:
@@ -163,30 +170,16 @@ def _computed(graph: Graph, parameters: Container[str]) -> set[str]:
 
 def _at(fact: Fact, name: str, batch: Batch, size: int) -> Fact:
     """Return the shape of a value for a number of examples."""
-    if name in batch.inputs:
-        axis, length = batch.inputs[name], size
-    elif name in batch.places:
-        axis = batch.places[name].axis
-        length = fact.shape[axis] * size // batch.size
-    else:
-        return fact
-    return replace(fact, shape=(*fact.shape[:axis], length, *fact.shape[axis + 1 :]))
+    shape = [*fact.shape]
+    for axis in batch.axes(name):
+        shape[axis] = shape[axis] * size // batch.size
+    return replace(fact, shape=tuple(shape))
 
 
 def _shape_of(node: Node, shape: tuple[int, ...]) -> Array:
     """Return the result of a Shape node."""
     start, end = (cast("int | None", node.attributes.get(name)) for name in ("start", "end"))
     return np.array(shape[start:end], np.int64)
-
-
-def with_examples(feeds: Mapping[str, Array], batch: Batch, count: int) -> dict[str, Array]:
-    """Return the inputs with ``count`` examples, repeated if the batch has fewer."""
-    return {
-        name: array.take(np.arange(count) % batch.size, batch.inputs[name])
-        if name in batch.inputs
-        else array
-        for name, array in feeds.items()
-    }
 
 
 def _pass_bytes(model: OnnxModel, batch: Batch, backward: Backward, size: int) -> float:

@@ -380,10 +380,9 @@ class KfacOptimizer(Optimizer):
         if not self.counts_examples:
             return self._seen
         engine, ranks = self.engine, self.engine.agreement
-        counts = [sum(of_rank) for of_rank in zip(*engine.part_sizes, strict=True)]
         with ranks.exchanging():
             axes, reader = engine.example_axes, engine.collection.backend
-            marks = fingerprints(batch, axes, reader, ranks.communicator, counts)
+            marks = fingerprints(batch, axes, reader, ranks.communicator, engine.part_sizes)
         return self._seen.after(marks)
 
     def _penalty(self) -> float:

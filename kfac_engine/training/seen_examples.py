@@ -97,15 +97,22 @@ def fingerprints(
     axes: ExampleAxes,
     backend: Backend,
     communicator: Communicator,
-    counts: Sequence[int],
+    sizes: Sequence[Sequence[int]],
 ) -> Array:
     """Return the fingerprints of the examples of a batch, of all processes.
 
-    ``batch`` has the parts of the shard of this process, and ``counts`` the number of examples of
-    the shard of each process. Fingerprints are numbers in (0, 1), equal for examples with equal
-    inputs. There are none if no input has an axis of examples.
+    ``batch`` has the parts of the shard of this process, and ``sizes`` the number of examples of
+    each process in each part. Fingerprints are numbers in (0, 1), equal for examples with equal
+    inputs. There are none if no input has an axis of examples. If some examples of a part are no
+    batch, such as graphs, they have equal fingerprints in equal parts only.
     """
-    parts = [_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
+    counts = [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
+    if axes.joint:
+        of_rank = (of_part[communicator.rank] for of_part in sizes)
+        pairs = zip(batch, of_rank, strict=True)
+        parts = [_of_whole(inputs, count, backend) for (inputs, *_), count in pairs]
+    else:
+        parts = [_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if communicator.size == 1:
         return shard
@@ -121,9 +128,19 @@ def _of_part(inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Back
         array = inputs[name]
         array = array if isinstance(array, np.ndarray) else backend.asarray(array)
         every.append(_hashes(array, axes[name], crc32(name.encode())))
-    if not every:
-        return np.empty(0)
-    hashes = sum(every[1:], every[0])
+    return _to_unit(sum(every[1:], every[0]), backend) if every else np.empty(0)
+
+
+def _of_whole(inputs: Mapping[str, Array], count: int, backend: Backend) -> Array:
+    """Return ``count`` fingerprints of a batch, equal for a batch with equal arrays."""
+    whole = {name: np.asarray(backend.to_numpy(array))[None] for name, array in inputs.items()}
+    hashes = [_hashes(whole[name], 0, crc32(name.encode())) for name in sorted(whole)]
+    numbers = np.arange(count, dtype=np.uint64) * _odd(count, 1)
+    return _to_unit(sum(hashes[1:], hashes[0]) + numbers, backend)
+
+
+def _to_unit(hashes: Array, backend: Backend) -> Array:
+    """Return hashes as numbers in (0, 1) that look like random draws."""
     hashes ^= hashes >> _SHIFT
     hashes *= _MIX
     hashes ^= hashes >> _SHIFT

@@ -7,7 +7,7 @@ from onnx import numpy_helper, parser
 from kfac_engine.runtime.batch_axis import find_batch, find_coupling
 from kfac_engine.runtime.example_axis import ExampleAxis
 from kfac_engine.runtime.model import load_model
-from tests import models
+from tests import graph_networks, models
 
 
 def time_major(symbols=("time", "examples")):
@@ -80,6 +80,85 @@ def found(model, sample_inputs=None):
     batch = find_batch(graph, facts, graph.outputs, sample_inputs)
     return batch, find_coupling(graph, facts, graph.outputs, batch, sample_inputs)
 
+
+# -- several axes of examples ----------------------------------------------------------------------
+
+
+def read(declared, body, x="n", y="n"):
+    """Rows of ``x`` and what other inputs add."""
+    text = (
+        f"m (float[{x}, 3] x, {declared}) => (float[{y}, 2] output) {{ z = MatMul (x, w) {body} }}"
+    )
+    return models.parsed(text, {"w": np.eye(3, 2, dtype="f")})
+
+
+KEYS = """p = MatMul (x, k)  q = Softmax (p)  t = Transpose <perm = [1, 0]> (k)
+    r = MatMul (q, t)  s = MatMul (r, w)  output = Add (z, s)"""
+ENTRIES = """p = ReduceMean <keepdims = 0> (k)  output = Add (z, p)"""
+GRAPH, FEW = graph_networks.graph_network, graph_networks.graphs([3, 4, 2])[0]
+NAN = {**FEW, "feat": FEW["feat"] * np.nan}
+# Model, inputs of the sample run, axes of the examples, and the beginning of the reason why some
+# examples of a batch are no batch.
+SEVERAL = {
+    "graphs": (GRAPH, None, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
+    "graphs of a batch": (GRAPH, FEW, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
+    "graphs called B and nodes N": (
+        lambda: GRAPH("N", "E", "B"), None, {"slots": 0}, "the examples are along"
+    ),
+    "graphs with equal outputs": (lambda: GRAPH(head=0), FEW, {"slots": 0}, "the examples are"),
+    "graphs with NaN": (GRAPH, NAN, {"slots": 0}, "the examples are along axis 0 of 'slots'"),
+    "as many graphs as numbers say": (
+        lambda: GRAPH(count="largest"), None, {}, "the number of examples of 'y' follows"
+    ),
+    "adjacency": (
+        graph_networks.adjacency, None, {"x": 0, "adj": 0}, "'adj' has an entry for each pair"
+    ),
+    "adjacency without one symbol": (
+        lambda: graph_networks.adjacency(("a", "b", "c")), graph_networks.one_graph(4)[0],
+        {"x": 0, "adj": 0}, "'adj' has an entry for each pair",
+    ),
+    "pairs": (
+        graph_networks.contrastive, None, {"image": 0, "text": 0}, "'logits' has an entry for each"
+    ),
+    # Inputs that all examples share, and other symbols of the same axis: parts are batches.
+    "keys": (lambda: read("float[3, m] k", KEYS), None, {"x": 0}, ""),
+    "keys of a batch": (
+        lambda: read("float[3, m] k", KEYS),
+        {"x": np.ones((4, 3), "f"), "k": np.ones((3, 6), "f")}, {"x": 0}, "",
+    ),
+    "entries of any number": (lambda: read("float[m] k", ENTRIES), None, {"x": 0}, ""),
+    "unknown shape": (lambda: read("float k", ENTRIES), None, {"x": 0}, ""),
+    "two symbols of the examples": (
+        lambda: read("float[m, 2] k", "output = Add (z, k)"), None, {"x": 0, "k": 0}, ""
+    ),
+    "two symbols of the batch": (
+        lambda: read("float[batch_k, 2] k", "output = Add (z, k)", "batch_x", "batch_y"),
+        None, {"x": 0, "k": 0}, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "sample", "axes", "joint"), SEVERAL.values(), ids=SEVERAL)
+def test_axes_of_the_examples_are_found_among_several(make, sample, axes, joint):
+    batch, _ = found(make(), sample)
+    assert batch.inputs == axes
+    assert batch.joint.startswith(joint)
+    assert bool(batch.joint) == bool(joint)
+    assert batch.fixed == ""
+    (output,) = set(batch.places) & {"output", "y", "logits"}
+    assert batch.places[output] == ExampleAxis(0, 1)
+
+
+def test_a_fixed_batch_size_names_its_node_and_no_remedy_that_was_tried():
+    loaded = load_model(baked(2))
+    arguments = loaded.graph, loaded.facts, ["output"], None
+    fixed = [find_batch(*arguments, axes).fixed for axes in (None, {"input": 0})]
+    for reason in fixed:
+        assert reason.startswith("Reshape node 'node_flat' fixes the batch size at 2")
+    assert ["batch_axes" in reason for reason in fixed] == [True, False]
+
+
+# -- one axis of examples --------------------------------------------------------------------------
 
 # Model, axis in the input, place in the output.
 CASES = {

@@ -6,7 +6,7 @@ from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.runtime import memory
-from kfac_engine.runtime.memory import value_bytes, with_examples
+from kfac_engine.runtime.memory import value_bytes
 from kfac_engine.runtime.sample_run import SampleRun, measured_facts, open_run, sample_batch
 from tests import models
 
@@ -36,7 +36,7 @@ def check_sizes(engine, inputs=None):
     model, batch = engine._model, engine._task.batch
     feeds = sample_batch(model.graph, model.facts, inputs)
     size = batch.size if batch.fixed else 7
-    feeds = feeds if batch.fixed else with_examples(feeds, batch, size)
+    feeds = feeds if batch.fixed else batch.resized(feeds, size)
     for backward in model.backwards():
         found = memory._sizes_at(model, backward, batch, size)
         truth = measured(model, backward, feeds)

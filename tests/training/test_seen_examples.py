@@ -16,6 +16,7 @@ NONE = SeenExamples().saved()
 
 class Axes:
     inputs = {"x": 0, "ids": 1}  # noqa: RUF012 (a stand-in for ExampleAxes)
+    joint = ""
 
 
 def of(**inputs):

@@ -276,8 +276,9 @@ class _Readings:
 
     def _is_first(self, name: str) -> bool:
         """Return whether the first axis of a value holds the examples and nothing else."""
-        place = self.assembly.task.batch.places.get(name)
-        return place is None or place.comes_first
+        batch = self.assembly.task.batch
+        place = batch.places.get(name)
+        return place.comes_first if place else not batch.joint
 
     def _tensors(
         self, gradients: Sequence[Mapping[str, Array]]

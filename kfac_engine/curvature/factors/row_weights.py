@@ -10,7 +10,7 @@ Factors of gradients need no weights of rows: sources are multiplied by the root
 their predictions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,13 @@ class ExampleWeights:
         partial: Whether an example has predictions that count and others that do not; None if it is
             not known, because examples and positions share an axis.
         axes: Axes of the examples, by name of a value; 0 where absent.
+        unplaced: Values whose rows belong to unknown examples, such as the nodes of graphs.
     """
 
     weights: Array | None
     partial: Array | None
     axes: Mapping[str, int]
+    unplaced: Collection[str] = ()
 
     @classmethod
     def of(
@@ -64,12 +66,13 @@ class ExampleWeights:
         values: Named,
         examples: int,
         axes: Mapping[str, int],
+        unplaced: Collection[str] = (),
     ) -> "ExampleWeights | None":
         """Return the weights of the examples of a batch; None if no target has a weight.
 
-        ``losses`` has the weights of the predictions of each loss; None means ones. ``axes`` is as
-        in the class. ``UnsupportedError`` is raised if examples with different weights share an
-        axis with positions.
+        ``losses`` has the weights of the predictions of each loss; None means ones. ``axes`` and
+        ``unplaced`` are as in the class. ``UnsupportedError`` is raised if examples with different
+        weights share an axis with positions.
         """
         pairs = [(as_array(values[loss.inputs[0]]), loss, weights) for loss, weights in losses]
         if all(weights is None for _, _, weights in pairs):
@@ -79,7 +82,7 @@ class ExampleWeights:
             xp, axis = array_module(like), axes.get(loss.inputs[0], 0)
             if like.shape[axis] != examples:
                 if weights is None or weights.dtype.kind == "b":
-                    return cls(None, None, axes)
+                    return cls(None, None, axes, unplaced)
                 raise UnsupportedError(
                     f"an axis of '{loss.inputs[0]}' holds examples and positions, so that weights "
                     f"other than 0 and 1 cannot be assigned to examples; give them an axis of "
@@ -91,12 +94,12 @@ class ExampleWeights:
         joined = xp.concatenate(rows, axis=1)
         counting = (joined > 0).sum(axis=1)
         means = joined.sum(axis=1) / xp.maximum(counting, 1)
-        return cls(means, (counting > 0) & (counting < joined.shape[1]), axes)
+        return cls(means, (counting > 0) & (counting < joined.shape[1]), axes, unplaced)
 
     @property
     def by_gradient(self) -> bool:
         """Whether gradients decide which rows are left out."""
-        return self.partial is None or bool(self.partial.any())
+        return self.partial is None or bool(self.unplaced) or bool(self.partial.any())
 
     def of_rows(
         self, layers: Sequence[LayerRows], gradients: Values, b: Backend
@@ -137,6 +140,14 @@ class ExampleWeights:
 
         reached = of_rows((ds != 0).astype(ds.dtype))
         if self.weights is None or self.partial is None:
+            return reached
+        if name in self.unplaced:
+            if not bool(((self.weights == 0) | (self.weights == 1)).all()):
+                raise UnsupportedError(
+                    f"no axis of '{name}' holds the examples, so that weights other than 0 and 1 "
+                    f"cannot be assigned to its rows in statistics of curvature; use an optimizer "
+                    f"without curvature, such as 'adamw', or a mask."
+                )
             return reached
         counts: Array = spread(self.weights) * b.xp.maximum(reached, spread(~self.partial))
         return counts

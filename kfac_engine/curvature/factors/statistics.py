@@ -85,7 +85,7 @@ class Statistic(ABC):
     def batch_size(self, values: Values) -> int:
         """Return the number of examples of all parts; an error if the parts differ in size."""
 
-    def repeats(self, values: Values) -> int:
+    def repeats(self, values: Values) -> int | float:
         """Return the number of rows for each example: uses × positions."""
         del values
         return 1
@@ -123,12 +123,12 @@ class Sizes:
     Attributes:
         shape: Shape of the measurement.
         examples: Number of examples of all parts.
-        repeats: Number of rows for each example: uses × positions.
+        repeats: Number of rows for each example: uses × positions; its mean if they differ.
     """
 
     shape: tuple[int, ...]
     examples: int
-    repeats: int
+    repeats: int | float
 
     @classmethod
     def of(cls, statistic: Statistic, values: Values) -> "Sizes":
@@ -202,7 +202,7 @@ class KroneckerMoment(Statistic):
         the_same("examples", sizes)
         return total
 
-    def repeats(self, values: Values) -> int:
+    def repeats(self, values: Values) -> int | float:
         shapes = [values[name].shape for name in self.tensors[0][0]]
         batch = self._batch(values)
         return rows_per_example(shapes, self.view, self.num_uses, batch, exact=self.exact)

@@ -50,7 +50,7 @@ class IdCounts(KroneckerDiagonal):
     def batch_size(self, values: Values) -> int:
         return KroneckerDiagonal.batch_size(self, self._in_rows(values))
 
-    def repeats(self, values: Values) -> int:
+    def repeats(self, values: Values) -> int | float:
         return KroneckerDiagonal.repeats(self, self._in_rows(values))
 
     def add_to(
@@ -156,7 +156,7 @@ class TableRows(LayerPairs):
             for a, ds in uses:
                 yield parts, a, ds
 
-    def repeats(self, values: Values) -> int:
+    def repeats(self, values: Values) -> int | float:
         inputs = self.inputs[0][self.lookups :]
         return sum(self.view.count(values[a].shape) // len(values[a]) for a in inputs)
 

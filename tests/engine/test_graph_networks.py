@@ -1,0 +1,268 @@
+"""Graph networks, adjacency matrices and pairs of examples against NumPy and other batches."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests import graph_networks as net
+
+SIZES = [3, 7, 2, 5, 1]
+GRAPHS, NODES = len(SIZES), sum(SIZES)
+# float64; central differences with steps of 1e-6 are good to 1e-8 of the largest entry.
+EXACT, DIFFERENCES = 1e-10, 1e-7
+COUNTS = ("slots", "largest")
+
+
+def engine(count="slots", **options):
+    return ke.Engine.from_onnx(net.graph_network(count=count), loss="normal", **options)
+
+
+def batch(count="slots", sizes=SIZES, seed=0):
+    return net.graphs(sizes, seed, slots=count == "slots")
+
+
+def close(found, expected, relative):
+    atol = relative * abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+def differences(loss, theta):
+    """Gradients by central differences, by name."""
+    gradients = {name: np.zeros_like(array) for name, array in theta.items()}
+    for name, gradient in gradients.items():
+        for index in np.ndindex(gradient.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = {n: array.copy() for n, array in theta.items()}
+                moved[name][index] += step
+                ends.append(loss(moved))
+            gradient[index] = (ends[0] - ends[1]) / 2e-6
+    return gradients
+
+
+def block_of(built, name):
+    (block,) = [b for b in built.collection.fisher_blocks.values() if name in b.params]
+    return block
+
+
+def matrix(built, name):
+    block = block_of(built, name)
+    return block.repeats * np.kron(block.input_factor.cov, block.output_factor.cov)
+
+
+def cross_entropy(z, labels):
+    return float(np.mean(np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), labels]))
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("count", COUNTS)
+def test_gradients_are_those_of_the_mean_over_graphs(count, given):
+    inputs, targets = batch(count)
+    sample = batch(count, [2, 4], 1)[0] if given else None
+    result = engine(count, sample_inputs=sample).gradients(inputs, targets)
+
+    def loss(theta):  # the loss "normal" has the variance 1/2
+        return ((net.predictions(theta, inputs)[0] - targets) ** 2).sum() / GRAPHS
+
+    for name, gradient in differences(loss, net.weights()).items():
+        close(result.gradients[name], gradient, DIFFERENCES)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_statistics_are_means_over_nodes_times_the_nodes_of_a_graph(count):
+    """``Σ_nodes a aᵀ ⊗ ds dsᵀ``, divided by the graphs, with the rows of each layer as they are."""
+    inputs, targets = batch(count)
+    built = engine(count, estimation_mode="empirical")
+    built.step(inputs, targets)
+    z, read, a = net.predictions(net.weights(), inputs)
+    dz = 2 * (z - targets)
+    ds = (dz @ net.weights()["v"].T)[inputs["graph"]] * (1 - a**2)
+    pooled = np.zeros((GRAPHS, net.H))
+    np.add.at(pooled, inputs["graph"], a)
+    for name, x, g in (("w", read, ds), ("v", pooled, dz)):
+        block = block_of(built, name)
+        close(block.input_factor.cov, x.T @ x / len(x), EXACT)
+        close(block.output_factor.cov, g.T @ g / len(g), EXACT)
+        assert block.repeats == pytest.approx(len(x) / GRAPHS)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_metrics_are_means_over_graphs(count):
+    data = [batch(count, [9, 8], 1), batch(count, [1, 1, 1, 2], 2)]
+    found = engine(count).evaluate(data, ["mean_squared_error"])["mean_squared_error"]
+    errors = [net.predictions(net.weights(), x)[0] - y for x, y in data]
+    assert found == pytest.approx((np.concatenate(errors) ** 2).mean())
+
+
+def test_graphs_in_parts_are_one_batch_of_graphs():
+    parts = [batch(sizes=sizes, seed=seed) for seed, sizes in enumerate(([3, 1], [5, 2, 4]))]
+    found, expected = engine().gradients(parts), engine().gradients(*net.joined(*parts))
+    assert found.loss == pytest.approx(expected.loss)
+    for name, gradient in expected.gradients.items():
+        close(found.gradients[name], gradient, EXACT)
+    whole, divided = engine(), engine()
+    whole.update_statistics([net.joined(*parts)])
+    divided.update_statistics(parts)
+    for name in expected.gradients:  # targets are sampled part by part
+        one, other = block_of(whole, name), block_of(divided, name)
+        close(other.input_factor.cov, one.input_factor.cov, EXACT)
+        assert other.repeats == pytest.approx(one.repeats)
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1, 0], [0, 0, 0, 0, 1]])
+def test_a_graph_that_does_not_count_is_absent(mask):
+    inputs, targets = batch()
+    kept = np.flatnonzero(mask)
+    nodes = np.isin(inputs["graph"], kept)
+    new = np.cumsum(nodes) - 1
+    edges = inputs["edges"][:, nodes[inputs["edges"][0]]]
+    rest = {
+        "feat": inputs["feat"][nodes],
+        "edges": new[edges],
+        "graph": np.searchsorted(kept, inputs["graph"][nodes]),
+        "slots": inputs["slots"][kept],
+    }
+    masked, without = (engine(estimation_mode="empirical") for _ in range(2))
+    masked.step([(inputs, targets, np.array(mask, float))])
+    without.step(rest, targets[kept])
+    for name in ("w", "v"):
+        close(matrix(masked, name), matrix(without, name), EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"learning_rate": "quadratic"}])
+@pytest.mark.parametrize("count", COUNTS)
+def test_kfac_trains_graph_networks_without_an_option(count, options):
+    rng = np.random.default_rng(0)
+    data = []
+    for seed in range(4):
+        inputs, _ = batch(count, rng.integers(1, 8, 6), seed)
+        data.append((inputs, net.predictions(net.weights(5), inputs)[0]))
+    history = ke.fit(
+        net.graph_network(count=count), data, loss="normal", epochs=12, validation=data, **options
+    )
+    first, last = (history.records[i]["loss"] for i in (0, -1))
+    assert last < 0.5 * first
+
+
+def test_other_graphs_come_again_with_their_batch_only():
+    optimizer = ke.KfacOptimizer(engine())
+    inputs, targets = batch()
+    optimizer.step(inputs, targets)
+    optimizer.step(*batch(seed=1))
+    assert optimizer._seen.scarcity == 0
+    optimizer.step(inputs, targets)
+    assert optimizer._seen.count == 3 * GRAPHS
+    # A third of the examples came again, of 2 × GRAPHS different ones.
+    assert optimizer._seen.scarcity == pytest.approx(1 / (3 * GRAPHS) / 2)
+
+
+def test_batches_of_graphs_are_cut_by_the_caller():
+    data = batch()
+    with pytest.raises(ke.InputError, match=r"'feat', 'edges', 'graph' belong.*such as \[\(inputs"):
+        ke.fit(engine(), data, epochs=1)
+    assert ke.fit(engine(), [data], epochs=1, validation=data).records
+
+
+def test_weights_of_graphs_are_refused_where_nodes_cannot_have_them():
+    inputs, targets = batch()
+    weighted = [(inputs, targets, np.linspace(0.5, 1, GRAPHS))]
+    ke.AdamW(engine(), 0.01).step(weighted)
+    with pytest.raises(ke.UnsupportedError, match="no axis of 'h' holds the examples"):
+        ke.KfacOptimizer(engine()).step(weighted)
+
+
+# -- adjacency matrices ----------------------------------------------------------------------------
+
+SPELLINGS = {"one symbol": ("N",) * 3, "other": ("nodes",) * 3, "three": ("a", "b", "c")}
+
+
+@pytest.mark.parametrize("symbols", SPELLINGS.values(), ids=SPELLINGS)
+def test_adjacency_matrices_of_all_sizes_have_exact_gradients(symbols):
+    sample = net.one_graph(4)[0] if len({*symbols}) > 1 else None
+    model = net.adjacency(symbols)
+    built = ke.Engine.from_onnx(model, loss="categorical", sample_inputs=sample)
+    for nodes in (9, 14):
+        inputs, labels = net.one_graph(nodes, nodes)
+
+        def loss(theta, inputs=inputs, labels=labels):
+            h = np.tanh(inputs["adj"] @ inputs["x"] @ theta["w"])
+            return cross_entropy(inputs["adj"] @ h @ theta["v"], labels)
+
+        found = built.gradients(inputs, labels).gradients
+        for name, gradient in differences(loss, net.weights()).items():
+            close(found[name], gradient, DIFFERENCES)
+
+
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_networks_of_adjacency_matrices_are_trained(optimizer):
+    data = [net.one_graph(nodes, seed) for seed, nodes in enumerate((12, 20, 7, 9))]
+    for inputs, labels in data:
+        h = np.tanh(inputs["adj"] @ inputs["x"] @ net.weights(3)["w"])
+        labels[:] = (inputs["adj"] @ h @ net.weights(3)["v"]).argmax(axis=1)
+    options = {"learning_rate": 0.02} if optimizer == "adamw" else {}
+    history = ke.fit(
+        net.adjacency(),
+        data,
+        loss="categorical",
+        optimizer=optimizer,
+        epochs=30,
+        validation=data,
+        **options,
+    )
+    assert history.records[-1]["loss"] < 0.8 * history.records[0]["loss"]
+
+
+def test_the_memory_of_an_adjacency_matrix_grows_with_its_square():
+    built = ke.Engine.from_onnx(net.adjacency(), loss="categorical")
+    few, many = (built.memory(nodes).activations for nodes in (1000, 2000))
+    assert 3.5 < many / few < 4.5
+
+
+# -- pairs of examples -----------------------------------------------------------------------------
+
+
+def of_pairs(**options):
+    return ke.Engine.from_onnx(net.contrastive(), loss="categorical", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_axes": {"image": 0}}])
+def test_logits_of_pairs_have_exact_gradients(options):
+    for count in (3, 8):
+        inputs, labels = net.pairs(count)
+        theta = {"w": net.weights()["w"], "u": net.weights(1)["w"]}
+
+        def loss(theta, inputs=inputs, labels=labels):
+            z = (inputs["image"] @ theta["w"]) @ (inputs["text"] @ theta["u"]).T
+            return cross_entropy(z, labels)
+
+        result = of_pairs(**options).gradients(inputs, labels)
+        assert result.loss == pytest.approx(loss(theta))
+        for name, gradient in differences(loss, theta).items():
+            close(result.gradients[name], gradient, DIFFERENCES)
+
+
+def test_statistics_of_pairs_are_those_of_each_row():
+    """A sample of labels for each image: ``ds`` of a text is its sum over the images."""
+    inputs, labels = net.pairs(6)
+    built = of_pairs(estimation_mode="empirical")
+    built.step(inputs, labels)
+    i, t = inputs["image"] @ net.weights()["w"], inputs["text"] @ net.weights(1)["w"]
+    z = i @ t.T
+    dz = np.exp(z) / np.exp(z).sum(1, keepdims=True) - np.eye(6)[labels]
+    for name, x, g in (("w", inputs["image"], dz @ t), ("u", inputs["text"], dz.T @ i)):
+        block = block_of(built, name)
+        close(block.input_factor.cov, x.T @ x / 6, EXACT)
+        close(block.output_factor.cov, g.T @ g / 6, EXACT)
+
+
+def test_kfac_trains_pairs_in_whole_batches():
+    data = [net.pairs(8, seed) for seed in range(3)]
+    history = ke.fit(net.contrastive(), data, loss="categorical", epochs=20, validation=data)
+    assert history.records[-1]["loss"] < 0.5 * history.records[0]["loss"]
+    with pytest.raises(ke.UnsupportedError, match="'logits' has an entry for each pair"):
+        history.engine.gradients(data)
+    with pytest.raises(ke.InputError, match="'logits' has an entry for each pair"):
+        ke.fit(net.contrastive(), data[0], loss="categorical", epochs=1)
