@@ -49,7 +49,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
         warm_start: Whether ``fit`` continues with the weights of the previous call.
         verbose: Whether to show the progress on stderr.
         class_weight: Dictionary from a label to the weight of its examples; ``"balanced"`` for
-            weights with equal sums of all classes; None for ones.
+            weights with equal sums of all classes, which count ``sample_weight``; None for ones.
 
     Attributes:
         classes_: The labels, sorted.
@@ -168,11 +168,17 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):  # type: ignore[misc] # wi
             )
         return len(self.classes_)
 
-    def _class_weights(self, y: Any) -> Array | None:
+    def _class_weights(self, y: Any, weights: Array | None) -> Array | None:
         if self.class_weight is None:
             return None
-        weights: Array = compute_sample_weight(self.class_weight, y)
-        return weights
+        if self.class_weight == "balanced" and weights is not None:
+            labels, codes = np.unique(y, return_inverse=True)
+            sums = np.bincount(codes, weights)
+            # The weight of a class without weight multiplies zeros only.
+            balanced: Array = sums.sum() / (len(labels) * np.where(sums > 0, sums, 1))
+            return balanced[codes]
+        each: Array = compute_sample_weight(self.class_weight, y)
+        return each
 
     def _known_labels(self) -> Array | None:
         return self.classes_

@@ -86,7 +86,8 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         """Train the model on examples.
 
         Args:
-            X: Examples along axis 0: rows ``(n, features)``, or an array in the shape of the input.
+            X: Examples along axis 0: rows ``(n, features)``, also sparse, or an array in the shape
+                of the input.
             y: Targets of the examples.
             sample_weight: A number ≥ 0 for each example, how much its target counts; None for ones.
 
@@ -149,6 +150,12 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         """Return whether the estimator has a trained model."""
         return self._trained is not None
 
+    def __sklearn_tags__(self) -> Any:
+        """Return what scikit-learn knows about the estimator."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
     # -- what a kind of estimator defines ---------------------------------------------------------
 
     @abstractmethod
@@ -178,8 +185,11 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
 
     # -- private ----------------------------------------------------------------------------------
 
-    def _class_weights(self, y: Any) -> Array | None:
-        """Return the weight of the class of each target; None for ones."""
+    def _class_weights(self, y: Any, weights: Array | None) -> Array | None:
+        """Return the weight of the class of each target; None for ones.
+
+        ``weights`` are those of the examples, if there are any.
+        """
         return None
 
     def _prepared(
@@ -188,7 +198,9 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         """Check examples; return the model, its inputs, its targets and their weights, if any."""
         rows, shape = as_rows(X)
         refuse_mask(y)
-        rows, y = validate_data(self, rows, y, reset=not continues, **self._validation)
+        rows, y = validate_data(
+            self, rows, y, reset=not continues, accept_sparse="csr", **self._validation
+        )
         weights = self._weights(rows, y, sample_weight)
         outputs = self._read_targets(y, labels)
         model = self._trained if continues else None
@@ -211,13 +223,13 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
 
     def _weights(self, rows: Array, y: Array, sample_weight: Any) -> Array | None:
         """Return the weights of the examples; None for ones."""
-        classes = self._class_weights(y)
-        if sample_weight is None and classes is None:
-            return None
-        weights = _check_sample_weight(sample_weight, rows, dtype=np.float64)
+        if sample_weight is None:
+            return self._class_weights(y, None)
+        weights = np.asarray(_check_sample_weight(sample_weight, rows, dtype=np.float64))
         if (weights < 0).any():
             raise InputError("sample_weight must not be negative.")
-        return np.asarray(weights if classes is None else weights * classes)
+        classes = self._class_weights(y, weights)
+        return weights if classes is None else weights * classes
 
     def _train(self, model: TrainedModel, arrays: Sequence[Array]) -> None:
         targets = arrays[1]
@@ -227,13 +239,14 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
             patience = _PATIENCE
         if patience is not None:
             callbacks = [EarlyStop(patience=patience), BestWeights()]
-            parts = train_test_split(
-                *arrays,
+            trained, held_out = train_test_split(
+                np.arange(len(targets)),
                 test_size=self.validation_fraction,
                 random_state=self._seed(),
                 stratify=self._strata(targets),
             )
-            arrays, validation = parts[::2], tuple(parts[1::2])
+            validation = tuple(array[held_out] for array in arrays)
+            arrays = [array[trained] for array in arrays]
         if schedule is None:  # a run that stops early does not reach the tail
             schedule = "tail" if patience is None else "constant"
         self.records_ = model.train(
@@ -278,7 +291,7 @@ class OnnxEstimator(BaseEstimator, ABC):  # type: ignore[misc] # published witho
         model = self._fitted()
         whole("batch_size", self.batch_size, least=1)
         rows, shape = as_rows(X)
-        rows = validate_data(self, rows, reset=False)
+        rows = validate_data(self, rows, reset=False, accept_sparse="csr")
         return model.outputs(model.example.values(rows, shape), self.batch_size)
 
 

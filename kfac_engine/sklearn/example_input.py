@@ -1,10 +1,12 @@
 """Converts rows of features to the input of a model."""
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
+from scipy.sparse import issparse
 
 from kfac_engine._types import Array, DType
 from kfac_engine.backend.namespace import refuse_mask
@@ -18,8 +20,8 @@ def as_rows(X: Any) -> tuple[Any, Shape | None]:
     """Return examples as rows of features, and the shape of an example.
 
     Args:
-        X: Examples along axis 0: rows in any form that scikit-learn accepts, or an array of more
-            axes.
+        X: Examples along axis 0: rows in any form that scikit-learn accepts, also sparse, or an
+            array of more axes.
 
     Returns:
         ``X`` itself and None for rows; ``(n, features)`` and the shape of an example otherwise.
@@ -28,7 +30,7 @@ def as_rows(X: Any) -> tuple[Any, Shape | None]:
         InputError: The array has a mask.
     """
     refuse_mask(X)
-    if getattr(X, "ndim", 2) <= 2:
+    if issparse(X) or getattr(X, "ndim", 2) <= 2:
         return X, None
     array = np.asarray(X)
     return array.reshape(len(array), -1), array.shape[1:]
@@ -67,15 +69,15 @@ class ExampleInput:
             raise UnsupportedError(f"input '{entry.name}' takes {entry.dtype}, and no numbers.")
         return cls(entry.name, entry.dtype, None if entry.shape is None else entry.shape[1:])
 
-    def values(self, rows: Array, shape: Shape | None) -> Array:
+    def values(self, rows: Any, shape: Shape | None) -> "Array | SparseRows":
         """Return examples in the shape and element type of the input.
 
         Args:
-            rows: Finite numbers, ``(n, features)``.
+            rows: Finite numbers, ``(n, features)``; or a sparse array of rows (CSR).
             shape: Shape of an example in the array of the caller; None for rows.
 
         Returns:
-            The array, ``(n, …)``.
+            The array, ``(n, …)``; sparse rows remain sparse.
 
         Raises:
             ShapeError: The examples do not have the shape of the input, or rows do not determine
@@ -86,6 +88,9 @@ class ExampleInput:
             shape = self._shape_of_row(rows.shape[1])
         elif self.sizes is not None and not _fits(shape, self.sizes):
             raise ShapeError(f"X has examples of shape {shape}, but {self._described()}.")
+        if issparse(rows):
+            self._cast(rows.data)
+            return SparseRows(rows, self.dtype, shape)
         return self._cast(rows).reshape(len(rows), *shape)
 
     def _shape_of_row(self, features: int) -> Shape:
@@ -124,6 +129,65 @@ class ExampleInput:
     def _described(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.sizes or ())
         return f"input '{self.name}' takes examples of shape ({sizes})"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Examples in a sparse table, of which ``dense`` converts a few.
+
+    Attributes:
+        rows: A table of CSR, ``(n, features)``, with a row for each example.
+        dtype: Element type of the input.
+        shape: Shape of an example in the input.
+    """
+
+    rows: Any
+    dtype: DType
+    shape: Shape
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def __getitem__(self, chosen: Any) -> "SparseRows":
+        """Return some examples, by a slice, a mask or numbers."""
+        return replace(self, rows=self.rows[chosen])
+
+    def dense(self) -> Array:
+        """Return the examples as an array of the input, ``(n, …)``."""
+        array: Array = self.rows.toarray().astype(self.dtype, copy=False)
+        return array.reshape(len(array), *self.shape)
+
+
+class SparseBatches:
+    """Batches of sparse examples, each of which becomes dense when it is read.
+
+    Args:
+        arrays: Examples and targets, and weights of the targets if there are any.
+        batch_size: Examples in a batch.
+        seed: Seed of the orders of the epochs, which are those of arrays in ``kfac_engine.fit``;
+            None for the order of the examples. An order leaves out the examples that do not fill a
+            batch.
+    """
+
+    def __init__(self, arrays: Sequence[Any], batch_size: int, seed: int | None = None) -> None:
+        self._arrays, self._size, self._seed, self._epoch = arrays, batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        count = len(self._arrays[0])
+        return ceil(count / self._size) if self._seed is None else count // self._size
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        order = np.arange(len(self._arrays[0]))
+        if self._seed is not None:
+            order = np.random.default_rng([self._seed, self._epoch, 0]).permutation(order)
+        for start in range(0, len(self) * self._size, self._size):
+            chosen = order[start : start + self._size]
+            rows, *others = (array[chosen] for array in self._arrays)
+            yield (rows.dense(), *others)
 
 
 def _fits(shape: Shape, sizes: tuple[int | str | None, ...]) -> bool:

@@ -11,7 +11,7 @@ from kfac_engine._types import Array
 from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError, UnsupportedError
 from kfac_engine.graph.load import ModelSource
-from kfac_engine.sklearn.example_input import ExampleInput
+from kfac_engine.sklearn.example_input import ExampleInput, SparseBatches, SparseRows
 from kfac_engine.training.fit import fit, optimizer_by_name
 from kfac_engine.training.history import Record
 from kfac_engine.training.hooks import Callback
@@ -78,13 +78,18 @@ class TrainedModel:
         return self._optimizer is not None
 
     def train(
-        self, data: tuple[Array, ...], callbacks: Sequence[Callback], **options: Any
+        self,
+        data: tuple[Any, ...],
+        callbacks: Sequence[Callback],
+        validation: tuple[Any, ...] | None = None,
+        **options: Any,
     ) -> list[Record]:
         """Train on examples; return the records.
 
         Args:
             data: Inputs and targets, and weights of the targets if there are any.
             callbacks: Callbacks of the run.
+            validation: Held-out examples in the form of ``data``.
             **options: Further arguments of ``fit``.
 
         Returns:
@@ -94,10 +99,16 @@ class TrainedModel:
             KfacError: As for ``fit``.
         """
         assert self._optimizer is not None  # by renew_optimizer
-        optimizer = self._optimizer
-        return fit(self.engine, data, optimizer=optimizer, callbacks=callbacks, **options).records
+        parts: dict[str, Any] = {"data": data, "validation": validation}
+        if isinstance(data[0], SparseRows):
+            size = options["batch_size"]
+            parts["data"] = SparseBatches(data, size, options["seed"])
+            if validation is not None:
+                parts["validation"] = SparseBatches(validation, size)
+        options |= {"optimizer": self._optimizer, "callbacks": callbacks}
+        return fit(self.engine, **parts, **options).records
 
-    def outputs(self, values: Array, batch_size: int) -> Array:
+    def outputs(self, values: Array | SparseRows, batch_size: int) -> Array:
         """Return the output of the model.
 
         Args:
@@ -113,7 +124,9 @@ class TrainedModel:
         starts = range(0, len(values), batch_size)
         return np.concatenate([self._evaluated(values[i : i + batch_size]) for i in starts])
 
-    def _evaluated(self, values: Array) -> Array:
+    def _evaluated(self, values: Array | SparseRows) -> Array:
+        if isinstance(values, SparseRows):
+            values = values.dense()
         results = self.engine.predict({self.example.name: values})
         output = results[self._output] if isinstance(results, dict) else results
         return self.engine.collection.backend.to_numpy(output)

@@ -32,6 +32,23 @@ def test_balanced_classes_are_weights_of_examples():
     )
 
 
+@pytest.mark.parametrize("zero", [(), (0, 3, 7)])
+def test_balanced_classes_count_the_weights_of_examples(zero):
+    weights = RNG.random(60) + 0.1
+    weights[list(zero)] = 0
+    of_class = weights.sum() / 2 / np.array([weights[Y == 0].sum(), weights[Y == 1].sum()])
+    expected = probabilities(weights * of_class[Y])
+    found = probabilities(weights, class_weight="balanced")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32 weights of the loss
+    without = probabilities(weights * compute_sample_weight("balanced", Y))
+    assert abs(expected - without).max() > 1e-3
+
+
+def test_a_class_without_weight_does_not_count():
+    weights = np.where(Y == 1, 1.0, 0.0)
+    assert np.isfinite(probabilities(weights, class_weight="balanced")).all()
+
+
 def test_examples_of_weight_zero_are_no_examples():
     weights = (np.arange(60) % 3 > 0).astype(float)
     left_out = OnnxClassifier(**OPTIONS).fit(X[weights > 0], Y[weights > 0])
