@@ -32,10 +32,10 @@ BATCHES = {
     "inputs without names": (lambda x: [*x["input"]], TARGETS, ke.InputError, "parts of a batch"),
     "missing input": (lambda x: {}, TARGETS, ke.InputError, "'input' is missing"),
     "wrong dtype": (
-        lambda x: {"input": x["input"].astype(np.float64)},
+        lambda x: {"input": x["input"].astype(np.int64)},
         TARGETS,
         ke.InputError,
-        "float64.*float32",
+        "int64.*float32",
     ),
     "wrong rank": (lambda x: {"input": x["input"][0]}, TARGETS, ke.ShapeError, r"\(6,\)"),
     "wrong side": (lambda x: {"input": x["input"][:, :5]}, TARGETS, ke.ShapeError, r"\(4, 5\)"),

@@ -180,6 +180,39 @@ def _fits(shape: tuple[int, ...], declared: Sequence[int | str | None]) -> bool:
     return True
 
 
+# Kinds of types that are converted: real numbers, whole numbers, and text of NumPy.
+_ALIKE = ({"f"}, {"i", "u"}, {"U", "T", "O"})
+
+
+def _converted(entry: Input, array: Array) -> Array:
+    """Return an array in the type of an input.
+
+    Real numbers are rounded. Whole numbers beyond the range of the type, real numbers that become
+    infinite, and numbers of another kind raise an InputError.
+    """
+    kinds = {array.dtype.kind, entry.dtype.kind}
+    if not any(kinds <= alike for alike in _ALIKE):
+        wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
+        raise InputError(
+            f"input '{entry.name}' has type {array.dtype}, the model needs {wanted}; convert it "
+            f"with .astype('{entry.dtype}')."
+        )
+    with np.errstate(over="ignore"):
+        new = array.astype(entry.dtype)
+    if entry.dtype.hasobject:
+        return new
+    xp = array_module(array)
+    lost = xp.isinf(new) & ~xp.isinf(array) if entry.dtype.kind == "f" else new != array
+    if bool(lost.any()):
+        index = first_index(lost)
+        error = InputError(
+            f"input '{entry.name}' has the value {array[index]} at index {index}, beyond the range "
+            f"of {entry.dtype}, which the model needs."
+        )
+        raise error.at(entry.name, index)
+    return new
+
+
 def _check_array(entry: Input, value: Array) -> Array:
     array = as_array(value)
     on_host = isinstance(array, np.ndarray)
@@ -187,11 +220,7 @@ def _check_array(entry: Input, value: Array) -> Array:
     if entry.stored is not None and array.dtype == entry.stored:
         array = widened(array) if on_host else array.astype(np.float32)
     if array.dtype != entry.dtype:
-        wanted = f"{entry.stored} or {entry.dtype}" if entry.stored else f"{entry.dtype}"
-        raise InputError(
-            f"input '{entry.name}' has type {array.dtype}, the model needs {wanted}; convert it "
-            f"with .astype('{entry.dtype}')."
-        )
+        array = _converted(entry, array)
     if entry.shape is not None and not _fits(array.shape, entry.shape):
         raise ShapeError(
             f"input '{entry.name}' has shape {array.shape}, the model needs "

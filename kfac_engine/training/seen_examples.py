@@ -154,7 +154,7 @@ def _hashes(array: Array, axis: int, seed: int) -> Array:
     rows = xp.moveaxis(array, axis, 0) if axis else array
     rows = rows.reshape(len(rows), prod(rows.shape[1:]))
     rows = xp.ascontiguousarray(rows)
-    if rows.dtype.hasobject:
+    if rows.dtype.kind in "OUT":  # equal texts may have other widths in another batch
         rows = np.vectorize(_hash_of_text, otypes=[np.uint32])(rows)
     size = gcd(8, rows.shape[1] * rows.dtype.itemsize)  # of the widest words that fill a row
     bits = rows.view(np.uint8).view(f"u{size}")
