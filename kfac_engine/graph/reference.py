@@ -15,7 +15,7 @@ from onnx.reference.ops import op_conv as convolution
 from scipy.special import erf
 
 from kfac_engine._types import Array
-from kfac_engine.graph.analysis.subgraph import read_by
+from kfac_engine.graph.analysis.subgraph import SubGraph, read_by
 from kfac_engine.graph.failures import model_errors
 from kfac_engine.graph.structure import Graph, Input
 from kfac_engine.graph.write import build_model
@@ -100,7 +100,8 @@ class ReferenceModel:
 
     def __init__(self, graph: Graph, outputs: Sequence[str], fed: Iterable[str]) -> None:
         self._outputs, names = list(outputs), dict.fromkeys(fed)
-        nodes = [node for node in graph.nodes if not names.keys() & set(node.outputs)]
+        computed = [node for node in graph.nodes if not names.keys() & set(node.outputs)]
+        nodes = SubGraph(replace(graph, nodes=tuple(computed)), outputs).nodes
         constants = read_by(nodes, graph.constants, excluded=names)
         inputs = [*graph.inputs, *(Input(name, _DOUBLE, None) for name in names)]
         model = build_model(
@@ -117,7 +118,9 @@ class ReferenceModel:
         ``feeds`` has the inputs of the graph and the ``fed`` values, as floats of any width.
         """
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
-        with model_errors("the reference implementation of onnx cannot evaluate the model"):
+        # Masks and unused branches are infinite or NaN on purpose, as in ONNX Runtime.
+        silent = np.errstate(all="ignore")
+        with silent, model_errors("the reference implementation of onnx cannot evaluate the model"):
             results = self._evaluator.run(self._outputs, wide)
         return dict(zip(self._outputs, map(np.asarray, results), strict=True))
 

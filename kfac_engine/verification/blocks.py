@@ -94,7 +94,12 @@ def _measure(one: Specimen, layer: LayerReport, mode: str, rows: Entries) -> Mea
     product = rows.of(multiplied(one.engine, vector, 1))
     errors = np.zeros(len(rows))
     if mode == "empirical":
-        gradients = {name: one.gradients[name] for name in layer.parameters}
+        objective = one.engine.objective
+        # The source is the gradient of the sum over positions, the gradient that of the mean.
+        ratio = objective.fisher_ratio(objective.observe(one.trace))
+        if ratio is None:
+            return "predictions or losses have weights of their own"
+        gradients = {name: ratio * one.gradients[name] for name in layer.parameters}
         along = sum(float(np.vdot(gradients[n], vector[n])) for n in vector)
         part = rows.of(gradients)
         expected = (

@@ -7,10 +7,12 @@ of the engine, which propagate tangents.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
+from kfac_engine._types import Array, Values
+from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.observed import times
 from kfac_engine.verification.differences import differentiate_along
 from kfac_engine.verification.specimen import Floats, Specimen
@@ -26,6 +28,8 @@ _DOUBT = 1e-4
 CURVED_ERROR = 1e-12
 _STEP = 2.0**-9
 _STENCIL = {1: 2 / 3, 2: -1 / 12}
+# Relative difference of two Hessian matrices of a loss that is no rounding error.
+_OTHER = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,21 @@ class DenseFisher:
         """Return the change of ``diagonal`` by errors ``unit`` of all probabilities, by entry."""
         return np.array([self._errors(c, unit)[k] for k, c in enumerate(self._columns())])
 
+    @cached_property
+    def other_parameters(self) -> tuple[str, ...]:
+        """The classes of losses whose Hessian matrix depends on the targets, against their word.
+
+        Such a matrix is not the Fisher matrix. The inputs of the loss are not natural parameters,
+        although its ``ggn_equals_fisher`` is True.
+        """
+        values, objective = loss_values(self.specimen), self.specimen.engine.objective
+        terms = zip(objective.terms, objective.observe(values).terms, strict=True)
+        return tuple(
+            type(term).__name__
+            for term, seen in terms
+            if term.ggn_equals_fisher and _reads_targets(term, values, seen.targets)
+        )
+
     def _errors(self, change: Mapping[str, Floats], unit: float) -> Floats:
         """Return the sizes of errors of a product; they are independent of the probabilities."""
         total = np.zeros(len(self.entries))
@@ -126,7 +145,8 @@ class DenseFisher:
         """Return the Fisher matrix of the losses with respect to their values, times a change."""
         values, objective = loss_values(self.specimen), self.specimen.engine.objective
         moves = {name: change[name].reshape(values[name].shape) for name in objective.inputs}
-        if all(term.ggn_equals_fisher for loss in objective.losses for term in loss.parts):
+        declared = all(term.ggn_equals_fisher for term in objective.terms)
+        if declared and not self.other_parameters:
             # The Fisher matrix of natural parameters is the derivative of the gradient.
             size = max(float(abs(move).max(initial=0.0)) for move in moves.values()) or 1.0
             step = _STEP / size
@@ -146,6 +166,27 @@ class DenseFisher:
             for name, part in term.fisher(term.read(values), moves).items():
                 total[name] += weight * times(part, one.weights)
         return {name: array.reshape(-1) for name, array in total.items()}
+
+
+def _reads_targets(term: LossFunction, values: Values, targets: Array | None) -> bool:
+    """Return whether the derivative of the gradient of a loss depends on the targets."""
+    read, rng = term.read(values), np.random.default_rng(0)
+    moves = {name: rng.choice([-1.0, 1.0], read[name].shape) for name in term.inputs}
+    changes, largest = [], 0.0
+    for observed in (targets, term.sample(read, rng)):
+        if observed is None:
+            return False
+        ahead, behind = (
+            term.gradient_of({**read, **{n: read[n] + s * moves[n] for n in moves}}, observed)
+            for s in (_STEP, -_STEP)
+        )
+        changes.append({name: (ahead[name] - behind[name]) / (2 * _STEP) for name in moves})
+        largest = max(largest, *(float(abs(ahead[name]).max(initial=0.0)) for name in moves))
+    first, second = changes
+    distance = max(float(abs(first[n] - second[n]).max(initial=0.0)) for n in moves)
+    size = max(float(abs(part[n]).max(initial=0.0)) for part in changes for n in moves)
+    rounding = 16 * float(np.finfo(np.float64).eps) * largest / _STEP
+    return distance > _OTHER * size + rounding
 
 
 def loss_values(specimen: Specimen) -> dict[str, Floats]:

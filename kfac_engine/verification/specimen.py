@@ -3,7 +3,7 @@
 A copy of the model computes in float64, and further engines are built from its file.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from kfac_engine._types import Array
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.engine.engine import Engine
-from kfac_engine.errors import ModelError
-from kfac_engine.graph.analysis.subgraph import SubGraph
+from kfac_engine.errors import BackendError, ModelError
+from kfac_engine.graph.analysis.subgraph import SubGraph, dependents
 from kfac_engine.graph.reference import ReferenceModel
-from kfac_engine.graph.structure import Graph
+from kfac_engine.graph.structure import ONLY_SHAPES, Graph
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.runtime.sample_run import open_run
 from kfac_engine.runtime.trace import Trace
 
 # An array in float64.
@@ -215,8 +216,18 @@ class FloatCopy:
         names = specimen.engine.objective.inputs
         buffers = {name: model.memory_space.on_host(a) for name, a in model.buffers.items()}
         inputs = {e.name: model.memory_space.on_host(specimen.trace[e.name]) for e in graph.inputs}
-        self._reference = ReferenceModel(graph, names, (*specimen.parameters, *buffers))
-        self._feeds = {**inputs, **buffers}
+        fixed = _without_parameters(graph, inputs, (*specimen.parameters, *buffers))
+        fed = (*specimen.parameters, *buffers, *fixed)
+        self._reference = ReferenceModel(graph, names, fed)
+        self._feeds = {**inputs, **buffers, **fixed}
+        rounded = _rounded(graph, model, specimen.parameters)
+        if rounded:
+            wide = ReferenceModel(graph, rounded, fed).run({**self._feeds, **specimen.parameters})
+            for name in rounded:
+                if not np.array_equal(wide[name], model.memory_space.on_host(specimen.trace[name])):
+                    raise ModelError(
+                        f"'{name}' rounds to other integers in float64 than in float32"
+                    )
         for name, value in self.outputs(specimen.parameters).items():
             expected = model.memory_space.on_host(specimen.trace[name])
             scale = float(abs(expected).max(initial=0.0)) or 1.0
@@ -225,6 +236,36 @@ class FloatCopy:
                     f"the reference implementation of onnx computes other values of '{name}' than "
                     f"ONNX Runtime"
                 )
+
+
+def _without_parameters(
+    graph: Graph, inputs: Mapping[str, Array], parameters: Iterable[str]
+) -> dict[str, Array]:
+    """Return values that depend on no parameter and that other values are computed from.
+
+    They are constants of the differences. ONNX Runtime computes them in the types of the file:
+    where they are rounded to integers, such as buckets of distances, float64 may differ by one.
+    """
+    moved = dependents(graph.nodes, parameters)
+    still = [node for node in graph.nodes if moved.isdisjoint(node.outputs)]
+    read = {
+        name for node in graph.nodes if not moved.isdisjoint(node.outputs)
+        for name in (*node.inputs, *node.captures)
+    }  # fmt: skip
+    run = open_run(replace(graph, nodes=tuple(still), outputs=()))
+    try:
+        names = sorted(read & run.dtypes.keys())
+        values = run.values(inputs, names) if names else {}
+    except BackendError:  # an operator that the graph of the engine does not have
+        return {}
+    return {name: values[name] for name in names}
+
+
+def _rounded(graph: Graph, model: OnnxModel, parameters: Iterable[str]) -> tuple[str, ...]:
+    """Return the integers that depend on the values of parameters, such as the largest entries."""
+    moved = dependents(graph.nodes, parameters, ONLY_SHAPES) & {*model.graph.values()}
+    results = (name for node in graph.nodes for name in node.outputs if name in moved)
+    return tuple(n for n in results if n in model.facts and model.facts[n].dtype.kind in "iu")
 
 
 def _graphs_of(model: OnnxModel, names: tuple[str, ...]) -> Iterator[Graph]:
