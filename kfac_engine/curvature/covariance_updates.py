@@ -15,7 +15,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
 from kfac_engine.curvature.factors.base import Combine, FisherFactor, computed, take
 from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
-from kfac_engine.curvature.factors.row_weights import ExampleWeights, LayerRows
+from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights, LayerRows
 from kfac_engine.curvature.factors.updater import (
     FactorUpdater,
     LetGo,
@@ -86,8 +86,7 @@ class CovarianceUpdates:
         rows: The rows of the batch that this process has; None for all of them.
         placements: Place of the examples in the draws of each loss, by name; the first axis where
             absent.
-        axes: Axes of the examples, by name of a value; 0 where absent.
-        unplaced: Outputs of layers without an axis of examples.
+        places: Where values have the examples.
         batch: Name of a value whose first axis has the examples only; empty if the first axis of
             the first loss input has them.
         divided: Whether batches are divided among processes, which combine what they measure.
@@ -109,8 +108,7 @@ class CovarianceUpdates:
     name: str
     rows: Rows | None = None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    axes: Mapping[str, int] = field(default_factory=dict)
-    unplaced: Collection[str] = ()
+    places: ExamplePlaces = field(default_factory=ExamplePlaces)
     batch: str = ""
     divided: bool = False
     params_stats: list[Array] = field(default_factory=list)
@@ -420,7 +418,7 @@ class CovarianceUpdates:
         parts = [part for loss in self.losses for part in loss.parts]
         rows = [(part, part.row_weights(trace)) for part in parts]
         examples = len(trace[self.batch or parts[0].inputs[0]])
-        return ExampleWeights.of(rows, trace, examples, self.axes, self.unplaced)
+        return ExampleWeights.of(rows, trace, examples, self.places)
 
     def _cotangents(self, batch: MeasuredBatch) -> Iterator[dict[str, Array]]:
         rng: AnyGenerator = self.rng

@@ -139,13 +139,16 @@ class OwnedArrays:
     ) -> None:
         self._communicator, self._backend = communicator, backend
         self._forms, self._owners = tuple(forms), tuple(owners)
-        self._dtype = np.result_type(*(form.dtype for form in forms))
+        # Without arrays, such as of a model without factors, nothing is sent.
+        self._dtype = np.result_type(*(form.dtype for form in forms)) if forms else np.dtype("f4")
 
     def sum(self, arrays: Sequence[Array]) -> list[Array | None]:
         """Return the sums over all ranks of the arrays that this rank owns, and None for others.
 
         The sums are new arrays.
         """
+        if not self._forms:
+            return []
         counts = self._counts()
         buffer = self._backend.xp.empty(sum(counts), self._dtype)
         start = 0
@@ -169,6 +172,8 @@ class OwnedArrays:
         ``arrays`` are those that this rank owns, in order. All ranks return the same bits in the
         same memory order. With ``views``, the results may share the memory of the message.
         """
+        if not self._forms:
+            return []
         counts = self._counts()
         buffer = self._backend.xp.empty(sum(counts), self._dtype)
         start = sum(counts[: self._communicator.rank])

@@ -309,7 +309,7 @@ class BlockFisher:
             return None
         pairs = zip(self._passes.objective.terms, rows, strict=True)
         statistics, examples = self.estimator.statistics, observation.size.examples
-        return ExampleWeights.of(pairs, trace, examples, statistics.axes, statistics.unplaced)
+        return ExampleWeights.of(pairs, trace, examples, statistics.places)
 
 
 def draw_placements(assembly: Assembly) -> dict[str, Placement]:

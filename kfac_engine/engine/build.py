@@ -1,7 +1,8 @@
 """Assembly of an engine: loads a model, finds and registers its layers and losses."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.activity import (
@@ -20,6 +21,7 @@ from kfac_engine.compat.collection import LayerCollection
 from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.approximations import KINDS, row
 from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.curvature.factors.row_weights import ExamplePlaces
 from kfac_engine.datasets.examples import WEIGHTS, ExampleAxes
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.protocol import Alone, Communicator
@@ -35,7 +37,7 @@ from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
-from kfac_engine.runtime.batch_axis import Batch
+from kfac_engine.runtime.batch_axis import Batch, find_position_orders
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.sessions.device_session import available_memory_space
@@ -219,14 +221,33 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     )
     axes = {name: place.axis for name, place in task.batch.places.items() if place.axis}
     statistics, objective = estimator.statistics, task.objective
-    statistics.axes, statistics.batch = axes | {**objective.axes}, objective.batch
-    model.passes.seed = options.seed
     read = {name for layer in discovery.layers for name in uses(layer.outputs)}
-    statistics.unplaced = frozenset(read - task.batch.places.keys() if task.batch.joint else ())
+    statistics.places = ExamplePlaces(
+        axes | {**objective.axes},
+        frozenset(read - task.batch.places.keys() if task.batch.joint else ()),
+        cache(partial(_positions_first, model, task.batch, task.inputs, read)),
+    )
+    statistics.batch = objective.batch
+    model.passes.seed = options.seed
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()
     return assembly, estimator
+
+
+def _positions_first(
+    model: OnnxModel, batch: Batch, inputs: Mapping[str, Array] | None, names: Set[str]
+) -> frozenset[str]:
+    """Return the values of ``names`` in which each position has the rows of all examples.
+
+    The model runs twice if a value has examples and positions on one axis.
+    """
+    results = {name for node in model.graph.nodes for name in node.outputs}
+    mixed = [n for n, place in batch.places.items() if n in names & results and place.repeats > 1]
+    if not mixed:
+        return frozenset()
+    orders = find_position_orders(model.graph, model.facts, mixed, batch, inputs)
+    return frozenset(name for name, first in orders.items() if first)
 
 
 def _data(graph: Graph) -> frozenset[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from kfac_engine._types import Array, Values
 from kfac_engine.arguments import listed
 from kfac_engine.backend.namespace import array_module, as_array
-from kfac_engine.curvature.factors.row_weights import ExampleWeights
+from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnsupportedError
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import Objective, Observation
@@ -94,8 +94,8 @@ class Evaluated:
         if results.ndim == 1:
             terms = zip(self.objective.terms, self.observation.terms, strict=True)
             pairs = [(term, seen.counts) for term, seen in terms]
-            arguments = self.values, self.examples, self.objective.axes
-            weights = ExampleWeights.of(pairs, *arguments)
+            places = ExamplePlaces(self.objective.axes)
+            weights = ExampleWeights.of(pairs, self.values, self.examples, places)
             return None if weights is None else weights.weights
         counts = self.weights()
         fits = not isinstance(counts, Mapping) and counts.shape == results.shape

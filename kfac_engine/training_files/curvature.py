@@ -412,7 +412,7 @@ class CurvatureSteps:
         rows = [seen.weights for seen in observation.terms]
         pairs = zip(self._engine.objective.terms, rows, strict=True)
         examples = observation.size.examples
-        weights = ExampleWeights.of(pairs, values, examples, self._statistics.axes)
+        weights = ExampleWeights.of(pairs, values, examples, self._statistics.places)
         return {} if weights is None else weights.of_rows(self._layers, gradients, operations)
 
     # -- inverses ----------------------------------------------------------------------------------

@@ -130,6 +130,18 @@ def test_targets_of_some_ranks_may_not_count(ignored, mode, distribution):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_rank_without_targets_that_count_has_no_rows_of_experts(distribution):
+    source = models.written(
+        "N,3 -> N,4",
+        "stack=-1,2,2 W(2,2,2) flat=-1,4 V(3,4)",
+        """h = MatMul(input, V)  k = Reshape(h, stack)  x = Transpose <perm = [1, 0, 2]>(k)
+        y = MatMul(x, W)  z = Transpose <perm = [1, 0, 2]>(y)  output = Reshape(z, flat)""",
+        "double",
+    )
+    assert_equal_to_one_process(source, 3, ignored=[0, 1], distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("reduction", ["batch_mean", "sum"])
 def test_steps_equal_those_of_one_process_for_every_reduction(reduction, distribution):
     assert_equal_to_one_process("mlp", 3, reduction=reduction, distribution=distribution)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests import models
 from tests.distributed.test_distributions import assert_close
 from tests.distributed.threads import rows_of, run
 from tests.training import softmax_net as net
@@ -81,6 +82,26 @@ def assert_equal(expected, size, make, **options):
             assert_close(now, then, CLOSE)
             for key, array in first.items():
                 np.testing.assert_array_equal(now[key], array)
+
+
+@pytest.mark.parametrize("distribution", ["replicate", "shard"])
+def test_a_model_may_have_no_natural_gradients(distribution):
+    """Adam updates shifts, so that no rank owns a product."""
+    model = models.written("N,3", "b(3)", "output = Add(input, b)", "double")
+    x, y = np.random.default_rng(0).standard_normal((EXAMPLES, 3)), np.arange(EXAMPLES) % 3
+
+    def work(communicator):
+        engine = ke.Engine.from_onnx(
+            model, loss="categorical", communicator=communicator, distribution=distribution
+        )
+        optimizer, rows = ke.KfacOptimizer(engine), rows_of(communicator, CUTS)
+        for _ in range(2):
+            optimizer.step({"input": x[rows]}, y[rows])
+        return engine.parameters
+
+    (expected,) = run(1, work)
+    for parameters in run(2, work):
+        assert_close(parameters, expected, CLOSE)
 
 
 def test_a_state_continues_on_another_number_of_ranks(tmp_path):

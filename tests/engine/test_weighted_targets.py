@@ -102,6 +102,30 @@ def test_garbage_under_a_mask_changes_no_bit(mode, reduction):
     np.testing.assert_allclose(averages[0][0], x.T @ x / len(x), atol=1e-6)
 
 
+TEXTS = {
+    "examples first": ("N,4,3 -> N,4,2", (0, 1, 2)),
+    "time first": ("4,N,3 -> 4,N,2", (1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS.values(), ids=TEXTS)
+def test_weights_reach_the_rows_of_their_examples_in_both_orders(case):
+    """A dense layer reads the tokens of all examples as rows of one matrix."""
+    sides, axes = case
+    nodes = """h = Tanh(input)  rows = Reshape(h, flat)  g = Gemm(rows, W)  s = Shape <end = 2>(h)
+        shape = Concat <axis = 0>(s, end)  output = Reshape(g, shape)"""
+    model = models.written(sides, "W(3,2) flat=-1,3 end=2", nodes, "double")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((5, 4, 3)), rng.integers(0, 2, (5, 4))
+    w = np.broadcast_to(WEIGHTS[:, None], y.shape)
+    tested = engine(model, estimation_mode="empirical", batch_axes={"input": axes[0]})
+    inputs, targets = x.transpose(axes), ke.Weighted(y.transpose(axes[:2]), w.transpose(axes[:2]))
+    tested.step({"input": inputs}, targets)
+    rows = np.tanh(x).reshape(-1, 3)
+    expected = (rows * w.reshape(-1, 1)).T @ rows / w.sum()
+    np.testing.assert_allclose(tested.estimator.factors[0].cov, expected, rtol=0, atol=1e-14)
+
+
 def attention(dtype="float64"):
     """Two heads of nothing but a softmax over the tokens: each token reads the earlier ones."""
     model = parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>

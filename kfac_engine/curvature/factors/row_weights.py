@@ -10,8 +10,8 @@ Factors of gradients need no weights of rows: sources are multiplied by the root
 their predictions.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,6 +43,22 @@ class LayerRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ExamplePlaces:
+    """Where values have the examples.
+
+    Attributes:
+        axes: Axes of the examples, by name of a value; 0 where absent.
+        unplaced: Values whose rows belong to unknown examples, such as the nodes of graphs.
+        positions_first: Returns the values on whose axis of examples each position has the entries
+            of all examples, one after the other.
+    """
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    unplaced: Collection[str] = ()
+    positions_first: Callable[[], Collection[str]] = frozenset
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleWeights:
     """The weights of the examples of a batch whose targets have weights.
 
@@ -50,14 +66,12 @@ class ExampleWeights:
         weights: A number ≥ 0 for each example; None for ones.
         partial: Whether an example has predictions that count and others that do not; None if it is
             not known, because examples and positions share an axis.
-        axes: Axes of the examples, by name of a value; 0 where absent.
-        unplaced: Values whose rows belong to unknown examples, such as the nodes of graphs.
+        places: Where values have the examples.
     """
 
     weights: Array | None
     partial: Array | None
-    axes: Mapping[str, int]
-    unplaced: Collection[str] = ()
+    places: ExamplePlaces
 
     @classmethod
     def of(
@@ -65,24 +79,23 @@ class ExampleWeights:
         losses: Iterable[tuple[LossFunction, Array | None]],
         values: Named,
         examples: int,
-        axes: Mapping[str, int],
-        unplaced: Collection[str] = (),
+        places: ExamplePlaces,
     ) -> "ExampleWeights | None":
         """Return the weights of the examples of a batch; None if no target has a weight.
 
-        ``losses`` has the weights of the predictions of each loss; None means ones. ``axes`` and
-        ``unplaced`` are as in the class. ``UnsupportedError`` is raised if examples with different
-        weights share an axis with positions.
+        ``losses`` has the weights of the predictions of each loss; None means ones.
+        ``UnsupportedError`` is raised if examples with different weights share an axis with
+        positions.
         """
         pairs = [(as_array(values[loss.inputs[0]]), loss, weights) for loss, weights in losses]
         if all(weights is None for _, _, weights in pairs):
             return None
         rows = []
         for like, loss, weights in pairs:
-            xp, axis = array_module(like), axes.get(loss.inputs[0], 0)
+            xp, axis = array_module(like), places.axes.get(loss.inputs[0], 0)
             if like.shape[axis] != examples:
                 if weights is None or weights.dtype.kind == "b":
-                    return cls(None, None, axes, unplaced)
+                    return cls(None, None, places)
                 raise UnsupportedError(
                     f"an axis of '{loss.inputs[0]}' holds examples and positions, so that weights "
                     f"other than 0 and 1 cannot be assigned to examples; give them an axis of "
@@ -94,12 +107,12 @@ class ExampleWeights:
         joined = xp.concatenate(rows, axis=1)
         counting = (joined > 0).sum(axis=1)
         means = joined.sum(axis=1) / xp.maximum(counting, 1)
-        return cls(means, (counting > 0) & (counting < joined.shape[1]), axes, unplaced)
+        return cls(means, (counting > 0) & (counting < joined.shape[1]), places)
 
     @property
     def by_gradient(self) -> bool:
         """Whether gradients decide which rows are left out."""
-        return self.partial is None or bool(self.unplaced) or bool(self.partial.any())
+        return self.partial is None or bool(self.places.unplaced) or bool(self.partial.any())
 
     def of_rows(
         self, layers: Sequence[LayerRows], gradients: Values, b: Backend
@@ -132,16 +145,17 @@ class ExampleWeights:
             return rows
 
         def spread(numbers: Array) -> Array:
-            axis, v = self.axes.get(name, 0), b.asarray(numbers).astype(ds.dtype)
+            axis, v = self.places.axes.get(name, 0), b.asarray(numbers).astype(ds.dtype)
             copies = ds.shape[axis] // v.shape[0]
-            if copies > 1:  # all uses, one after the other, or the positions of each example
-                v = b.xp.tile(v, copies) if folded > 1 else b.xp.repeat(v, copies)
+            if copies > 1:  # all uses or positions, one after the other, or those of each example
+                apart = folded > 1 or name in self.places.positions_first()
+                v = b.xp.tile(v, copies) if apart else b.xp.repeat(v, copies)
             return of_rows(b.xp.zeros_like(ds) + v.reshape([-1, *[1] * (ds.ndim - 1 - axis)]))
 
         reached = of_rows((ds != 0).astype(ds.dtype))
         if self.weights is None or self.partial is None:
             return reached
-        if name in self.unplaced:
+        if name in self.places.unplaced:
             if not bool(((self.weights == 0) | (self.weights == 1)).all()):
                 raise UnsupportedError(
                     f"no axis of '{name}' holds the examples, so that weights other than 0 and 1 "

@@ -62,9 +62,10 @@ class GroupedMoment(KroneckerMoment):
     def _add_rows(
         self, out: Array, rows: Array, weights: Array, backend: Backend, alpha: float
     ) -> None:
-        xp = backend.xp
-        grouped = rows.reshape(rows.shape[0], self.taps, self.groups, -1).transpose(2, 0, 1, 3)
-        x = grouped.reshape(self.groups, rows.shape[0], -1)
+        xp, (n, width) = backend.xp, rows.shape  # n is 0 where nothing counts
+        d = width // (self.taps * self.groups)
+        grouped = rows.reshape(n, self.taps, self.groups, d).transpose(2, 0, 1, 3)
+        x = grouped.reshape(self.groups, n, self.taps * d)
         if self.homogeneous:
             x = xp.concatenate([x, xp.ones((*x.shape[:2], 1), x.dtype)], axis=2)
         x = x * xp.sqrt(weights).astype(x.dtype)[None, :, None]
