@@ -51,7 +51,7 @@ def joined_statistics(
         return result
 
     joined = {name: mean(parts) for name, parts in after.items()}
-    nodes = list(filter(_trains, graph.nodes))
+    nodes = list(filter(trains, graph.nodes))
     readers = Counter(name for node in nodes for name in node.inputs)
     for node in nodes:
         first, second = (node.inputs[operand] for operand in STATISTICS)
@@ -72,7 +72,7 @@ def _written(
     node: Node, graph: Graph, newest: dict[str, str], constants: dict[str, Array]
 ) -> Iterator[Node]:
     """Yield a node and the nodes that update its statistics; ``newest`` receives their names."""
-    if not _trains(node):
+    if not trains(node):
         yield node
         return
     # ONNX Runtime 1.31 overwrites the old statistics, even in memory of the caller. The node
@@ -96,7 +96,8 @@ def _written(
     yield from later
 
 
-def _trains(node: Node) -> bool:
+def trains(node: Node) -> bool:
+    """Return whether a node is a normalization in training form."""
     training = node.op == "BatchNormalization" and node.attributes.get("training_mode", 0)
     return bool(training) and not node.domain
 

@@ -21,7 +21,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
-from kfac_engine.engine.validation import check_batch_size, check_finite
+from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
 from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
 from kfac_engine.losses.observed import Targets
@@ -311,6 +311,8 @@ class BatchPasses:
         """Return the running statistics after a batch."""
         if not self._model.new_buffers:
             return {}
+        if self.objective.examples(trace) == 1:
+            check_variances(self._model.graph, self._model.facts, trace)
         buffers = self._model.buffers_after(trace)
         with trace.explain():
             check_finite(buffers, self._model.memory_space, "the running statistic")

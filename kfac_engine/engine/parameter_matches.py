@@ -227,6 +227,7 @@ class _Matching:
         )
 
     def _refuse_unmatched(self) -> None:
+        remedy = self.engine.export_changes.remedy
         for name in self._missing():
             array = self.file[name]
             equal = [other for other, _ in self._choices(name, _equal)]
@@ -235,8 +236,7 @@ class _Matching:
                 others = dict.fromkeys(equal)
                 raise InputError(
                     f"parameter '{name}' equals {_listed([*others])}, and cannot be matched by its "
-                    f"values; export the names of the module with {REMEDY}, or export the module "
-                    f"after its first step of training."
+                    f"values; {remedy}, or export the model after its first step of training."
                 )
             if owner:
                 raise InputError(
@@ -244,8 +244,8 @@ class _Matching:
                     f"file is as well; pass tie_weights=True to Engine.from_onnx."
                 )
             raise InputError(
-                f"parameter '{name}' of shape {array.shape} equals no array of the module, so it "
-                f"was computed in the export; export with {REMEDY}, or leave it out by "
+                f"parameter '{name}' of shape {array.shape} equals no array of the model, so it "
+                f"was computed in the export or changed after it; {remedy}, or leave it out by "
                 f"trainable=…."
             )
 

@@ -1,11 +1,13 @@
 """Checks of an engine on estimation modes, batch sizes and gradients."""
 
 from collections.abc import Mapping, Sequence, Set
+from math import prod
 
 import numpy as np
 
 from kfac_engine._types import Array, Rows, entries
 from kfac_engine.arguments import flag
+from kfac_engine.autodiff.training_form import trains
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import numeric
 from kfac_engine.backend.protocol import Backend
@@ -23,6 +25,7 @@ from kfac_engine.errors import (
     suggestion,
 )
 from kfac_engine.graph.passes.upcast import in_single
+from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.runtime.batch_axis import Batch
 from kfac_engine.runtime.model import OnnxModel
 
@@ -134,6 +137,27 @@ def check_finite(
     for name, finite in zip(arrays, memory_space.finite(list(arrays.values())), strict=True):
         if not finite:
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
+
+
+def check_variances(graph: Graph, facts: Mapping[str, Fact], trace: Mapping[str, Array]) -> None:
+    """Refuse one value for each channel of a normalization by the statistics of the batch.
+
+    The lengths of ``facts`` choose the values of ``trace`` to read, because reading one may repeat
+    the forward pass.
+    """
+    for node in filter(trains, graph.nodes):
+        name = node.inputs[0]
+        if prod(facts[name].shape[2:]) == 1 and _values_of_channel(trace[name].shape) == 1:
+            raise InputError(
+                f"BatchNormalization node '{node.name}' has one value for each channel in this "
+                f"batch of one example. Its result is then constant, and the layers before it have "
+                f"no gradient. Give two or more examples to each batch, and to each part of a "
+                f"batch, or train the form of inference."
+            )
+
+
+def _values_of_channel(shape: Sequence[int]) -> int:
+    return prod(shape[:1]) * prod(shape[2:])
 
 
 def checked_extras(extras: object) -> Extras:

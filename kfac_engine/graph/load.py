@@ -33,11 +33,7 @@ from kfac_engine.graph.passes.canonicalize import (
     unify_standard_domain,
     upgrade,
 )
-from kfac_engine.graph.passes.constants import (
-    lift_constants,
-    separate_normalizations,
-    separate_statistics,
-)
+from kfac_engine.graph.passes.constants import lift_constants, settle_statistics
 from kfac_engine.graph.passes.decompose import decompose
 from kfac_engine.graph.passes.expansions import check_sizes
 from kfac_engine.graph.passes.newer_opsets import executable
@@ -134,6 +130,12 @@ _FLOATS = frozenset(
     {onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
     | {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 )
+
+# What to do about a name of two values, by the producer of the file.
+_REPEATED = {
+    "pytorch": "PyTorch's exporter gives a result the name of a buffer or parameter: export with "
+    "optimize=True, or rename the tensor in the module"
+}
 
 # Strings that exporters write for an unknown size; they are not symbols.
 _NO_SYMBOLS = frozenset({"", "?", "-1", "None"})
@@ -271,9 +273,7 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     constants |= {name: densified(entry, external) for name, entry in sparse.items()}
     template = _template(model, external)
-    separate_statistics(template, constants)
-    if train_form:
-        separate_normalizations(template, constants)
+    settle_statistics(template, constants, apart=train_form)
     working, filled, inner = _canonical(template, constants)
     _decode_all(working.graph, template)
     stored = declared_halves((*template.graph.input, *template.graph.output))
@@ -332,7 +332,7 @@ def _canonical(
     _declare_constants(working.graph, constants)
     working = inline_functions(working)
     unify_standard_domain(working)
-    sort_nodes(working.graph)
+    sort_nodes(working.graph, _REPEATED.get(template.producer_name, ""))
     filled = lift_constants(working.graph, constants)
     inner = hoist_weights(working.graph, constants)
     check_sizes(working.graph, constants)

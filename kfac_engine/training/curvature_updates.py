@@ -123,10 +123,11 @@ class PartialBatch:
         sizes = sizes or tuple((count,) for count in counts)
         places = accumulate((size for part in sizes for size in part), initial=0)
         whole = sum(map(sum, sizes))
+        least = fewest_measured(self._engine)
         chosen = []
         for part in sizes:
             rows = (Rows(start, size, whole) for size, start in zip(part, places, strict=False))
-            of_ranks = [rotating_part(step, row, self._part) for row in rows]
+            of_ranks = [rotating_part(step, row, self._part, least) for row in rows]
             if any(map(len, of_ranks)) and not all(map(len, of_ranks)):
                 return None
             chosen.append(of_ranks[self._engine.agreement.rank])
@@ -245,12 +246,17 @@ class CurvatureUpdates:
         self.planner.state = PlannerState(refreshed, **dict(times))
 
 
-def rotating_part(step: int, rows: Rows, part: float) -> Array:
+def fewest_measured(engine: Engine) -> int:
+    """Return the least number of examples of a part: one example has no variance."""
+    return 2 if engine.buffers else 1
+
+
+def rotating_part(step: int, rows: Rows, part: float, least: int = 1) -> Array:
     """Return ascending indices in a shard: another part of the batch in each step.
 
-    The part, in (0, 1], has the same number of examples in each step. They are spread over the
-    batch evenly, so that each shard has its share of them.
+    The part, in (0, 1], has the same number of examples in each step, ``least`` or more if the
+    batch has so many. They are spread over the batch evenly, so that each shard has its share.
     """
-    size = max(1, round(rows.whole * part))
+    size = min(max(least, round(rows.whole * part)), rows.whole)
     edges = np.arange(rows.start, rows.start + rows.count + 1) + step
     return np.flatnonzero(np.diff(edges * size // rows.whole))

@@ -34,6 +34,7 @@ from kfac_engine.losses.objective import Observation
 from kfac_engine.recording.functions import identity_like
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.recorded import Recorded, Size, Symbol, Tape
+from kfac_engine.training.curvature_updates import fewest_measured
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training_files.parts import Evaluation, Writer, forward_nodes
 
@@ -318,7 +319,9 @@ class CurvatureSteps:
         n = batch.examples.number()
         share = n.astype(np.float32) * part
         rounded = share.new("Round", shape=())
-        size = np.maximum(rounded, 1.0).astype(np.int64)
+        least = fewest_measured(self._engine)
+        size = np.maximum(rounded, float(least)).astype(np.int64)
+        size = size if least == 1 else np.minimum(size, n)
         step = step + self._later(batch, step, size, n)
         bounds = [tape.constant(0, np.int64), size.name, tape.constant(1, np.int64)]
         examples = Size(size)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from tests import models
 
 EXPORTS = Path(__file__).resolve().parents[1] / "exports"
 # Rounding of a batch of 7 in float32; a wrong layout or pair differs by more than 0.1.
@@ -93,6 +94,26 @@ def test_computed_weights_are_refused_by_name():
     engine, state, _, _ = load("lstm-legacy")
     with pytest.raises(ke.InputError, match=r"'onnx::LSTM_\d+' .* computed in the export"):
         ke.match_parameters(engine, state)
+
+
+@pytest.mark.parametrize(
+    ("producer", "advice", "absent"),
+    [
+        ("pytorch", "torch.onnx.export", "coefs_"),
+        ("skl2onnx", "coefs_ and intercepts_", "torch"),
+        ("tf2onnx", "with the names of the model", "torch"),
+    ],
+)
+def test_refusal_advises_by_the_producer_of_the_file(producer, advice, absent):
+    model = models.mlp()
+    model.producer_name = producer
+    engine = ke.Engine.from_onnx(model, loss="categorical")
+    rng = np.random.default_rng(1)
+    for arrays in ({"a": rng.normal(size=1)}, {"a": np.zeros(1), "b": np.zeros(1)}):
+        with pytest.raises(ke.InputError) as refused:
+            ke.match_parameters(engine, arrays)
+        assert advice in str(refused.value)
+        assert absent not in str(refused.value)
 
 
 def test_running_statistics_are_unmatched():

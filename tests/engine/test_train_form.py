@@ -236,6 +236,146 @@ def test_statistics_that_normalizations_share_by_chance_become_two(data, tmp_pat
     assert (apart[0] != apart[1]).any()
 
 
+def shared_call(first="", second="", stored=np.float32, merged=False, paths=("", "")):
+    """One normalization with running statistics of ``stored``, called on two inputs.
+
+    ``first`` and ``second`` are the types of a Cast of the statistics for each call, ``"same"`` for
+    an Identity. ``merged`` stores equal arrays once, as an exporter does; ``paths`` are modules.
+    """
+    net = models.Net(seed=5)
+    for name, value in (("scale", 1), ("shift", 0)):
+        net.constant(name, np.full(3, value, np.float32))
+    for name, value in () if merged else (("mean", 0), ("var", 1)):
+        net.constant(name, np.full(3, value, stored))
+    results = []
+    for call, (x, how) in enumerate((("a", first), ("b", second))):
+        names = ["shift", "scale"] if merged else ["mean", "var"]
+        for place, name in enumerate(names if how else ()):
+            names[place] = net.op("Identity" if how == "same" else "Cast", name, to=f"{name}{call}")
+        operands = "scale", "shift", *names
+        results.append(net.op("BatchNormalization", x, *operands, to=f"n{call}", momentum=0.9))
+    net.op("Mul", *results, to="h")
+    net.op("Gemm", "h", net.weight("fc", 3, 5), to="output")
+    rows = {"a": ["batch", 3], "b": ["batch", 3]}
+    for node in net._nodes:  # ``op`` has a ``to`` of its own
+        if node.op_type == "Cast":
+            node.attribute.append(helper.make_attribute("to", onnx.TensorProto.FLOAT))
+    model = net.model(rows, {"output": ["batch", 5]})
+    norms = [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+    for node, path in zip(norms, paths, strict=True):
+        if path:
+            scopes = f"['', '{path}', 'batch_norm']"
+            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    return model
+
+
+CALLS = {
+    "direct": {},
+    "first_through_identity": {"first": "same"},
+    "second_through_identity": {"second": "same"},
+    "both_through_identity": {"first": "same", "second": "same"},
+    "cast_from_double": {"first": "float", "second": "float", "stored": np.float64},
+    "cast_from_half": {"first": "float", "second": "float", "stored": np.float16},
+    "merged_with_the_weights": {"merged": True, "paths": ("bn", "bn@1")},
+}
+
+
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_calls_of_one_normalization_move_its_statistics_one_after_the_other(options, tmp_path):
+    engine = ke.Engine.from_onnx(shared_call(**options), loss="categorical", train_form=True)
+    rng = np.random.default_rng(1)
+    inputs = {n: rng.normal(1, 2, (9, 3)).astype(np.float32) for n in ("a", "b")}
+    result = engine.step(inputs, rng.integers(0, 5, 9))
+    assert not [note for note in result.notes if "train_form" in note]
+    mean, var = np.zeros(3), np.ones(3)
+    for x in inputs.values():
+        mean = 0.9 * mean + 0.1 * x.astype(float).mean(0)
+        var = 0.9 * var + 0.1 * x.astype(float).var(0)
+    (found_mean,) = (v for n, v in engine.buffers.items() if "mean" in n)
+    (found_var,) = (v for n, v in engine.buffers.items() if "var" in n)
+    np.testing.assert_allclose(found_mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(found_var, var, rtol=1e-5)
+    engine.export(tmp_path / "new.onnx")
+    session = InferenceSession(tmp_path / "new.onnx", providers=["CPUExecutionProvider"])
+    (written,) = session.run(None, inputs)
+    np.testing.assert_allclose(engine.predict(inputs), written, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("paths", [("bn1", "bn2"), ("", "")], ids=["modules", "unknown"])
+def test_normalizations_with_merged_arrays_have_statistics_of_their_own(paths):
+    model = shared_call(merged=True, paths=paths)
+    assert len(ke.Engine.from_onnx(model, loss="categorical", train_form=True).buffers) == 4
+
+
+def test_statistics_of_other_names_of_merged_arrays_are_separate():
+    """The older exporter of PyTorch gives merged arrays the names of the modules by Identity."""
+    net = models.Net(seed=5)
+    for name, value in (("one.weight", 1), ("one.bias", 0)):
+        net.constant(name, np.full(3, value, np.float32))
+    x = "input"
+    for module in ("one", "two"):
+        names = [f"{module}.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
+        for name, source in zip(names, ("weight", "bias", "bias", "weight"), strict=True):
+            if name not in ("one.weight", "one.bias"):
+                net.op("Identity", f"one.{source}", to=name)
+        x = net.op("BatchNormalization", x, *names, to=f"{module} result")
+    net.op("Gemm", x, net.weight("fc", 3, 5), to="output")
+    model = net.model({"input": ["batch", 3]}, {"output": ["batch", 5]})
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=True)
+    names = {f"{m}.running_{s}" for m in ("one", "two") for s in ("mean", "var")}
+    assert set(engine.buffers) == names
+
+
+# -- one value of each channel ---------------------------------------------------------------------
+
+
+def normalized_rows(*spatial):
+    net = models.Net(seed=5)
+    x = net.op("Conv" if spatial else "Gemm", "input",
+               net.weight("w", 4, 3, *(1 for _ in spatial)) if spatial else net.weight("w", 3, 4),
+               to="s")  # fmt: skip
+    x = net.op("Relu", norm(net, "norm", x, 4), to="act")
+    if spatial:
+        x = net.op("Flatten", net.op("GlobalAveragePool", x, to="pooled"), to="flat")
+    net.op("Gemm", x, net.weight("fc", 4, 5), to="output")
+    return net.model({"input": ["batch", 3, *spatial]}, {"output": ["batch", 5]})
+
+
+def rows_of(n, *spatial):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(n, 3, *spatial)).astype(np.float32), rng.integers(0, 5, n)
+
+
+REFUSED = {
+    "step": lambda e: ke.SGD(e, learning_rate=0.1).step(*rows_of(1)),
+    "engine": lambda e: e.step(*rows_of(1)),
+    "fit": lambda e: ke.fit(e, rows_of(8), batch_size=1, epochs=1),
+    "parts": lambda e: ke.fit(e, rows_of(8), batch_size=1, accumulate=4, epochs=1),
+    "adamw": lambda e: ke.fit(e, rows_of(8), batch_size=1, epochs=1, optimizer="adamw"),
+}
+
+
+@pytest.mark.parametrize("train", REFUSED.values(), ids=REFUSED)
+def test_one_value_of_each_channel_is_refused(train):
+    engine = ke.Engine.from_onnx(normalized_rows(), loss="categorical", train_form=True)
+    before = {n: np.array(v) for n, v in {**engine.parameters, **engine.buffers}.items()}
+    with pytest.raises(ke.InputError, match="one value for each channel"):
+        train(engine)
+    for name, value in {**engine.parameters, **engine.buffers}.items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize("train_form", [True, False])
+def test_one_example_of_several_pixels_or_in_inference_form_is_trained(train_form):
+    shape = (4, 4) if train_form else ()
+    model = normalized_rows(*shape)
+    engine = ke.Engine.from_onnx(model, loss="categorical", train_form=train_form)
+    before = engine.parameters["w"].copy()
+    ke.SGD(engine, learning_rate=0.1).step(*rows_of(1, *shape))
+    assert np.isfinite(engine.parameters["w"]).all()
+    assert (engine.parameters["w"] != before).any()
+
+
 def test_statistics_of_two_uses_of_one_normalization_stay_one(data):
     engine = ke.Engine.from_onnx(shared(NORM), loss="categorical", train_form=True)
     assert set(engine.buffers) == {"norm0.mean", "norm0.var"}

@@ -164,6 +164,13 @@ BROKEN: dict[str, tuple[Callable[[onnx.ModelProto], object], tuple[str, ...]]] =
         lambda m: m.graph.node[4].output.__setitem__(0, "fc0.bias"),
         ("two values", "'fc0.bias'"),
     ),
+    "made_and_stored_by_torch": (
+        lambda m: (
+            setattr(m, "producer_name", "pytorch"),
+            m.graph.node[4].output.__setitem__(0, "fc0.bias"),
+        ),
+        ("two values", "'fc0.bias'", "optimize=True", "rename"),
+    ),
     "no_outputs": (lambda m: m.graph.ClearField("output"), ("no output",)),
     "sides_without_data": (first_weight(dims=[10**9, 10**9]), ("'fc0.weight'", "shape")),
     "negative_side": (first_weight(dims=[-5, -6]), ("'fc0.weight'",)),

@@ -158,6 +158,13 @@ def test_parts_of_a_batch_visit_all_examples():
         assert seen == set(range(count))
 
 
+def test_part_of_a_small_batch_has_the_least_number_of_examples():
+    for count, size in ((1, 1), (2, 2), (4, 2), (5, 2), (16, 4)):
+        seen = [rotating_part(step, Rows(0, count, count), 0.25, least=2) for step in range(count)]
+        assert {len(chosen) for chosen in seen} == {size}
+        assert {example for chosen in seen for example in chosen.tolist()} == set(range(count))
+
+
 def test_shards_have_their_share_of_the_part_of_a_batch():
     sizes = (7, 1, 12, 13)
     shards = [Rows.of(sizes, rank) for rank in range(len(sizes))]

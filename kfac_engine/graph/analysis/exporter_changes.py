@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
 
 REMEDY = "torch.onnx.export(module.eval(), inputs, path, dynamo=True, optimize=False)"
+# What to do about parameters that equal no array of the model, by the producer of the file.
+_REMEDIES = {
+    "pytorch": f"export with {REMEDY}",
+    "skl2onnx": "pass the arrays of the fitted estimator (coefs_ and intercepts_, or coef_ and "
+    "intercept_)",
+}
 _GENERATED = re.compile(r"onnx::\w+_\d+|val_\d+")
 # Names of constants that a module computes with and that are not among its tensors.
 _COMPUTED = re.compile(r"val_\d+|(c_)?lifted_tensor_\d+|(/.*)?/Constant(_\d+)?_output_\d+")
@@ -50,11 +56,18 @@ class ExportChanges:
         merged: Parameters that several modules read, because their weights had equal values.
         folded: Weights into which a normalization was multiplied.
         generated: Other parameters with a name that the exporter generated.
+        producer: The producer that the file names.
     """
 
     merged: tuple[str, ...] = ()
     folded: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
+    producer: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a parameter that equals no array of the model."""
+        return _REMEDIES.get(self.producer, "export the parameters with the names of the model")
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -84,13 +97,13 @@ def export_changes(
     initializers of ``model`` need no data.
     """
     if model.producer_name != "pytorch":
-        return ExportChanges()
+        return ExportChanges(producer=model.producer_name)
     names = dict.fromkeys(parameters)
     graph = model.graph
     merged = sorted({*_identities(graph, constants, names), *_siblings(graph, constants, names)})
     folded = tuple(dict.fromkeys(_folded(graph, names)))
     generated = tuple(n for n in names if _GENERATED.fullmatch(n) and n not in folded)
-    return ExportChanges(tuple(merged), folded, generated)
+    return ExportChanges(tuple(merged), folded, generated, model.producer_name)
 
 
 def _identities(
@@ -119,7 +132,7 @@ def _siblings(
     optimized = any(re.fullmatch(r"val_\d+", entry.name) for entry in graph.initializer)
     readers: dict[str, set[str]] = {}
     for node in graph.node:
-        scope = _module_path(node)
+        scope = module_path(node)
         for name in node.input:
             if scope and name in parameters:
                 readers.setdefault(name, set()).add(scope)
@@ -140,7 +153,7 @@ def _folded(graph: "GraphProto", parameters: Container[str]) -> Iterator[str]:
             yield node.input[1]
 
 
-def _module_path(node: "NodeProto") -> str:
+def module_path(node: "NodeProto") -> str:
     """Return the module that a node belongs to, without the number of a repeated call."""
     scopes = _scopes(node)
     return scopes[-2].partition("@")[0] if len(scopes) > 1 else ""

@@ -45,18 +45,19 @@ def describe(node: onnx.NodeProto) -> str:
     )
 
 
-def refuse_repeated(names: Iterable[str], kind: str) -> None:
+def refuse_repeated(names: Iterable[str], kind: str, remedy: str = "") -> None:
     """Raise a ModelError if two names are equal; ``kind`` is the plural noun for the names."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ModelError(f"two {kind} of the model have the name '{twice[0]}'.")
+        advice = f"; {remedy}" if remedy else ""
+        raise ModelError(f"two {kind} of the model have the name '{twice[0]}'{advice}.")
 
 
-def sort_nodes(graph: onnx.GraphProto) -> None:
+def sort_nodes(graph: onnx.GraphProto, remedy: str = "") -> None:
     """Sort the nodes of ``graph`` in topological order, in place.
 
     A name with two definitions, a value without a producer, and a value that depends on itself
-    raise ModelError.
+    raise ModelError. ``remedy`` says what to do about a name with two definitions.
     """
     inputs = [entry.name for entry in graph.input]
     outputs = [entry.name for entry in graph.output]
@@ -64,7 +65,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     results = [name for node in graph.node for name in node.output if name]
     refuse_repeated(inputs, "inputs")
     refuse_repeated(outputs, "outputs")
-    refuse_repeated([*sources, *results], "values")
+    refuse_repeated([*sources, *results], "values", remedy)
     if not outputs:
         raise ModelError("the model has no output.")
     known = sources.union(results)
