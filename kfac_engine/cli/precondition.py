@@ -130,7 +130,7 @@ def _precondition(
     if gradients is not None:
         engine.observe(inputs, targets)
         return None, gradients, engine.precondition(gradients, exp=exp)
-    if targets is None:
+    if targets is None and engine.objective.targeted:
         raise InputError("the gradient needs targets: give --targets, or bring --gradients.")
     result = engine.step(inputs, targets)
     return result.loss, result.gradients, result.natural_gradients

@@ -6,6 +6,7 @@ or the file names, or the first ones.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from kfac_engine.runtime.example_axis import ExampleAxis, axis_of, says_batch
 
 # Examples of a sample, if the file declares no number of them.
 _FEW = 8
+
+_Pair: TypeAlias = tuple[Mapping[str, Array], Targets]
 
 
 def with_first_examples(
@@ -67,8 +70,8 @@ def with_first_examples(
             data = chain(first, data)
         known = Batch(size or _FEW, places, dict.fromkeys(outputs, ExampleAxis(0, 1)))
         presumed = ExampleAxes(known, outputs)
-        batches = batches_of(first, presumed, labeled=labeled)
-        for inputs, targets in islice(batches, 1):
+        batches, first_ones = _first_batch(first, presumed, labeled=labeled)
+        for inputs, targets in first_ones:
             whole = isinstance(batches, GivenBatches) or not divided
             pairs = any(_has_pairs(entry, places, inputs) for entry in declared)
             # Some of the graphs, without their nodes, do not fit the model.
@@ -83,6 +86,22 @@ def with_first_examples(
     except InputError:
         pass
     return data, None
+
+
+def _first_batch(
+    data: Data, axes: ExampleAxes, *, labeled: bool
+) -> tuple[Iterable[_Pair], list[_Pair]]:
+    """Return the batches of data, and the first one; targets may be absent in a loss of the file.
+
+    An InputError says that the data are wrong.
+    """
+    try:
+        batches = batches_of(data, axes, labeled=labeled)
+        return batches, list(islice(batches, 1))
+    except InputError:
+        if not labeled:
+            raise
+        return _first_batch(data, axes, labeled=False)
 
 
 def _fit(axes: ExampleAxes, inputs: Mapping[str, Array], targets: Targets) -> bool:

@@ -37,6 +37,7 @@ from kfac_engine.layers.discover import Discovery, discover
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.layers.parameter_slices import ParameterSlice
 from kfac_engine.losses.objective import Objective, Reduction
+from kfac_engine.losses.output import OutputLoss
 from kfac_engine.runtime.batch_axis import Batch, find_position_orders
 from kfac_engine.runtime.example_axis import with_batch_axes
 from kfac_engine.runtime.model import OnnxModel
@@ -76,7 +77,9 @@ class Task:
     @property
     def example_axes(self) -> ExampleAxes:
         """The axes of the examples in inputs and targets."""
-        outputs = [head.output for head in self.heads if head.output in self.batch.places]
+        # A loss of the file reads the inputs alone, also if it has a number for each example.
+        targeted = [head.output for head in self.heads if not isinstance(head.loss, OutputLoss)]
+        outputs = [output for output in targeted if output in self.batch.places]
         names = dict.fromkeys(outputs, self.file_loss.loss.labels) if self.file_loss else {}
         weights = self.file_loss.loss.weights if self.file_loss else ""
         return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS)
@@ -178,13 +181,13 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     inputs, reduction = options.sample_inputs, options.reduction
     loaded = load_model(source, train_form=options.train_form)
     losses = options.losses.on(loaded.graph)
-    file_loss = taken_loss(loaded, losses)
+    inputs = on_host(inputs, backend) if isinstance(inputs, Mapping) else inputs
+    file_loss = taken_loss(loaded, losses, inputs)
     if file_loss is not None:
         loaded = replace(loaded, graph=file_loss.loss.logits_graph(loaded.graph))
         losses = file_loss.options(losses)
         reduction = file_loss.reduction(reduction)
-    if isinstance(inputs, Mapping):
-        inputs = on_host(file_loss.without(inputs) if file_loss else inputs, backend)
+        inputs = file_loss.without(inputs) if isinstance(inputs, Mapping) else inputs
     model = OnnxModel(
         _with_named_axes(loaded, losses),
         trainable=options.trainable,

@@ -5,6 +5,7 @@ not recognized remains in the graph: ``loss="output"`` trains it as it is.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import pi
 from typing import TypeVar, cast
@@ -14,14 +15,14 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.loss_bindings import LossOptions
-from kfac_engine.errors import InputError
+from kfac_engine.errors import InputError, KfacError
 from kfac_engine.graph.analysis.file_loss import FileLoss, file_loss
 from kfac_engine.graph.load import LoadedModel
-from kfac_engine.graph.structure import Fact
+from kfac_engine.graph.structure import Fact, Graph
 from kfac_engine.losses.kinds import LOSSES, OUTPUT, LossKind, Normal
 from kfac_engine.losses.objective import Reduction
 from kfac_engine.losses.observed import Targets, Weighted
-from kfac_engine.runtime.sample_run import open_run
+from kfac_engine.runtime.sample_run import open_run, sample_facts
 
 Value = TypeVar("Value")
 
@@ -130,10 +131,13 @@ class TakenLoss:
         return LossKind(self.loss.distribution, **self.loss.options)
 
 
-def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
+def taken_loss(
+    loaded: LoadedModel, options: LossOptions, inputs: Mapping[str, Array] | None
+) -> TakenLoss | None:
     """Return the loss of a file, if it is recognized and the caller asks for it.
 
-    The caller asks for it by the name ``"output"``, or by the name of its distribution.
+    The caller asks for it by the name ``"output"``, or by the name of its distribution. ``inputs``
+    are those of the sample run; None for generated ones.
     """
     name = options.loss
     if not isinstance(name, str) or not isinstance(options.output, str | None):
@@ -144,6 +148,8 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
     loss = next(filter(None, losses), None)
     if loss is None or not (name == OUTPUT or LOSSES[name] is LOSSES[loss.distribution]):
         return None
+    if loss.distribution != "categorical" and _broadcasts(graph, loss, inputs):
+        return None
     run = open_run(loss.labels_graph(graph))
 
     def prepare(labels: Array) -> Array:
@@ -152,3 +158,15 @@ def taken_loss(loaded: LoadedModel, options: LossOptions) -> TakenLoss | None:
         return np.asarray(run.values({loss.labels: labels}, [loss.targets])[loss.targets])
 
     return TakenLoss(loss, prepare)
+
+
+def _broadcasts(graph: Graph, loss: FileLoss, inputs: Mapping[str, Array] | None) -> bool:
+    """Return whether predictions and targets have different shapes in a sample run."""
+    facts: Mapping[str, Fact] = {}
+    of_caller = [inputs] if isinstance(inputs, Mapping) else []
+    for feeds in (*of_caller, None):  # those of the caller may lack the labels
+        with suppress(KfacError):
+            facts = sample_facts(graph, feeds)
+            break
+    shapes = {facts[name].shape for name in (loss.value, loss.targets) if name in facts}
+    return len(shapes) > 1

@@ -9,6 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 import kfac_engine as ke
+from kfac_engine.__main__ import main
 from tests.models import parsed
 
 N, D, C, T = 6, 5, 4, 3
@@ -415,3 +416,124 @@ def test_numbers_of_examples_have_an_empirical_fisher_matrix():
 def test_exported_gradients_of_a_loss_in_the_file_need_no_loss():
     with pytest.raises(ke.UnsupportedError, match="differentiate without a loss"):
         ke.differentiate(model(FLAT, cross_entropy()), loss="output")
+
+
+# -- a number for each example ---------------------------------------------------------------------
+
+DISTANCES = "double[n,5] a, double[n,5] b"
+SHAPES = {"each": ("double[n] loss", "loss = Identity(r)"),
+          "all": ("double[] loss", "loss = ReduceMean<keepdims=0>(r)")}  # fmt: skip
+
+
+def distances(kind):
+    """A loss of pairs of inputs, without labels, for each example or as their mean."""
+    output, last = SHAPES[kind]
+    return parsed(
+        f"""file ({DISTANCES}) => ({output}) {{
+          u = MatMul(a, W)  v = MatMul(b, W)  d = Sub(u, v)
+          r = ReduceL2<keepdims=0>(d, one)  {last}
+        }}""",
+        {"W": np.random.default_rng(0).standard_normal((D, C)), "one": np.array([1])},
+    )
+
+
+def pairs(n=N):
+    return {k: np.random.default_rng(i).standard_normal((n, D)) for i, k in enumerate("ab")}
+
+
+def losses_of(history):
+    return [record["loss"] for record in history.records]
+
+
+def saved(folder):
+    np.savez(folder / "pairs.npz", **pairs())
+    return folder / "pairs.npz"
+
+
+FORMS = {
+    "arrays": lambda folder: pairs(),
+    "pair": lambda folder: (pairs(), None),
+    "file": saved,
+    "batches": lambda folder: [
+        {k: v[r] for k, v in pairs().items()} for r in (slice(3), slice(3, N))
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_of_examples_train_as_their_mean(form, tmp_path):
+    """The truth is the file that computes the mean itself."""
+    results = []
+    for kind in SHAPES:
+        file, data = distances(kind), FORMS[form](tmp_path)
+        size = {} if form == "batches" else {"batch_size": 3}
+        history = ke.fit(file, data, loss="output", optimizer="adamw", epochs=2, **size)
+        engine = ke.Engine.from_onnx(file, loss="output", threads=1)
+        results.append([*losses_of(history), engine.evaluate(pairs())["loss"]])
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-9)
+    assert results[0][-1] == pytest.approx(truth(distances("all"), pairs())[0], rel=1e-6)
+
+
+def test_numbers_of_examples_are_verified_and_have_a_curvature():
+    file, empirical = distances("each"), {"estimation_mode": "empirical", "threads": 1}
+    checks = ke.verify(file, pairs(), loss="output", **empirical)
+    assert checks.passed
+    assert "no distribution" in str([check.skipped for check in checks.checks])
+    engine = ke.Engine.from_onnx(file, loss="output", **empirical)
+    assert np.isfinite(losses_of(ke.fit(engine, pairs(), epochs=2, batch_size=3))).all()
+    scores = ke.Influence(
+        ke.curvature(file, pairs(), loss="output", fisher="empirical"), damping=0.1
+    ).self_scores(pairs())
+    assert scores.shape == (N,)
+    assert (scores > 0).all()
+
+
+def test_missing_targets_of_another_loss_are_still_refused():
+    file = parsed(
+        "file (double[n,5] x) => (double[n,4] y) { y = MatMul(x, W) }", {"W": np.eye(D, C)}
+    )
+    with pytest.raises(ke.InputError, match="the targets are missing"):
+        ke.fit(file, {"x": batch(FLAT)[0]}, loss="normal", steps=1, batch_size=N)
+
+
+# Labels, the shape of which is not that of the predictions (n, 4).
+BROADCAST = {
+    "a column": ("double[n,5] x, double[n,1] label", (N, 1)),
+    "an open column": ("double[n,5] x, double[n,m] label", (N, 1)),
+    "a row": ("double[n,5] x, double[4] label", (C,)),
+}
+ERRORS = {
+    "squares": (
+        "y = MatMul(x, W) d = Sub(y, label) q = Mul(d, d) loss = ReduceMean<keepdims=0>(q)"
+    ),
+    "reversed": (
+        "y = MatMul(x, W) d = Sub(label, y) q = Mul(d, d) loss = ReduceSum<keepdims=0>(q)"
+    ),
+}
+
+
+@pytest.mark.parametrize("nodes", ERRORS)
+@pytest.mark.parametrize("name", BROADCAST)
+def test_errors_that_broadcast_are_trained_as_they_are(name, nodes):
+    entry, shape = BROADCAST[name]
+    file, rng = model(entry, ERRORS[nodes]), np.random.default_rng(1)
+    inputs = {"x": rng.standard_normal((N, D)), "label": rng.standard_normal(shape)}
+    expected, gradient = truth(file, inputs)
+    engine = ke.Engine.from_onnx(file, loss="output", sample_inputs=inputs, threads=1)
+    result = engine.gradients(inputs)
+    assert result.loss == pytest.approx(float(expected), rel=1e-9)
+    np.testing.assert_allclose(result.gradients["W"], gradient, rtol=1e-5, atol=1e-7)
+    assert len(losses_of(ke.fit(engine, [inputs, inputs], optimizer="adamw", epochs=1))) == 2
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_commands_train_numbers_of_examples(kind, tmp_path, capsys):
+    file = tmp_path / "m.onnx"
+    file.write_bytes(distances(kind).SerializeToString())
+    arguments = ["--loss", "output", "--optimizer", "adamw", "--epochs", "1", "--batch-size", "6"]
+    out = str(tmp_path / "out.onnx")
+    assert main(["train", str(file), "--data", str(saved(tmp_path)), *arguments, "-o", out]) == 0
+    assert f"loss {truth(distances('all'), pairs())[0]:.3f}" in capsys.readouterr().err
+    if kind == "each":
+        arguments = ["--loss", "output", "--mode", "empirical"]
+        assert main(["verify", str(file), "--inputs", str(saved(tmp_path)), *arguments]) == 0

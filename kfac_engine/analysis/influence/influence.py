@@ -188,7 +188,7 @@ class Influence:
         number, objective = 0, self._objective
         totals = (0.0,) * len(objective.terms)
         for number, (inputs, targets) in enumerate(batches, 1):
-            if targets is None:
+            if targets is None and objective.targeted:
                 raise InputError(
                     f"batch {number} of the {noun} has no targets; influence needs the targets of "
                     f"all examples."
