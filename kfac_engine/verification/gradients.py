@@ -40,6 +40,7 @@ class GradientCheck:
         self._scales = sizes(specimen.parameters)
         self._base = _DOUBLE_TOLERANCE if specimen.copy.is_double else _SINGLE_TOLERANCE
         self._noise = self._rounding()
+        self._size = _norm({n: self._scales[n] * g for n, g in specimen.gradients.items()})
         self._steps: set[float] = set()
 
     def run(self, names: tuple[str, ...]) -> Check:
@@ -103,10 +104,9 @@ class GradientCheck:
     def _floor(self, names: tuple[str, ...]) -> float:
         """Return the smallest size to which an error is related."""
         parameters = self._specimen.parameters
-        scaled = {n: self._scales[n] * g for n, g in self._specimen.gradients.items()}
         entries = sum(array.size for array in parameters.values())
         members = sum(parameters[n].size for n in names)
-        return (_FLOOR * _norm(scaled) * (members / entries) ** 0.5) or 1.0
+        return (_FLOOR * self._size * (members / entries) ** 0.5) or 1.0
 
     def _rounding(self) -> dict[str, Floats]:
         """Return the change of the gradients by one rounding of parameters and probabilities."""

@@ -3,10 +3,11 @@
 A copy of the model computes in float64, and further engines are built from its file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias, TypeVar
@@ -31,6 +32,15 @@ Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
 # Largest difference of the float64 copy from the model in float32, relative to the largest entry.
 _SAME = 1e-2
+# Multiplications of a product in float64 that take as long as an entry of another result.
+_ENTRY = 25
+# For each product, how many multiplications an entry takes, by the shapes of the result, of the
+# first and of the second operand.
+_INNER: Mapping[str, Callable[..., int]] = {
+    "MatMul": lambda _, left, right: left[-1],
+    "Gemm": lambda result, left, right: prod(right) // max(result[-1], 1),
+    "Conv": lambda _, left, right: prod(right[1:]),
+}
 _RESOLUTIONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -103,6 +113,21 @@ class Specimen:
         """Values by parameter name, in float64."""
         host = on_host(self.model.parameters, self.engine.collection.backend)
         return {name: array.astype(np.float64) for name, array in host.items()}
+
+    @cached_property
+    def multiplications(self) -> float:
+        """About how many multiplications take as long as a pass of the batch in float64."""
+        facts, names = self.model.facts, self.engine.objective.inputs
+        sampled = sum(prod(facts[name].shape) for name in names)
+        entries, multiplied = 0, 0
+        for node in self.model.graph.nodes:
+            shapes = [facts[n].shape for n in (*node.outputs[:1], *node.inputs[:2]) if n in facts]
+            entries += prod(shapes[0]) if shapes else 0
+            if node.op in _INNER and len(shapes) == 3:
+                multiplied += prod(shapes[0]) * _INNER[node.op](*shapes)
+        growth = sum(self.trace[name].size for name in names) / max(sampled, 1)
+        numbers = sum(array.size for array in self.parameters.values())
+        return growth * (multiplied + _ENTRY * entries) + _ENTRY * numbers
 
     @cached_property
     def resolution(self) -> float:

@@ -22,6 +22,12 @@ from kfac_engine.verification.specimen import Rebuild, Specimen, spread_evenly
 # Layers whose refresh takes more operations are not inverted or compared.
 _MOST_FLOPS = 2e11
 _MOST_ENTRIES = 16
+# Multiplications of all passes in float64, about half a minute on a core. Of a model whose passes
+# take more, fewer examples are read, and then fewer parameters are checked one by one.
+_MOST_MULTIPLICATIONS = 1e11
+_LEAST_PARAMETERS = 3
+# Passes in float64 for all parameters and for products, and for each parameter.
+_PASSES_ALONE, _PASSES_EACH = 20 + 5 * (_MOST_ENTRIES + 3), 10
 # Part of the size of a parameter by which its entries are moved.
 _MOVE = 1e-3
 # The checks in their order.
@@ -84,7 +90,7 @@ def verify(
         engine, data = _prepared(model, data, options)
         engine.require_examples("the checks need")
         batch = _batch(engine, data)
-        specimen = Specimen.of_batch(engine, *batch, examples)
+        specimen, parameters = _affordable(engine, batch, examples, parameters)
         with Rebuild.exported(engine, batch[0]) as rebuild:
             results = _checks(specimen, rebuild, parameters, _source(model))
             for name in _NAMES:
@@ -113,6 +119,20 @@ def _batch(engine: Engine, data: Data) -> Batch:
     if batch is None:
         raise InputError("the data have no batch; give one pair (inputs, targets) at least.")
     return batch
+
+
+def _affordable(
+    engine: Engine, batch: Batch, examples: int, parameters: int
+) -> tuple[Specimen, int]:
+    """Return the first examples, and the number of parameters, whose passes are affordable."""
+    specimen = Specimen.of_batch(engine, *batch, examples)
+    passes = _PASSES_ALONE + _PASSES_EACH * parameters
+    count = int(_MOST_MULTIPLICATIONS * specimen.examples / (passes * specimen.multiplications))
+    if count < specimen.examples:
+        specimen = Specimen.of_batch(engine, *batch, max(count, 1))
+    passes = int(_MOST_MULTIPLICATIONS / specimen.multiplications)
+    affordable = max((passes - _PASSES_ALONE) // _PASSES_EACH, _LEAST_PARAMETERS)
+    return specimen, min(parameters, affordable)
 
 
 def _source(model: ModelSource | Engine) -> Any:

@@ -15,6 +15,7 @@ from kfac_engine.engine import model_arrays
 from kfac_engine.losses.objective import Objective
 from kfac_engine.runtime.trace import Trace
 from kfac_engine.verification import exports, specimen
+from kfac_engine.verification import verify as verification
 from kfac_engine.verification.checks import FAINT, MOST_TOLERANCE
 from tests import models
 from tests.engine.test_train_form import network
@@ -117,6 +118,22 @@ def test_an_engine_keeps_its_state():
         np.testing.assert_array_equal(engine.parameters[name], array)
     with pytest.raises(ke.InputError, match="leave out: damping"):
         ke.verify(engine, inputs, targets, damping=0.1)
+
+
+# Multiplications of all passes: enough, enough for two examples, and too few for any.
+@pytest.mark.parametrize(
+    ("most", "examples", "parameters"), [(1e9, 6, 8), (3e7, 2, 3), (1e3, 1, 3)], ids=str
+)
+def test_large_models_are_checked_on_fewer_examples_and_parameters(
+    most, examples, parameters, monkeypatch
+):
+    """A pass of one example multiplies 12,480 times, and moves 12,675 numbers."""
+    monkeypatch.setattr(verification, "_MOST_MULTIPLICATIONS", most)
+    model = models.mlp((64, 64, 64, 64, 3))
+    result = ke.verify(model, *data_of(model, batch=6), loss="normal", parameters=8)
+    assert result.passed
+    assert result.examples == examples
+    assert len(result.parameters) == parameters
 
 
 def test_the_slice_bounds_examples_parameters_and_passes(monkeypatch):
