@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
+from kfac_engine.errors import InferenceFormWarning
 from kfac_engine.printable import printable
 from kfac_engine.summary import scaled
 
@@ -74,11 +75,12 @@ def tell(label: Label, text: str) -> None:
 
 
 @contextmanager
-def shown_warnings() -> Iterator[None]:
-    """Print warnings as lines on stderr."""
+def shown_warnings(spell: Callable[[str], str] = str) -> Iterator[None]:
+    """Print warnings as lines on stderr, after ``spell``; the form of inference is a note."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        tell("warning", printable(str(message)))
+        label: Label = "note" if isinstance(message, InferenceFormWarning) else "warning"
+        tell(label, printable(spell(str(message))))
 
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -15,6 +15,7 @@ from kfac_engine.cli.options import (
     one_or_all,
     provider_option,
     sample_option,
+    spelled,
     target_options,
 )
 from kfac_engine.cli.train import OPTIMIZERS
@@ -82,7 +83,7 @@ def export_training(
     from kfac_engine.cli.files import read_inputs
 
     chosen = {name: value for name, value in options.items() if value is not None}
-    with working("writing the training step"), shown_warnings():
+    with working("writing the training step"), shown_warnings(spelled):
         sample = read_inputs(inputs, model)
         files = ke.export_training(model, **chosen, sample_inputs=sample, path=target)
     with report_beside(target):

@@ -90,7 +90,7 @@ provider_option = Group.OUTPUT.option(
     "--provider",
     type=Choice(("any", "webgpu")),
     default="any",
-    help="webgpu: write convolutions so that onnxruntime-web computes them correctly on WebGPU.",
+    help="webgpu: write convolutions and splits so that onnxruntime-web computes them on WebGPU.",
 )
 
 

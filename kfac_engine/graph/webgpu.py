@@ -1,8 +1,11 @@
-"""Rewrites convolutions that the WebGPU provider of ONNX Runtime computes wrongly.
+"""Rewrites operators that the WebGPU provider of ONNX Runtime computes wrongly, or not at all.
 
 onnxruntime-web 1.30 computes a convolution in groups wrongly on WebGPU if a group has more than 4
 outputs and their number is no multiple of 4: 14 to 42 % of the result. Such a convolution gets
 further outputs, whose filters are zero, up to a multiple of 4; they are cut off again.
+
+A ``Split`` binds a buffer for its input and for each output. WebGPU guarantees 8 in a shader, so
+that a ``Split`` into many parts, such as the steps of a recurrence, becomes a tree of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,10 +23,11 @@ Provider: TypeAlias = Literal["any", "webgpu"]
 PROVIDERS: tuple[str, ...] = get_args(Provider)
 
 _RIGHT = 4  # up to this number of outputs in a group, and for multiples of it
+_PARTS = 7  # of a Split, at most
 
 
 def for_webgpu(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite the convolutions of a model and its bodies in place; return the model.
+    """Rewrite the nodes of a model and its bodies in place; return the model.
 
     The model was written here, with its constants inside. A convolution in groups with an unknown
     number of outputs raises UnsupportedError.
@@ -71,6 +75,9 @@ def _rewrite(
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _rewrite(attribute.g, shapes, constants, names)
+        if node.op_type == "Split" and not node.domain and len(node.output) > _PARTS:
+            nodes += _tree(graph, node, constants, names)
+            continue
         groups = next((a.i for a in node.attribute if a.name == "group"), 1)
         if node.op_type != "Conv" or node.domain or groups == 1:
             nodes.append(node)
@@ -89,6 +96,38 @@ def _rewrite(
             nodes += _padded(graph, node, (groups, width, filters), constants, names)
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def _tree(
+    graph: onnx.GraphProto,
+    node: onnx.NodeProto,
+    constants: Mapping[str, onnx.TensorProto],
+    names: set[str],
+) -> list[onnx.NodeProto]:
+    """Return Splits of at most 7 parts for a Split of more; unchanged if its sizes are unknown."""
+    if len(node.input) < 2 or node.input[1] not in constants:
+        return [node]
+    label = claim(f"{node.name} for WebGPU", names)
+
+    def split(value: str, outputs: list[str], sizes: list[int]) -> list[onnx.NodeProto]:
+        inner, widths, whole = [], sizes, outputs
+        if len(outputs) > _PARTS:
+            step = -(-len(outputs) // _PARTS)
+            cuts = [slice(k, k + step) for k in range(0, len(outputs), step)]
+            widths = [sum(sizes[cut]) for cut in cuts]
+            whole = [claim(f"{label}: part", names) for _ in cuts]
+            for name, cut in zip(whole, cuts, strict=True):
+                inner += split(name, outputs[cut], sizes[cut])
+        lengths = claim(f"{label}: sizes", names)
+        graph.initializer.append(numpy_helper.from_array(np.array(widths, np.int64), lengths))
+        outer = onnx.NodeProto()
+        outer.CopyFrom(node)
+        outer.name = claim(f"{label}: node", names)
+        outer.input[:], outer.output[:] = [value, lengths], whole
+        return [outer, *inner]
+
+    sizes = numpy_helper.to_array(constants[node.input[1]]).tolist()
+    return split(node.input[0], list(node.output), sizes)
 
 
 def _padded(

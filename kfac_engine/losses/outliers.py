@@ -20,6 +20,9 @@ from kfac_engine.losses.base import ElementwiseLoss
 from kfac_engine.losses.checks import first_index
 from kfac_engine.losses.normal import LocationLoss
 
+# Least probability that is drawn; it is a number of single precision, for files.
+_TINY = 1e-30
+
 # Stirling's series of log Γ(y), times y, in powers of 1/y², the highest first.
 STIRLING = (1 / 1188, -1 / 1680, 1 / 1260, -1 / 360, 1 / 12)
 
@@ -127,9 +130,9 @@ class HuberNegativeLogProbLoss(LocationLoss):
     def sample(self, values: Values, rng: np.random.Generator) -> Array:
         u = rng.random(values[self.mean].shape)
         # The distribution function has an inverse in each of its parts.
-        tail = (1 - self._within) / 2
+        tail = max((1 - self._within) / 2, _TINY)
         part = np.minimum(u, 1 - u)
-        far = self.delta + np.log(tail / np.maximum(part, 1e-300)) / self.delta
+        far = self.delta + np.log(tail / np.maximum(part, _TINY)) / self.delta
         low = special.ndtr(-self.delta)
         share = (u - tail).clip(0, self._within) / self._within
         middle = special.ndtri(low + share * (1 - 2 * low))

@@ -1,6 +1,7 @@
 """NumPy's functions on recorded arrays, as operators of ONNX."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from math import log, pi
 from typing import Any
 
@@ -175,6 +176,39 @@ def _gammaln(tape: Tape, x: Symbol) -> Symbol:
     return total
 
 
+# Numerators and denominators, the highest power first, of the quantiles of the normal distribution:
+# near the median in r = .425² − (u − ½)², and in a tail u in r = √(−log u) − 1.6, or less 5.
+# Source: Wichura 1988, Algorithm AS 241, function PPND7.
+_CENTRE = (
+    (59.109374720, 159.29113202, 50.434271938, 3.3871327179),
+    (67.187563600, 78.757757664, 17.895169469, 1.0),
+)
+_TAILS = {
+    1.6: (
+        (0.17023821103, 1.3067284816, 2.7568153900, 1.4234372777),
+        (0.12021132975, 0.73700164250, 1.0),
+    ),
+    5.0: (
+        (0.017337203997, 0.42868294337, 3.0812263860, 6.6579051150),
+        (0.012258202635, 0.24197894225, 1.0),
+    ),
+}  # fmt: skip
+
+
+def _ndtri(tape: Tape, u: Symbol) -> Symbol:
+    """Record the quantiles of the normal distribution, to seven digits."""
+
+    def ratio(r: Symbol, coefficients: Sequence[Sequence[float]]) -> Symbol:
+        over, under = (reduce(lambda total, c: total * r + c, row) for row in coefficients)
+        return over / under
+
+    q = u - 0.5
+    tail = np.sqrt(-np.log(np.minimum(u, 1.0 - u)))
+    near, far = (ratio(tail - shift, rows) for shift, rows in _TAILS.items())
+    outer = np.sign(q) * np.where(tail <= 5.0, near, far)
+    return np.where(np.absolute(q) <= 0.425, q * ratio(0.180625 - q * q, _CENTRE), outer)
+
+
 def _matmul(tape: Tape, left: Symbol, right: Symbol) -> Symbol:
     left, right = lifted(tape, left), lifted(tape, right)
     shape = (*broadcast_shape([left.shape[:-2], right.shape[:-2]]), left.shape[-2])
@@ -197,6 +231,7 @@ _SPECIAL: Mapping[str, Callable[..., Symbol]] = {
     "expm1": _expm1,
     "log1p": _log1p,
     "gammaln": _gammaln,
+    "ndtri": _ndtri,
     "matmul": _matmul,
     "not_equal": _not_equal,
     "isfinite": _isfinite,

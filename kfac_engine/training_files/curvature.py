@@ -30,6 +30,8 @@ from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.layers.parameter_slices import join, split
+from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.kinds import LOSSES
 from kfac_engine.losses.objective import Observation
 from kfac_engine.recording.functions import identity_like
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
@@ -374,7 +376,15 @@ class CurvatureSteps:
         examples: Any = batch.examples or size.examples
         observation = observation.within(size.of_examples(examples))
         rng: Any = Draws(batch.tape, step, self._noise)
-        (source,) = mode.sources(objective.losses, values, rng, {})
+        try:
+            (source,) = mode.sources(objective.losses, values, rng, {})
+        except UnsupportedError as failure:
+            reason = str(failure).rstrip(".")
+            raise UnsupportedError(
+                f"K-FAC draws targets from the distributions of the losses, and a training file "
+                f"cannot draw those of {' and '.join(map(_spelled, objective.terms))} ({reason}). "
+                f"Export optimizer='adamw' or 'muon', or train in Python."
+            ) from failure
         scales: dict[str, Any] = dict(objective.fisher_scales(observation))
         scales = {n: k.recorded() if isinstance(k, Size) else k for n, k in scales.items()}
         cotangents: dict[str, Any] = scaled(source, scales)
@@ -534,6 +544,13 @@ def _least(numbers: Sequence[Any]) -> Any:
     for number in others:
         least = np.minimum(least, number)
     return least
+
+
+def _spelled(loss: LossFunction) -> str:
+    """Return the name and the output of a loss for messages."""
+    kind = type(loss)
+    name = next((name for name, its in LOSSES.items() if its is kind), kind.__name__)
+    return f"the loss '{name}' on '{loss.inputs[0]}'"
 
 
 def _names(key: Params) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ JavaScript (`onnxruntime-web`, `onnxruntime-node`):
 
 ```js
 const trainer = await ort.InferenceSession.create('training.onnx');
-const state = await (await ort.InferenceSession.create('initial.onnx')).run({{}});
+const state = {{ ...(await (await ort.InferenceSession.create('initial.onnx')).run({{}})) }};
 for (const batch of batches) {{          // {{{batch}}}
   const rate = new ort.Tensor('float32', {js_rate});
   const result = await trainer.run({{ ...batch, rate, ...state }});

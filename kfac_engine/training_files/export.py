@@ -1,7 +1,7 @@
 """``export_training``: the training step of a model as plain ONNX files."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -19,7 +19,14 @@ from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
-from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
+from kfac_engine.errors import (
+    InferenceFormWarning,
+    InputError,
+    UnknownNameError,
+    UnsupportedError,
+    suggestion,
+    warn,
+)
 from kfac_engine.export.target_inputs import Form, TargetInputs
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.passes.upcast import with_borders
@@ -111,7 +118,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         train_form: Whether normalizations and dropouts in the form of inference are trained.
         tie_weights: Whether equal weights are trained as one.
         batch_axes: Axis of the examples of each input, by name.
-        sample_inputs: A batch that determines shapes, if none can be generated.
+        sample_inputs: A batch that determines shapes. The files have its sizes of all axes but
+            those of the examples, such as the lengths of texts; the default is a generated batch.
         steps_per_call: Number of steps in a call of ``training.onnx``. With more than one, its
             inputs and metrics have a first axis of steps, and the state crosses the border of the
             runtime once in a call; any number of steps runs.
@@ -119,8 +127,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
             after the other, which takes the memory of one of them, and their gradients are added.
         noise: ``"internal"``, where the file draws the random numbers of K-FAC's statistics, or
             ``"input"`` for an input with them.
-        provider: ``"webgpu"`` writes convolutions so that onnxruntime-web computes them
-            correctly on WebGPU.
+        provider: ``"webgpu"`` writes convolutions and splits so that onnxruntime-web computes them
+            on WebGPU, and correctly.
         **options: Options of the optimizer's class, such as ``learning_rate`` and
             ``weight_decay``.
 
@@ -132,6 +140,10 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         UnsupportedError: A file cannot have an option, or an operation of the model. Nothing was
             written.
         InputError: The model, an option or the folder is wrong. Nothing was written.
+
+    Warns:
+        InferenceFormWarning: The model has normalizations or dropouts in the form of inference.
+        UserWarning: The model leaves the size of an axis open, which the files fix.
     """
     folder = _checked_folder(path)
     one_of("noise", noise, NOISE)
@@ -172,6 +184,10 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         parts=accumulate,
     )
     step = _recorded(recorder)
+    for note in engine.inference_notes:
+        warn(f"{note}.", InferenceFormWarning)
+    for note in _fixed_sizes(assembly, sample_inputs or {}):
+        warn(note)
     description = replace(
         _described(assembly, optimizer, options, step), steps_per_call=steps_per_call
     )
@@ -290,6 +306,20 @@ def _recorded(recorder: StepRecorder) -> Step:
             f"a loss or the optimizer computes what no file can: {failure}; train in Python, or "
             f"choose another one."
         ) from failure
+
+
+def _fixed_sizes(assembly: Assembly, sample: Mapping[str, Array]) -> Iterator[str]:
+    """Yield a sentence for each axis that the model leaves open, and a generated batch fixes."""
+    model, examples = assembly.model, assembly.task.batch.inputs
+    for entry in model.graph.inputs:
+        for axis, size in enumerate(() if entry.name in sample else entry.shape or ()):
+            if not isinstance(size, int) and axis != examples.get(entry.name):
+                named = f" ('{size}')" if size else ""
+                yield (
+                    f"axis {axis}{named} of input '{entry.name}' has any size in the model, but "
+                    f"{model.facts[entry.name].shape[axis]} in the training files; pass "
+                    f"sample_inputs with the size of your data, and pad or cut the data to it."
+                )
 
 
 # -- contents --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
+from kfac_engine.graph.passes.order import all_nodes
 from kfac_engine.graph.webgpu import for_webgpu
 from tests.models import parsed
 
@@ -62,6 +63,37 @@ def test_results_are_equal_and_widths_are_right(groups, width, options):
     assert all(w <= 4 or w % 4 == 0 for _, w in groups_of(found.graph))
     wrong = width > 4 and width % 4
     assert bool(wrong) == (found.SerializeToString() != before)
+
+
+@pytest.mark.parametrize(("count", "inside"), [(7, False), (8, False), (12, True), (60, False)])
+def test_splits_have_few_parts_and_equal_results(count, inside):
+    sizes = np.random.default_rng(count).integers(0, 3, count)
+    parts = [f"y{k}" for k in range(count)]
+    back = f"Concat<axis=1>({', '.join(parts[::-1])})"
+    split = f"{', '.join(parts)} = Split<axis=1>(x, sizes)"
+    nodes = f"{split}  y = {back}"
+    if inside:
+        branches = (f"{n} = {n} () => (float[a,b] z) {{ {split}  z = {back} }}" for n in BRANCHES)
+        nodes = f"y = If <{', '.join(branches)}> (go)"
+    graph = f"g (float[n,{sizes.sum()}] x) => (float[a,b] y) {{ {nodes} }}"
+    model = parsed(graph, {"sizes": sizes} | ({"go": True} if inside else {}))
+    x = {"x": RNG.standard_normal((3, sizes.sum())).astype(np.float32)}
+    expected = run(model, x)[0]
+    found = for_webgpu(model)
+    onnx.checker.check_model(found, full_check=True)
+    np.testing.assert_array_equal(run(found, x)[0], expected)
+    splits = [len(n.output) for n in all_nodes(found.graph.node) if n.op_type == "Split"]
+    assert max(splits) <= 7
+    assert sum(splits) - len(splits) == (count - 1) * (2 if inside else 1)
+
+
+def test_a_split_of_unknown_sizes_does_not_change():
+    outputs = ", ".join(f"y{k}" for k in range(8))
+    declared = ", ".join(f"float[a,b] y{k}" for k in range(8))
+    graph = f"g (float[n,k] x) => ({declared}) {{ {outputs} = Split<axis=1, num_outputs=8>(x) }}"
+    model = parsed(graph, {})
+    before = model.SerializeToString()
+    assert for_webgpu(model).SerializeToString() == before
 
 
 def test_filters_of_unknown_shape_are_refused():

@@ -3,6 +3,7 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
+from scipy import special
 
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import UnsupportedError
@@ -112,6 +113,12 @@ def test_functions_equal_those_of_numpy(name):
     found = computed(function, X, Y)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
     assert found.shape == np.shape(expected)
+
+
+def test_normal_quantiles_equal_those_of_scipy():
+    u = np.concatenate([np.logspace(-30, -1, 60), np.linspace(0.01, 0.99, 99), [1 - 1e-6]])
+    u = u.astype(np.float32)
+    np.testing.assert_allclose(computed(special.ndtri, u), special.ndtri(u), rtol=2e-5, atol=1e-6)
 
 
 def test_entries_along_an_axis_equal_those_of_numpy():

@@ -13,7 +13,7 @@ import pytest
 import kfac_engine as ke
 from tests.models import Net, parsed, random_inputs
 from tests.nightly import nightly_but
-from tests.training_files.nets import network
+from tests.training_files.nets import NETS, network
 
 ROWS = 12
 
@@ -289,6 +289,60 @@ def test_a_run_from_a_state_continues_the_run(given, calls, tmp_path):
     assert [*first.losses, *second.losses] == whole.losses
     for name, value in whole.state.items():
         np.testing.assert_array_equal(second.state[name], value)
+
+
+# -- notes of an export ----------------------------------------------------------------------------
+
+
+def trained_normalization(training):
+    net = Net()
+    net.dense("fc", "input", 3, 4)
+    for name in ("scale", "var"):
+        net.positive(f"bn.{name}", 4)
+    for name in ("bias", "mean"):
+        net.weight(f"bn.{name}", 4)
+    operands = [f"bn.{name}" for name in ("scale", "bias", "mean", "var")]
+    further = ["bn.new mean", "bn.new var"] if training else []
+    net.op("BatchNormalization", "fc", *operands, to="bn", further=further, training_mode=training)
+    net.dense("output", "bn", 4, 3)
+    return net.model({"input": ["batch", 3]}, {"output": ["batch", 3]})
+
+
+@pytest.mark.parametrize(
+    ("training", "options"), [(0, {}), (0, {"train_form": True}), (1, {})], ids=str
+)
+def test_the_form_of_inference_is_named_as_by_fit(training, options, tmp_path, recwarn):
+    ke.export_training(trained_normalization(training), path=tmp_path, **options)
+    expected = ("'node_bn': normalization in the form of inference", ke.InferenceFormWarning)
+    noted = [(str(w.message).partition(",")[0], w.category) for w in recwarn.list]
+    assert noted == ([] if training or options else [expected])
+
+
+def open_lengths(length):
+    """A recurrence over the second axis."""
+    net, _ = NETS["gru"]()
+    return net.model({"input": ["batch", length, 3]}, {"output": ["batch", 3]})
+
+
+def test_a_length_that_files_fix_is_named(tmp_path):
+    """The remedy of the warning gives files of another length."""
+    with pytest.warns(UserWarning, match=r"axis 1 \('length'\) of input 'input'.*sample_inputs"):
+        files = ke.export_training(open_lengths("length"), path=tmp_path / "fixed")
+    targets = np.arange(4) % 3
+    batches = {n: {"input": np.ones((4, n, 3), np.float32)} for n in (8, 12)}
+    assert np.isfinite(files.step(files.initial(), batches[8], targets)["loss"])
+    message = r"shape \(4, 12, 3\), the training files need \(batch, 8, 3\).*sample_inputs"
+    for call in (
+        lambda: files.step(files.initial(), batches[12], targets),
+        lambda: files.run((batches[12], targets), steps=1),
+        lambda: files.predict(files.initial(), batches[12]),
+    ):
+        with pytest.raises(ke.ShapeError, match=message):
+            call()
+    model = open_lengths("length")
+    other = ke.export_training(model, path=tmp_path / "given", sample_inputs=batches[12])
+    assert np.isfinite(other.step(other.initial(), batches[12], targets)["loss"])
+    ke.export_training(open_lengths(8), path=tmp_path / "declared")
 
 
 # -- what is refused -------------------------------------------------------------------------------

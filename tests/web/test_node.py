@@ -1,6 +1,7 @@
 """The loop of the page in Node: the same losses as in Python."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
-from scripts.browser_files import OPTIMIZERS, PACKAGE, TRAIN, shuffled, write
+from scripts.browser_files import OPTIMIZERS, PACKAGE, ROOT, TRAIN, shuffled, write
 from tests.web.test_page import schedule, started
 
 HERE = Path(__file__).resolve().parent
@@ -49,3 +50,26 @@ def test_losses_equal_those_of_python(optimizer, folder):
     np.testing.assert_allclose(results["heldOut"]["accuracy"], accuracy, atol=0.01)
     for name, weights in results["weights"].items():
         np.testing.assert_allclose(np.reshape(weights, state[name].shape), state[name], atol=1e-2)
+
+
+PRELUDE = """import * as ort from 'onnxruntime-web';
+declare const batches: { image: ort.Tensor; targets: ort.Tensor }[];
+declare const rate: ort.Tensor;
+"""
+
+
+def test_the_loops_of_the_texts_are_strict_typescript(folder, tmp_path):
+    (tmp_path / "node_modules").symlink_to(HERE / "node_modules")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    texts = ROOT / "docs" / "training_files.md", folder / "kfac" / "README.md"
+    for text in texts:
+        loop = re.search(r"```js\n(.*?)```", text.read_text(), re.DOTALL).group(1)
+        (tmp_path / f"{text.stem}.ts").write_text(f"{PRELUDE}{loop}")
+    command = ["node", HERE / "node_modules" / "typescript" / "bin" / "tsc", "--noEmit", "--strict"]
+    options = ["--target", "es2022", "--module", "nodenext", "--skipLibCheck"]
+    names = [f"{text.stem}.ts" for text in texts]
+    done = subprocess.run(
+        list(map(str, [*command, *options, *names])), cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
