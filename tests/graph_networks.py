@@ -21,13 +21,19 @@ POOLED = """
     pooled = ScatterElements <axis = 0, reduction = "add"> (none, rows, a)
     y = MatMul (pooled, v)
 """
+# Where the number of graphs comes from: a further input, and nodes that compute it.
 COUNTS = {
-    "slots": "count = Shape (slots)",
-    "largest": """
-        most = ReduceMax <keepdims = 0> (graph)  more = Constant <value_int = 1> ()
-        graphs = Add (most, more)  first = Constant <value_ints = [0]> ()
-        count = Unsqueeze (graphs, first)
-    """,
+    "slots": ("float[{graphs}] slots", "count = Shape (slots)"),
+    "number": (
+        "int64 number",
+        "start = Constant <value_ints = [0]> ()  count = Unsqueeze (number, start)",
+    ),
+    "largest": (
+        "",
+        """most = ReduceMax <keepdims = 0> (graph)  more = Constant <value_int = 1> ()
+        graphs = Add (most, more)  start = Constant <value_ints = [0]> ()
+        count = Unsqueeze (graphs, start)""",
+    ),
 }
 
 
@@ -37,16 +43,17 @@ def weights(seed=0, head=1.0):
 
 
 def graph_network(nodes="nodes", edges="edges", graphs="graphs", count="slots", head=1.0):
-    """Predictions for graphs; their number is the length of ``slots``, or the largest number."""
-    slots = f", float[{graphs}] slots" if count == "slots" else ""
+    """Predictions for graphs, whose number is a row of ``COUNTS``."""
+    entry, counting = COUNTS[count]
+    more = entry and f", {entry.format(graphs=graphs)}"
     return parsed(
-        f"""net (double[{nodes}, {F}] feat, int64[2, {edges}] edges, int64[{nodes}] graph{slots})
-        => (double[{graphs}, {C}] y) {{ {COUNTS[count]} {POOLED} }}""",
+        f"""net (double[{nodes}, {F}] feat, int64[2, {edges}] edges, int64[{nodes}] graph{more})
+        => (double[{graphs}, {C}] y) {{ {counting} {POOLED} }}""",
         weights(head=head),
     )
 
 
-def graphs(sizes, seed=0, slots=True):
+def graphs(sizes, seed=0, count="slots"):
     """The inputs of graphs with so many nodes, and a target for each graph."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *sizes[:-1]])
@@ -58,10 +65,9 @@ def graphs(sizes, seed=0, slots=True):
         "feat": rng.standard_normal((sum(sizes), F)),
         "edges": np.concatenate(edges, axis=1),
         "graph": np.repeat(np.arange(len(sizes)), sizes),
-        "slots": np.zeros(len(sizes), np.float32),
     }
-    if not slots:
-        del inputs["slots"]
+    counts = {"slots": np.zeros(len(sizes), np.float32), "number": np.int64(len(sizes))}
+    inputs |= {name: array for name, array in counts.items() if name == count}
     return inputs, rng.standard_normal((len(sizes), C))
 
 

@@ -370,6 +370,8 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
     """Yield a line for each restriction of batches and for each dependence of examples."""
     if loss.fixed_batch:
         yield f"one batch size only: {loss.fixed_batch}."
+    if loss.joint_batch:
+        yield f"batches are not cut: {loss.joint_batch}."
     if loss.coupling:
         yield (
             f"examples depend on each other, first by {loss.coupling}: "

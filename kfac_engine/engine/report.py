@@ -78,6 +78,7 @@ class LossReport:
         input_axes: Axes of the examples, by input name; inputs without such an axis are absent.
         positions: Positions of each example that are folded into this axis; 1 for none.
         fixed_batch: Why the model runs with one batch size only; empty where any will do.
+        joint_batch: Why some examples of a batch are no batch; empty where they are.
         coupling: The node that makes results of one example depend on the others; empty if none
             was found. Curvature takes examples for independent.
         doubts: Sentences about assumptions on the output and on the batch that may be wrong.
@@ -92,6 +93,7 @@ class LossReport:
     input_axes: Mapping[str, int]
     positions: int
     fixed_batch: str
+    joint_batch: str
     coupling: str
     doubts: tuple[str, ...]
     examples: int
@@ -130,6 +132,7 @@ def loss_reports(
             input_axes=dict(batch.inputs),
             positions=batch.places[head.output].repeats,
             fixed_batch=batch.fixed,
+            joint_batch=batch.joint,
             coupling=coupling,
             doubts=tuple(filter(None, (head.doubt, batch.note))),
             examples=batch.examples(inputs) if inputs else 1,

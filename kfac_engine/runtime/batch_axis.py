@@ -146,9 +146,11 @@ class _Probe:
         ran: list[tuple[Batch, Candidate]] = []
         stuck: list[Candidate] = []
         for candidate in candidates:
-            # An axis with a symbol for the batch is the batch, even if only one size runs.
-            if stuck and stuck[0].named and not candidate.named:
-                break
+            # An axis with a symbol for the batch is the batch, even if only one size runs. It may
+            # run together with axes of other inputs.
+            wider = bool(stuck) and candidate.axes.items() > stuck[0].axes.items()
+            if stuck and stuck[0].named and not (candidate.named or wider):
+                continue
             batch = self.batch_along(candidate.axes, outputs, candidate.squares)
             # A size of one may run because it is broadcast, and then changes no output.
             if candidate.is_declared and (batch is None or not _placed(batch, outputs)):
@@ -163,7 +165,7 @@ class _Probe:
                 elif only:
                     return batch
                 elif not self.coupled(batch, outputs):
-                    tried = stuck and not candidate.is_declared
+                    tried = stuck and not (candidate.is_declared or wider)
                     alone = (
                         tried and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
                     )
@@ -175,9 +177,18 @@ class _Probe:
             return batch if candidate.named else self.with_doubt(batch, outputs)
         named = bool(stuck) and stuck[0].named
         axes = stuck[0].axes if named else _first_axes(graph, facts)
+        batch = self.batch_of_others(candidates, outputs) or self.batch_from_lengths(axes)
+        return self.with_doubt(batch, outputs)
+
+    def batch_of_others(
+        self, candidates: Sequence[Candidate], outputs: Sequence[str]
+    ) -> Batch | None:
+        """Return the batch where no candidate has the examples alone; None for none."""
         squares = (self.batch_of_squares(candidate.axes, outputs) for candidate in candidates)
         batch = next(filter(None, squares), None) or self.batch_of_values(outputs)
-        return self.with_doubt(batch or self.batch_from_lengths(axes), outputs)
+        if batch or any(candidate.named and not candidate.squares for candidate in candidates):
+            return batch
+        return self.batch_of_one(candidates, outputs)
 
     def batch_of_user(self, axes: Axes, outputs: Sequence[str]) -> Batch:
         """Return the batch along axes that the user names."""
@@ -233,10 +244,14 @@ class _Probe:
         other integers in an input do not change the first axes.
         """
         whole = {name: array for name, array in self._feeds.items() if array.dtype.kind in "iu"}
-        changes = [(name, number) for name in whole for number in (0, 1, 2)] if outputs else []
-        for name, number in changes:
+        changes = [
+            (name, np.asarray(array * times + more))
+            for name, array in (whole if outputs else {}).items()
+            for times, more in ((1, 1), (0, 0), (0, 1))
+        ]
+        for name, array in changes:
             try:
-                facts = self._run.facts({**self._feeds, name: np.full_like(whole[name], number)})
+                facts = self._run.facts({**self._feeds, name: array})
             except BackendError:
                 continue
             shapes = {value: (self._facts[value].shape, facts[value].shape) for value in facts}
@@ -248,6 +263,20 @@ class _Probe:
                 places = {value: axes[0] for value, axes in all_grown.items() if axes}
                 joint = f"the number of examples of '{outputs[0]}' follows from '{name}'"
                 return Batch(size, {}, places, joint=joint)
+        return None
+
+    def batch_of_one(self, candidates: Iterable[Candidate], outputs: Sequence[str]) -> Batch | None:
+        """Return the batch of one example that all entries of an open axis belong to, or None.
+
+        The only graph of a batch has such axes of nodes and edges, and a prediction for all of
+        them.
+        """
+        for candidate in candidates:
+            batch = self.batch_along(candidate.axes, outputs, candidate.squares)
+            shapes = [self._facts[name].shape for name in outputs]
+            if batch and not batch.fixed and shapes and all(shape[:1] == (1,) for shape in shapes):
+                joint = f"'{outputs[0]}' has one prediction for all of {_spelled(candidate.axes)}"
+                return Batch(1, {}, {name: ExampleAxis(0, 1) for name in outputs}, joint=joint)
         return None
 
     def batch_from_lengths(self, axes: Axes) -> Batch:

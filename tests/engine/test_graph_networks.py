@@ -5,20 +5,22 @@ import pytest
 
 import kfac_engine as ke
 from tests import graph_networks as net
+from tests.models import parsed
 
 SIZES = [3, 7, 2, 5, 1]
 GRAPHS, NODES = len(SIZES), sum(SIZES)
 # float64; central differences with steps of 1e-6 are good to 1e-8 of the largest entry.
 EXACT, DIFFERENCES = 1e-10, 1e-7
-COUNTS = ("slots", "largest")
 
 
 def engine(count="slots", **options):
+    if count == "number":  # a generated number is 0
+        options = {"sample_inputs": batch(count)[0], **options}
     return ke.Engine.from_onnx(net.graph_network(count=count), loss="normal", **options)
 
 
 def batch(count="slots", sizes=SIZES, seed=0):
-    return net.graphs(sizes, seed, slots=count == "slots")
+    return net.graphs(sizes, seed, count)
 
 
 def close(found, expected, relative):
@@ -58,11 +60,11 @@ def cross_entropy(z, labels):
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", net.COUNTS)
 def test_gradients_are_those_of_the_mean_over_graphs(count, given):
     inputs, targets = batch(count)
-    sample = batch(count, [2, 4], 1)[0] if given else None
-    result = engine(count, sample_inputs=sample).gradients(inputs, targets)
+    options = {"sample_inputs": batch(count, [2, 4], 1)[0]} if given else {}
+    result = engine(count, **options).gradients(inputs, targets)
 
     def loss(theta):  # the loss "normal" has the variance 1/2
         return ((net.predictions(theta, inputs)[0] - targets) ** 2).sum() / GRAPHS
@@ -71,7 +73,7 @@ def test_gradients_are_those_of_the_mean_over_graphs(count, given):
         close(result.gradients[name], gradient, DIFFERENCES)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", net.COUNTS)
 def test_statistics_are_means_over_nodes_times_the_nodes_of_a_graph(count):
     """``Σ_nodes a aᵀ ⊗ ds dsᵀ``, divided by the graphs, with the rows of each layer as they are."""
     inputs, targets = batch(count)
@@ -89,7 +91,7 @@ def test_statistics_are_means_over_nodes_times_the_nodes_of_a_graph(count):
         assert block.repeats == pytest.approx(len(x) / GRAPHS)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", net.COUNTS)
 def test_metrics_are_means_over_graphs(count):
     data = [batch(count, [9, 8], 1), batch(count, [1, 1, 1, 2], 2)]
     found = engine(count).evaluate(data, ["mean_squared_error"])["mean_squared_error"]
@@ -133,7 +135,7 @@ def test_a_graph_that_does_not_count_is_absent(mask):
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"learning_rate": "quadratic"}])
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", net.COUNTS)
 def test_kfac_trains_graph_networks_without_an_option(count, options):
     rng = np.random.default_rng(0)
     data = []
@@ -172,6 +174,36 @@ def test_weights_of_graphs_are_refused_where_nodes_cannot_have_them():
     ke.AdamW(engine(), 0.01).step(weighted)
     with pytest.raises(ke.UnsupportedError, match="no axis of 'h' holds the examples"):
         ke.KfacOptimizer(engine()).step(weighted)
+
+
+ONE = """net (double[N, 4] x, double[N, N] adj) => (double[1, 3] y) {
+    r = MatMul (adj, x)  s = MatMul (r, w)  h = Tanh (s)
+    first = Constant <value_ints = [0]> ()  m = ReduceMean <keepdims = 1> (h, first)
+    y = MatMul (m, v)
+}"""
+
+
+def test_a_batch_of_one_graph_is_one_example():
+    model = parsed(ONE, net.weights())
+    data = [(net.one_graph(nodes, nodes)[0], np.array([nodes % net.C])) for nodes in (4, 9, 11)]
+    built = ke.Engine.from_onnx(model, loss="categorical")
+
+    def output(theta, inputs):
+        h = np.tanh(inputs["adj"] @ inputs["x"] @ theta["w"])
+        return h.mean(axis=0, keepdims=True) @ theta["v"]
+
+    def loss(theta):
+        return np.mean([cross_entropy(output(theta, inputs), y) for inputs, y in data])
+
+    found = built.gradients(data).gradients
+    for name, gradient in differences(loss, net.weights()).items():
+        close(found[name], gradient, DIFFERENCES)
+    assert built.evaluate(data)["loss"] == pytest.approx(loss(net.weights()))
+    built.update_statistics([data[0]])
+    assert block_of(built, "w").repeats == 4
+    history = ke.fit(built, data, epochs=20, accumulate=3)
+    assert history.records[-1]["loss"] < 0.5 * history.records[0]["loss"]
+    assert "one prediction for all of axis 0 of 'x'" in built.losses[0].joint_batch
 
 
 # -- adjacency matrices ----------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def read(declared, body, x="n", y="n"):
     text = (
         f"m (float[{x}, 3] x, {declared}) => (float[{y}, 2] output) {{ z = MatMul (x, w) {body} }}"
     )
-    return models.parsed(text, {"w": np.eye(3, 2, dtype="f")})
+    return models.parsed(text, {"w": np.eye(3, 2, dtype="f"), "last": [-1], "one": [1]})
 
 
 KEYS = """p = MatMul (x, k)  q = Softmax (p)  t = Transpose <perm = [1, 0]> (k)
@@ -116,6 +116,19 @@ SEVERAL = {
     "adjacency without one symbol": (
         lambda: graph_networks.adjacency(("a", "b", "c")), graph_networks.one_graph(4)[0],
         {"x": 0, "adj": 0}, "'adj' has an entry for each pair",
+    ),
+    "matrices of examples with own symbols": (
+        lambda: read(
+            "float[c, p, q] k",
+            "p = ReduceMax <keepdims = 0> (k, last)  a = ReduceMax <keepdims = 1> (p, one)"
+            "  output = Add (z, a)",
+            "b", "d",
+        ),
+        {"x": np.ones((6, 3), "f"), "k": np.ones((6, 4, 4), "f")}, {"x": 0, "k": 0}, "",
+    ),
+    "a number of graphs": (
+        lambda: GRAPH(count="number"), graph_networks.graphs([3, 4, 2], 0, "number")[0], {},
+        "the number of examples of 'y' follows from 'number'",
     ),
     "pairs": (
         graph_networks.contrastive, None, {"image": 0, "text": 0}, "'logits' has an entry for each"
