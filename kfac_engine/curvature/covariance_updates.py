@@ -364,7 +364,7 @@ class CovarianceUpdates:
         if weights:
             layers, read = self._layers_of(forward), {*differentiated.values()}
             probed = any(not read.issuperset(layer.outputs) for layer in layers)
-            probed |= weights.by_gradient and not self.mode.one_source
+            probed |= weights.by_ratio or (weights.by_gradient and not self.mode.one_source)
             if probed:
                 forward |= self._probed_rows(layers, batch, weights)
         for cotangents in self._cotangents(batch):
@@ -392,7 +392,12 @@ class CovarianceUpdates:
         arrays = take(propagated, differentiated.values(), self.backend)
         propagated.clear()
         if batch.weights:
-            values |= batch.weights.of_rows(self._layers_of(values), arrays, self.backend)
+            layers, weights = self._layers_of(values), batch.weights
+            values |= (
+                self._probed_rows(layers, batch, weights)
+                if weights.by_ratio
+                else weights.of_rows(layers, arrays, self.backend)
+            )
         values.update((name, arrays.pop(value)) for name, value in differentiated.items())
         yield values
 
@@ -410,8 +415,11 @@ class CovarianceUpdates:
         signs = MODES["curvature_prop"](self.losses, batch.trace, np.random.default_rng(0))
         (source,) = signs
         cotangents = scaled(source, batch.scales)
-        gradients = take(batch.trace.vjp(cotangents, outputs), outputs, self.backend)
-        return weights.of_rows(layers, gradients, self.backend)
+        several = [cotangents, *([weights.times_roots(cotangents)] if weights.by_ratio else ())]
+        gradients, *weighted = (
+            take(batch.trace.vjp(each, outputs), outputs, self.backend) for each in several
+        )
+        return weights.of_rows(layers, gradients, self.backend, *weighted)
 
     def _weights_of(self, trace: Trace) -> ExampleWeights | None:
         """Return the weights of the examples of a batch, from the values that the losses read."""

@@ -168,12 +168,19 @@ def test_batches_of_graphs_are_cut_by_the_caller():
     assert ke.fit(engine(), [data], epochs=1, validation=data).records
 
 
-def test_weights_of_graphs_are_refused_where_nodes_cannot_have_them():
-    inputs, targets = batch()
-    weighted = [(inputs, targets, np.linspace(0.5, 1, GRAPHS))]
-    ke.AdamW(engine(), 0.01).step(weighted)
-    with pytest.raises(ke.UnsupportedError, match="no axis of 'h' holds the examples"):
-        ke.KfacOptimizer(engine()).step(weighted)
+@pytest.mark.parametrize("mode", ["empirical", "gradients"])
+def test_a_graph_of_weight_two_counts_as_two_graphs(mode):
+    """Also in the rows of its nodes, whose weights follow from gradients."""
+    parts = [batch(sizes=[size], seed=size) for size in (3, 1, 4)]
+    copies = net.joined(*(parts[i] for i in (0, 0, 1, 2)))
+    weighted, copied = engine(estimation_mode=mode), engine(estimation_mode=mode)
+    weighted.step([(*net.joined(*parts), np.array([2.0, 1.0, 1.0]))])
+    copied.step(*copies)
+    for name in ("w", "v"):
+        one, other = block_of(weighted, name), block_of(copied, name)
+        close(one.input_factor.cov, other.input_factor.cov, EXACT)
+        if mode == "empirical":  # other modes draw other targets
+            close(matrix(weighted, name), matrix(copied, name), EXACT)
 
 
 ONE = """net (double[N, 4] x, double[N, N] adj) => (double[1, 3] y) {

@@ -114,17 +114,44 @@ class ExampleWeights:
         """Whether gradients decide which rows are left out."""
         return self.partial is None or bool(self.places.unplaced) or bool(self.partial.any())
 
+    @property
+    def by_ratio(self) -> bool:
+        """Whether rows of unknown examples have other weights than 0 and 1."""
+        if not self.places.unplaced or self.weights is None:
+            return False
+        return bool(((self.weights != 0) & (self.weights != 1)).any())
+
+    def times_roots(self, cotangents: Values) -> dict[str, Array]:
+        """Return cotangents of the losses times the roots of the weights of their examples."""
+        products = {}
+        for name, array in cotangents.items():
+            xp, axis = array_module(array), self.places.axes.get(name, 0)
+            roots = xp.sqrt(xp.asarray(self.weights)).astype(array.dtype)
+            products[name] = array * roots.reshape([-1, *[1] * (array.ndim - 1 - axis)])
+        return products
+
     def of_rows(
-        self, layers: Sequence[LayerRows], gradients: Values, b: Backend
+        self,
+        layers: Sequence[LayerRows],
+        gradients: Values,
+        b: Backend,
+        weighted: Values | None = None,
     ) -> dict[str, Array]:
         """Return a weight for each row of the inputs of layers, by the name that factors read.
 
         ``gradients`` are the gradients of outputs. A row that several layers read has a weight if
-        one of them has a gradient there.
+        one of them has a gradient there. ``weighted`` are the gradients for the cotangents of
+        ``times_roots``, which ``by_ratio`` needs: a row of one example has the root of its weight
+        as the ratio of both.
         """
         weights_of_rows: dict[str, Array] = {}
         for layer in layers:
-            rows = [self._of_output(layer, name, gradients[name], b) for name in layer.outputs]
+            rows = [
+                self._of_output(
+                    layer, name, gradients[name], b, weighted[name] if weighted else None
+                )
+                for name in layer.outputs
+            ]
             if len(layer.inputs) < len(rows):
                 rows = [b.xp.concatenate(rows)]
             elif len(layer.inputs) > len(rows):
@@ -135,13 +162,18 @@ class ExampleWeights:
                 weights_of_rows[key] = weights if known is None else b.xp.maximum(known, weights)
         return weights_of_rows
 
-    def _of_output(self, layer: LayerRows, name: str, ds: Array, b: Backend) -> Array:
+    def _of_output(
+        self, layer: LayerRows, name: str, ds: Array, b: Backend, weighted: Array | None
+    ) -> Array:
         """Return a weight for each row of a layer's output."""
         folded = layer.num_uses if len(layer.outputs) == 1 else 1
 
-        def of_rows(array: Array) -> Array:
+        def in_rows(array: Array) -> Array:
             shape = folded_shape(array.shape, layer.view, folded)
-            rows: Array = layer.view.rows(array.reshape(shape), b).max(axis=-1).reshape(-1)
+            return layer.view.rows(array.reshape(shape), b)
+
+        def of_rows(array: Array) -> Array:
+            rows: Array = in_rows(array).max(axis=-1).reshape(-1)
             return rows
 
         def spread(numbers: Array) -> Array:
@@ -156,12 +188,10 @@ class ExampleWeights:
         if self.weights is None or self.partial is None:
             return reached
         if name in self.places.unplaced:
-            if not bool(((self.weights == 0) | (self.weights == 1)).all()):
-                raise UnsupportedError(
-                    f"no axis of '{name}' holds the examples, so that weights other than 0 and 1 "
-                    f"cannot be assigned to its rows in statistics of curvature; use an optimizer "
-                    f"without curvature, such as 'adamw', or a mask."
-                )
-            return reached
+            if weighted is None:
+                return reached
+            norms, others = ((in_rows(x) ** 2).sum(axis=-1).reshape(-1) for x in (ds, weighted))
+            ratios: Array = others / (norms + (norms == 0))
+            return ratios
         counts: Array = spread(self.weights) * b.xp.maximum(reached, spread(~self.partial))
         return counts
