@@ -134,8 +134,14 @@ def test_a_graph_that_does_not_count_is_absent(mask):
         close(matrix(masked, name), matrix(without, name), EXACT)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0}, {"learning_rate": "quadratic"}])
-@pytest.mark.parametrize("count", net.COUNTS)
+TRAINED = [
+    *((count, {}) for count in net.COUNTS),
+    ("slots", {"weight_decay": 0.0}),
+    ("largest", {"learning_rate": "quadratic"}),
+]
+
+
+@pytest.mark.parametrize(("count", "options"), TRAINED)
 def test_kfac_trains_graph_networks_without_an_option(count, options):
     rng = np.random.default_rng(0)
     data = []
