@@ -6,18 +6,21 @@ another. skl2onnx names the arrays of an estimator that scikit-learn trains.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, StringStringEntryProto
+    from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto
 
 # Metadata of a value: the kind of the tensor, and a list of names as Python writes it.
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _SOURCES = "pkg.onnxscript.optimizer.folded_from"
 # Metadata of the graph with one line for each tensor, also for those without metadata of their own.
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-_LINE = re.compile(r"^\w+: ([A-Z_]+) target='([^']*)'", re.MULTILINE)
+_LINE = re.compile(r"^(\w+): ([A-Z_]+) target='([^']*)'", re.MULTILINE)
+# Metadata of a node: the call in the program of PyTorch, with the names in the first column of the
+# signature as arguments.
+_CALL = "pkg.torch.onnx.fx_node"
 _PARAMETER = "PARAMETER"
 _REASONS = {
     "BUFFER": "a buffer of the module, by the metadata of the file",
@@ -48,12 +51,40 @@ def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, s
     return {name: reasons[name] for name in names if name in reasons}
 
 
+def merged_buffers(
+    graph: "GraphProto", names: Container[str]
+) -> Iterator[tuple["NodeProto", int, str]]:
+    """Yield operands that are parameters in the file and buffers of the module.
+
+    With ``optimize``, the exporter stores equal arrays once, under the name of the first. Each
+    entry is a node, the index of an operand in ``names``, and the name of the buffer. Operands with
+    several possible origins are left out.
+    """
+    signature = _signature(graph)
+    programs = {name: program for program, kind, name in signature if kind == _PARAMETER}
+    lost = {program: (kind, name) for program, kind, name in signature if name not in names}
+    for node in graph.node if lost else ():
+        called = set(re.findall(r"%(\w+)", _entry(node.metadata_props, _CALL)))
+        origins = [lost[program] for program in called & lost.keys()]
+        strangers = [
+            index
+            for index, name in enumerate(node.input)
+            if name in names and name in programs and programs[name] not in called
+        ]
+        if len(origins) == len(strangers) == 1 and origins[0][0] == "BUFFER":
+            yield node, strangers[0], origins[0][1]
+
+
 def _kinds(graph: "GraphProto") -> Mapping[str, str]:
     """Return the kinds of tensors that the exporter of PyTorch states, by name."""
-    signature = next((e.value for e in graph.metadata_props if e.key == _SIGNATURE), "")
-    inputs = signature.partition("# outputs")[0]
-    kinds = {name: kind for kind, name in _LINE.findall(inputs)}
+    kinds = {name: kind for _, kind, name in _signature(graph)}
     return kinds | dict(_entries(graph, _KIND))
+
+
+def _signature(graph: "GraphProto") -> list[tuple[str, str, str]]:
+    """Return name in the program, kind and name in the module of each tensor of a module."""
+    inputs = _entry(graph.metadata_props, _SIGNATURE).partition("# outputs")[0]
+    return _LINE.findall(inputs)
 
 
 def _entries(graph: "GraphProto", key: str) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from onnx import AttributeProto, helper
 
 from kfac_engine._types import Array
 from kfac_engine.errors import UnsupportedError
+from kfac_engine.graph.analysis.declared_constants import merged_buffers
 from kfac_engine.graph.analysis.exporter_changes import module_path
 from kfac_engine.graph.passes.order import claim, describe, reads
 from kfac_engine.graph.tensors import densified, element_type, filled, to_array
@@ -91,18 +92,19 @@ def settle_statistics(
 
     ``template`` has no data and receives an initializer for each new constant; ``constants``
     receives the new constants. Normalizations read their statistics directly, not through Identity
-    or Cast. A statistic that is a weight as well becomes a constant of its own; with ``apart``,
-    also one that several normalizations share unintentionally.
+    or Cast. A statistic that is a weight as well becomes a constant of its own, like a buffer that
+    an exporter merged with a parameter. With ``apart``, a statistic that several normalizations
+    share unintentionally does so, too.
     """
     _Statistics(template, constants).settle(apart)
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """An operand of a normalization that is a running statistic.
+    """An operand that is a running statistic of a normalization, or another buffer.
 
     Attributes:
-        node: The normalization.
+        node: The node that reads it.
         index: Index of the operand.
         operand: Name of the operand in the file.
     """
@@ -119,7 +121,7 @@ class _Reader:
     @property
     def suffix(self) -> str:
         """What distinguishes the name of a copy."""
-        return _STATISTICS[self.index]
+        return _STATISTICS.get(self.index, "buffer")
 
     def read(self, name: str) -> None:
         """Replace the operand."""
@@ -142,6 +144,9 @@ class _Statistics:
 
     def settle(self, apart: bool) -> None:
         """See ``settle_statistics``."""
+        for node, index, buffer in [*merged_buffers(self.graph, self.stored)]:
+            reader = _Reader(node, index, buffer)
+            self._store(reader.name, [reader], self.stored[reader.name])
         self._read_directly()
         self._separate_from_weights()
         if apart:
@@ -253,6 +258,7 @@ class _Statistics:
                 entries.add().CopyFrom(entry)
                 entry = entries[-1]
                 entry.name = new
+                entry.ClearField("metadata_props")  # those of the other constant
             if isinstance(entry, onnx.TensorProto):
                 entry.data_type = code
             else:

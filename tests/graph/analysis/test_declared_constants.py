@@ -120,6 +120,33 @@ def test_statement_of_the_file_decides(model: onnx.ModelProto, words: str | None
     assert {"w", "b"} <= set(trainable_parameters(graph))
 
 
+# The program of the exporter: "mean" was merged with "b", which the node reads in its place.
+MERGED = lines("PARAMETER target='w'", "PARAMETER target='b'", "BUFFER target='mean'")
+CALLS = {
+    "buffer": ("args = (%x, %t2)", True),
+    "parameter": ("args = (%x, %t1)", False),
+    "both": ("args = (%t1, %t2)", False),
+    "unknown": ("args = (%x, %view)", False),
+}
+
+
+@pytest.mark.parametrize(("call", "apart"), CALLS.values(), ids=CALLS)
+def test_buffer_that_was_merged_with_a_parameter_is_a_constant_of_its_own(call, apart) -> None:
+    body = "p = MatMul (x, w)  s = Add (p, b)  y = Mul (s, b)"
+    model = torch_file(body, PARAMETERS, signature=MERGED)
+    mean = next(entry for entry in model.graph.initializer if entry.name == "mean")
+    model.graph.initializer.remove(mean)
+    key = "pkg.torch.onnx.fx_node"
+    model.graph.node[1].metadata_props.add(key=key, value="%add : call(args = (%p, %t1))")
+    model.graph.node[2].metadata_props.add(key=key, value=f"%mul : call({call})")
+    graph = load_graph(model)
+    assert set(trainable_parameters(graph)) == {"w", "b"}
+    assert graph.nodes[2].inputs[1] == ("mean" if apart else "b")
+    if apart:
+        assert "a buffer" in str(excluded_reason(graph, "mean"))
+        np.testing.assert_array_equal(graph.constants["mean"], graph.constants["b"])
+
+
 def test_user_trains_a_buffer_by_name() -> None:
     graph = load_graph(STATED["buffer"][0])
     assert trainable_parameters(graph, ["mean", "w"]) == ("w", "mean")
