@@ -283,8 +283,13 @@ class CurvatureSteps:
             for average, factor in zip(new, self._factors, strict=True):
                 _add(factor, average, values, operations, coefficients)
             return [*new, total.weight]
-        # A part in which no target counts changes nothing.
-        counts: Any = np.greater(_least(observation.size.totals), 0.0)
+        # A part changes nothing if no target of a loss counts that has others in the batch.
+        totals_of_part: Sequence[Any] = observation.size.totals
+        if len(totals_of_part) > 1:
+            whole: Sequence[Any] = batch.observe(self._engine.objective).size.totals
+            pairs = zip(map(_recorded, whole), map(_recorded, totals_of_part), strict=True)
+            totals_of_part = [np.where(np.greater(w, 0), p, 1.0) for w, p in pairs]
+        counts: Any = np.greater(_least(totals_of_part), 0.0)
         beta, alpha = (
             np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True)
         )
@@ -438,7 +443,8 @@ class CurvatureSteps:
         for i, factor in enumerate(self._factors):
             if factor.damped_by_feature():
                 # In units of their moments, all features have the same damping.
-                scales[i] = np.sqrt(factor.moments(averages[i]))
+                moments = factor.moments(averages[i])
+                scales[i] = np.sqrt(np.where(moments > 0, moments, 1.0))
                 averages[i] = averages[i] / scales[i] / scales[i][:, None]
         matrices = [i for i, average in enumerate(averages) if average.ndim > 1]
         for i in range(len(averages)):
@@ -540,10 +546,14 @@ def _add(
 
 def _least(numbers: Sequence[Any]) -> Any:
     """Return the smallest of numbers, some of which a file knows in a run only."""
-    least, *others = (n.recorded() if isinstance(n, Size) else n for n in numbers)
+    least, *others = map(_recorded, numbers)
     for number in others:
         least = np.minimum(least, number)
     return least
+
+
+def _recorded(number: Any) -> Any:
+    return number.recorded() if isinstance(number, Size) else number
 
 
 def _spelled(loss: LossFunction) -> str:

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 import kfac_engine as ke
-from tests.models import Net, parsed, random_inputs
+from tests.models import Net, parsed, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import NETS, network
 
@@ -957,3 +957,31 @@ def test_a_model_of_one_batch_size_is_not_divided(tmp_path):
     files = ke.export_training(model, path=tmp_path / "files")
     run = files.run([data(model, seed, 4) for seed in range(4)], steps=8, batch_size=4)
     assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("optimizer", ["kfac", "adamw"])
+def test_a_batch_without_targets_of_one_loss_trains_the_other(optimizer, parts, tmp_path):
+    """The truth is the loss of the other output alone; one task may come first or alternate."""
+    model, rng = two_outputs(), np.random.default_rng(0)
+    losses = ["categorical", "categorical"]
+    files = ke.export_training(model, losses, optimizer, path=tmp_path / "files", accumulate=parts)
+    state = files.initial()
+    for step in range(4):
+        inputs = random_inputs(model, ROWS, step)
+        targets = {"logits": rng.integers(0, 3, ROWS), "mean": rng.integers(0, 2, ROWS)}
+        left, kept = ("mean", "logits") if step % 2 == 0 else ("logits", "mean")
+        targets[left][:] = -100
+        z = files.predict(state, inputs)
+        z = z[kept] if isinstance(z, dict) else z
+        log_p = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+        results = files.step(state, inputs, targets)
+        assert results["finite"]
+        expected = -log_p[np.arange(ROWS), targets[kept]].mean()
+        np.testing.assert_allclose(results["loss"], expected, rtol=1e-5)
+        state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+        weights = files.read(state)
+        assert all(np.isfinite(array).all() for array in weights.values())
+    if optimizer == "kfac":
+        averages = [state[n] for n in state if n.startswith("average/")]
+        assert all(average.any() for average in averages)
