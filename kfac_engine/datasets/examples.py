@@ -92,6 +92,18 @@ class ExampleAxes:
                 )
         return count
 
+    def arrays(
+        self, inputs: Mapping[str, Array], targets: Targets
+    ) -> Iterator[tuple[str, Array, int | None]]:
+        """Yield name, array and axis of the examples of inputs, targets and their weights.
+
+        The axis is None for an input without examples.
+        """
+        for name, array in inputs.items():
+            yield name, array, self.inputs.get(name)
+        for (kind, name), array in self._named(targets).items():
+            yield f"{kind} {name}", array, self._target_axis(name, array, kind)
+
     def shapes(self, inputs: Mapping[str, Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Return the shapes of inputs without the axes of the examples, by name."""
         shapes = []

@@ -138,9 +138,10 @@ class CurvatureProducts:
             forms = np.zeros((len(checked), len(checked)))
 
             def add(trace: Trace) -> None:
-                computer = self._computer(trace, tuple(checked[0]))
+                names = tuple(checked[0])
+                computer = self._computer(trace, names)
                 images = [
-                    computer.multiply_fisher_factor_transpose(tuple(vector.values()))
+                    computer.multiply_fisher_factor_transpose([vector[name] for name in names])
                     for vector in checked
                 ]
                 forms[...] += [[_inner(one, other) for other in images] for one in images]

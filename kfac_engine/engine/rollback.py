@@ -41,14 +41,18 @@ class Undo:
     """What an engine restores after an error.
 
     These are the generator and the element types of ``estimator``, the running statistics and the
-    count of random passes of ``model``, and protected averages.
+    count of random passes of ``model``, protected averages, and what the caller adds.
     """
 
     def __init__(self, estimator: FisherEstimator, model: OnnxModel) -> None:
         self._estimator, self._model = estimator, model
         self._buffers, self._passes = dict(model.buffers), model.passes.count
         self._restore_draws = estimator.statistics.snapshot()
-        self._restore: Callable[[], None] | None = None
+        self._restores: list[Callable[[], None]] = []
+
+    def add(self, restore: Callable[[], None]) -> None:
+        """Call a function after an error, before the functions that were added earlier."""
+        self._restores.append(restore)
 
     def protect(
         self,
@@ -77,14 +81,14 @@ class Undo:
                 restore_factor()
             restore_division()
 
-        self._restore = restore
+        self.add(restore)
 
     def restore(self) -> None:
         """Restore what was stored."""
         self._model.buffers.update(self._buffers)
         self._model.passes.count = self._passes
-        if self._restore is not None:
-            self._restore()
+        for restore in reversed(self._restores):
+            restore()
         self._restore_draws()  # averages were stored after the batch had widened their types
 
 

@@ -183,10 +183,16 @@ class CurvatureUpdates:
         inverses = bool(self._refreshes.due(self.planner, step, bound, moved=False))
         return DueUpdates(step, self.planner.observes(step), inverses, bound)
 
-    def update(self, due: DueUpdates, batch: Sequence[Batch], clock: StageClock) -> None:
+    def update(
+        self, due: DueUpdates, batch: Sequence[Batch], clock: StageClock, *, whole: bool = False
+    ) -> None:
         """Update statistics and inverses where they are due, on the parts of a batch.
 
-        The clock measures the stages ``"statistics"`` and ``"inverses"``.
+        Args:
+            due: The updates of the step.
+            batch: The parts of the batch.
+            clock: Measures the stages ``"statistics"`` and ``"inverses"``.
+            whole: Whether statistics have all examples of the batch, also of single examples.
         """
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
@@ -197,8 +203,11 @@ class CurvatureUpdates:
             if due.statistics:
                 with clock("statistics"):
                     decay = 0.0 if planner.replaces else None
-                    by_example = self._by_example or planner.begins_period(due.step)
-                    self.observe(due.step, batch, decay=decay, by_example=by_example)
+                    by_example = whole or self._by_example or planner.begins_period(due.step)
+                    if whole:
+                        fisher.update(batch, None, decay=decay, by_example=by_example)
+                    else:
+                        self.observe(due.step, batch, decay=decay, by_example=by_example)
         if refreshes:
             with clock("inverses"):
                 fisher.refresh(planner, due.step, due.bound, moved=due.statistics)
@@ -226,6 +235,18 @@ class CurvatureUpdates:
             self.planner.observed = latest.step
         refreshed = self._refreshes.advance(self.planner, latest.step, seconds)
         return tuple(self._names[key] for key in refreshed)
+
+    def restart(self, step: int) -> Callable[[], None]:
+        """Let the periods grow from a step on, which updates everything; return its reverse."""
+        planner = self.planner
+        before = planner.observed, planner.start, dict(planner.state.refreshed)
+        planner.restart(step)
+
+        def restore() -> None:
+            planner.observed, planner.start, refreshed = before
+            planner.state.refreshed.update(refreshed)
+
+        return restore
 
     def saved(self) -> dict[str, Array]:
         """Return the steps of the latest refreshes, and the learned times if the plans use them."""

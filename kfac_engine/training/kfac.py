@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
 from kfac_engine.training.checkpoint import COUNTER, SavedState
@@ -43,6 +44,7 @@ from kfac_engine.training.optimizer import (
     fraction,
 )
 from kfac_engine.training.quadratic_update import QuadraticUpdate
+from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 
@@ -52,8 +54,9 @@ MomentumType: TypeAlias = Literal["adam", "regular"]
 AUTO, QUADRATIC = "auto", "quadratic"
 # Group of the planner's state in checkpoints.
 _REFRESHES = "refreshes"
-# Group of the examples that were seen.
-EXAMPLES = "examples"
+# Group of the examples that were seen, and of the batch that comes again.
+EXAMPLES, _REPEATED = "examples", "repeated"
+_EXACT = "exact"  # the entry that says whether the last step was exact
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
 
@@ -61,6 +64,10 @@ MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
+# Damping of the first exact step, and its adaptation.
+_EXACT_DAMPING, _FOLLOWS_QUICKLY = 1.0, DampingAdaptation(interval=2, decay=0.9)
+# Rounding of a loss relative to its size.
+_RESOLUTION = float(np.finfo(np.float64).eps)
 # A step of a higher rate may overflow although its natural gradient does not.
 _LARGE_RATE = 1e6
 # Weight decay of "auto".
@@ -72,6 +79,44 @@ _FEW, _MOST_DECAY = 6000.0, 20.0
 # Part of the residuals to expect, below which the updates of "auto" become shorter. It grows with
 # the decay, by this factor at most.
 _SMALL_RESIDUALS, _MOST_EARLIER = 0.1, 6.0
+
+
+class Rule(NamedTuple):
+    """How a step moves, with the numbers that belong to its update.
+
+    Attributes:
+        update: Computes the new parameters.
+        momentum: Momentum; None if the update solves it.
+        rate: Factor of the update; None for the learning rate of the optimizer.
+        damping: λ of the first step, or ε of a ``RelativeDamping`` if ``relative``.
+        relative: Whether the damping is relative.
+        adaptation: How the damping changes; None if it is constant.
+        whole: Whether statistics have all examples of a batch.
+    """
+
+    update: Update
+    momentum: Rate | None
+    rate: float | None
+    damping: float
+    relative: bool
+    adaptation: DampingAdaptation | None
+    whole: bool = False
+
+
+class Basis(NamedTuple):
+    """What a step is computed from, beside the parameters.
+
+    Attributes:
+        batch: The parts of the batch that the step fits.
+        loss: Their loss.
+        seen: The examples of all steps.
+        repeated: What the steps tell about the next one.
+    """
+
+    batch: Sequence[Batch]
+    loss: float
+    seen: SeenExamples
+    repeated: RepeatedBatch
 
 
 class KfacOptimizer(Optimizer):
@@ -91,6 +136,15 @@ class KfacOptimizer(Optimizer):
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
     Where few examples come again and again (``SeenExamples``), weights shrink more and lengths fall
     earlier. The damping is relative (``RelativeDamping``).
+
+    Where all losses are squared errors and every step has the same examples and targets, as for a
+    function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
+    is that of ``"quadratic"`` with ``momentum="quadratic"``, curvature of the whole batch and a
+    damping that starts at 1 and is adapted, ``DampingAdaptation(2, 0.9)``. The first 30 exact steps
+    leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by an eighth of the
+    fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
+    the exact steps. A ``damping``, a ``momentum``, a positive ``weight_decay`` or ``adapt_damping``
+    of the caller excludes them.
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
@@ -171,6 +225,9 @@ class KfacOptimizer(Optimizer):
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         rule = _rule_of(learning_rate)
+        may_be_exact = (
+            rule == AUTO and damping is momentum is None and not (weight_decay or adapt_damping)
+        )
         own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
@@ -185,8 +242,8 @@ class KfacOptimizer(Optimizer):
         check_part("curvature_part", curvature_part)
         whole("burn_in", burn_in, least=0)
         _check_rule(rule, momentum, momentum_type, norm_constraint)
-        self._adaptation = _adaptation(adapt_damping)
-        self._momentum = None if isinstance(momentum, str) else momentum
+        adaptation = _adaptation(adapt_damping)
+        relative = _is_relative(rule, damping, adaptation)
         updates: dict[object, Callable[[], Update]] = {
             AUTO: lambda: adaptive_lengths(
                 engine, self._parameters(), cast(float, momentum), adam_rate, weight_decay
@@ -198,21 +255,27 @@ class KfacOptimizer(Optimizer):
                 engine, momentum_type == "regular", norm_constraint, weight_decay
             ),
         }
-        self._update = updates[rule]()
+        self._given = self._rule = Rule(
+            updates[rule](),
+            None if isinstance(momentum, str) else momentum,
+            None,
+            damping if damping is not None else _RELATIVE_DAMPING if relative else _DAMPING,
+            relative,
+            adaptation,
+        )
+        self._exact = _exact_rule(engine) if may_be_exact else None
         whole("statistics_every", statistics_every, least=1)
         every, periods = (statistics_every, refresh_every), {} if periods is None else periods
         schedule = Schedule(*every, policy, drift=drift, budget=budget, periods=periods)
         # Adam updates the parameters without a layer, unless a change is predicted.
-        by_example = rule != AUTO or self._adaptation is not None
+        by_example = rule != AUTO or adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
         self._measures = float(statistics_part)
-        self._seen = self._seen_next = SeenExamples()
+        self._basis = self._next_basis = Basis((), 0.0, SeenExamples(), RepeatedBatch())
         self._l2, self._damping_multiple = float(l2), float(damping_multiple)
         self._burn_in, self._burned_in = burn_in, 0
-        self._relative = _is_relative(rule, damping, self._adaptation)
-        default = _RELATIVE_DAMPING if self._relative else _DAMPING
-        self.damping = default if damping is None else damping
-        self._slots = self._update.new_slots(self._parameters())
+        self.damping = self._given.damping
+        self._slots = self._given.update.new_slots(self._parameters())
         self._sealed = True
 
     @property
@@ -223,23 +286,24 @@ class KfacOptimizer(Optimizer):
     @damping.setter
     def damping(self, value: float) -> None:
         self._of_engine = self.engine.damping = self._engine_damping(value)
-        self._damping = RelativeDamping(value) if self._relative else float(value)
+        self._damping = RelativeDamping(value) if self._rule.relative else float(value)
 
     def _engine_damping(self, value: float) -> float:
         """Return the damping of the engine for a given one; raise an InputError for a wrong one."""
         positive("damping", value)
-        if not self._relative and value < self._l2:
+        relative = self._rule.relative
+        if not relative and value < self._l2:
             raise InputError(
                 f"damping is {value!r} and contains l2, which is {self._l2!r}; give a damping of "
                 f"at least l2."
             )
-        if isinstance(value, RelativeDamping) and not self._relative:
+        if isinstance(value, RelativeDamping) and not relative:
             raise InputError(
                 f"this optimizer has an absolute damping; give a number for {value!r}."
             )
         multiple = self._damping_multiple * float(value)
         check_damping(multiple, self.engine.options.exps)
-        return RelativeDamping(multiple) if self._relative else multiple
+        return RelativeDamping(multiple) if relative else multiple
 
     def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
         if self._burned_in >= self._burn_in:
@@ -258,10 +322,17 @@ class KfacOptimizer(Optimizer):
     ) -> Proposal:
         values = self._parameters()
         loss, gradients, residuals = self._differentiated(batch, clock)
-        seen = self._seen_with(batch)
+        seen, repeated = self._seen_with(batch), self._repeated_with(batch, loss)
+        self._follow(self._exact if self._exact and repeated.exact else self._given, undo)
+        basis = Basis(batch, loss, seen, repeated)
+        if repeated.tries:
+            basis, gradients = self._tried(basis, gradients, clock)
+        rule = self._rule
         decay, size = _decay(seen.scarcity), residuals and residuals.size()
-        scale *= _signal(size, decay)
-        rate = scale * evaluated_rate(self._learning_rate, self.steps)
+        if rule is self._given:
+            scale *= _signal(size, decay)
+        rate = self._learning_rate if rule.rate is None else rule.rate
+        rate = scale * evaluated_rate(rate, self.steps)
         for name, gradient in gradients.items() if self._l2 else ():
             add_multiple(gradient, self._l2, values[name])
         penalty = self._penalty()
@@ -274,15 +345,15 @@ class KfacOptimizer(Optimizer):
             slots=self._slots,
             new_slots=self._new_slots(),
             step=self.steps,
-            loss=loss,
+            loss=basis.loss,
             rate=rate,
             scale=scale,
-            momentum=evaluated_momentum(self._momentum, self.steps),
+            momentum=evaluated_momentum(rule.momentum, self.steps),
             damping=damping,
             l2=self._l2,
-            batch=batch,
+            batch=basis.batch,
             examples=sum(map(sum, self.engine.part_sizes)),
-            predicts=self._adaptation is not None and self._adaptation.is_due(self.steps),
+            predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
             decay=_left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
@@ -290,9 +361,9 @@ class KfacOptimizer(Optimizer):
         due = self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
             undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
-        self._curvature.update(due, batch, clock)
-        move = self._update(step)
-        self._seen_next = seen
+        self._curvature.update(due, step.batch, clock, whole=rule.whole)
+        move = rule.update(step)
+        self._next_basis = basis
         report = StepReport(
             loss + penalty,
             float(rate) if move.rate is None else move.rate,
@@ -308,7 +379,7 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], clock: StageClock
     ) -> tuple[float, dict[str, Array], Residuals | None]:
         """Return the loss, the gradients, and the residuals where lengths depend on them."""
-        if not isinstance(self._update, AdaptiveLengthUpdate):
+        if not isinstance(self._given.update, AdaptiveLengthUpdate):
             return *self._gradients(batch, clock), None
         with clock("gradients"):
             loss, gradients, residuals = self.engine.step_gradients(batch, Residuals())
@@ -337,7 +408,7 @@ class KfacOptimizer(Optimizer):
                 of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block and
                 ``moment`` of its inputs.
         """
-        update = self._update
+        update = self._given.update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
         decay, size = _decay(recorded.scarcity), residuals.size()
         scale = scale * _signal(size, decay)
@@ -350,7 +421,7 @@ class KfacOptimizer(Optimizer):
             loss=recorded.loss,
             rate=scale * evaluated_rate(self._learning_rate, steps),
             scale=scale,
-            momentum=evaluated_momentum(self._momentum, steps),
+            momentum=evaluated_momentum(self._given.momentum, steps),
             damping=self._damping,
             l2=self._l2,
             batch=(),
@@ -373,17 +444,60 @@ class KfacOptimizer(Optimizer):
     @property
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
-        return isinstance(self._update, AdaptiveLengthUpdate) and self._weight_decay > 0
+        return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
 
     def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
         """Return the examples of all steps and of a batch; none unless decay needs them."""
         if not self.counts_examples:
-            return self._seen
+            return self._basis.seen
         engine, ranks = self.engine, self.engine.agreement
         with ranks.exchanging():
             axes, reader = engine.example_axes, engine.collection.backend
             marks = fingerprints(batch, axes, reader, ranks.communicator, engine.part_sizes)
-        return self._seen.after(marks)
+        return self._basis.seen.after(marks)
+
+    def _repeated_with(self, batch: Sequence[Batch], loss: float) -> RepeatedBatch:
+        """Return what the steps so far and a batch tell; nothing unless steps may be exact."""
+        if self._exact is None:
+            return self._basis.repeated
+        engine = self.engine
+        of_shard = mark(batch, engine.example_axes, engine.collection.backend)
+        (of_batch,) = engine.agreement.sum(of_shard)
+        return self._basis.repeated.after(of_batch, loss)
+
+    def _follow(self, rule: Rule, undo: Undo) -> None:
+        """Move by a rule from this step on; a rule that replaces another starts anew."""
+        if rule is self._rule:
+            return
+        restore_plans = self._curvature.restart(self.steps)
+        before = self._rule, self._slots, self._damping
+
+        def restore() -> None:
+            restore_plans()
+            self._rule, self._slots, self.damping = before
+            self._spare_slots = {}
+
+        undo.add(restore)
+        self._rule, self.damping = rule, rule.damping
+        self._slots, self._spare_slots = self._given.update.new_slots(self._parameters()), {}
+
+    def _tried(
+        self, basis: Basis, gradients: dict[str, Array], clock: StageClock
+    ) -> tuple[Basis, dict[str, Array]]:
+        """Return basis and gradients of a step that leaves examples out.
+
+        A batch that cannot be divided is fitted whole.
+        """
+        engine, ranks = self.engine, self.engine.agreement
+        division = divided(basis.batch, engine.example_axes, engine.collection.backend)
+        if ranks.any(division is None) or division is None:
+            return basis, gradients
+        with clock("gradients"):
+            left_out = engine.loss(division.left_out)
+            result = engine.gradients(division.fitted)
+        repeated = basis.repeated.judged(result.loss, left_out)
+        basis = Basis(division.fitted, result.loss, basis.seen, repeated)
+        return basis, {name: result.gradients[name] for name in self._names}
 
     def _penalty(self) -> float:
         """Return ``½ l2 ‖θ‖²`` for the present parameters."""
@@ -391,28 +505,26 @@ class KfacOptimizer(Optimizer):
         return 0.5 * self._l2 * dot(values, values) if values else 0.0
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
-        self._seen = self._seen_next
-        report = self._with_ratio(proposal.report, batch, clock)
+        self._basis = self._next_basis
+        report = self._with_ratio(proposal.report, clock)
         refreshed = self._curvature.advance(sum(clock.seconds.values()))
         return replace(report, refreshed=refreshed) if refreshed else report
 
-    def _with_ratio(
-        self, report: StepReport, batch: Sequence[Batch], clock: StageClock
-    ) -> StepReport:
+    def _with_ratio(self, report: StepReport, clock: StageClock) -> StepReport:
         """Adapt the damping where that is due; return the report with the reduction ratio."""
-        predicted = report.predicted_change
+        predicted, adaptation, basis = report.predicted_change, self._rule.adaptation, self._basis
         # The step of the report is over: steps is its number from 1.
-        due = self._adaptation is not None and self._adaptation.is_due(self.steps - 1)
-        if self._adaptation is None or predicted is None or not due:
+        if adaptation is None or predicted is None or not adaptation.is_due(self.steps - 1):
+            return report
+        before = basis.loss + report.penalty
+        if abs(predicted) <= _RESOLUTION * abs(before):  # no change is left but rounding
             return report
         with clock("damping"):
             try:
-                change = self.engine.loss(batch) + self._penalty() - report.loss
+                change = self.engine.loss(basis.batch) + self._penalty() - before
             except NonFiniteError:
                 change = inf
-            self.damping, ratio = self._adaptation.adapted(
-                self._damping, change, predicted, self._l2
-            )
+            self.damping, ratio = adaptation.adapted(self._damping, change, predicted, self._l2)
         return replace(report, reduction_ratio=ratio)
 
     def restrain(self) -> None:
@@ -428,25 +540,35 @@ class KfacOptimizer(Optimizer):
         """Return the state of the optimizer without the engine; its arrays are not copied."""
         state = super().state()
         more = {_REFRESHES: self._curvature.saved()}
-        if isinstance(self._update, AdaptiveLengthUpdate):
-            more[EXAMPLES] = self._seen.saved()
+        if isinstance(self._given.update, AdaptiveLengthUpdate):
+            more[EXAMPLES] = self._basis.seen.saved()
+        if self._exact is not None:
+            exact = {_EXACT: np.array(float(self._rule is self._exact))}
+            more[_REPEATED] = self._basis.repeated.saved() | exact
         return replace(state, arrays={**state.arrays, **more})
 
     def restore(self, part: SavedState) -> None:
         """Restore a ``state`` of this optimizer; the arrays are copied."""
-        arrays = dict(part.arrays)
+        arrays, basis = dict(part.arrays), self._basis
+        to_numpy = self.engine.collection.backend.to_numpy
         self._curvature.restore(arrays.pop(_REFRESHES))
         if EXAMPLES in arrays:
-            to_numpy = self.engine.collection.backend.to_numpy
-            self._seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
+            seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
+            basis = basis._replace(seen=seen)
+        if _REPEATED in arrays:
+            saved = {name: to_numpy(array) for name, array in arrays.pop(_REPEATED).items()}
+            self._rule = self._exact if self._exact and saved.pop(_EXACT) else self._given
+            basis = basis._replace(repeated=RepeatedBatch.restored(saved))
+        self._basis = basis
         super().restore(replace(part, arrays=arrays))
 
     def _numbers(self) -> dict[str, float]:
         # The updates of "auto" have relative damping unless it is adapted; states of both differ.
-        kind = {} if isinstance(self._update, AdaptiveLengthUpdate) else {"relative": True}
+        of_auto = isinstance(self._given.update, AdaptiveLengthUpdate)
+        kind = {"relative": True} if self._given.relative and not of_auto else {}
         return {
             **super()._numbers(),
-            **(kind if self._relative else {}),
+            **kind,
             "statistics": self._curvature.planner.observed,
             "start": self._curvature.planner.start,
             "damping": float(self._damping),
@@ -467,6 +589,14 @@ class KfacOptimizer(Optimizer):
         self._curvature.planner.start = int(numbers["start"])
         self.damping = numbers["damping"]
         self._burned_in = int(numbers["burned_in"])
+
+
+def _exact_rule(engine: Engine) -> Rule | None:
+    """Return the rule of the exact steps; None for losses other than squared errors."""
+    if not all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in engine.objective.terms):
+        return None
+    update = QuadraticUpdate(engine, PartialBatch(engine, 1.0), 0.0)
+    return Rule(update, None, 1.0, _EXACT_DAMPING, False, _FOLLOWS_QUICKLY, whole=True)
 
 
 def _decay(scarcity: Any) -> Any:

@@ -112,7 +112,7 @@ def fingerprints(
         pairs = zip(batch, of_rank, strict=True)
         parts = [_of_whole(inputs, count, backend) for (inputs, *_), count in pairs]
     else:
-        parts = [_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
+        parts = [fingerprints_of_part(inputs, axes.inputs, backend) for inputs, *_ in batch]
     shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if communicator.size == 1:
         return shard
@@ -122,7 +122,10 @@ def fingerprints(
     return whole[whole > 0]
 
 
-def _of_part(inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Backend) -> Array:
+def fingerprints_of_part(
+    inputs: Mapping[str, Array], axes: Mapping[str, int], backend: Backend
+) -> Array:
+    """Return the fingerprints of the examples of a part of a batch, on the host."""
     every: list[Array] = []
     for name in sorted(axes.keys() & inputs.keys()):
         array = inputs[name]

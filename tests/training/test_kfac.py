@@ -227,7 +227,7 @@ def test_lengths_follow_the_agreement_of_gradients_in_closed_form(sign, scale):
     x = rng.standard_normal((64, 3))
     y = 1e6 * x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
-    optimizer = ke.KfacOptimizer(engine, update_length=2.5e-8, weight_decay=0)
+    optimizer = ke.KfacOptimizer(engine, momentum=0.85, update_length=2.5e-8, weight_decay=0)
     lengths = []
     for step in range(30):
         before, targets = engine.parameters["w"], y * sign**step
@@ -249,7 +249,9 @@ def test_updates_that_were_far_too_long_together_are_taken_back():
     x = rng.standard_normal((64, 3))
     y = x @ rng.standard_normal((3, 3))
     engine = ke.Engine.from_onnx(linear_model(), loss="normal", estimation_mode="exact", threads=1)
-    optimizer = ke.KfacOptimizer(engine, update_length=8, weight_decay=0, statistics_part=1)
+    optimizer = ke.KfacOptimizer(
+        engine, momentum=0.85, update_length=8, weight_decay=0, statistics_part=1
+    )  # a momentum of the caller excludes exact steps
     A = x.T @ x / 64
     level = np.maximum(np.diag(A), 0.3 * np.median(np.diag(A)))
     inverse = np.linalg.inv(A + np.sqrt(0.1) * np.diag(level))
@@ -443,7 +445,7 @@ def test_a_run_of_means_is_in_units_of_the_targets(scales, equal):
         engine = ke.Engine.from_onnx(net.model(), loss="normal", threads=1, estimation_mode="exact")
         weights = engine.parameters
         engine.set_parameters({name: scale * weights[name] for name in ("w2", "b2")})
-        optimizer = ke.KfacOptimizer(engine)
+        optimizer = ke.KfacOptimizer(engine, momentum=0.85)  # excludes exact steps
         for _ in range(30):
             optimizer.step({"x": x}, scale * y)
         predictions.append(engine.predict({"x": x}) / scale)

@@ -1,0 +1,121 @@
+"""Whether the steps of a run have the same examples, and whether to fit these exactly.
+
+Where a function or an equation is fitted, every step has the same examples. They have no noise, and
+the minimum of their loss is wanted. Where a small table with noise is one batch, its minimum fits
+the noise. A trial tells which: its steps leave some examples out, whose loss must not rise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from sys import float_info
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.datasets.examples import Batch, ExampleAxes
+from kfac_engine.errors import ShapeError
+from kfac_engine.training.seen_examples import fingerprints_of_part
+
+# Steps with the examples of the step before, until steps are exact.
+_REPEATED = 10
+# Exact steps of a trial.
+_TRIAL = 30
+# Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
+# the first step with the batch.
+_RISE = 0.125
+# Part of the examples that a trial leaves out.
+_LEFT_OUT = 0.2
+# A sum of fingerprints that are multiples of its inverse is exact, in any order.
+_SCALE = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBatch:
+    """What the steps of a run tell about the next one.
+
+    Attributes:
+        mark: The ``mark`` of the last batch.
+        repeats: Number of steps, up to the last one, with the examples of the step before.
+        first: Loss of the first step with these examples.
+        trial: Number of steps of the trial so far.
+        least: Least loss of the examples that the trial has left out.
+        refused: 1 if their loss has risen by too much, else 0.
+    """
+
+    mark: float = -1.0
+    repeats: float = 0.0
+    first: float = float_info.max
+    trial: float = 0.0
+    least: float = float_info.max
+    refused: float = 0.0
+
+    def after(self, mark: float, loss: float) -> Self:
+        """Return the state for a step, from the ``mark`` and the loss of its batch."""
+        if mark != self.mark:
+            return type(self)(mark, first=loss)
+        return replace(self, repeats=self.repeats + 1)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the step is exact."""
+        return self.repeats >= _REPEATED and not self.refused
+
+    @property
+    def tries(self) -> bool:
+        """Whether the step is exact and leaves examples out."""
+        return self.exact and self.trial < _TRIAL
+
+    def judged(self, fitted: float, left_out: float) -> Self:
+        """Return the state after a step of a trial, from the losses of both groups of examples."""
+        least = min(self.least, left_out)
+        refused = left_out - least > _RISE * max(self.first - fitted, 0.0)
+        return replace(self, trial=self.trial + 1, least=least, refused=float(refused))
+
+    def saved(self) -> dict[str, Array]:
+        """Return the arrays of a checkpoint."""
+        return {field.name: np.array(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Array]) -> Self:
+        """Return the state of ``saved``."""
+        return cls(**{name: float(array) for name, array in saved.items()})
+
+
+class Division(NamedTuple):
+    """The parts of a batch in a trial: the examples that are fitted, and the others."""
+
+    fitted: list[Batch]
+    left_out: list[Batch]
+
+
+def mark(batch: Sequence[Batch], axes: ExampleAxes, backend: Backend) -> float:
+    """Return a number that batches with the same examples and targets share, in any order."""
+    total = 0.0
+    for part in batch:
+        for name, array, axis in axes.arrays(*part):
+            rows = {name: array} if axis is not None else {name: array[None]}
+            drawn = fingerprints_of_part(rows, {name: axis or 0}, backend)
+            total += float(np.floor(_SCALE * drawn).sum())
+    return total
+
+
+def divided(batch: Sequence[Batch], axes: ExampleAxes, backend: Backend) -> Division | None:
+    """Divide a batch for a trial: equal examples are in one group, and the same ones in each step.
+
+    The result is None if the model does not run on a part of the batch, or a group is empty.
+    """
+    division = Division([], [])
+    if axes.obstacle:
+        return None
+    for inputs, targets in batch:
+        try:
+            axes.check(inputs, targets)
+        except ShapeError:  # inputs have examples of their own, such as the points of an equation
+            return None
+        leaves = fingerprints_of_part(inputs, axes.inputs, backend) < _LEFT_OUT
+        for group, chosen in zip(division, (~leaves, leaves), strict=True):
+            if chosen.any():
+                group.append(axes.part(inputs, targets, np.flatnonzero(chosen)))
+    return division if all(division) else None

@@ -1,0 +1,221 @@
+"""Steps on one batch that comes again: which batches are fitted exactly, and how far."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.distributed import threads
+from tests.models import parsed
+
+# The steps before the first exact one, and the exact steps that leave examples out.
+BEFORE, TRIAL = 10, 30
+STOCHASTIC, EXACT = 0.1, 1.0  # damping of the first step
+# Sums of parts, and of ranks, in another order, in float64; 60 steps multiply the roundings.
+CLOSE = 1e-6
+
+
+def network(widths, seed=0):
+    """A tanh network in float64."""
+    rng = np.random.default_rng(seed)
+    weights, lines, last = {}, [], len(widths) - 2
+    for i, sides in enumerate(pairwise(widths)):
+        weights[f"W{i}"] = rng.standard_normal(sides) / np.sqrt(sides[0])
+        weights[f"b{i}"] = np.zeros(sides[1])
+        h = "x" if i == 0 else f"h{i - 1}"
+        lines.append(f"m{i} = MatMul ({h}, W{i})")
+        lines.append(f"{'y' if i == last else f's{i}'} = Add (m{i}, b{i})")
+        if i < last:
+            lines.append(f"h{i} = Tanh (s{i})")
+    text = "\n".join(lines)
+    d, k = widths[0], widths[-1]
+    return parsed(f"net (double[n,{d}] x) => (double[n,{k}] y) {{\n{text}\n}}", weights)
+
+
+def linear(d, outputs=1):
+    return parsed(
+        f"linear (double[n,{d}] x) => (double[n,{outputs}] y) {{ y = MatMul (x, w) }}",
+        {"w": np.random.default_rng(5).standard_normal((d, outputs))},
+    )
+
+
+def linear_data(n, d, noise, seed=0, outputs=1):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, d))
+    return x, x @ rng.standard_normal((d, outputs)) + noise * rng.standard_normal((n, outputs))
+
+
+def optimizer_of(model, communicator=None, **options):
+    engine = ke.Engine.from_onnx(model, loss="normal", threads=1, communicator=communicator)
+    return ke.KfacOptimizer(engine, **options)
+
+
+def is_exact(report):
+    """Whether a step moved by the quadratic model, which alone predicts a change."""
+    return report.predicted_change is not None
+
+
+def test_exact_steps_reach_the_least_squares_solution():
+    x, y = linear_data(200, 6, noise=1.0)
+    optimizer = optimizer_of(linear(6))
+    reports = [optimizer.step({"x": x}, y) for _ in range(BEFORE + TRIAL + 15)]
+    assert [is_exact(r) for r in reports] == [False] * BEFORE + [True] * (TRIAL + 15)
+    assert (reports[0].damping, reports[BEFORE].damping) == (STOCHASTIC, EXACT)
+    solution = np.linalg.lstsq(x, y, rcond=None)[0]
+    np.testing.assert_allclose(optimizer.engine.parameters["w"], solution, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "noise", "fits"),
+    [(40, 30, 3.0, False), (60, 50, 1.5, False), (40, 30, 0.0, True), (300, 30, 1.0, True)],
+)
+def test_a_batch_whose_minimum_fits_noise_is_not_fitted_exactly(n, d, noise, fits):
+    x, y = linear_data(n, d, noise)
+    optimizer = optimizer_of(linear(d))
+    reports = [optimizer.step({"x": x}, y) for _ in range(60)]
+    assert is_exact(reports[BEFORE])
+    assert is_exact(reports[-1]) == fits
+    # The same decision by the closed form: does the minimum of four fifths predict the rest?
+    cut = 4 * n // 5
+    of_others = np.linalg.lstsq(x[:cut], y[:cut], rcond=None)[0]
+    error = ((x[cut:] @ of_others - y[cut:]) ** 2).mean()
+    assert (error < 0.2 * (y**2).mean()) == fits
+    if fits:
+        solution = np.linalg.lstsq(x, y, rcond=None)[0]
+        np.testing.assert_allclose(optimizer.engine.parameters["w"], solution, atol=1e-4)
+
+
+def test_a_function_is_fitted_far_better_by_exact_steps():
+    x = np.linspace(-1, 1, 60)[:, None]
+    y = np.sin(4 * x) + x**2
+    errors = {}
+    for name, options in {"default": {}, "never exact": {"momentum": 0.85}}.items():
+        optimizer = optimizer_of(network([1, 16, 1]), **options)
+        for _ in range(150):
+            optimizer.step({"x": x}, y)
+        errors[name] = ((optimizer.engine.predict(x) - y) ** 2).mean()
+    assert errors["default"] < 0.02 * errors["never exact"]
+
+
+def shuffled(x, y, step):
+    order = np.random.default_rng(step).permutation(len(x))
+    return {"x": x[order]}, y[order]
+
+
+def weighted(x, y, weights):
+    return {"x": x}, ke.Weighted(y, weights)
+
+
+def with_another_input(x, y, step):
+    return {"x": np.where(np.arange(len(x))[:, None] == 3, x + step, x)}, y
+
+
+DATA = {
+    "the same arrays": (lambda x, y, step: ({"x": x}, y), True),
+    "another order": (shuffled, True),
+    "parts": (lambda x, y, step: [({"x": x[:9]}, y[:9]), ({"x": x[9:]}, y[9:])], True),
+    "weights": (lambda x, y, step: weighted(x, y, np.linspace(0.5, 2, len(y))), True),
+    "one other input": (with_another_input, False),
+    "other targets": (lambda x, y, step: ({"x": x}, y + 1e-3 * step), False),
+    "other weights": (lambda x, y, step: weighted(x, y, np.full(len(y), 1.0 + step)), False),
+    "two batches in turn": (lambda x, y, step: ({"x": x + step % 2}, y), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_steps_are_exact_where_all_examples_and_targets_come_again(name):
+    data, exact = DATA[name]
+    x, y = linear_data(40, 3, noise=0.1)
+    optimizer = optimizer_of(linear(3))
+    for step in range(BEFORE + 2):
+        batch = data(x, y, step)
+        report = optimizer.step(batch) if isinstance(batch, list) else optimizer.step(*batch)
+    assert is_exact(report) == exact
+
+
+OPTIONS = {
+    "no option": ({}, "normal", True),
+    "no decay": ({"weight_decay": 0}, "normal", True),
+    "l2": ({"l2": 0.01}, "normal", True),
+    "damping": ({"damping": 0.1}, "normal", False),
+    "momentum": ({"momentum": 0.85}, "normal", False),
+    "decay": ({"weight_decay": 0.05}, "normal", False),
+    "absolute errors": ({}, "l1", False),
+    "binary targets": ({}, "multi_bernoulli", False),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_losses_decide_whether_steps_may_be_exact(name):
+    options, loss, exact = OPTIONS[name]
+    x, y = linear_data(40, 3, noise=0.1)
+    engine = ke.Engine.from_onnx(linear(3), loss=loss, threads=1)
+    optimizer = ke.KfacOptimizer(engine, **options)
+    targets = (y > 0).astype(float) if loss == "multi_bernoulli" else y
+    reports = [optimizer.step({"x": x}, targets) for _ in range(BEFORE + 1)]
+    assert is_exact(reports[-1]) == exact
+
+
+def test_other_examples_end_exact_steps_and_start_anew():
+    x, y = linear_data(40, 3, noise=0.1)
+    optimizer = optimizer_of(linear(3))
+    for _ in range(BEFORE + 3):
+        optimizer.step({"x": x}, y)
+    report = optimizer.step({"x": x[:30]}, y[:30])
+    assert (is_exact(report), report.damping) == (False, STOCHASTIC)
+    again = [is_exact(optimizer.step({"x": x}, y)) for _ in range(BEFORE + 1)]
+    assert again == [False] * BEFORE + [True]
+
+
+def test_parts_and_ranks_take_the_exact_steps_of_the_whole_batch():
+    # Without a symmetry, for which gradients of biases are mere rounding.
+    x = np.random.default_rng(1).uniform(-1, 1.5, (48, 1))
+    y, steps = np.sin(3 * x), BEFORE + TRIAL + 10
+
+    def trained(step, communicator=None):
+        optimizer = optimizer_of(network([1, 8, 1]), communicator, statistics_part=1)
+        for _ in range(steps):
+            report = step(optimizer)
+        return {**optimizer.engine.parameters, "loss": np.array(report.loss)}
+
+    def of_rank(communicator):
+        rows = slice(0, 20) if communicator.rank == 0 else slice(20, None)
+        return trained(lambda optimizer: optimizer.step({"x": x[rows]}, y[rows]), communicator)
+
+    whole = trained(lambda optimizer: optimizer.step({"x": x}, y))
+    cuts = (slice(0, 17), slice(17, 18), slice(18, None))
+    parts = [({"x": x[cut]}, y[cut]) for cut in cuts]
+    for others in (trained(lambda optimizer: optimizer.step(parts)), *threads.run(2, of_rank)):
+        for name, value in whole.items():
+            np.testing.assert_allclose(others[name], value, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("steps", [3, BEFORE, BEFORE + 5, BEFORE + TRIAL + 3])
+def test_a_run_is_resumed_with_equal_bits(steps, tmp_path):
+    x, y = np.linspace(-1, 1, 48)[:, None], np.linspace(0, 1, 48)[:, None] ** 2
+    make = network([1, 8, 1])
+    whole, first, second = (optimizer_of(make) for _ in range(3))
+    for _ in range(steps):
+        whole.step({"x": x}, y)
+        first.step({"x": x}, y)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for _ in range(6):
+        assert second.step({"x": x}, y).loss == whole.step({"x": x}, y).loss
+    for name, value in whole.engine.parameters.items():
+        np.testing.assert_array_equal(second.engine.parameters[name], value)
+
+
+@pytest.mark.parametrize("steps", [BEFORE - 1, BEFORE, BEFORE + TRIAL])
+def test_a_batch_that_overflows_changes_nothing(steps):
+    """The step that it interrupts may be the one that begins or ends the exact steps."""
+    x, y = linear_data(40, 3, noise=0.1)
+    left, right = (optimizer_of(linear(3), non_finite="skip") for _ in range(2))
+    for optimizer in (left, right):
+        for _ in range(steps):
+            optimizer.step({"x": x}, y)
+    assert left.step({"x": np.full_like(x, np.inf)}, y).skipped
+    for _ in range(3):
+        assert left.step({"x": x}, y).loss == right.step({"x": x}, y).loss
+    np.testing.assert_array_equal(left.engine.parameters["w"], right.engine.parameters["w"])
