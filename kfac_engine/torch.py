@@ -13,7 +13,13 @@ from kfac_engine.arguments import positive
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.parameter_matches import match_parameters
 from kfac_engine.engine.result import KL_CLIP, Result
-from kfac_engine.errors import BackendError, InputError, NonFiniteError, UnsupportedError
+from kfac_engine.errors import (
+    BackendError,
+    InputError,
+    NonFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
 from kfac_engine.graph.load import ModelSource, load_model
 from kfac_engine.losses import Categorical, LossKind, MultiBernoulli, Normal
 from kfac_engine.losses.observed import Targets
@@ -69,6 +75,9 @@ class KFAC:
             one to satisfy it; see ``Result.clipped_rate``. The learning rate of the optimizer is
             then at most 1. None for natural gradients without a bound.
         model: An ONNX file of the module; None to export the module.
+        dynamic_shapes: The free axes of the inputs, as ``torch.export`` takes them: a dictionary
+            for each input, such as ``({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)`` for texts of any length.
+            None for the first axis of each input.
         options: Further options of ``Engine.from_onnx``. ``train_form`` is set by default if a
             batch normalization of the module is in training mode.
 
@@ -90,6 +99,7 @@ class KFAC:
         loss: Any,
         kl_clip: float | None = KL_CLIP,
         model: ModelSource | None = None,
+        dynamic_shapes: Any = None,
         **options: Any,
     ) -> None:
         if kl_clip is not None:
@@ -105,7 +115,10 @@ class KFAC:
         if any(norm.training for norm in norms):
             chosen["train_form"] = True
         examples = _tensors(sample)
-        source = _exported(module, examples) if model is None else model
+        if model is not None and dynamic_shapes is not None:
+            raise InputError("dynamic_shapes is for an export; leave it out, or model=.")
+        source = _exported(module, examples, dynamic_shapes) if model is None else model
+        self._exports = model is None
         loaded = load_model(source)
         graph = loaded.graph
         if isinstance(loss, torch.nn.Module):
@@ -113,6 +126,7 @@ class KFAC:
             loss, of_loss = loss_options(loss, shape)
             chosen |= of_loss
         self._inputs = [entry.name for entry in graph.inputs]
+        self._shapes = {entry.name: entry.shape or () for entry in graph.inputs}
         trained = [n for n in _trained(module) if n in graph.constants]
         if model is None and trained:
             chosen["trainable"] = trained
@@ -158,6 +172,7 @@ class KFAC:
             NonFiniteError: A gradient or a parameter holds NaN or infinity. No gradient changed.
         """
         parts, factor = self._batches(inputs, targets), _factor(scaler)
+        self._check_shapes(parts)
         parameters = self._parameters()
         present = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if not present:
@@ -177,6 +192,24 @@ class KFAC:
         arrays = self.matches.to_module(natural)
         _replace(parameters, {n: torch.from_dlpack(arrays[n]) * (scale * factor) for n in present})
         return scale
+
+    def _check_shapes(self, parts: Sequence[tuple[Mapping[str, Any], Targets]]) -> None:
+        """Refuse inputs that differ from the sample in more than the number of examples."""
+        for named, _ in parts if self._exports else ():
+            for name, tensor in named.items():
+                declared, shape = self._shapes[name], tuple(tensor.shape)
+                fixed = len(declared) == len(shape) and [
+                    axis
+                    for axis, size in enumerate(declared)
+                    if isinstance(size, int) and shape[axis] != size
+                ]
+                if fixed:
+                    axis = fixed[0]
+                    raise ShapeError(
+                        f"input '{name}' has size {shape[axis]} on axis {axis}, and the sample had "
+                        f"{declared[axis]}; to change this size from batch to batch, pass "
+                        f"dynamic_shapes, with {{{axis}: torch.export.Dim.DYNAMIC}} for this input."
+                    )
 
     def _scale(self, result: Result) -> float:
         """Return the factor by which ``kl_clip`` shrinks a step; refuse scaled gradients."""
@@ -404,13 +437,21 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in sorted(names))
 
 
-def _exported(module: torch.nn.Module, sample: tuple[torch.Tensor, ...]) -> bytes:
-    """Return the file of a module in evaluation form, with a free number of examples."""
-    axes = tuple({0: torch.export.Dim.DYNAMIC} for _ in sample)
+def _exported(
+    module: torch.nn.Module, sample: tuple[torch.Tensor, ...], dynamic_shapes: Any
+) -> bytes:
+    """Return the file of a module in evaluation form; ``dynamic_shapes`` is as for ``KFAC``."""
+    if dynamic_shapes is None:
+        dynamic_shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in sample)
     try:
         with _evaluated(module):
             program = torch.onnx.export(
-                module, sample, dynamo=True, optimize=False, dynamic_shapes=axes, verbose=False
+                module,
+                sample,
+                dynamo=True,
+                optimize=False,
+                dynamic_shapes=dynamic_shapes,
+                verbose=False,
             )
     except ImportError as failure:
         raise BackendError(

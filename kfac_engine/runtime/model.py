@@ -33,6 +33,7 @@ from kfac_engine.graph.analysis.subgraph import SubGraph, of_constants
 from kfac_engine.graph.analysis.trainable import trainable_parameters
 from kfac_engine.graph.load import LoadedModel, ModelSource
 from kfac_engine.graph.load import load_model as load
+from kfac_engine.graph.passes.embedding_bags import without_bag_loops
 from kfac_engine.graph.passes.upcast import GradientDType, in_types, result_types
 from kfac_engine.graph.structure import Fact, Graph, Node
 from kfac_engine.runtime.context import SessionContext
@@ -147,7 +148,8 @@ class OnnxModel:
         scratch_bytes: int | None = None,
         graph_passes: Sequence[str] | None = None,
     ) -> None:
-        self.loaded = loaded = with_taken_branches(loaded, sample_inputs)
+        loaded = with_taken_branches(loaded, sample_inputs)
+        self.loaded = loaded = replace(loaded, graph=without_bag_loops(loaded.graph))
         self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
         self.memory_space, self.graph_passes = HOST, chosen_passes(graph_passes)
         # The arrays of the file are read-only. A copy would double the memory of a large model.

@@ -390,3 +390,36 @@ def test_unused_parameters_are_refused_by_name(tmp_path: Path):
     module.register_parameter("unused", nn.Parameter(torch.ones(2)))
     with pytest.raises(ke.InputError, match="no parameter for 'unused'"):
         KFAC(module, batch[:3], loss="categorical")
+
+
+class Texts(nn.Module):
+    """A classifier of texts of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 6), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.table(ids)).mean(1))
+
+
+@pytest.mark.quick
+def test_another_length_of_texts_needs_dynamic_shapes():
+    torch.manual_seed(0)
+    module, sample = Texts(), torch.randint(0, 20, (4, 8))
+    fixed = KFAC(module, sample, loss="categorical")
+    longer = torch.randint(0, 20, (5, 11))
+    backward(module, longer, torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ke.ShapeError, match=r"size 11 on axis 1, .* had 8; .* dynamic_shapes"):
+        fixed.step(longer)
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    kfac = KFAC(module, sample, loss="categorical", dynamic_shapes=(free,), kl_clip=None, seed=1)
+    for length in (8, 11, 5):
+        ids, targets = torch.randint(0, 20, (5, length)), torch.arange(5) % 3
+        backward(module, ids, targets)
+        kfac.step(ids)
+        assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
+    predicted = kfac.engine.predict(ids.numpy())
+    np.testing.assert_allclose(predicted, module(ids).detach(), atol=1e-5)
+    with pytest.raises(ke.InputError, match="leave it out, or model="):
+        KFAC(module, sample, loss="categorical", model="m.onnx", dynamic_shapes=(free,))
