@@ -303,6 +303,10 @@ class TrainingFiles:
 
     def _check_names(self, file: str, inputs: Mapping[str, Array]) -> None:
         known = {**self._session(file).input_shapes, **self.description.inputs}
+        if not isinstance(inputs, Mapping):
+            raise InputError(
+                f"inputs must be a mapping {{name: array}}, got {type(inputs).__name__}."
+            )
         for name in inputs:
             if name not in known:
                 raise UnknownNameError(f"'{file}' has no input '{name}'{suggestion(name, known)}.")

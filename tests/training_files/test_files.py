@@ -327,7 +327,9 @@ def open_lengths(length):
 def test_a_length_that_files_fix_is_named(tmp_path):
     """The remedy of the warning gives files of another length."""
     with pytest.warns(UserWarning, match=r"axis 1 \('length'\) of input 'input'.*sample_inputs"):
-        files = ke.export_training(open_lengths("length"), path=tmp_path / "fixed")
+        files = ke.export_training(
+            open_lengths("length"), optimizer="adamw", path=tmp_path / "fixed"
+        )
     targets = np.arange(4) % 3
     batches = {n: {"input": np.ones((4, n, 3), np.float32)} for n in (8, 12)}
     assert np.isfinite(files.step(files.initial(), batches[8], targets)["loss"])
@@ -340,17 +342,20 @@ def test_a_length_that_files_fix_is_named(tmp_path):
         with pytest.raises(ke.ShapeError, match=message):
             call()
     model = open_lengths("length")
-    other = ke.export_training(model, path=tmp_path / "given", sample_inputs=batches[12])
+    other = ke.export_training(
+        model, optimizer="adamw", path=tmp_path / "given", sample_inputs=batches[12]
+    )
     assert np.isfinite(other.step(other.initial(), batches[12], targets)["loss"])
-    ke.export_training(open_lengths(8), path=tmp_path / "declared")
+    ke.export_training(open_lengths(8), optimizer="adamw", path=tmp_path / "declared")
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [np.nan, np.inf, -1.0])
-@pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
-def test_a_rate_that_is_no_length_is_refused_and_changes_nothing(rate, optimizer, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("kfac", np.nan), ("adamw", np.inf), ("sgd", -1.0)]
+)
+def test_a_rate_that_is_no_length_is_refused_and_changes_nothing(optimizer, rate, tmp_path):
     model, options = network("dense"), {"learning_rate": 0.1} if optimizer == "sgd" else {}
     files = ke.export_training(model, optimizer=optimizer, path=tmp_path, **options)
     inputs, targets = data(model)
@@ -431,6 +436,14 @@ def test_arrays_of_another_kind_or_shape_are_refused(case, two_kinds):
     if name == "targets" and array is not None and len(array) == N:
         with pytest.raises(ke.KfacError, match=message):
             files.run((given, targets), steps=1)
+
+
+def test_inputs_without_names_are_refused(two_kinds):
+    files, state = two_kinds
+    with pytest.raises(ke.InputError, match="inputs must be a mapping"):
+        files.step(state, RIGHT["input"], RIGHT["targets"])
+    with pytest.raises(ke.InputError, match="inputs must be a mapping"):
+        files.predict(state, RIGHT["input"])
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
