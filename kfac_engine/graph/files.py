@@ -128,6 +128,9 @@ def _reference(name: str, array: Array, location: str, offset: int) -> TensorPro
 # Element types with several elements in a byte, which NumPy cannot map.
 _PACKED = ("int4", "uint4", "int2", "uint2", "float4_", "float6_")
 
+# Largest number of bytes of an external tensor that are copied.
+_MOST_COPIED = 1 << 20
+
 # Largest number of digits of an offset; Python refuses to convert thousands of digits.
 _MOST_DIGITS = 20
 
@@ -152,8 +155,10 @@ class ExternalData:
     def array(self, tensor: TensorProto, dtype: DType, what: str) -> Array:
         """Return the values of an external tensor, as a view of the file where they are aligned.
 
-        Messages call the tensor ``what``. A file that is missing or outside of the model's folder,
-        bytes that do not fit the shape, and packed element types raise errors.
+        Few bytes are copied: the file is mapped as long as a view of it exists, and all its pages
+        count as memory of the process, also of weights that training has replaced. Messages call
+        the tensor ``what``. A file that is missing or outside of the model's folder, bytes that do
+        not fit the shape, and packed element types raise errors.
         """
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
@@ -176,7 +181,11 @@ class ExternalData:
                 f"{data.size}."
             )
         values = data[offset : offset + needed].view(dtype).reshape(shape)
-        return np.require(values, requirements="A")
+        if needed > _MOST_COPIED:
+            return np.require(values, requirements="A")
+        values = values.copy()
+        values.flags.writeable = False
+        return values
 
     def _bytes(self, location: str, what: str) -> Array:
         """Return all bytes of the file at ``location``."""

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import kfac_engine as ke
@@ -266,3 +268,17 @@ def test_many_bytes_of_frozen_weights_are_read_in_place(most, monkeypatch):
     session = Session(model, threads=1, what="a product")
     x = np.eye(64, dtype=np.float32)
     np.testing.assert_array_equal(session.run(("y",), {"x": x})["y"], weights["w"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc of Linux")
+@pytest.mark.parametrize("freeze", [None, ["*.bias"]], ids=["all_trained", "frozen_biases"])
+def test_a_weight_file_is_unmapped_when_its_large_weights_are_replaced(freeze, tmp_path):
+    model, path = models.mlp((600, 600, 600, 3)), tmp_path / "model.onnx"
+    onnx.save_model(
+        model, path, save_as_external_data=True, location="weights", size_threshold=0
+    )  # fmt: skip
+    engine = ke.Engine.from_onnx(path, loss="categorical", freeze=freeze)
+    assert f"{tmp_path}/weights" in Path("/proc/self/maps").read_text()
+    inputs = models.random_inputs(model, 2)
+    ke.AdamW(engine).step(inputs, np.zeros(2, int))
+    assert f"{tmp_path}/weights" not in Path("/proc/self/maps").read_text()

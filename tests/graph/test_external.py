@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, numpy_helper
 
+from kfac_engine.graph import files
 from kfac_engine.graph.load import load_graph
 from tests import models
 from tests.graph.running import assert_same, simple_model
@@ -31,7 +33,10 @@ def file_of(array: np.ndarray) -> mmap.mmap:
     return array
 
 
-def test_external_weights_are_views_of_one_mapped_file(tmp_path: Path) -> None:
+def test_external_weights_are_views_of_one_mapped_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MOST_COPIED", 0)
     model = models.cnn()
     graph = load_graph(save_external(models.cnn(), tmp_path))
     roots = {id(file_of(array)) for array in graph.constants.values()}
