@@ -230,12 +230,13 @@ def bind_losses(
     _check_known(graph, facts, heads)
     placed = [head for head in heads if not _is_total(head, facts)]
     outputs = [head.output for head in placed]
-    batch = find_batch(graph, facts, outputs, inputs, options.batch_axes)
+    run = open_run(graph, facts)
+    batch = find_batch(graph, facts, outputs, inputs, options.batch_axes, run)
     for head in placed:
         _check_place(head, facts, batch.places.get(head.output))
 
     def sampled(name: str) -> Array:
-        return open_run(graph).values(sample_batch(graph, facts, inputs), [name])[name]
+        return run.values(sample_batch(graph, facts, inputs), [name])[name]
 
     if options.find_logits:
         heads = [

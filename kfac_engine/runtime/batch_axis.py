@@ -32,7 +32,7 @@ from kfac_engine.runtime.example_axis import (
     unmoved_axes,
     with_example,
 )
-from kfac_engine.runtime.sample_run import open_run, sample_batch
+from kfac_engine.runtime.sample_run import SampleRun, open_run, sample_batch
 
 # Bytes of values that are compared at a time, with at least one value.
 _COMPARED_BYTES = 64 << 20
@@ -94,6 +94,7 @@ def find_batch(
     outputs: Sequence[str],
     inputs: Mapping[str, Array] | None = None,
     axes: Axes | None = None,
+    run: SampleRun | None = None,
 ) -> Batch:
     """Return the batch axes of inputs and values, from a sample run.
 
@@ -101,9 +102,10 @@ def find_batch(
     changes no other example, or axes as long as the batch. ``outputs`` are the values that the
     losses read, which have a batch axis; none if no value needs one. ``inputs`` is the batch of the
     sample run; None if it was generated. ``axes`` map an input to its batch axis, if the user names
-    them. An input without its axis, and axes of different sizes, raise a ShapeError.
+    them. An input without its axis, and axes of different sizes, raise a ShapeError. ``run`` is the
+    result of ``open_run``, if the caller reads further values.
     """
-    probe = _Probe(graph, facts, inputs)
+    probe = _Probe(graph, facts, inputs, run)
     batch = probe.batch_of_user(_checked(facts, axes), outputs) if axes else probe.found(outputs)
     return replace(batch, joint=batch.joint or probe.why_joint(batch, outputs))
 
@@ -128,10 +130,14 @@ class _Probe:
     """Runs a model on variations of its sample batch."""
 
     def __init__(
-        self, graph: Graph, facts: Mapping[str, Fact], inputs: Mapping[str, Array] | None
+        self,
+        graph: Graph,
+        facts: Mapping[str, Fact],
+        inputs: Mapping[str, Array] | None,
+        run: SampleRun | None = None,
     ) -> None:
         self._graph, self._facts = graph, facts
-        self._run = open_run(graph, facts)
+        self._run = run or open_run(graph, facts)
         self._is_generated, self._named = inputs is None, False
         # Messages of runs that failed, by the axes along which another size was tried.
         self._failures: dict[frozenset[tuple[str, int]], str] = {}
@@ -164,7 +170,7 @@ class _Probe:
                     ran.append((batch, candidate))
                 elif only:
                     return batch
-                elif not self.coupled(batch, outputs):
+                elif not self.coupled(batch, outputs, first=not candidate.is_merged):
                     tried = stuck and not (candidate.is_declared or wider)
                     alone = (
                         tried and f"the model runs with a single size of {_spelled(stuck[0].axes)}"
@@ -371,13 +377,16 @@ class _Probe:
         node = self.coupled(batch, outputs)
         return replace(batch, doubt=node and f"{node} makes the examples depend on each other")
 
-    def coupled(self, batch: Batch, outputs: Sequence[str]) -> str:
-        """Return the first node by which examples depend on each other, or ``""``."""
+    def coupled(self, batch: Batch, outputs: Sequence[str], *, first: bool = True) -> str:
+        """Return the first node by which examples depend on each other, or ``""``.
+
+        Without ``first``, ``divides`` has shown that examples do not need the first one.
+        """
         if batch.size == 1:
             return ""
         # In a recurrence, examples depend on earlier or on later examples, so the first and the
         # last example are changed.
-        for changed in (0, batch.size - 1):
+        for changed in (0, batch.size - 1) if first else (batch.size - 1,):
             if any(self._moved(outputs, changed, batch)):
                 arrays = [n for node in self._graph.nodes for n in node.outputs if n in self._facts]
                 for name in self._moved(arrays, changed, batch):  # of random values, maybe none
