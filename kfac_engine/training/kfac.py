@@ -55,7 +55,7 @@ AUTO, QUADRATIC = "auto", "quadratic"
 # Group of the planner's state in checkpoints.
 _REFRESHES = "refreshes"
 # Group of the examples that were seen, and of the batch that comes again.
-EXAMPLES, _REPEATED = "examples", "repeated"
+EXAMPLES, REPEATED = "examples", "repeated"
 _EXACT = "exact"  # the entry that says whether the last step was exact
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
@@ -544,7 +544,7 @@ class KfacOptimizer(Optimizer):
             more[EXAMPLES] = self._basis.seen.saved()
         if self._exact is not None:
             exact = {_EXACT: np.array(float(self._rule is self._exact))}
-            more[_REPEATED] = self._basis.repeated.saved() | exact
+            more[REPEATED] = self._basis.repeated.saved() | exact
         return replace(state, arrays={**state.arrays, **more})
 
     def restore(self, part: SavedState) -> None:
@@ -555,8 +555,8 @@ class KfacOptimizer(Optimizer):
         if EXAMPLES in arrays:
             seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
             basis = basis._replace(seen=seen)
-        if _REPEATED in arrays:
-            saved = {name: to_numpy(array) for name, array in arrays.pop(_REPEATED).items()}
+        if REPEATED in arrays:
+            saved = {name: to_numpy(array) for name, array in arrays.pop(REPEATED).items()}
             self._rule = self._exact if self._exact and saved.pop(_EXACT) else self._given
             basis = basis._replace(repeated=RepeatedBatch.restored(saved))
         self._basis = basis

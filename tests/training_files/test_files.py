@@ -43,6 +43,17 @@ def test_the_files_have_the_names_of_the_contract(files):
     assert list(files.parameters) == weights
 
 
+@pytest.mark.parametrize("loss", ["categorical", "normal"])
+def test_the_state_has_what_a_step_changes(loss, tmp_path):
+    """Records of batches, which an optimizer in Python stores beside its slots, are none of it."""
+    files = ke.export_training(network("dense"), loss, path=tmp_path, noise="input")
+    groups = {name.partition("/")[0] for name in files.description.state}
+    assert groups.isdisjoint({"examples", "repeated"})
+    inputs, outputs = names(files.folder / "training.onnx")
+    assert {*files.description.state} <= {*inputs}
+    assert {f"new {name}" for name in files.description.state} <= {*outputs}
+
+
 def test_the_files_hold_standard_operators_and_no_weights(files):
     model = onnx.load(files.folder / "training.onnx")
     onnx.checker.check_model(model, full_check=True)
