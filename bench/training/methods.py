@@ -3,7 +3,11 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
+
+import numpy as np
+from scipy.optimize import minimize
 
 import kfac_engine as ke
 from kfac_engine._types import Array
@@ -63,6 +67,48 @@ def _step_of(optimizer: Any) -> Step:
     return lambda inputs, targets, scale: float(optimizer.step(inputs, targets, scale).loss)
 
 
+def _quadratic(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    """Return the step of the quadratic model on whole batches, with damping that is adapted."""
+    whole = {"curvature_part": 1.0, "statistics_part": 1.0, "adapt_damping": True, "damping": 1.0}
+    rule = {"learning_rate": "quadratic", "momentum": "quadratic"}
+    return _kfac(engine, rate, {**whole, **rule, **options})
+
+
+def _lbfgs(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    """Return a step of some iterations of SciPy's L-BFGS on one batch.
+
+    It starts anew in each step, after many more iterations than it has vectors.
+    """
+    del rate
+
+    def step(inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
+        del scale
+        first = engine.parameters
+        places = np.cumsum([0, *(value.size for value in first.values())])
+        losses: list[float] = []
+
+        def evaluated(vector: Array) -> tuple[float, Array]:
+            parts = zip(first.items(), pairwise(places), strict=True)
+            engine.set_parameters(
+                {
+                    name: vector[start:stop].reshape(value.shape).astype(value.dtype)
+                    for (name, value), (start, stop) in parts
+                }
+            )
+            result = engine.gradients(inputs, targets)
+            losses.append(result.loss)
+            gradients = (result.gradients[name].ravel() for name in first)
+            return result.loss, np.concatenate(list(gradients)).astype(np.float64)
+
+        start = np.concatenate([value.ravel() for value in first.values()]).astype(np.float64)
+        settings = {"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0, **options}
+        minimum = minimize(evaluated, start, jac=True, method="L-BFGS-B", options=settings)
+        evaluated(minimum.x)
+        return losses[0]
+
+    return step
+
+
 _ADAM = (0.001, 0.002, 0.004, 0.008, 0.016)
 _HIGH_ADAM = (0.002, 0.004, 0.008, 0.016, 0.032)
 _LOW_ADAM = (0.0005, 0.001, 0.002, 0.004, 0.008)
@@ -87,6 +133,8 @@ METHODS: Mapping[str, Method] = Registry(
         "adam": Method(_first_order(ke.Adam), (TAIL, COSINE), _ADAM, _ADAM_RATES),
         "sgd": Method(_first_order(ke.SGD), (TAIL,), (0.01, 0.03, 0.1, 0.3, 1.0), _SGD_RATES),
         "muon": Method(_first_order(ke.Muon), (TAIL,), (0.01, 0.03, 0.1), {}),
+        "quadratic": Method(_quadratic, (TAIL,), (None,), {}),
+        "lbfgs": Method(_lbfgs, (TAIL,), (None,), {}),
     },
 )
 

@@ -104,7 +104,9 @@ class Trainer:
         options: Mapping[str, Any],
         seed: int,
     ) -> None:
-        self._engine = ke.Engine.from_onnx(model.data, loss=task.loss, threads=1, seed=seed)
+        self._engine = ke.Engine.from_onnx(
+            model.data, loss=task.loss, trainable=tuple(model.weights), threads=1, seed=seed
+        )
         self._step = method.factory(self._engine, rate, options)
 
     def step(self, inputs: Mapping[str, Array], targets: Array, scale: float) -> float:

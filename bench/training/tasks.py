@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import log, pi
 
-from kfac_engine.bench.training import models, modern
+from kfac_engine.bench.training import models, modern, repeated
 from kfac_engine.bench.training.data import (
     TABLES,
     Data,
@@ -95,6 +95,49 @@ MODERN: Mapping[str, Task] = {
         least=_OF_OUTPUT,
     ),
 }  # fmt: skip
+_WHOLE = 2_000  # examples of a batch of all
+
+
+def _equation(name: str, equation: repeated.Equation) -> Task:
+    return Task(
+        f"{name}, tanh network 48-48-48, 1,000 points",
+        lambda side, seed: equation.model((48, 48, 48), seed), lambda images: equation.data(),
+        "normal", _WHOLE, evaluated=_WHOLE, images=False, least=_OF_OUTPUT,
+    )  # fmt: skip
+
+
+def _fitted(title: str, model: Callable[[int, int], Model], data: Callable[[], Data]) -> Task:
+    return Task(title, model, lambda images: data(), "normal", _WHOLE, evaluated=_WHOLE,
+                images=False, least=_OF_OUTPUT)  # fmt: skip
+
+
+# Every step has the same examples.
+REPEATED: Mapping[str, Task] = {
+    "image": _fitted(
+        "image by coordinates, sines of frequency 20",
+        lambda side, seed: repeated.sine_network((2, 64, 64, 64, 1), 20, seed),
+        lambda: repeated.image(1),
+    ),
+    "colours": _fitted(
+        "three images by coordinates, sines of frequency 30",
+        lambda side, seed: repeated.sine_network((2, 64, 64, 64, 3), 30, seed),
+        lambda: repeated.image(3),
+    ),
+    "chirp": _fitted(
+        "sin(20x³) + |x|, tanh 48-48",
+        lambda side, seed: models.perceptron((1, 48, 48, 1), "Tanh", seed), repeated.chirp,
+    ),
+    "surface": _fitted(
+        "function of three variables, tanh 48-48",
+        lambda side, seed: models.perceptron((3, 48, 48, 1), "Tanh", seed), repeated.surface,
+    ),
+    "compressed": _fitted(
+        "digits through 10 numbers, tanh 48-10-48",
+        lambda side, seed: models.perceptron((64, 48, 10, 48, 64), "Tanh", seed),
+        lambda: repeated.compressed(load_digits()),
+    ),
+    **{name: _equation(name, equation) for name, equation in repeated.EQUATIONS.items()},
+}  # fmt: skip
 TABULAR: Mapping[str, Task] = {
     f"{name}{suffix}": _table(name, table, raw=bool(suffix))
     for name, table in TABLES.items()
@@ -136,6 +179,7 @@ TASKS: Mapping[str, Task] = Registry(
             lambda images: smooth_function(), "normal", 256, images=False,
         ),
         **MODERN,
+        **REPEATED,
         **TABULAR,
     },
 )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.bench.training import models
 from kfac_engine.bench.training.data import TABLES
+from kfac_engine.bench.training.repeated import EQUATIONS
 from kfac_engine.bench.training.tasks import TASKS
 
 
@@ -52,6 +53,12 @@ COUNTS = {
         dense(9, 16) + dense(9 * 16, 32) + dense(9 * 32, 32) + dense(9 * 32, 16) + dense(9 * 16, 1)
     )
     + 4 * 32 * 16 + 16 + 2 * (16 + 32 + 32 + 16),
+    "image": dense(2, 64, 64, 64, 1),
+    "colours": dense(2, 64, 64, 64, 3),
+    "chirp": dense(1, 48, 48, 1),
+    "surface": dense(3, 48, 48, 1),
+    "compressed": dense(64, 48, 10, 48, 64),
+    **dict.fromkeys(EQUATIONS, dense(2, 48, 48, 48, 1)),
     **{
         f"{name}{suffix}": dense(table.columns, 64, 32, table.outputs)
         for name, table in TABLES.items()
@@ -64,7 +71,8 @@ COUNTS = {
 def test_the_engine_trains_every_parameter_of_a_model(name):
     task = TASKS[name]
     model = task.model(28, 0)
-    engine = ke.Engine.from_onnx(model.data, loss=task.loss, threads=1)
+    trained = {"trainable": tuple(model.weights)} if name in EQUATIONS else {}
+    engine = ke.Engine.from_onnx(model.data, loss=task.loss, threads=1, **trained)
     assert sum(value.size for value in engine.parameters.values()) == COUNTS[name]
     assert set(engine.parameters) == set(model.weights)
 
