@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from kfac_engine._types import Array
+from kfac_engine.backend.cpu.grouped_gram import CACHE_BYTES
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.approximations import row
@@ -45,8 +46,8 @@ class MemoryReport:
         activations: Peak of values and their gradients in the sessions, for the given batch size.
         factors: Moving averages and stored powers.
         scratch: Peak of temporary arrays.
-        sessions: Memory of ONNX Runtime, BLAS and graphs, copies of frozen constants, and gaps in
-            the heap between large arrays.
+        sessions: Memory of ONNX Runtime, BLAS and graphs, copies of frozen constants, plans of
+            grouped moments, and gaps in the heap between large arrays.
         optimizer: The state of an optimizer, for its own ``memory`` only.
         device: Bytes of the parts above that are in the memory of a GPU: factors and scratch, and
             all parts but sessions if the model runs on the GPU.
@@ -214,6 +215,8 @@ class Footprint:
         sizes = (array.nbytes for array in model.parameters.values())
         gaps = vectors * sum(size for size in sizes if _LEAST_GAP <= size <= _LARGEST_GAP)
         blas = min(_BLAS, parameters + activations)
+        shapes = (shape for layer in self.layers for shape in layer.factor_shapes)
+        plans = CACHE_BYTES if any(len(shape) == 3 for shape in shapes) else 0  # of groups
         moved = 0 if model.memory_space is HOST else parameters + gradients + activations
         return MemoryReport(
             parameters=parameters,
@@ -221,7 +224,7 @@ class Footprint:
             activations=activations,
             factors=factors,
             scratch=scratch,
-            sessions=_LIBRARIES + blas + _NODE * sum(map(len, nodes)) + copies + gaps,
+            sessions=_LIBRARIES + blas + _NODE * sum(map(len, nodes)) + copies + gaps + plans,
             device=factors + scratch + moved if on_device else 0,
         )
 

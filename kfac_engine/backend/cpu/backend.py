@@ -48,8 +48,7 @@ class NumpyBackend:
     def working_bytes(self, copied: int, inverted: int, decomposed: int) -> tuple[int, bool]:
         # Float64, one matrix at a time: the damped matrix and its inverse; or the matrix, its
         # eigenvectors and LAPACK's workspace of twice its size.
-        work = max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed)
-        return work + grouped_gram.CACHE_BYTES * (copied > 0), False
+        return max(min(self.scratch_bytes, copied), 8 * 2 * inverted, 8 * 5 * decomposed), False
 
     def reserve(self, stored: int) -> None:
         del stored  # the host allocates memory as it is used
