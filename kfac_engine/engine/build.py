@@ -296,13 +296,13 @@ def register_losses(
     outputs = {head.loss.inputs[0]: head.output for head in heads}
     placed = {value: output for value, output in outputs.items() if output in batch.places}
     axes = {value: batch.places[output].axis for value, output in placed.items()}
-    if len(placed) < len(outputs):
-        reduction = "sum"  # the file has reduced the loss to a single number
+    of_batch = frozenset(outputs.keys() - placed.keys())
     prepare = {}
     if file_loss is not None:
         outputs = dict.fromkeys(outputs, file_loss.loss.labels)
         prepare = {heads[0].loss.targets or "": file_loss.prepare}
-    objective = Objective(collection.registered_losses, reduction, counted, outputs, axes, prepare)
+    losses = collection.registered_losses
+    objective = Objective(losses, reduction, counted, outputs, axes, prepare, of_batch)
     return Task(objective, heads, batch, inputs, file_loss)
 
 

@@ -3,6 +3,8 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from math import isclose
 
 import numpy as np
 
@@ -15,11 +17,12 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.metrics import Evaluated, MetricChoice, metrics_of
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.validation import check_batch_size
-from kfac_engine.errors import BackendError, InputError, NonFiniteError
+from kfac_engine.errors import BackendError, InputError, KfacError, NonFiniteError
 from kfac_engine.graph.analysis.subgraph import SubGraph
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inputs import check_inputs, finite, naming, not_finite, require_agreement
 from kfac_engine.runtime.model_sessions import open_forward
+from kfac_engine.runtime.sample_run import sample_batch
 from kfac_engine.sessions.device_session import DeviceSession
 from kfac_engine.sessions.session import Session
 
@@ -52,27 +55,29 @@ class Evaluation:
         refuse_separate_targets(choices, "evaluate((inputs, targets), …)")
         metrics = metrics_of(self.default_metrics() if choices is None else choices)
         reads_outputs = any(metric.reads_outputs for metric in metrics.values())
-        sums = np.zeros((len(metrics), 2))  # total and divisor of each metric
-        batches = 0
+        # Totals and divisors: those of a metric are one pair, or one for each loss function.
+        sums = np.zeros((len(metrics), len(self._task.objective.terms), 2))
+        batches, counted = 0, 0.0
         for inputs, targets in batches_of(data, self._axes):
             batch, batches = self._evaluated(inputs, targets, reads_outputs), batches + 1
+            counted += sum(batch.observation.size.totals)
             for entry, metric in zip(sums, metrics.values(), strict=True):
-                entry += metric.measure(batch)
-        count, *totals = self._agreement.sum(batches, *map(float, sums.flat))
+                pairs = metric.measure(batch)
+                entry[: len(pairs)] += pairs
+        count, counted, *totals = self._agreement.sum(batches, counted, *map(float, sums.flat))
         sums = np.reshape(totals, sums.shape)
         if not count:
             self._agreement.refuse(
                 InputError("the data have no batch; give one pair (inputs, targets) at least.")
             )
-        if not sums[:, 1].any() and self._task.objective.reduction != "sum":
+        if not counted:
             raise InputError(
                 "no target of the data counts: each is ignored or has the weight 0; a metric needs "
                 "one at least."
             )
-        means = {
-            n: total / (divisor or 1) for n, (total, divisor) in zip(metrics, sums, strict=True)
-        }
-        return {name: metric.finish(float(means[name])) for name, metric in metrics.items()}
+        ratios = sums[..., 0] / np.where(sums[..., 1], sums[..., 1], 1)
+        means = dict(zip(metrics, ratios.sum(axis=1).tolist(), strict=True))
+        return {name: metric.finish(means[name]) for name, metric in metrics.items()}
 
     def default_metrics(self) -> tuple[str, ...]:
         """Return the metrics that the losses have."""
@@ -89,9 +94,26 @@ class Evaluation:
         results = self._run(inputs, tuple(dict.fromkeys(names + self._outputs * reads_outputs)))
         outputs = {name: results[name] for name in self._outputs} if reads_outputs else {}
         values = results | {name: to_device(array) for name, array in named.items()}
-        return Evaluated(
-            objective, values, self._for_caller(outputs) if outputs else None, converted(targets)
-        )
+        of_caller = self._for_caller(outputs) if outputs else None
+        return Evaluated(objective, values, of_caller, converted(targets), self._added)
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        """Loss inputs in which the file has summed the losses of a batch.
+
+        The number for a batch in which each example comes twice is twice the number for the batch.
+        """
+        of_batch, batch = sorted(self._task.objective.of_batch), self._task.batch
+        if not of_batch or batch.fixed:
+            return frozenset()
+        once = sample_batch(self._model.graph, self._model.facts, self._task.inputs)
+        twice = batch.resized(once, 2 * batch.size)
+        try:
+            before, after = (self._run(inputs, of_batch) for inputs in (once, twice))
+        except KfacError:
+            return frozenset()
+        same = (name for name in of_batch if isclose(after[name], 2 * before[name], rel_tol=1e-3))
+        return frozenset(name for name in same if before[name])
 
     def _joined(self, name: str, parts: Sequence[Array]) -> Array:
         """Join an output of several batches; without examples, return the first one."""

@@ -1,11 +1,12 @@
 """Metrics of predictions: a registry of names, and functions of the caller.
 
-A metric is measured batch by batch as a sum over examples. The sums of all batches are divided
-once, so that the result does not depend on the sizes of the batches.
+A metric is measured batch by batch as sums over predictions. The sums of all batches are divided
+once, so that the result depends neither on the sizes of the batches, nor on which of them have
+targets that do not count.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import Parameter, signature
@@ -32,8 +33,8 @@ MetricChoice: TypeAlias = str | MetricFunction
 
 
 Direction: TypeAlias = Literal["higher", "lower"]
-# A sum over the examples of a batch, and the number that divides it: the number of examples, or the
-# sum of the weights of predictions; 0 where the metric of several batches is the sum of theirs.
+# A sum over the predictions of a batch, and the number that divides it, such as the sum of their
+# weights; 0 where the metric of several batches is the sum of theirs.
 Sum: TypeAlias = tuple[float, float]
 
 
@@ -47,12 +48,14 @@ class Evaluated:
         outputs: The outputs of the model, as ``Engine.predict`` returns them; None if no metric
             reads them.
         targets: The targets, as the caller passed them.
+        added: Loss inputs in which the file has summed the losses of the batch.
     """
 
     objective: Objective
     values: Values
     outputs: Any
     targets: Targets
+    added: Collection[str] = ()
 
     @property
     def examples(self) -> int:
@@ -105,8 +108,7 @@ class Evaluated:
         """Return the sum of a measure over all predictions that count, and their number.
 
         ``measure`` returns a number for each prediction or target. The results are sums over the
-        losses, with the weights of the predictions. Without weights they are the mean over all
-        entries times the number of examples, and this number.
+        losses, with the weights of the predictions.
         """
         total = number = 0.0
         for term, seen in zip(self.objective.terms, self.observation.terms, strict=True):
@@ -122,9 +124,7 @@ class Evaluated:
                 number += float(counts.sum(dtype=np.float64))
                 results = times(results.astype(np.float64), counts)
             total += float(results.sum(dtype=np.float64))
-        if self.is_weighted:
-            return total, number
-        return total / number * self.examples, self.examples
+        return total, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,62 +132,48 @@ class Metric:
     """A metric.
 
     Attributes:
-        measure: Returns the sum over a batch.
-        finish: Converts the mean over all batches to the metric.
+        measure: Returns sums over a batch, one or one for each loss function. The ratios of the
+            sums of all batches are added.
+        finish: Converts the result to the metric.
         reads_outputs: Whether the metric reads the outputs of the model.
         better: Which values are better, ``"higher"`` or ``"lower"``; None where only the caller
             knows.
     """
 
-    measure: Callable[[Evaluated], Sum]
+    measure: Callable[[Evaluated], Sequence[Sum]]
     finish: Callable[[float], float] = float
     reads_outputs: bool = False
     better: Direction | None = "lower"
 
 
-def _loss(batch: Evaluated) -> Sum:
-    """Return the sum of the losses of a batch, and the divisor of their mean; 0 for ``"sum"``."""
-    size, objective = batch.observation.size, batch.objective
-    divisor: float = batch.examples
-    if objective.reduction == "mean" and (
-        batch.is_weighted or any(t.weighs_classes for t in objective.terms)
-    ):
-        divisor = size.totals[0]
-        if len(set(size.totals)) > 1:
-            raise UnsupportedError(
-                "several losses whose targets have different weights have no common mean over "
-                "batches; evaluate with reduction='batch_mean'."
-            )
-        if not divisor:
-            return 0.0, 0.0
-    loss = objective.value(batch.values, batch.observation)
-    if not isfinite(loss):
-        raise NonFiniteError(f"the loss of a batch is {loss:g}; check the data and parameters.")
-    return (loss, 0) if objective.reduction == "sum" else (loss * divisor, divisor)
+def _loss(batch: Evaluated) -> list[Sum]:
+    """Return the sum of each loss function, and the divisor of its mean."""
+    sums = batch.objective.sums(batch.values, batch.observation, batch.added)
+    for total, divisor in sums:
+        if not isfinite(total):
+            loss = total / (divisor or 1)
+            raise NonFiniteError(f"the loss of a batch is {loss:g}; check the data and parameters.")
+    return sums
 
 
-def _mean(arrays: Sequence[Array], batch: Evaluated) -> Sum:
-    """Return the mean over all entries times the number of examples, and that number."""
-    total = sum(float(array.sum(dtype=np.float64)) for array in arrays)
-    return total / sum(array.size for array in arrays) * batch.examples, batch.examples
+def _accuracy(batch: Evaluated) -> list[Sum]:
+    return [batch.measured(lambda loss, values, targets: loss.hits(values, targets))]
 
 
-def _accuracy(batch: Evaluated) -> Sum:
-    return batch.measured(lambda loss, values, targets: loss.hits(values, targets))
+def _top(count: int, batch: Evaluated) -> list[Sum]:
+    return [batch.measured(lambda loss, values, targets: loss.ranks(values, targets) < count)]
 
 
-def _top(count: int, batch: Evaluated) -> Sum:
-    return batch.measured(lambda loss, values, targets: loss.ranks(values, targets) < count)
+def _absolute(batch: Evaluated) -> list[Sum]:
+    return [batch.measured(lambda loss, values, targets: abs(loss.errors(values, targets)))]
 
 
-def _absolute(batch: Evaluated) -> Sum:
-    return batch.measured(lambda loss, values, targets: abs(loss.errors(values, targets)))
-
-
-def _squared(batch: Evaluated) -> Sum:
-    return batch.measured(
-        lambda loss, values, targets: np.square(loss.errors(values, targets).astype(np.float64))
-    )
+def _squared(batch: Evaluated) -> list[Sum]:
+    return [
+        batch.measured(
+            lambda loss, values, targets: np.square(loss.errors(values, targets).astype(np.float64))
+        )
+    ]
 
 
 METRICS: Registry[Metric] = Registry(
@@ -235,7 +221,7 @@ def _named(choice: object) -> tuple[str, Metric]:
     return name, Metric(partial(_apply, choice, name), reads_outputs=True, better=None)
 
 
-def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
+def _apply(function: MetricFunction, name: str, batch: Evaluated) -> list[Sum]:
     """Return the sum over a batch of what a function of the caller returns."""
     targets = batch.targets.targets if isinstance(batch.targets, Weighted) else batch.targets
     weights = (batch.weights(),) if _reads_weights(function) else ()
@@ -246,7 +232,7 @@ def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
             f"{batch.examples} examples; it must return a value for each example, without a mean."
         )
     if not batch.is_weighted:
-        return _mean([results], batch)
+        return [(float(results.sum(dtype=np.float64)), results.size)]
     counts = batch.weights_like(results)
     if counts is None:
         raise UnsupportedError(
@@ -254,7 +240,7 @@ def _apply(function: MetricFunction, name: str, batch: Evaluated) -> Sum:
             f"weights; return a value for each example, or for each weight."
         )
     total = times(results.astype(np.float64), counts).sum(dtype=np.float64)
-    return float(total), float(counts.sum(dtype=np.float64))
+    return [(float(total), float(counts.sum(dtype=np.float64)))]
 
 
 def _reads_weights(function: MetricFunction) -> bool:

@@ -252,8 +252,10 @@ class TrainableModel(Sealed):
                 the accuracy where all targets are discrete.
 
         Returns:
-            Means of the metrics by name, over the examples of all batches and of all processes. A
-            loss under the reduction ``"sum"`` is a sum instead.
+            Means of the metrics by name, over the predictions of all batches and of all processes.
+            A loss under the reduction ``"sum"`` is a sum instead. A loss that the file computes as
+            a single number for a batch is a mean weighted by the examples, or a sum if the file
+            computes one.
 
         Raises:
             KfacError: Inputs or targets are wrong (see ``trace``), or the data have no batch.

@@ -20,7 +20,7 @@ For a part of a larger batch, such as the shard of a process, n and W belong to 
 parts, and its gradient is the sum of their gradients.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from numbers import Real
@@ -199,6 +199,8 @@ class Objective:
         axes: Map from a loss input to its axis of examples; 0 where absent.
         prepare: Map from the name of targets to the function that computes them from the array of
             the caller, where they differ.
+        of_batch: Loss inputs that the file has reduced to a single number for the whole batch; no
+            reduction applies to them.
         terms: The loss functions of all losses, one for each part of the batch.
         inputs: Names of the values that the losses read, each once.
         targeted: Map from the first input of each loss with targets to their name.
@@ -211,6 +213,7 @@ class Objective:
     outputs: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
     prepare: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
+    of_batch: frozenset[str] = frozenset()
     terms: tuple[LossFunction, ...] = field(init=False)
     inputs: tuple[str, ...] = field(init=False)
     targeted: Mapping[str, str] = field(init=False)
@@ -302,6 +305,29 @@ class Objective:
         terms = zip(weights, self.terms, observation.terms, strict=True)
         return float(sum(weight * term.value(values, seen) for weight, term, seen in terms))
 
+    def sums(
+        self, values: Values, observation: Observation, added: Collection[str] = ()
+    ) -> list[tuple[float, float]]:
+        """Return the sum of each loss function times its coefficient, and the divisor of its mean.
+
+        Once the sums and the divisors of several batches are added, the loss of all batches is the
+        sum of the ratios. A divisor is 0 where the loss is a sum, or no prediction counts. A single
+        number for a whole batch counts once for each example, unless it is among ``added``.
+        """
+        examples, sums = self.examples(values), list[tuple[float, float]]()
+        for coefficient, term, seen in zip(
+            self._coefficients(), self.terms, observation.terms, strict=True
+        ):
+            total = coefficient * term.value(values, seen)
+            if term.inputs[0] not in self.of_batch:
+                divisors = {"mean": seen.total, "batch_mean": examples, "sum": 0}
+                sums.append((total, divisors[self.reduction]))
+            elif term.inputs[0] in added:
+                sums.append((total, 0))
+            else:
+                sums.append((total * examples, examples))
+        return sums
+
     def cotangents(
         self, values: Values, times: float = 1.0, observation: Observation | None = None
     ) -> dict[str, Array]:
@@ -341,8 +367,7 @@ class Objective:
         for a loss of which no prediction counts: its terms are zero. If no prediction of any loss
         counts, NonFiniteError is raised.
         """
-        coefficients = [loss.coefficient for loss in self.losses for _ in loss.parts]
-        pairs = zip(coefficients, self._divisors(whole), strict=True)
+        pairs = zip(self._coefficients(), self._divisors(whole), strict=True)
         return tuple([k * (1 / divisor) for k, divisor in pairs])
 
     def fisher_scales(self, observation: Observation) -> dict[str, float | Array]:
@@ -397,6 +422,10 @@ class Objective:
         predictions = (len(values[t.inputs[0]]) * t.positions(values) for t in self.terms)
         return sum(predictions) // self.examples(values)
 
+    def _coefficients(self) -> list[float]:
+        """Return the coefficient of each loss function."""
+        return [loss.coefficient for loss in self.losses for _ in loss.parts]
+
     def _divisors(self, whole: BatchSize) -> list[float]:
         """Return the divisor of the reduction for each loss function."""
         self.require_counts(whole)
@@ -404,7 +433,12 @@ class Objective:
         if len(totals) > 1:  # a loss without a target that counts is a sum of zeros
             together = sum(totals)
             totals = tuple(_counted(total, together) for total in totals)
-        return [{"mean": total, "batch_mean": n, "sum": 1}[self.reduction] for total in totals]
+        return [
+            1 if term.inputs[0] in self.of_batch else divisors[self.reduction]
+            for term, divisors in zip(
+                self.terms, ({"mean": t, "batch_mean": n, "sum": 1} for t in totals), strict=True
+            )
+        ]
 
     def require_counts(self, whole: BatchSize) -> None:
         """Raise NonFiniteError if no prediction of any loss counts in a batch of a given size."""
