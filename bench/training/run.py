@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -108,6 +108,7 @@ class Trainer:
             model.data, loss=task.loss, trainable=tuple(model.weights), threads=1, seed=seed
         )
         self._step = method.factory(self._engine, rate, options)
+        self._squared = task.squared
 
     def step(self, inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
         """Change the parameters by one batch; return the loss before the change."""
@@ -119,13 +120,20 @@ class Trainer:
         self._engine.gradients(inputs, targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float | None]:
-        """Return the loss and the accuracy of batches, with their own normalizations."""
+        """Return the loss and the accuracy of batches, with their own normalizations.
+
+        The loss of a task with squared errors is their mean over the examples.
+        """
         losses, hits, count = 0.0, 0.0, 0
         discrete = False
         for inputs, targets in batches:
             trace = self._engine.trace(inputs, targets)
             objective = self._engine.objective
-            losses += objective.value(trace) * len(targets)
+            if self._squared:
+                errors = trace[objective.inputs[0]].astype(np.float64) - targets
+                losses += float((errors * errors).sum())
+            else:
+                losses += objective.value(trace) * len(targets)
             discrete = targets.dtype.kind == "i"
             if discrete:
                 predictions = np.argmax(trace[objective.inputs[0]], axis=-1)
@@ -154,7 +162,7 @@ def train(
     trainer = Trainer(model, task, method, run.rate, options, run.seed)
     trainer.warm_up(*next(data.batches(batch, run.seed)))
     held_out = partial(data.held_batches, task.evaluated)
-    course = _Course(run, method, trainer, held_out, task.least * prod(data.y.shape[1:]))
+    course = _Course(run, method, trainer, held_out)
     with warnings.catch_warnings():
         # A run that diverges is reported as its result.
         warnings.simplefilter("ignore", DivergenceWarning)
@@ -170,10 +178,8 @@ class _Course:
         method: Method,
         trainer: Trainer,
         held_out: Callable[[], Iterable[Batch]],
-        least: float,
     ) -> None:
         self._run, self._method, self._trainer, self._held_out = run, method, trainer, held_out
-        self._least = least
         self._steps, self._cpu, self._wall = 0, 0.0, 0.0
         self._curve: list[Point] = []
 
@@ -206,7 +212,6 @@ class _Course:
 
     def _evaluate(self) -> None:
         loss, accuracy = self._trainer.evaluate(self._held_out())
-        loss -= self._least
         self._curve.append(Point(self._steps, self._cpu, self._wall, loss, accuracy))
 
 

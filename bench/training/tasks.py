@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import log, pi
 
 from kfac_engine.bench.training import models, modern, repeated
 from kfac_engine.bench.training.data import (
@@ -34,8 +33,8 @@ class Task:
 
     ``model`` returns the model for images of a side, from a seed. Validation has batches of
     ``evaluated`` examples: normalizations in training form use the statistics of these batches, for
-    every method. ``least`` is the loss of an output without an error; it is no part of validation
-    losses.
+    every method. If ``squared``, it has squared errors in place of the loss ``"normal"``, which has
+    a constant as well.
     """
 
     title: str
@@ -45,11 +44,7 @@ class Task:
     batch: int
     evaluated: int = _EVALUATED
     images: bool = True
-    least: float = 0.0
-
-
-# The loss "normal" of an output without an error.
-_OF_OUTPUT = 0.5 * log(pi)
+    squared: bool = False
 
 
 def _planes(images: Images, held_out: int | None = _HELD_OUT) -> Data:
@@ -67,7 +62,7 @@ def _table(name: str, table: Table, *, raw: bool) -> Task:
         f"{name}, {'raw' if raw else 'standardized'}, MLP 64-32, ReLU",
         lambda side, seed: models.perceptron(widths, "Relu", seed),
         lambda images: table.data(raw=raw), "categorical" if table.classes else "normal", 64,
-        images=False, least=0.0 if table.classes else _OF_OUTPUT,
+        images=False, squared=not table.classes,
     )  # fmt: skip
 
 
@@ -92,7 +87,7 @@ MODERN: Mapping[str, Task] = {
     "unet": Task(
         "blurred images, U-Net with GroupNorm", modern.unet,
         lambda images: blurred(images, images.training // 5, 500), "normal", 64, evaluated=250,
-        least=_OF_OUTPUT,
+        squared=True,
     ),
 }  # fmt: skip
 _WHOLE = 2_000  # examples of a batch of all
@@ -102,13 +97,13 @@ def _equation(name: str, equation: repeated.Equation) -> Task:
     return Task(
         f"{name}, tanh network 48-48-48, 1,000 points",
         lambda side, seed: equation.model((48, 48, 48), seed), lambda images: equation.data(),
-        "normal", _WHOLE, evaluated=_WHOLE, images=False, least=_OF_OUTPUT,
+        "normal", _WHOLE, evaluated=_WHOLE, images=False, squared=True,
     )  # fmt: skip
 
 
 def _fitted(title: str, model: Callable[[int, int], Model], data: Callable[[], Data]) -> Task:
     return Task(title, model, lambda images: data(), "normal", _WHOLE, evaluated=_WHOLE,
-                images=False, least=_OF_OUTPUT)  # fmt: skip
+                images=False, squared=True)  # fmt: skip
 
 
 # Every step has the same examples.
