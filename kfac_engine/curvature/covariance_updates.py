@@ -6,6 +6,7 @@ Factors read the activations of a batch and the gradients of each source of an e
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -58,12 +59,14 @@ class MeasuredBatch:
         scales: Factors of the cotangents, by loss input; 1 where absent.
         weights: Weights of the examples, besides ``scales``; None if no target has a weight.
         draws: Draws that replace random ones, by loss name.
+        absent: Numbers of the loss functions of which no target counts in the whole batch.
     """
 
     trace: Trace
     scales: Scales
     weights: ExampleWeights | None = None
     draws: Draws | None = None
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -90,6 +93,7 @@ class CovarianceUpdates:
         batch: Name of a value whose first axis has the examples only; empty if the first axis of
             the first loss input has them.
         divided: Whether batches are divided among processes, which combine what they measure.
+        reached: Returns the values that each loss function depends on, in the order of the losses.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         updater: Updates the factors that read whole batches.
     """
@@ -111,9 +115,13 @@ class CovarianceUpdates:
     places: ExamplePlaces = field(default_factory=ExamplePlaces)
     batch: str = ""
     divided: bool = False
+    reached: Callable[[], Sequence[Collection[str]]] = tuple
     params_stats: list[Array] = field(default_factory=list)
     updater: FactorUpdater = field(init=False)
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict, init=False)
+    _left_out: dict[frozenset[int], frozenset[FisherFactor]] = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         """Create the updater for factors whose statistics need a whole batch at once."""
@@ -200,9 +208,37 @@ class CovarianceUpdates:
             self.updater.combine([measurement for _, measurement in measured])
         begin_bases(without_basis(self.updater.factors), dict(measured))  # type: ignore[arg-type] # Kronecker factors
 
-    def joined(self, sums: PartSums, *, by_example: bool = True) -> PendingUpdate:
-        """Return the update by the batch whose parts have been measured."""
-        return sums.update((*self.updater.factors, *(self.alone if by_example else ())))
+    def joined(
+        self, sums: PartSums, absent: frozenset[int] = frozenset(), *, by_example: bool = True
+    ) -> PendingUpdate:
+        """Return the update by the batch whose parts have been measured.
+
+        ``absent`` is that of the whole batch.
+        """
+        update = sums.update((*self.updater.factors, *(self.alone if by_example else ())))
+        return update.without(self.left_out(absent))
+
+    def left_out(self, absent: frozenset[int]) -> frozenset[FisherFactor]:
+        """Return the factors of layers on which only ``absent`` losses depend.
+
+        Their averages do not change: such a batch has no gradient at these layers.
+        """
+        if not absent:
+            return frozenset()
+        if absent not in self._left_out:
+            reached = self.reached()
+            present = {*chain(*(v for i, v in enumerate(reached) if i not in absent))}
+            others = {*chain(*(reached[i] for i in absent))} - present if reached else set[str]()
+            values = ((factor, self._differentiated_of(factor)) for factor in self.factors)
+            self._left_out[absent] = frozenset(f for f, v in values if v and others.issuperset(v))
+        return self._left_out[absent]
+
+    def _differentiated_of(self, factor: FisherFactor) -> set[str]:
+        """Return the values whose gradients a factor reads, or the outputs of its layers."""
+        names = {*factor.statistic.names()}
+        values = {self.gradients[name] for name in names if name in self.gradients}
+        layers = (layer for layer in self.layers if not names.isdisjoint(layer.inputs))
+        return values or values.union(*(layer.outputs for layer in layers))
 
     def update(
         self,
@@ -255,16 +291,17 @@ class CovarianceUpdates:
         propagated: dict[str, Array] | None = None,
     ) -> PendingUpdate:
         stats: dict[str, Array] = {}
+        left_out = self.left_out(batch.absent)
         singles = self._measure_examples(alone, batch)
         if propagated is None:
             values = self._of_batch(updater.factors, batch, stats)
         else:
             values = self._given(updater.factors, batch, propagated)
         if self.mode.one_source:
-            pending = updater.measure(next(values), release, singles)
+            pending = updater.measure(next(values), release, singles, left_out)
         else:
             self._prepare(updater, batch)
-            pending = updater.measure_sum(values, singles)
+            pending = updater.measure_sum(values, singles).without(left_out)
         self.params_stats = [total / (self.batch_size or 1) for total in stats.values()]
         return pending
 

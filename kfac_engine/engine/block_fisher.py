@@ -133,7 +133,8 @@ class BlockFisher:
         objective = self._passes.objective
         self._require_examples()
         scales = objective.fisher_scales(observation)
-        batch = MeasuredBatch(trace, scales, self._example_weights(trace, observation))
+        weights = self._example_weights(trace, observation)
+        batch = MeasuredBatch(trace, scales, weights, absent=observation.whole.absent)
         with self._passes.explained(trace):
             return self.estimator.statistics.measure(
                 batch, release, gradients, by_example=by_example
@@ -186,7 +187,7 @@ class BlockFisher:
 
         if bases := statistics.parts_of_bases:
             statistics.set_bases(measured(bases))
-        return statistics.joined(measured(), by_example=by_example)
+        return statistics.joined(measured(), traced.size.absent, by_example=by_example)
 
     # -- commit, refresh --------------------------------------------------------------------------
 

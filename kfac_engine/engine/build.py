@@ -231,11 +231,22 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         cache(partial(_positions_first, model, task.batch, task.inputs, read)),
     )
     statistics.batch = objective.batch
+    statistics.reached = partial(_values_of_losses, model, objective)
     model.passes.seed = options.seed
     model.move(available_memory_space(memory_space_of(backend)))
     assembly.request_values(estimator)
     return_freed_memory()
     return assembly, estimator
+
+
+def _values_of_losses(model: OnnxModel, objective: Objective) -> list[set[str]]:
+    """Return the values that each loss function depends on."""
+    nodes = model.extended_graph().nodes
+    parts = [(term.inputs, needed(nodes, term.inputs)) for term in objective.terms]
+    return [
+        {*inputs, *(name for node in its for name in (*node.inputs, *node.outputs))}
+        for inputs, its in parts
+    ]
 
 
 def _positions_first(

@@ -260,7 +260,8 @@ def _factor_faults(
 ) -> list[str]:
     """Return why a factor cannot have a stored state; it is restored in a copy to find out."""
     average = arrays.get("average")
-    if (average is None) != (entry.weight == 0):
+    empty = average is None or not average.any()  # zeros, until targets of its loss count
+    if (average is None and entry.weight) or (entry.weight == 0 and not empty):
         having = "without" if average is None else "with"
         return [f"{factor.name} has weight {entry.weight} {having} an average"]
     if expected.shapes and average is not None:

@@ -62,6 +62,11 @@ class BatchSize:
         totals = (a + b for a, b in zip(self.totals, other.totals, strict=True))
         return BatchSize(self.examples + other.examples, tuple(totals))
 
+    @property
+    def absent(self) -> frozenset[int]:
+        """Numbers of the loss functions of which no prediction counts."""
+        return frozenset(number for number, total in enumerate(self.totals) if not total)
+
     def positive(self) -> "BatchSize":
         """Return a size by which a sum can be divided before the size of the batch is known."""
         return BatchSize(self.examples, tuple(total or 1.0 for total in self.totals))

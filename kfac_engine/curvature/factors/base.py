@@ -154,6 +154,7 @@ class Measurement:
         weighted: Whether ``examples`` is a sum of weights.
         batch: Number of examples of the whole batch, those that do not count too; None if the
             measurement is not combined.
+        counts: Whether the average receives the measurement.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Measurement:
         self.repeats: float = sizes.repeats
         self._sizes, self._shape = sizes, sizes.shape
         self.batch: int | None = None
+        self.counts = True
         self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
         self._square = statistic if combined and statistic.of_sums else None
         self._values: Values | None = values
@@ -461,10 +463,14 @@ class FisherFactor(ABC):
             weight: Weight of the measurement.
         """
         self.wait()
-        beta, alpha = self.average.coefficients(
-            decay, weight, self.config, measurement.rows, over_rows=self.statistic.over_rows
-        )
-        measurement.add_to(self._room(measurement), alpha, beta)
+        room, average = self._room(measurement), self.average
+        if measurement.counts:
+            beta, alpha = average.coefficients(
+                decay, weight, self.config, measurement.rows, over_rows=self.statistic.over_rows
+            )
+            measurement.add_to(room, alpha, beta)
+        elif average.repeats is None:
+            average.repeats = measurement.repeats
         self._advance(measurement)
 
     def update(

@@ -216,7 +216,7 @@ class EigenbasisFactor(DiagonalFactor):
 def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
     """Return the factors whose basis comes from the next batch."""
     chosen = (factor for factor in factors if isinstance(factor, EigenbasisFactor))
-    return [factor for factor in chosen if factor.average.value is None]
+    return [factor for factor in chosen if not factor.average.weight]
 
 
 def set_bases(
@@ -225,7 +225,7 @@ def set_bases(
     combine: Combine | None = None,
     moving: Collection[str] = (),
 ) -> None:
-    """Set the bases of factors without an average, from the moments of their first batch.
+    """Set the bases of factors whose average has no batch yet, from the moments of the first one.
 
     ``sources`` has the values of each source of the batch; they are not read if all factors have an
     average. ``combine`` combines the measurements of several processes, and ``moving`` names values

@@ -46,6 +46,12 @@ class PendingUpdate:
     move: Callable[[float, float], None] | None = None
     release: Callable[[], None] | None = None
 
+    def without(self, factors: Collection[FisherFactor]) -> "PendingUpdate":
+        """Return the update, whose measurements of some factors do not count."""
+        for factor, measurement in self.measured:
+            measurement.counts = factor not in factors
+        return self
+
     def commit(self, decay: float, weight: float = 1.0) -> None:
         """Update the averages by a batch with a weight; the update cannot be used again.
 
@@ -151,20 +157,26 @@ class FactorUpdater:
         self._readers = Counter(chain(self._lengths, *self._names))
 
     def measure(
-        self, values: dict[str, Array], release: LetGo | None, measured: Sequence[Measured] = ()
+        self,
+        values: dict[str, Array],
+        release: LetGo | None,
+        measured: Sequence[Measured] = (),
+        left_out: Collection[FisherFactor] = (),
     ) -> PendingUpdate:
         """Check a batch of one source, and measure it if ``combine`` is set; no average changes.
 
         Without ``combine``, and for ``linear`` factors, the measurement takes place when the update
         is committed, directly into averages. Only lengths remain in ``values``; ``release``
         receives the names that were deleted. ``measured`` are further factors with their
-        measurements of the batch. A ``KfacError`` is raised if the batch does not fit a factor.
+        measurements of the batch. The averages of ``left_out`` do not change. A ``KfacError`` is
+        raised if the batch does not fit a factor.
         """
         checked = self._check(values)
         if self._bases:
             set_bases(self._bases, [values], self.combine)
         if self.combine is None:
-            return PendingUpdate(measured, partial(self._move, values, checked, release))
+            move = partial(self._move, values, checked, release, left_out)
+            return PendingUpdate(measured, move).without(left_out)
         pairs = self._measured(values, checked, self.linear)
         deferred = [factor.statistic for factor, measurement in pairs if measurement.deferred]
         read = {name for s in deferred for name in (*s.names(), *s.lengths())}
@@ -175,10 +187,11 @@ class FactorUpdater:
         for name in unread:
             del values[name]
         if release is None:
-            return PendingUpdate([*pairs, *measured])
+            return PendingUpdate([*pairs, *measured]).without(left_out)
         release(unread)
         later = [name for name in names if name in read]
-        return PendingUpdate([*pairs, *measured], release=partial(release, later))
+        update = PendingUpdate([*pairs, *measured], release=partial(release, later))
+        return update.without(left_out)
 
     def add_part(self, values: dict[str, Array], sums: PartSums) -> None:
         """Measure a part of a batch of one source into ``sums``; no average changes.
@@ -267,6 +280,7 @@ class FactorUpdater:
         values: dict[str, Array],
         checked: Sequence[Sizes],
         release: LetGo | None,
+        left_out: Collection[FisherFactor],
         decay: float,
         weight: float,
     ) -> None:
@@ -275,7 +289,9 @@ class FactorUpdater:
 
         def update(index: int) -> None:
             factor, names = self.factors[index], self._names[index]
-            factor.commit(factor.measure(values, checked[index]), decay, weight)
+            measurement = factor.measure(values, checked[index])
+            measurement.counts = factor not in left_out
+            factor.commit(measurement, decay, weight)
             unread = []
             with lock:
                 for name in names:
