@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
+    from kfac_engine.graph.edits.head import replace_head as replace_head
     from kfac_engine.html_report.page import report as report
     from kfac_engine.losses import L1 as L1
     from kfac_engine.losses import Categorical as Categorical
@@ -206,6 +207,7 @@ _HOMES = {
     "EngineOptions": "engine.options",
     "precondition": "engine.engine",
     "differentiate": "export.gradient_model",
+    "replace_head": "graph.edits.head",
     "export_training": "training_files.export",
     "TrainingFiles": "training_files.files",
     "TrainingRun": "training_files.files",

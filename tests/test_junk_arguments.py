@@ -98,6 +98,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "Engine.from_onnx": (ke.Engine.from_onnx, lambda: SAME),
     "precondition": (ke.precondition, lambda: {**SAME, **BATCH}),
     "differentiate": (ke.differentiate, lambda: {"model": MODEL, "loss": "categorical"}),
+    "replace_head": (ke.replace_head, lambda: {"model": MODEL, "classes": 2}),
     "export_training": (ke.export_training, lambda: {"model": MODEL, "path": "o"}),
     "TrainingFiles": (ke.TrainingFiles, lambda: {"folder": "o"}),
     "load_model": (ke.load_model, lambda: {"source": MODEL, "threads": 1}),

@@ -42,6 +42,7 @@ PUBLIC = (
     "EngineOptions",
     "precondition",
     "differentiate",
+    "replace_head",
     "export_training",
     "TrainingFiles",
     "TrainingRun",

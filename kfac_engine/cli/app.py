@@ -11,6 +11,7 @@ from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
+from kfac_engine.cli.edits import replace_head
 from kfac_engine.cli.exports import differentiate, export_training
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
@@ -73,6 +74,7 @@ COMMANDS: Mapping[click.Command, str] = {
     find_rate: "Suggest a learning rate, from a short run whose rate grows.",
     precondition: "Write the gradients of a batch and the preconditioned gradients.",
     inspect: "Show the layer, block, factors and costs of each parameter.",
+    replace_head: "Write a model whose last dense layer has new weights, for other classes.",
     differentiate: "Write the gradient of a model as a plain ONNX model.",
     export_training: "Write the training step of a model as plain ONNX files.",
     report: "Write a page with the charts and tables of a training run.",

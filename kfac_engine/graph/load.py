@@ -174,7 +174,7 @@ class LoadedModel:
     def output_shapes(self) -> dict[str, tuple[int | str | None, ...]]:
         """Declared shapes of outputs, by name; outputs without a declared shape are absent."""
         return {
-            entry.name: tuple(_size(dim) for dim in entry.type.tensor_type.shape.dim)
+            entry.name: tuple(axis_size(dim) for dim in entry.type.tensor_type.shape.dim)
             for entry in self.template.graph.output
             if entry.type.tensor_type.HasField("shape")
         }
@@ -264,15 +264,33 @@ def external_files(path: Path) -> Iterator[Path]:
             yield from (path.parent / e.value for e in entry.external_data if e.key == "location")
 
 
-def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> LoadedModel:
-    check_versions(model)
+def separated(source: ModelSource) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Return the message of a model without the data of its initializers, and the data by name.
+
+    Arguments and errors are as for ``load_model``, but nodes and versions are not checked.
+    """
+    path = Path(source) if isinstance(source, str | os.PathLike) else None
+    _require_room(source)
+    with _decoding(path):
+        return _separated(read_model(source), ExternalData(path) if path else None)
+
+
+def _separated(
+    model: onnx.ModelProto, external: ExternalData | None
+) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Return ``model`` without the data of its initializers, and the data; ``model`` is emptied."""
     sparse = {entry.values.name: entry for entry in model.graph.sparse_initializer}
     names = (*(entry.name for entry in model.graph.initializer), *sparse)
     refuse_repeated(names, "initializers")
-    external = ExternalData(path) if path else None
     constants = {entry.name: to_array(entry, external) for entry in model.graph.initializer}
     constants |= {name: densified(entry, external) for name, entry in sparse.items()}
-    template = _template(model, external)
+    return _template(model, external), constants
+
+
+def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> LoadedModel:
+    check_versions(model)
+    external = ExternalData(path) if path else None
+    template, constants = _separated(model, external)
     settle_statistics(template, constants, apart=train_form)
     working, filled, inner = _canonical(template, constants)
     _decode_all(working.graph, template)
@@ -379,11 +397,11 @@ def _inputs(
             )
         form = entry.type.tensor_type
         dtype = element_type(form.elem_type, f"input '{entry.name}'")
-        shape = tuple(_size(dim) for dim in form.shape.dim) if form.HasField("shape") else None
+        shape = tuple(axis_size(dim) for dim in form.shape.dim) if form.HasField("shape") else None
         yield Input(entry.name, dtype, shape, stored.get(entry.name))
 
 
-def _size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+def axis_size(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     """Return the size or the symbol of an axis.
 
     The result is None for a negative size and for names of an unknown size.

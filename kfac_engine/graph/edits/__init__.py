@@ -1,0 +1,1 @@
+"""Edits of a model in its own form: another head, adapters, and adapters folded into weights."""

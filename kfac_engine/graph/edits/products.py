@@ -1,0 +1,245 @@
+"""Finds the products with weights in a file, in the spellings of exporters and of ONNX Runtime.
+
+A weight may be read through Identity, Cast, Transpose and DequantizeLinear, and a bias may be an
+operand or an Add after the product.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import onnx
+
+from kfac_engine._types import DType
+from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
+from kfac_engine.graph.passes.order import describe
+from kfac_engine.graph.tensors import FLOATS, element_type
+
+# What a product does with a weight: it multiplies rows of features, images, or selects rows by id.
+Form = Literal["dense", "conv", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight as a product reads it.
+
+    Attributes:
+        name: Name of the constant in the file.
+        shape: Shape as the product reads it, inputs first for dense products.
+        dtype: Element type of the product.
+        flipped: Whether the last two axes of the constant are in the other order.
+        quantized: Whether the constant has integers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    flipped: bool = False
+    quantized: bool = False
+
+    def transposed(self) -> "Weight":
+        """Return the same constant, read with its last two axes in the other order."""
+        *lead, rows, columns = self.shape
+        return replace(self, shape=(*lead, columns, rows), flipped=not self.flipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product with a weight.
+
+    Attributes:
+        form: What it does with the weight.
+        node: Its node.
+        data: Name of the operand that is multiplied; of the ids for rows.
+        weight: The weight.
+        place: Index of the operand for the weight.
+        last: The node with the result: of the bias, if the bias has a node of its own.
+        bias: Name of the bias; empty without one.
+        bias_place: Index of the bias among the operands of ``last``; -1 without one.
+        factor: Number by which the product is multiplied.
+        is_plain: Whether the node multiplies floating-point data and weights.
+    """
+
+    form: Form
+    node: onnx.NodeProto
+    data: str
+    weight: Weight
+    place: int
+    last: onnx.NodeProto
+    bias: str = ""
+    bias_place: int = -1
+    factor: float = 1.0
+    is_plain: bool = True
+
+    @property
+    def result(self) -> str:
+        """Name of the result."""
+        return str(self.last.output[0])
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Number of inputs and of outputs; a filter has the entries of a patch as inputs."""
+        shape = self.weight.shape
+        if self.form == "conv":
+            return int(np.prod(shape[1:])), shape[0]
+        return shape[-2], shape[-1]
+
+    @property
+    def description(self) -> str:
+        """What messages call it: its node, weight and sides."""
+        inputs, outputs = self.sides
+        return f"the {describe(self.node)} ('{self.weight.name}', {inputs} × {outputs})"
+
+
+def products(model: EditedModel) -> Iterator[Product]:
+    """Yield the products of computed values with weights, in the order of the nodes."""
+    for node in tuple(model.nodes):
+        read = _READERS.get(operator(node))
+        product = read(model, node) if read else None
+        if product and product.data not in model.constants and not weight_of(model, product.data):
+            yield product
+
+
+def weight_of(model: EditedModel, value: str) -> Weight | None:
+    """Return the constant behind a value, if it is read through views, casts or scales only."""
+    dtype: DType | None = None
+    flips: list[tuple[int, ...]] = []
+    quantized = False  # through DequantizeLinear
+    while value not in model.constants:
+        node = model.producers.get(value)
+        kind = operator(node) if node is not None else ""
+        if node is None or kind.removeprefix("com.microsoft::") not in _VIEWS:
+            return None
+        if kind == "Cast":
+            dtype = dtype or element_type(int(attribute(node, "to", 1)), describe(node))
+        elif kind == "Transpose":
+            flips.append(_permutation(node))
+        elif "Dequantize" in kind:
+            scale = weight_of(model, node.input[1])
+            if scale is None:
+                return None
+            quantized, dtype = True, dtype or scale.dtype
+        value = node.input[0]
+    array = model.constants[value]
+    quantized = quantized or array.dtype.name not in FLOATS
+    weight = Weight(value, array.shape, dtype or array.dtype, quantized=quantized)
+    for order in flips:
+        axes = len(array.shape)
+        if axes < 2 or (order or tuple(range(axes))[::-1]) != _swap(axes):
+            return None
+        weight = weight.transposed()
+    return weight if weight.dtype.name in FLOATS else None
+
+
+_VIEWS = frozenset({"Cast", "DequantizeLinear", "Identity", "Transpose"})
+
+
+def _permutation(node: onnx.NodeProto) -> tuple[int, ...]:
+    found = next((entry for entry in node.attribute if entry.name == "perm"), None)
+    return tuple(found.ints) if found is not None else ()
+
+
+def _swap(axes: int) -> tuple[int, ...]:
+    return (*range(axes - 2), axes - 1, axes - 2)
+
+
+# -- spellings -------------------------------------------------------------------------------------
+
+
+def _gemm(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    weight = weight_of(model, node.input[1])
+    if weight is None or len(weight.shape) != 2 or attribute(node, "transA", 0):
+        return None
+    weight = weight.transposed() if attribute(node, "transB", 0) else weight
+    product = Product("dense", node, node.input[0], weight, 1, node)
+    product = replace(product, factor=float(attribute(node, "alpha", 1.0)))
+    if not operand(node, 2):
+        return _with_bias(model, product)
+    if weight_of(model, node.input[2]) is None:
+        return product
+    return replace(product, bias=node.input[2], bias_place=2)
+
+
+def _matmul(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    weight = weight_of(model, node.input[1])
+    others = ("transA", "transBatchA", "transBatchB")
+    if weight is None or len(weight.shape) < 2 or any(attribute(node, key, 0) for key in others):
+        return None
+    weight = weight.transposed() if attribute(node, "transB", 0) else weight
+    product = Product("dense", node, node.input[0], weight, 1, node)
+    product = replace(product, factor=float(attribute(node, "alpha", 1.0)))
+    return _with_bias(model, product)
+
+
+def _conv(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    weight = weight_of(model, node.input[1])
+    if weight is None or len(weight.shape) < 3 or weight.flipped or operand(node, 3):
+        return None
+    if attribute(node, "group", 1) != 1:
+        return None
+    product = Product("conv", node, node.input[0], weight, 1, node)
+    if not operand(node, 2):
+        return _with_bias(model, product)
+    return replace(product, bias=node.input[2], bias_place=2)
+
+
+def _gather(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    weight = weight_of(model, node.input[0])
+    if weight is None or len(weight.shape) != 2 or attribute(node, "axis", 0) or weight.flipped:
+        return None
+    return Product("rows", node, node.input[1], weight, 0, node)
+
+
+def _matmul_n_bits(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    scales = model.constants.get(operand(node, 2))
+    if node.input[1] not in model.constants or scales is None:
+        return None
+    sides = int(attribute(node, "K", 0)), int(attribute(node, "N", 0))
+    data = model.constants.get(operand(node, 5))
+    weight = Weight(node.input[1], sides, scales.dtype, quantized=True)
+    product = Product("dense", node, node.input[0], weight, 1, node, is_plain=False)
+    if data is not None:
+        return replace(product, bias=node.input[5], bias_place=5)
+    return _with_bias(model, product)
+
+
+def _gather_quantized(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    data, scales = (model.constants.get(operand(node, index)) for index in (0, 2))
+    if data is None or scales is None or data.ndim != 2 or attribute(node, "gather_axis", 0):
+        return None
+    columns = data.shape[1] * (8 // int(attribute(node, "bits", 4)) if data.dtype == "uint8" else 1)
+    weight = Weight(node.input[0], (data.shape[0], columns), scales.dtype, quantized=True)
+    return Product("rows", node, node.input[1], weight, 0, node, is_plain=False)
+
+
+def _with_bias(model: EditedModel, product: Product) -> Product:
+    """Return a product with the bias that the only reader of its result adds, if any."""
+    adder = model.reader(product.node.output[0])
+    if adder is None or operator(adder) != "Add":
+        return product
+    place = 1 - list(adder.input).index(product.node.output[0])
+    bias = weight_of(model, adder.input[place])
+    outputs = product.sides[1]
+    if bias is None or (product.weight.shape[:-2] and product.form == "dense"):
+        return product
+    axis = len(bias.shape) - (len(product.weight.shape) - 1 if product.form == "conv" else 1)
+    sizes = [size for index, size in enumerate(bias.shape) if index != axis]
+    fits = axis >= 0 and bias.shape[axis] == outputs and all(size == 1 for size in sizes)
+    if not fits:
+        return product
+    return replace(product, last=adder, bias=adder.input[place], bias_place=place)
+
+
+_READERS: Mapping[str, Callable[[EditedModel, onnx.NodeProto], Product | None]] = {
+    "Gemm": _gemm,
+    "com.microsoft::FusedGemm": _gemm,
+    "MatMul": _matmul,
+    "com.microsoft::FusedMatMul": _matmul,
+    "com.microsoft::TransposeMatMul": _matmul,
+    "Conv": _conv,
+    "com.microsoft::FusedConv": _conv,
+    "Gather": _gather,
+    "com.microsoft::MatMulNBits": _matmul_n_bits,
+    "com.microsoft::GatherBlockQuantized": _gather_quantized,
+}
