@@ -156,13 +156,13 @@ def _named(edited: EditedModel, known: Sequence[Product], at: str) -> Product:
 def _found(edited: EditedModel, known: Sequence[Product]) -> Product:
     """Return the only product from which neutral operators lead to an output."""
     results = {product.result: product for product in known}
-    found: dict[str, Product] = {}
+    heads: dict[str, Product] = {}
     for output in edited.outputs:
-        found |= _behind(edited, output, results)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    listed = ", ".join(product.description for product in found.values())
-    finding = f"several heads: {listed}" if found else "no dense layer right before an output"
+        heads |= _behind(edited, output, results)
+    if len(heads) == 1:
+        return next(iter(heads.values()))
+    listed = ", ".join(product.description for product in heads.values())
+    finding = f"several heads: {listed}" if heads else "no dense layer right before an output"
     raise ModelError(f"model '{edited.name}' has {finding}; {_candidates(known)}.")
 
 
@@ -180,12 +180,12 @@ def _behind(edited: EditedModel, output: str, results: Mapping[str, Product]) ->
 
     The result is empty if the output depends on another value as well.
     """
-    found: dict[str, Product] = {}
+    heads: dict[str, Product] = {}
     waiting, seen = [output], {output}
     while waiting:
         value = waiting.pop()
         if value in results:
-            found[value] = results[value]
+            heads[value] = results[value]
             continue
         node = edited.producers.get(value)
         kind = operator(node) if node is not None else ""
@@ -195,7 +195,7 @@ def _behind(edited: EditedModel, output: str, results: Mapping[str, Product]) ->
         new = [name for name in operands if name not in edited.constants and name not in seen]
         waiting += new
         seen.update(new)
-    return found
+    return heads
 
 
 # -- its weights -----------------------------------------------------------------------------------
@@ -313,10 +313,10 @@ def _cut(
     if result in edited.outputs:
         edited.drop_outputs(lost)
         return
-    kept = next((name for name in lost if edited.declared(name).dtype.name in FLOATS), lost[0])
-    edited.drop_outputs([name for name in lost if name != kept])
-    edited.declare(Input(kept, dtype, None))
-    edited.compute(last, result, kept)
+    output = next((name for name in lost if edited.declared(name).dtype.name in FLOATS), lost[0])
+    edited.drop_outputs([name for name in lost if name != output])
+    edited.declare(Input(output, dtype, None))
+    edited.compute(last, result, output)
 
 
 def _sizes_of(
@@ -340,11 +340,13 @@ def _sizes_of(
         for reader, index in places
         for entry, size in enumerate(edited.constants[reader.input[index]].ravel().tolist())
     ]
-    found = [(reader, index, entry) for reader, index, entry, size in entries if size == sizes.old]
+    places_of_old = [
+        (reader, index, entry) for reader, index, entry, size in entries if size == sizes.old
+    ]
     is_open = all(size in {-1, 0, 1} for *_, size in entries) and sizes.old != 1
-    if not found and is_open and (len(entries) > 1 or shape not in edited.constants):
+    if not places_of_old and is_open and (len(entries) > 1 or shape not in edited.constants):
         return []
-    return found if len(found) == 1 else None
+    return places_of_old if len(places_of_old) == 1 else None
 
 
 def _resize(edited: EditedModel, node: onnx.NodeProto, sizes: _Sizes) -> None:

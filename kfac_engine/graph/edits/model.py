@@ -183,21 +183,21 @@ class EditedModel:
 
     def downstream(self, value: str) -> list[onnx.NodeProto]:
         """Return the nodes whose results depend on a value, in topological order."""
-        reached, found = {value}, []
+        reached, dependents = {value}, []
         for node in self.nodes:
             if not reached.isdisjoint(reads(node)):
-                found.append(node)
+                dependents.append(node)
                 reached.update(node.output)
-        return found
+        return dependents
 
     def prune(self) -> None:
         """Remove nodes, constants and declarations that no output depends on."""
-        needed, kept = {*self.outputs}, []
+        needed, live = {*self.outputs}, []
         for node in reversed(self.nodes):
             if not needed.isdisjoint(node.output):
-                kept.append(node)
+                live.append(node)
                 needed.update(reads(node))
-        self.nodes = kept[::-1]
+        self.nodes = live[::-1]
         graph = self.message.graph
         dropped = {name for name in self._initializers if name not in needed}
         self._initializers = [name for name in self._initializers if name not in dropped]
@@ -266,10 +266,10 @@ class EditedModel:
 
 def attribute(node: onnx.NodeProto, name: str, default: int | float) -> int | float:
     """Return a number among the attributes of a node."""
-    found = next((entry for entry in node.attribute if entry.name == name), None)
-    if found is None:
+    setting = next((entry for entry in node.attribute if entry.name == name), None)
+    if setting is None:
         return default
-    value = helper.get_attribute_value(found)
+    value = helper.get_attribute_value(setting)
     assert isinstance(value, int | float), name
     return value
 
@@ -291,7 +291,7 @@ def _copy(node: onnx.NodeProto) -> onnx.NodeProto:
     return copy
 
 
-def _replace(entries, kept) -> None:  # type: ignore[no-untyped-def] # repeated fields have no type
-    copies = [type(entry).FromString(entry.SerializeToString()) for entry in kept]
+def _replace(entries, remaining) -> None:  # type: ignore[no-untyped-def] # repeated fields have no type
+    copies = [type(entry).FromString(entry.SerializeToString()) for entry in remaining]
     del entries[:]
     entries.extend(copies)

@@ -136,8 +136,8 @@ _VIEWS = frozenset({"Cast", "DequantizeLinear", "Identity", "Transpose"})
 
 
 def _permutation(node: onnx.NodeProto) -> tuple[int, ...]:
-    found = next((entry for entry in node.attribute if entry.name == "perm"), None)
-    return tuple(found.ints) if found is not None else ()
+    order = next((entry for entry in node.attribute if entry.name == "perm"), None)
+    return tuple(order.ints) if order is not None else ()
 
 
 def _swap(axes: int) -> tuple[int, ...]:
