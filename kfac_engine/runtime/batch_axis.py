@@ -148,7 +148,7 @@ class _Probe:
     def found(self, outputs: Sequence[str]) -> Batch:
         """Return the batch along the first of the candidates that has evidence."""
         graph, facts = self._graph, self._facts
-        candidates = batch_candidates(graph, facts)
+        candidates = self.without_axes_apart(batch_candidates(graph, facts), outputs)
         ran: list[tuple[Batch, Candidate]] = []
         stuck: list[Candidate] = []
         for candidate in candidates:
@@ -185,6 +185,23 @@ class _Probe:
         axes = stuck[0].axes if named else _first_axes(graph, facts)
         batch = self.batch_of_others(candidates, outputs) or self.batch_from_lengths(axes)
         return self.with_doubt(batch, outputs)
+
+    def without_axes_apart(
+        self, candidates: Sequence[Candidate], outputs: Sequence[str]
+    ) -> Sequence[Candidate]:
+        """Leave out axes of several symbols if outputs grow along one of these symbols alone.
+
+        The ids of all bags have such a symbol of their own, beside the offsets of each bag. A size
+        of one tells nothing, because it is broadcast.
+        """
+        merged = next((c for c in candidates if c.is_merged), None)
+        if merged is None or self._size(merged.axes) == 1:
+            return candidates
+        parts = (c for c in candidates if c.is_open and c.axes.items() < merged.axes.items())
+        batches = (self.batch_along(c.axes, outputs, c.squares) for c in parts)
+        if not any(batch is not None and _placed(batch, outputs) for batch in batches):
+            return candidates
+        return [c for c in candidates if c.axes != merged.axes]
 
     def batch_of_others(
         self, candidates: Sequence[Candidate], outputs: Sequence[str]

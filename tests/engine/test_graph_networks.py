@@ -160,11 +160,11 @@ def test_other_graphs_come_again_with_their_batch_only():
     inputs, targets = batch()
     optimizer.step(inputs, targets)
     optimizer.step(*batch(seed=1))
-    assert optimizer._seen.scarcity == 0
+    assert optimizer._basis.seen.scarcity == 0
     optimizer.step(inputs, targets)
-    assert optimizer._seen.count == 3 * GRAPHS
+    assert optimizer._basis.seen.count == 3 * GRAPHS
     # A third of the examples came again, of 2 × GRAPHS different ones.
-    assert optimizer._seen.scarcity == pytest.approx(1 / (3 * GRAPHS) / 2)
+    assert optimizer._basis.seen.scarcity == pytest.approx(1 / (3 * GRAPHS) / 2)
 
 
 def test_batches_of_graphs_are_cut_by_the_caller():

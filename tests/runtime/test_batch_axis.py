@@ -133,6 +133,16 @@ SEVERAL = {
     "pairs": (
         graph_networks.contrastive, None, {"image": 0, "text": 0}, "'logits' has an entry for each"
     ),
+    # Ids that all sums share, and the last id of each: other numbers of ids run.
+    "sums of ids": (
+        lambda: models.parsed(
+            """sums (int64[m] ids, int64[n] ends) => (float[n, 2] output) {
+                rows = Gather (table, ids)  sums = CumSum (rows, zero)
+                output = Gather (sums, ends) }""",
+            {"table": np.eye(5, 2, dtype="f"), "zero": np.array(0)},
+        ),
+        None, {"ends": 0}, "",
+    ),
     # Inputs that all examples share, and other symbols of the same axis: parts are batches.
     "keys": (lambda: read("float[3, m] k", KEYS), None, {"x": 0}, ""),
     "keys of a batch": (
