@@ -183,7 +183,7 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         several=steps_per_call > 1,
         parts=accumulate,
     )
-    step = _recorded(recorder)
+    step = _with_read_noise(_recorded(recorder))
     for note in engine.inference_notes:
         warn(f"{note}.", InferenceFormWarning)
     for note in _fixed_sizes(assembly, sample_inputs or {}):
@@ -320,6 +320,14 @@ def _fixed_sizes(assembly: Assembly, sample: Mapping[str, Array]) -> Iterator[st
                     f"{model.facts[entry.name].shape[axis]} in the training files; pass "
                     f"sample_inputs with the size of your data, and pad or cut the data to it."
                 )
+
+
+def _with_read_noise(step: Step) -> Step:
+    """Leave out random numbers that nothing reads, such as of a loss of frozen layers only."""
+    read = _read(needed(step.tape.graph.nodes, [value.name for value in step.outputs.values()]))
+    noise = {name: shape for name, shape in step.noise.items() if name in read}
+    unread = step.noise.keys() - noise
+    return replace(step, data=tuple(e for e in step.data if e.name not in unread), noise=noise)
 
 
 # -- contents --------------------------------------------------------------------------------------

@@ -202,6 +202,21 @@ def test_frozen_parameters_cost_nothing(tmp_path):
     head.export(run.state, tmp_path / "trained.onnx")
 
 
+def test_a_file_reads_the_random_numbers_that_it_names(tmp_path):
+    """Of two losses, one is on frozen layers and shifts, which need no sampled targets."""
+    net = Net()
+    net.op("Tanh", net.dense("trunk", "input", 3, 4), to="x")
+    net.op("MatMul", "x", net.weight("frozen", 4, 2), to="product")
+    net.op("Add", "product", net.weight("shift", 2), to="mean")
+    net.dense("logits", "x", 4, 3)
+    model = net.model({"input": ["n", 3]}, {"mean": ["n", 2], "logits": ["n", 3]})
+    losses = {"mean": "normal", "logits": "categorical"}
+    freeze = ["frozen", "trunk*"]
+    files = ke.export_training(model, losses, path=tmp_path, freeze=freeze, noise="input")
+    inputs = {e.name for e in onnx.load(tmp_path / "training.onnx").graph.input}
+    assert {*files.description.noise} == {"noise 1"} == {n for n in inputs if "noise" in n}
+
+
 def test_a_small_added_matrix_is_trained_alone(tmp_path):
     net = Net()
     net.dense("base", "input", 5, 6)
