@@ -92,7 +92,8 @@ class Net:
             [helper.make_tensor_value_info(name, own, shape) for name, shape in outputs.items()],
             [numpy_helper.from_array(values, name) for name, values in self._constants.items()],
         )
-        opset = [helper.make_opsetid("", OPSET)]
+        domains = sorted({node.domain for node in self._nodes} - {""})
+        opset = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in domains)]
         model = helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION)
         onnx.checker.check_model(model, full_check=True)
         return model

@@ -153,10 +153,10 @@ def loss_and_gradient(
     Args as in ``dense_fisher``; ``reduction`` is "mean" (over batch and positions), "batch_mean"
     (summed over positions, mean over the batch) or "sum".
     """
-    theta, forward = _network(model, inputs, output, parameters)
+    theta, forward = _network(model, inputs, [output], parameters)
 
     def reduced(flat: Float) -> Float:
-        z = _class_last(forward(flat), class_axis)
+        z = _class_last(forward(flat)[0], class_axis)
         t = _targets_class_last(loss, targets, z, class_axis)
         total = sum(_nll(loss, z[i], t[i], var) for i in np.ndindex(z.shape[:2]))
         count = {"mean": z.shape[0] * z.shape[1], "batch_mean": z.shape[0], "sum": 1}
@@ -189,9 +189,12 @@ def jacobian(
     class_axis: int = -1,
 ) -> Float:
     """Per-example Jacobian of ``output``, ``(batch, positions, classes, P)``."""
-    theta, forward = _network(model, inputs, output, parameters)
+    theta, forward = _network(model, inputs, [output], parameters)
     flat = np.concatenate([array.ravel() for array in theta.values()])
-    columns = [_class_last(derivative(forward, flat, (i,)), class_axis) for i in range(flat.size)]
+    columns = [
+        _class_last(derivative(lambda at: forward(at)[0], flat, (i,)), class_axis)
+        for i in range(flat.size)
+    ]
     return np.stack(columns, axis=-1)
 
 
@@ -202,12 +205,23 @@ def slope(
     direction: Mapping[str, NDArray],
 ) -> Float:
     """Derivative of ``output`` along a direction in the space of parameters, shaped like it."""
-    theta, forward = _network(model, inputs, output, list(direction))
-    flat, along = (
+    outputs = along(model, inputs, [output], direction)
+    return derivative(lambda step: outputs(step[0])[0], np.zeros(1), (0,))
+
+
+def along(
+    model: onnx.ModelProto,
+    inputs: Mapping[str, NDArray],
+    names: Sequence[str],
+    direction: Mapping[str, NDArray],
+) -> Callable[[float], list[Float]]:
+    """Values of a model as functions of a step along a direction in the space of parameters."""
+    theta, forward = _network(model, inputs, names, list(direction))
+    flat, way = (
         np.concatenate([np.asarray(part[name], np.float64).ravel() for name in direction])
         for part in (theta, direction)
     )
-    return derivative(lambda step: forward(flat + step[0] * along), np.zeros(1), (0,))
+    return lambda step: forward(flat + step * way)
 
 
 def derivative(f: Callable[[Float], Float], x: Float, index: tuple[int, ...]) -> Float:
@@ -299,9 +313,12 @@ def _targets_class_last(loss: str, t: NDArray, z: Float, class_axis: int) -> NDA
 
 
 def _network(
-    model: onnx.ModelProto, inputs: Mapping[str, NDArray], output: str, parameters: Sequence[str]
-) -> tuple[dict[str, Float], Callable[[Float], Float]]:
-    """The parameters, and ``output`` as a function of all of them in one flat vector."""
+    model: onnx.ModelProto,
+    inputs: Mapping[str, NDArray],
+    outputs: Sequence[str],
+    parameters: Sequence[str],
+) -> tuple[dict[str, Float], Callable[[Float], list[Float]]]:
+    """The parameters, and ``outputs`` as functions of all of them in one flat vector."""
     wide = to_float64(model)
     theta = {name: _initializers(wide)[name] for name in parameters}
     kept = [tensor for tensor in wide.graph.initializer if tensor.name not in theta]
@@ -309,8 +326,8 @@ def _network(
     wide.graph.initializer.extend(kept)
     evaluator, fixed = _evaluator(wide), _widen_arrays(inputs)
 
-    def forward(flat: Float) -> Float:
-        return evaluator.run([output], {**fixed, **_unflatten(flat, theta)})[0]
+    def forward(flat: Float) -> list[Float]:
+        return evaluator.run(list(outputs), {**fixed, **_unflatten(flat, theta)})
 
     return theta, forward
 
@@ -338,8 +355,17 @@ class Gelu(OpRun):
         return (0.5 * x * (1 + _erf(x / np.sqrt(2))),)
 
 
+class FusedMatMul(OpRun):
+    """The product of ONNX Runtime's optimized files."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x: Float, y: Float, alpha: float = 1.0, transB: int = 0) -> tuple[Float]:  # noqa: N803
+        return (alpha * (x @ (y.swapaxes(-1, -2) if transB else y)),)
+
+
 def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
-    return ReferenceEvaluator(model, new_ops=[Erf, Gelu])
+    return ReferenceEvaluator(model, new_ops=[Erf, Gelu, FusedMatMul])
 
 
 def _initializers(model: onnx.ModelProto) -> dict[str, NDArray]:
