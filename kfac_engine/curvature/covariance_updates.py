@@ -6,7 +6,6 @@ Factors read the activations of a batch and the gradients of each source of an e
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -119,9 +118,7 @@ class CovarianceUpdates:
     params_stats: list[Array] = field(default_factory=list)
     updater: FactorUpdater = field(init=False)
     _reads: dict[tuple[FisherFactor, ...], Reads] = field(default_factory=dict, init=False)
-    _left_out: dict[frozenset[int], frozenset[FisherFactor]] = field(
-        default_factory=dict, init=False
-    )
+    _numbers: dict[FisherFactor, frozenset[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         """Create the updater for factors whose statistics need a whole batch at once."""
@@ -225,20 +222,23 @@ class CovarianceUpdates:
         """
         if not absent:
             return frozenset()
-        if absent not in self._left_out:
-            reached = self.reached()
-            present = {*chain(*(v for i, v in enumerate(reached) if i not in absent))}
-            others = {*chain(*(reached[i] for i in absent))} - present if reached else set[str]()
-            values = ((factor, self._differentiated_of(factor)) for factor in self.factors)
-            self._left_out[absent] = frozenset(f for f, v in values if v and others.issuperset(v))
-        return self._left_out[absent]
+        numbers = self.losses_of_factors()
+        return frozenset(f for f, its in numbers.items() if its and its <= absent)
 
-    def _differentiated_of(self, factor: FisherFactor) -> set[str]:
-        """Return the values whose gradients a factor reads, or the outputs of its layers."""
-        names = {*factor.statistic.names()}
-        values = {self.gradients[name] for name in names if name in self.gradients}
-        layers = (layer for layer in self.layers if not names.isdisjoint(layer.inputs))
-        return values or values.union(*(layer.outputs for layer in layers))
+    def losses_of_factors(self) -> Mapping[FisherFactor, frozenset[int]]:
+        """Return the numbers of the loss functions from which the gradients of a factor come.
+
+        A factor of inputs has those of its layers. There are none where they are not known.
+        """
+        reached = self.reached() if not self._numbers else ()
+        for factor in self.factors if not self._numbers else ():
+            names = {*factor.statistic.names()}
+            values = {self.gradients[name] for name in names if name in self.gradients}
+            layers = (layer for layer in self.layers if not names.isdisjoint(layer.inputs))
+            values = values or values.union(*(layer.outputs for layer in layers))
+            numbers = (i for i, its in enumerate(reached) if not values.isdisjoint(its))
+            self._numbers[factor] = frozenset(numbers)
+        return self._numbers
 
     def update(
         self,

@@ -6,7 +6,7 @@ order of the work in a step, the relative damping and the product ``A⁻¹ V G�
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from math import sqrt
 from typing import Any
 
@@ -155,7 +155,10 @@ class CurvatureSteps:
         state: dict[str, Array] = {
             name: np.array(_NEVER, np.int64) for name in ("last statistics", "last refresh")
         }
-        state["statistics weight"] = np.zeros((), np.float32)
+        # A factor does not see a batch in which none of its losses has a target that counts.
+        several = self._weighted and len(self._engine.objective.terms) > 1
+        weights = (len(self._factors),) if several else ()
+        state["statistics weight"] = np.zeros(weights, np.float32)
         if self._weighted:
             state["statistics rows"] = np.zeros(len(self._factors), np.float32)
         for index, factor in enumerate(self._factors):
@@ -283,19 +286,16 @@ class CurvatureSteps:
             for average, factor in zip(new, self._factors, strict=True):
                 _add(factor, average, values, operations, coefficients)
             return [*new, total.weight]
-        # A part changes nothing if no target of a loss counts that has others in the batch.
-        totals_of_part: Sequence[Any] = observation.size.totals
-        if len(totals_of_part) > 1:
-            whole: Sequence[Any] = batch.observe(self._engine.objective).size.totals
-            pairs = zip(map(_recorded, whole), map(_recorded, totals_of_part), strict=True)
-            totals_of_part = [np.where(np.greater(w, 0), p, 1.0) for w, p in pairs]
-        counts: Any = np.greater(_least(totals_of_part), 0.0)
-        beta, alpha = (
-            np.where(counts, c, k) for c, k in zip(coefficients, (1.0, 0.0), strict=True)
-        )
-        share = np.where(counts, 1.0 / total.weight, 0.0)
-        rows: list[Symbol] = []
+        of_part, present = self._counting(batch, observation)
+        several, rows = len(present) > 1, list[Symbol]()
+        weights = list[Symbol]()
         for i, (average, factor) in enumerate(zip(new, self._factors, strict=True)):
+            update: Any = (totals[0], total.weight, *coefficients)
+            before, after, beta, alpha = (x[i] for x in update) if several else update
+            counts = self._counts(factor, of_part, present)
+            beta, alpha = np.where(counts, beta, 1.0), np.where(counts, alpha, 0.0)
+            share = np.where(counts, 1.0 / after, 0.0)
+            weights.append(np.where(counts, after, before).reshape(1))
             names = [rows_name(name) for name in factor.statistic.names()]
             before = totals[1][i]
             if all(name in values for name in names):
@@ -309,7 +309,31 @@ class CurvatureSteps:
                 mean = before
                 _add(factor, average, values, operations, (beta, alpha))
             rows.append(mean.reshape(1))
-        return [*new, np.where(counts, total.weight, totals[0]), np.concatenate(rows)]
+        weight = np.concatenate(weights) if several else weights[0].reshape(())
+        return [*new, weight, np.concatenate(rows)]
+
+    def _counting(self, batch: Evaluation, observation: Observation) -> tuple[Any, list[Any]]:
+        """Record whether a part of a batch counts, and whether each loss has targets in the batch.
+
+        A part changes nothing if no target of a loss counts that has others in the batch.
+        """
+        totals: Sequence[Any] = observation.size.totals
+        whole: Sequence[Any] = totals
+        if len(totals) > 1:
+            whole = batch.observe(self._engine.objective).size.totals
+        present = [np.greater(_recorded(total), 0) for total in whole]
+        if len(totals) > 1:
+            pairs = zip(present, map(_recorded, totals), strict=True)
+            totals = [np.where(counts, total, 1.0) for counts, total in pairs]
+        return np.greater(_least(totals), 0.0), present
+
+    def _counts(self, factor: FisherFactor, of_part: Any, present: Sequence[Any]) -> Any:
+        """Record whether a factor sees a part of a batch; see ``_counting``."""
+        numbers = sorted(self._statistics.losses_of_factors()[factor])
+        if not numbers or len(numbers) == len(present):
+            return of_part
+        any_present = reduce(np.logical_or, (present[number] for number in numbers))
+        return np.logical_and(of_part, any_present)
 
     def _part(self, batch: Evaluation, step: Symbol) -> Evaluation:
         """Return an evaluation of another part of the batch in each step.

@@ -1024,3 +1024,44 @@ def test_a_batch_without_targets_of_one_loss_trains_the_other(optimizer, parts, 
     if optimizer == "kfac":
         averages = [state[n] for n in state if n.startswith("average/")]
         assert all(average.any() for average in averages)
+
+
+HEADS = """heads (float[batch,4] x) => (float[batch,3] cls, float[batch,2] box) {
+  t = MatMul(x, w)  h = Tanh(t)  cls = MatMul(h, a)
+  u = MatMul(h, b)  v = Tanh(u)  box = MatMul(v, c)
+}"""
+
+
+def test_a_batch_without_targets_of_one_loss_leaves_its_own_layers(tmp_path):
+    """Their averages are those of the steps that have its targets, whatever is in between."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 5), "a": (5, 3), "b": (5, 6), "c": (6, 2)}
+    model = parsed(HEADS, {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()})
+    files = ke.export_training(
+        model, {"cls": "categorical", "box": "multi_bernoulli"}, path=tmp_path / "files",
+        statistics_every=1, statistics_part=1.0, noise="input",
+    )  # fmt: skip
+    factors = files.description.factors
+    x, ids = rng.normal(size=(8, 4)).astype(np.float32), rng.integers(0, 3, 8)
+    boxes = rng.integers(0, 2, (8, 2)).astype(np.float32)
+    noise = {name: rng.random((8, *shape[1:])) for name, shape in files.description.noise.items()}
+    own = [i for i, name in factors.items() if name.endswith(("(∂u)", "(v)", "(∂box)"))]
+    assert len(own) == 3
+
+    def averages(steps):
+        """The averages after some steps with constant parameters."""
+        state = files.initial()
+        parameters = {name: state[name] for name in files.parameters}
+        for has_boxes in steps:
+            targets = {"cls": ids, "box": boxes if has_boxes else np.full_like(boxes, -100)}
+            results = files.step(state, {"x": x, **noise}, targets, rate=0.0)
+            state |= {n: results[f"new {n}"] for n in state if results[f"new {n}"].size}
+            state |= parameters
+        return state
+
+    expected = averages([True])
+    for order in ([True, False], [False, True], [True, False, False, True]):
+        found = averages(order)
+        for i in own:
+            name = f"average/{i}"
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, err_msg=factors[i])
