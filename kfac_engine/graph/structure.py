@@ -110,7 +110,8 @@ class Graph:
         domains: Versions of the other operator domains in use.
         filled: Names of constants that the file stores as a shape and one number.
         inner: Names of constants that the file stores in the bodies of nodes.
-        declared: Reasons why constants are no parameters, by name, where the file states them.
+        declared: Reasons why constants are no parameters, by name, where the file states them;
+            empty for constants that it states to be parameters.
         fixed: Values of integer inputs in the sample; the graph is specialized to them.
     """
 

@@ -35,7 +35,8 @@ _FITTED = "not an array of an estimator but one that a transformer of scikit-lea
 def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, str]:
     """Return the reasons why constants of ``names`` are no parameters, as the file states them.
 
-    A reason is a phrase that can follow "it is". The initializers of ``model`` need no data.
+    A reason is a phrase that can follow "it is", and empty for a constant that the file states to
+    be a parameter. The initializers of ``model`` need no data.
     """
     if model.producer_name == "skl2onnx":
         trained = {name for name in names if _TRAINED.fullmatch(name)}
@@ -43,6 +44,9 @@ def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, s
         return {name: _FITTED for name in names if name not in trained} if trained else {}
     kinds = _kinds(model.graph)
     reasons = {name: _REASONS[kind] for name, kind in kinds.items() if kind in _REASONS}
+    merged = _merged(model.graph) if kinds else ()
+    stated = (name for name, kind in kinds.items() if kind == _PARAMETER)
+    reasons |= {name: "" for name in stated if name not in merged}
     if kinds:
         for name, sources in _entries(model.graph, _SOURCES):
             listed = re.findall(r"'([^']*)'", sources)
@@ -73,6 +77,23 @@ def merged_buffers(
         ]
         if len(origins) == len(strangers) == 1 and origins[0][0] == "BUFFER":
             yield node, strangers[0], origins[0][1]
+
+
+def _merged(graph: "GraphProto") -> set[str]:
+    """Return the parameters that also stand for other numbers of the module.
+
+    With ``optimize``, the exporter stores equal numbers once, also those in the code: then a node
+    reads a parameter that is no argument of its call. It also stores functions of a parameter,
+    which do not follow it.
+    """
+    programs = {name: program for program, kind, name in _signature(graph) if kind == _PARAMETER}
+    merged = {n for _, text in _entries(graph, _SOURCES) for n in re.findall(r"'([^']*)'", text)}
+    for node in graph.node if programs else ():
+        call = _entry(node.metadata_props, _CALL)
+        called = {*re.findall(r"%(\w+)", call)}
+        its = (name for name in node.input if call and programs.get(name, "") not in {"", *called})
+        merged.update(its)
+    return merged
 
 
 def _kinds(graph: "GraphProto") -> Mapping[str, str]:

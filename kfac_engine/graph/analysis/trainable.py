@@ -55,6 +55,11 @@ _SETTINGS: Mapping[tuple[str, int], str] = {
     },
 }
 
+# Settings that a module may learn: they are parameters where the file states it.
+_LEARNED = frozenset(
+    {("Clip", 1), ("Clip", 2), ("GRU", 5), ("LSTM", 5), ("LSTM", 6), ("Pow", 1), ("RNN", 5)}
+)
+
 # Operands that are read like attributes. A number that is one of them anywhere is no parameter: the
 # model would fail or change its shapes when the number moves.
 _LIKE_ATTRIBUTES = frozenset(
@@ -167,15 +172,16 @@ def excluded_reason(graph: Graph, name: str) -> str | None:
 def _reason_of_uses(graph: Graph, name: str, array: Array) -> str | None:
     """Return the reason that the readers of a float constant, or the file, give."""
     uses = list(_uses(graph, name))
-    reasons = [_setting(scope, array, node, i) for scope, node, i in uses]
+    stated = graph.declared.get(name)
+    reasons = [_setting(scope, array, node, i, learned=stated == "") for scope, node, i in uses]
     if not reasons:
         return "read by nothing"
     if array.ndim == 0 and not array and all(_is_bias_of_filter(node, i) for _, node, i in uses):
         return "the zero of a convolution without bias"
     if None not in reasons:
         return reasons[0]
-    if name in graph.declared:
-        return graph.declared[name]
+    if stated:
+        return stated
     return _reason_of_number(name, array, uses, reasons) or _reason_of_values(array, uses)
 
 
@@ -284,7 +290,7 @@ def _why_none(graph: Graph) -> str:
                 f"{graph.constants[quantized[0]].dtype}), which cannot be trained; use the model "
                 f"as it was before quantization"
             )
-    buffers = [n for n, a in graph.constants.items() if n in graph.declared and _is_float(a)]
+    buffers = [n for n, a in graph.constants.items() if graph.declared.get(n) and _is_float(a)]
     if buffers:
         return (
             f"'{buffers[0]}' is {graph.declared[buffers[0]]}; name the constants to train with "
@@ -296,9 +302,11 @@ def _why_none(graph: Graph) -> str:
     )
 
 
-def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
+def _setting(graph: Graph, array: Array, node: Node, index: int, *, learned: bool) -> str | None:
+    """Return the reason why an operand is a setting; ``learned`` if the file states a parameter."""
     where = f"({node.op} node '{node.name}')"
-    setting = None if node.domain else _SETTINGS.get((node.op, index))
+    known = not node.domain and not (learned and (node.op, index) in _LEARNED)
+    setting = _SETTINGS.get((node.op, index)) if known else None
     if index >= 0 and node.qualified_op in _ITERATIONS:
         setting = "an initial value of a loop"
     setting = setting or _setting_of_kind(node, index)
@@ -308,7 +316,7 @@ def _setting(graph: Graph, array: Array, node: Node, index: int) -> str | None:
         setting = "a scale or zero point of quantized integers, which are not trained"
     if setting:
         return f"{setting} {where}"
-    if node.domain or node.op not in _ARITHMETIC:
+    if learned or node.domain or node.op not in _ARITHMETIC:
         return None
     if array.size == 1 and not (array.ndim and node.op == "Add" and _follows_layer(graph, node)):
         return f"a single number in arithmetic {where}"

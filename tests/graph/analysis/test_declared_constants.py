@@ -1,5 +1,7 @@
 """Constants that a file states to be no parameters are not trained, unless the user names them."""
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -10,6 +12,7 @@ from kfac_engine.graph.analysis.trainable import excluded_reason, trainable_para
 from kfac_engine.graph.load import load_graph
 from kfac_engine.graph.passes.decompose import _LINEAR_MODELS, _STATISTICS
 from kfac_engine.graph.structure import Graph
+from tests import oracle
 from tests.models import one_operator
 
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
@@ -145,6 +148,100 @@ def test_buffer_that_was_merged_with_a_parameter_is_a_constant_of_its_own(call, 
     if apart:
         assert "a buffer" in str(excluded_reason(graph, "mean"))
         np.testing.assert_array_equal(graph.constants["mean"], graph.constants["b"])
+
+
+# -- numbers that a module learns ------------------------------------------------------------------
+
+# The computation of y, in which the parameter f has a shape.
+LEARNED = {
+    "factor": ("h = Mul (x, f)  y = MatMul (h, w)", ()),
+    "factor_of_one_entry": ("h = Mul (x, f)  y = MatMul (h, w)", (1,)),
+    "factor_of_a_residual_branch": (
+        "h = MatMul (x, v)  a = Tanh (h)  s = Mul (f, a)  z = Add (x, s)  y = MatMul (z, w)", (),
+    ),
+    "temperature": ("h = MatMul (x, w)  y = Div (h, f)", ()),
+    "logit_scale": ("e = Exp (f)  h = MatMul (x, w)  y = Mul (h, e)", ()),
+    "exponent_of_a_pooling": (
+        "p = Mul (x, x)  q = Pow (p, f)  m = MatMul (q, w)  a = Abs (m)  i = Reciprocal (f)"
+        "  y = Pow (a, i)",
+        (),
+    ),
+    "bound": ("h = MatMul (x, w)  y = Min (h, f)", ()),
+    "bound_of_a_clip": ("h = MatMul (x, w)  y = Clip (h, , f)", ()),
+    "initial_state": (
+        "s = Unsqueeze (x, zero)  h, l = RNN <hidden_size = 2> (s, u, r, , , f)"
+        "  y = Squeeze (l, zero)",
+        (1, 5, 2),
+    ),
+    "mask_of_ones_and_zeros": ("h = Mul (x, f)  y = MatMul (h, w)", (5, 3)),
+}  # fmt: skip
+
+
+def learned(row: str, kind: str = "PARAMETER", **metadata: Any) -> onnx.ModelProto:
+    body, shape = LEARNED[row]
+    shapes = {"f": shape, "v": (3, 3), "u": (1, 2, 3), "r": (1, 2, 2)}
+    model = torch_file(body, {"w": "PARAMETER", "f": kind}, shapes=shapes, **metadata)
+    values = {"f": np.full(shape, 0.7, np.float32), "zero": np.array([0])}
+    if "mask" in row:
+        values["f"][1:3] = 1 - (values["f"][0:1] > 0)
+        values["f"] = (values["f"] > 0).astype(np.float32)
+    kept = [entry for entry in model.graph.initializer if entry.name not in values]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    model.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in values.items())
+    return model
+
+
+@pytest.mark.parametrize("row", LEARNED)
+def test_numbers_that_the_file_calls_parameters_are_trained(row: str) -> None:
+    """The gradient is that of differences of the loss."""
+    model = learned(row)
+    assert "f" in trainable_parameters(load_graph(model))
+    inputs = {"x": np.random.default_rng(3).normal(size=(5, 3)).astype(np.float32)}
+    targets = np.random.default_rng(4).normal(size=(5, 2)).astype(np.float32)
+    engine = ke.Engine.from_onnx(model, loss="normal", sample_inputs=inputs, threads=1)
+    _, expected = oracle.loss_and_gradient(model, inputs, "y", ["f"], "normal", targets)
+    found = engine.gradients(inputs, targets).gradients["f"]
+    assert np.abs(expected["f"]).max() > 1e-2
+    np.testing.assert_allclose(found, expected["f"], rtol=1e-4, atol=1e-5)
+    ke.KfacOptimizer(engine).step(inputs, targets)
+    assert not np.array_equal(engine.parameters["f"], np.full(LEARNED[row][1], 0.7, np.float32))
+
+
+@pytest.mark.parametrize("row", LEARNED)
+@pytest.mark.parametrize("kind", ["", "BUFFER", "CONSTANT_TENSOR"])
+def test_numbers_that_the_file_does_not_call_parameters_are_not_trained(row, kind) -> None:
+    trained = "f" in trainable_parameters(load_graph(learned(row, kind)))
+    assert trained == (not kind and row in {"logit_scale", "exponent_of_a_pooling"})
+
+
+def test_a_parameter_that_is_read_like_an_attribute_is_not_trained() -> None:
+    body = "e = Range (zero, three, f)  h = Mul (x, e)  g = Mul (h, f)  y = MatMul (g, w)"
+    model = torch_file(body, {"w": "PARAMETER", "f": "PARAMETER"}, shapes={"f": ()})
+    values = {"f": 1.0, "zero": 0.0, "three": 3.0}
+    kept = [entry for entry in model.graph.initializer if entry.name != "f"]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.float32(number), name) for name, number in values.items()
+    )
+    assert "step of a range" in str(excluded_reason(load_graph(model), "f"))
+
+
+def test_a_parameter_of_which_the_exporter_has_computed_a_function_is_not_trained() -> None:
+    """The function, such as the inverse of an exponent, would not follow it."""
+    model = learned("factor", folded={"w": ["f"]})
+    assert "f" not in trainable_parameters(load_graph(model))
+
+
+@pytest.mark.parametrize(("call", "trained"), [("%x, %t1", True), ("%x, 0.7", False), ("", True)])
+def test_a_parameter_that_was_merged_with_a_number_of_the_code_is_not_trained(call, trained):
+    """The second reader is a node of the call; without its metadata there is no evidence."""
+    model = learned("factor", signature=lines("PARAMETER target='w'", "PARAMETER target='f'"))
+    key = "pkg.torch.onnx.fx_node"
+    if call:
+        model.graph.node[0].metadata_props.add(key=key, value=f"%mul : call(args = ({call}))")
+    assert ("f" in trainable_parameters(load_graph(model))) == trained
 
 
 def test_user_trains_a_buffer_by_name() -> None:
