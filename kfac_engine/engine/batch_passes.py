@@ -197,6 +197,8 @@ class BatchPasses:
 
     def observe(self, trace: Trace, *, targets: bool = True) -> Observation:
         """Check the values that the losses read; see ``Objective.observe``."""
+        if self._model.new_buffers and self.objective.examples(trace) == 1:
+            check_variances(self._model.graph, self._model.facts, trace)
         try:
             return self.objective.observe(trace, targets=targets)
         except NonFiniteError as error:
@@ -311,8 +313,6 @@ class BatchPasses:
         """Return the running statistics after a batch."""
         if not self._model.new_buffers:
             return {}
-        if self.objective.examples(trace) == 1:
-            check_variances(self._model.graph, self._model.facts, trace)
         buffers = self._model.buffers_after(trace)
         with trace.explain():
             check_finite(buffers, self._model.memory_space, "the running statistic")

@@ -171,10 +171,13 @@ def _threads(chosen: int | None, communicator: Communicator | None) -> int:
     return chosen or int(least)
 
 
-def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, FisherEstimator]:
+def build(
+    source: ModelSource, options: EngineOptions, *, trains: bool = False
+) -> tuple[Assembly, FisherEstimator]:
     """Load a model, register its layers and losses, and create the estimator of its curvature.
 
-    The estimator has no statistics.
+    The estimator has no statistics. If it ``trains``, a loss without a distribution of targets has
+    the mode ``empirical`` in place of sampled targets.
     """
     threads = _threads(options.threads, options.communicator)
     backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
@@ -207,7 +210,6 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     if file_loss is not None:
         losses = file_loss.weighted(losses, model.facts)
     task = register_losses(model, collection, losses, reduction, inputs, file_loss)
-    check_mode(options.estimation_mode, task.heads, task.batch)
     discovery = register_layers(model, task, collection, chosen)
     assembly = Assembly(model, task, discovery, collection, options)
     estimator = FisherEstimator(
@@ -216,7 +218,7 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
         options.damping,
         collection,
         exps=options.exps,
-        estimation_mode=options.estimation_mode,
+        estimation_mode=_mode(options.estimation_mode, task, trains=trains),
         compute_cholesky=options.compute_cholesky,
         compute_cholesky_inverse=options.compute_cholesky_inverse,
         seed=options.seed,
@@ -237,6 +239,14 @@ def build(source: ModelSource, options: EngineOptions) -> tuple[Assembly, Fisher
     assembly.request_values(estimator)
     return_freed_memory()
     return assembly, estimator
+
+
+def _mode(chosen: str, task: Task, *, trains: bool) -> str:
+    """Return the estimation mode, after checks; see ``build``."""
+    in_file = any(isinstance(head.loss, OutputLoss) for head in task.heads)
+    mode = "empirical" if trains and in_file and chosen == "gradients" else chosen
+    check_mode(mode, task.heads, task.batch)
+    return mode
 
 
 def _values_of_losses(model: OnnxModel, objective: Objective) -> list[set[str]]:

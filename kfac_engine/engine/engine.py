@@ -136,7 +136,7 @@ class Engine(Summarized, TrainableModel):
             ExportWarning: The exporter of the file changed parameters; see ``export_changes``.
         """
         with Agreement(options.communicator or Alone()).operation("from_onnx", ends=True):
-            assembly, estimator = build(model, options)
+            assembly, estimator = build(model, options, trains=True)
             engine = cls(assembly, estimator, options.schedule or Schedule(), options.exps)
             check_ranks(engine._shards, assembly, engine._arrays.on_host()[0])
             if not engine._shards.alone:

@@ -85,7 +85,8 @@ class EngineOptions:
         damping: Damping λ > 0, added to the Fisher matrix.
         ema_decay: Decay of the moving averages, in [0, 1).
         estimation_mode: Estimation mode of the Fisher matrix. ``"gradients"`` samples targets from
-            the model.
+            the model, and is ``"empirical"`` with a loss that the file computes for each example,
+            which has no distribution of targets.
         exps: Powers of the Fisher matrix to precondition with. ``step`` uses the first.
         compute_cholesky: Store Cholesky factors for ``multiply_cholesky``.
         compute_cholesky_inverse: Store their inverses for ``multiply_cholesky_inverse``.

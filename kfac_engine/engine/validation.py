@@ -139,15 +139,17 @@ def check_finite(
             raise NonFiniteError(f"{what} '{name}' holds NaN or infinity.")
 
 
-def check_variances(graph: Graph, facts: Mapping[str, Fact], trace: Mapping[str, Array]) -> None:
+def check_variances(
+    graph: Graph, facts: Mapping[str, Fact], batch: Mapping[str, Array | Fact]
+) -> None:
     """Refuse one value for each channel of a normalization by the statistics of the batch.
 
-    The lengths of ``facts`` choose the values of ``trace`` to read, because reading one may repeat
+    The lengths of ``facts`` choose the values of ``batch`` to read, because reading one may repeat
     the forward pass.
     """
     for node in filter(trains, graph.nodes):
         name = node.inputs[0]
-        if prod(facts[name].shape[2:]) == 1 and _values_of_channel(trace[name].shape) == 1:
+        if prod(facts[name].shape[2:]) == 1 and _values_of_channel(batch[name].shape) == 1:
             raise InputError(
                 f"BatchNormalization node '{node.name}' has one value for each channel in this "
                 f"batch of one example. Its result is then constant, and the layers before it have "

@@ -19,6 +19,7 @@ from kfac_engine.engine.build import Assembly, build
 from kfac_engine.engine.engine import Engine
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.options import EngineOptions
+from kfac_engine.engine.validation import check_variances
 from kfac_engine.errors import (
     InferenceFormWarning,
     InputError,
@@ -279,7 +280,9 @@ def _check_types(model: OnnxModel) -> None:
 
 
 def _check_parts(parts: int, noise: str, assembly: Assembly) -> None:
-    """Refuse to divide batches of a model that does not run on parts."""
+    """Refuse batches of one value for each channel, and parts of those that cannot be divided."""
+    if assembly.task.batch.fixed:
+        check_variances(assembly.model.graph, assembly.model.facts, assembly.model.facts)
     if parts == 1:
         return
     obstacle = assembly.task.example_axes.obstacle

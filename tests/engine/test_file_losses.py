@@ -394,7 +394,7 @@ def test_numbers_of_examples_have_an_empirical_fisher_matrix():
     x, labels = batch(REAL)
     inputs = {"x": x, "label": labels}
     options = {"loss": "output", "sample_inputs": inputs, "threads": 1}
-    engine = ke.Engine.from_onnx(file, estimation_mode="empirical", **options)
+    engine = ke.Engine.from_onnx(file, **options)  # no distribution of targets: empirical
     signs = np.sign(x @ engine.parameters["W"] - labels)
     result = engine.step(inputs)
     assert result.loss == pytest.approx(abs(x @ engine.parameters["W"] - labels).sum() / N)
@@ -407,10 +407,12 @@ def test_numbers_of_examples_have_an_empirical_fisher_matrix():
     )
     np.testing.assert_allclose(parts.gradients["W"], result.gradients["W"], rtol=1e-10)
     ke.KfacOptimizer(engine).step(inputs)
-    sampled = ke.Engine.from_onnx(file, **options)
+    exact = ke.Engine.from_onnx(file, estimation_mode="exact", **options)
     with pytest.raises(ke.UnsupportedError, match="estimation_mode 'empirical'"):
-        sampled.observe(inputs)
-    assert all(factor.average.value is None for factor in sampled.estimator.factors)
+        exact.observe(inputs)
+    assert all(factor.average.value is None for factor in exact.estimator.factors)
+    with pytest.raises(ke.UnsupportedError, match="no distribution of targets"):
+        ke.curvature(file, (inputs, None), loss="output", fisher="sampled", sample_inputs=inputs)
 
 
 def test_exported_gradients_of_a_loss_in_the_file_need_no_loss():
@@ -479,8 +481,7 @@ def test_numbers_of_examples_are_verified_and_have_a_curvature():
     checks = ke.verify(file, pairs(), loss="output", **empirical)
     assert checks.passed
     assert "no distribution" in str([check.skipped for check in checks.checks])
-    engine = ke.Engine.from_onnx(file, loss="output", **empirical)
-    assert np.isfinite(losses_of(ke.fit(engine, pairs(), epochs=2, batch_size=3))).all()
+    assert np.isfinite(losses_of(ke.fit(file, pairs(), loss="output", epochs=2))).all()
     scores = ke.Influence(
         ke.curvature(file, pairs(), loss="output", fisher="empirical"), damping=0.1
     ).self_scores(pairs())

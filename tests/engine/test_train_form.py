@@ -352,6 +352,10 @@ REFUSED = {
     "fit": lambda e: ke.fit(e, rows_of(8), batch_size=1, epochs=1),
     "parts": lambda e: ke.fit(e, rows_of(8), batch_size=1, accumulate=4, epochs=1),
     "adamw": lambda e: ke.fit(e, rows_of(8), batch_size=1, epochs=1, optimizer="adamw"),
+    "gradients": lambda e: e.gradients(*rows_of(1)),
+    "loss": lambda e: e.loss(*rows_of(1)),
+    "loss of parts": lambda e: e.loss([rows_of(4), rows_of(1)]),
+    "observe": lambda e: e.observe(*rows_of(1)),
 }
 
 
@@ -363,6 +367,15 @@ def test_one_value_of_each_channel_is_refused(train):
         train(engine)
     for name, value in {**engine.parameters, **engine.buffers}.items():
         np.testing.assert_array_equal(value, before[name])
+
+
+def test_one_value_of_each_channel_is_refused_in_files(tmp_path):
+    """A file with one example has no other batches."""
+    model = normalized_rows()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    with pytest.raises(ke.InputError, match="one value for each channel"):
+        ke.export_training(model, "categorical", train_form=True, path=tmp_path / "files")
+    assert not (tmp_path / "files").exists()
 
 
 @pytest.mark.parametrize("train_form", [True, False])
