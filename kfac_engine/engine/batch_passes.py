@@ -23,6 +23,7 @@ from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
+from kfac_engine.layers.feature_powers import FeaturePowers
 from kfac_engine.losses.objective import BatchSize, Objective, Observation, Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.inputs import disagreements
@@ -236,11 +237,16 @@ class BatchPasses:
     # -- gradients --------------------------------------------------------------------------------
 
     def gradients(
-        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
+        self,
+        parts: Sequence[Batch],
+        update_buffers: bool,
+        residuals: Residuals | None = None,
+        features: FeaturePowers | None = None,
     ) -> BackwardResult:
         """Differentiate the shard of a batch, which consists of ``parts``.
 
-        ``residuals`` receives the residuals of this process.
+        ``residuals`` receives the residuals of this process, and ``features`` the powers of the
+        features that layers read.
         """
         notes: dict[str, None] = {}
         buffers: list[tuple[int, Mapping[str, Array]]] = []
@@ -252,6 +258,9 @@ class BatchPasses:
             if update_buffers:
                 buffers.append((self.objective.examples(trace), backward.buffers))
             notes.update(dict.fromkeys(backward.notes))
+            if features is not None:
+                weights = [seen.weights for seen in observation.terms]
+                features.add(trace, self.objective.examples(trace), weights)
             return backward
 
         backward = self._joined(self.traced(parts), differentiate)

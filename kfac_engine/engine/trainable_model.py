@@ -27,6 +27,7 @@ from kfac_engine.engine.report import (
 from kfac_engine.engine.result import Result
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
+from kfac_engine.layers.feature_powers import FeaturePowers
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.sample_run import sample_batch
@@ -335,14 +336,18 @@ class TrainableModel(Sealed):
             return Result(loss, gradients, {}, notes, ties=self._model.ties)
 
     def step_gradients(
-        self, parts: Sequence[Batch], residuals: Residuals | None = None
+        self,
+        parts: Sequence[Batch],
+        residuals: Residuals | None = None,
+        features: FeaturePowers | None = None,
     ) -> tuple[float, dict[str, Array], Residuals]:
         """Return loss and gradients of a step of an optimizer, and update running statistics.
 
         The caller has checked the memory, in a context of ``BlockFisher.transaction``. The
         residuals of all processes are returned if those of this one are measured in ``residuals``.
+        ``features`` receives the powers of features in the batch of all processes.
         """
-        loss, gradients, _, residuals = self._differentiated(parts, True, residuals)
+        loss, gradients, _, residuals = self._differentiated(parts, True, residuals, features)
         return loss, gradients, residuals
 
     def parts(self, inputs: Inputs, targets: Targets = None) -> Sequence[Batch]:
@@ -415,17 +420,23 @@ class TrainableModel(Sealed):
     # -- private -----------------------------------------------------------------------------------
 
     def _differentiated(
-        self, parts: Sequence[Batch], update_buffers: bool, residuals: Residuals | None = None
+        self,
+        parts: Sequence[Batch],
+        update_buffers: bool,
+        residuals: Residuals | None = None,
+        features: FeaturePowers | None = None,
     ) -> tuple[float, dict[str, Array], tuple[str, ...], Residuals]:
         """Return loss, gradients, notes and residuals of a batch, over all processes.
 
         The residuals of this process are measured in ``residuals``.
         """
-        backward = self._passes.gradients(parts, update_buffers, residuals)
+        backward = self._passes.gradients(parts, update_buffers, residuals, features)
         loss, residuals = self._totals(backward.loss, residuals)
         if not self._shards.alone:
             with self._shards.agreement.exchanging():
-                self._shards.sum(list(backward.gradients.values()))
+                powers = None if features is None else features.sums
+                more = [] if powers is None else [powers]
+                self._shards.sum([*backward.gradients.values(), *more])
         self._passes.record(loss, backward.gradients)
         self._model.buffers.update(backward.buffers)
         gradients = self._model.to_file_layout(backward.gradients)

@@ -206,13 +206,16 @@ class Packing:
         packed: Array = xp.concatenate([matrix, bias[0][None]])
         return packed
 
-    def matrices(self, weight: Array, xp: ModuleType) -> Array:
+    def matrices(self, weight: Array, xp: ModuleType, *, copy: bool = True) -> Array:
         """Return the matrices of a weight, with a column for each output and no row of a bias.
 
         The matrix of a transposed convolution has the taps in its rows, as the matrix of a
         convolution; the packed matrix has them in its columns. The result is ``(groups, inputs,
-        outputs)``, a new array.
+        outputs)``, a new array, or a view of the weight if the order of its entries allows and
+        ``copy`` is false.
         """
+        if self.one_matrix and not copy and self.weight_format not in _TRANSPOSED_AXES:
+            return self.rows(weight, self.weight_format)[None]
         plain, weight = self._with_taps_in_rows(weight)
         packed = plain.pack(weight, self.weight_format, xp)
         return packed.reshape(-1, *packed.shape[-2:])

@@ -366,15 +366,16 @@ class Piece:
     packing: Packing | None = None
     weight: str = ""
 
-    def matrices(self, array: Array) -> Array:
+    def matrices(self, array: Array, *, copy: bool = True) -> Array:
         """Return the matrices of the weight in ``array``, which has the shape of the parameter.
 
         The result is ``(groups, inputs, outputs)``, a new array: a matrix for each map from inputs
         to outputs, such as a group of a convolution or an expert. The inputs of a convolution,
-        transposed or not, are ordered by tap, then by channel; the outputs are channels.
+        transposed or not, are ordered by tap, then by channel; the outputs are channels. Without
+        ``copy``, it may be a view.
         """
         assert self.packing is not None, "vectors have no matrices"
-        return self.packing.matrices(self.part.read(array), array_module(array))
+        return self.packing.matrices(self.part.read(array), array_module(array), copy=copy)
 
     def divided(self, shape: tuple[int, ...], columns: Sequence[Array]) -> tuple["Piece", ...]:
         """Divide the matrices of the weight, a parameter of ``shape``, by columns.

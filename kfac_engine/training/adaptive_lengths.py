@@ -18,6 +18,7 @@ from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_bounds
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize
@@ -167,6 +168,7 @@ class AdaptiveLengthUpdate:
         repeats: Rows of each example in the factors of a weight, until they are measured.
         predictions: The input of the loss that a layer computes, by its weight or bias.
         moment: Returns the mean square of the inputs of a block.
+        features: Bounds of the directions along single features.
     """
 
     engine: Engine
@@ -187,6 +189,7 @@ class AdaptiveLengthUpdate:
     repeats: Mapping[str, float] = field(default_factory=dict)
     predictions: Mapping[str, str] = field(default_factory=dict)
     moment: Callable[[FisherBlock], Any] = input_moment
+    features: FeatureBounds = field(default_factory=FeatureBounds)
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -194,7 +197,7 @@ class AdaptiveLengthUpdate:
         Returns:
             Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
             weight the last direction p, and of each of its matrices ``⟨g', p⟩``, ``log k`` and the
-            step size: the update is its product with p.
+            step size: the update is its product with p. The powers of the features of each input.
         """
         units, weights = self.units.split(parameters), self.units.weights
         means, by_adam = self.together.means, self.together.by_adam
@@ -205,6 +208,7 @@ class AdaptiveLengthUpdate:
             "second_moment": Zeros({name: units[name] for names in by_adam for name in names}),
             "natural_gradient": Zeros({name: units[name] for name in weights}),
             **{slot: Zeros(numbers) for slot in ("slope", "log_length", "step_size")},
+            POWERS: Zeros(self.features.new_slots(units)),
         }
 
     def __call__(self, step: StepInputs) -> Move:
@@ -326,7 +330,10 @@ class AdaptiveLengthUpdate:
     def _natural_gradients(
         self, ahead: Vector, step: StepInputs, due: Mapping[str, Any]
     ) -> dict[str, Array]:
-        """Return the orthogonalized natural gradients of the weights, or their last directions."""
+        """Return the orthogonalized natural gradients of the weights, or their last directions.
+
+        They are shortened along rare features.
+        """
         last = step.slots["natural_gradient"]
         wanted = [n for n, is_due in due.items() if is_due is True or is_recorded(is_due) or is_due]
         groups = {self.groups[name] for name in wanted}
@@ -338,7 +345,7 @@ class AdaptiveLengthUpdate:
         for name, direction in new.items():
             if due[name] is not True and is_recorded(due[name]):
                 new[name] = np.where(due[name], direction, last[name])
-        return {**last, **new}
+        return self.features.shortened({**last, **new}, step, self.engine.collection.backend)
 
     def _directions(self, natural: Vector, ahead: Vector, examples: int) -> dict[str, Array]:
         """Return the directions of weights; the norms of their matrices mean nothing.
@@ -573,6 +580,7 @@ def adaptive_lengths(
         adam_rate,
         weight_decay,
         predictions=_predictions(engine, units),
+        features=feature_bounds(engine, units.weights, blocks, values),
     )
 
 

@@ -17,6 +17,7 @@ from kfac_engine.engine.options import check_damping
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.errors import InputError, NonFiniteError
+from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
@@ -321,7 +322,8 @@ class KfacOptimizer(Optimizer):
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
         values = self._parameters()
-        loss, gradients, residuals = self._differentiated(batch, clock)
+        features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
+        loss, gradients, residuals = self._differentiated(batch, clock, features)
         seen, repeated = self._seen_with(batch), self._repeated_with(batch, loss)
         self._follow(self._exact if self._exact and repeated.exact else self._given, undo)
         basis = Basis(batch, loss, seen, repeated)
@@ -357,6 +359,7 @@ class KfacOptimizer(Optimizer):
             clock=clock,
             decay=_left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
+            features=features.sums,
         )
         due = self._curvature.due(self.steps, step.examples)
         if due.statistics or due.inverses:
@@ -376,13 +379,16 @@ class KfacOptimizer(Optimizer):
         return Proposal(move.values, step.new_slots, report)
 
     def _differentiated(
-        self, batch: Sequence[Batch], clock: StageClock
+        self, batch: Sequence[Batch], clock: StageClock, features: FeaturePowers
     ) -> tuple[float, dict[str, Array], Residuals | None]:
-        """Return the loss, the gradients, and the residuals where lengths depend on them."""
+        """Return the loss, the gradients, and the residuals where lengths depend on them.
+
+        There, ``features`` receives the powers of features, too.
+        """
         if not isinstance(self._given.update, AdaptiveLengthUpdate):
             return *self._gradients(batch, clock), None
         with clock("gradients"):
-            loss, gradients, residuals = self.engine.step_gradients(batch, Residuals())
+            loss, gradients, residuals = self.engine.step_gradients(batch, Residuals(), features)
         return loss, {name: gradients[name] for name in self._names}, residuals
 
     def moved(
@@ -405,8 +411,8 @@ class KfacOptimizer(Optimizer):
             scale: Value of the schedule.
             residuals: The residuals of the batch.
             recorded: Takes the place of the engine: has ``precondition``, the ``loss``, the number
-                of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block and
-                ``moment`` of its inputs.
+                of ``examples`` of the batch, their ``scarcity``, ``repeats`` of a block,
+                ``moment`` of its inputs, and the powers of ``features``.
         """
         update = self._given.update
         assert isinstance(update, AdaptiveLengthUpdate), "the caller checks the options"
@@ -430,6 +436,7 @@ class KfacOptimizer(Optimizer):
             clock=StageClock(),
             decay=_left(decay, size),
             spreads=residuals.spreads(),
+            features=recorded.features,
         )
         update = replace(
             update,
@@ -445,6 +452,12 @@ class KfacOptimizer(Optimizer):
     def counts_examples(self) -> bool:
         """Whether updates depend on how often examples come again."""
         return isinstance(self._given.update, AdaptiveLengthUpdate) and self._weight_decay > 0
+
+    @property
+    def feature_inputs(self) -> tuple[LayerInput, ...]:
+        """The inputs of the layers whose features bound updates."""
+        update = self._given.update
+        return update.features.inputs if isinstance(update, AdaptiveLengthUpdate) else ()
 
     def _seen_with(self, batch: Sequence[Batch]) -> SeenExamples:
         """Return the examples of all steps and of a batch; none unless decay needs them."""

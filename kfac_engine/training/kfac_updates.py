@@ -28,6 +28,7 @@ class StepInputs(NamedTuple):
         scale: Value of the schedule; for ``"auto"``, times a factor for small residuals.
         decay: Factor of the weight decay, for ``"auto"``.
         spreads: Spreads of the targets, by input of a loss, for ``"auto"``.
+        features: ``FeaturePowers.sums`` of the layers whose directions have bounds.
         momentum: Momentum of the step; None if the quadratic model solves it.
         damping: λ of the step.
         l2: Part of λ that belongs to the loss.
@@ -54,6 +55,7 @@ class StepInputs(NamedTuple):
     clock: StageClock
     decay: float = 1.0
     spreads: Mapping[str, Any] = MappingProxyType({})
+    features: Array | None = None
 
 
 class Move(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from kfac_engine.engine.engine import Engine
 from kfac_engine.errors import InputError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.structure import Input
+from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
 from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.losses.observed import times
-from kfac_engine.recording.operations import Draws, NoiseInput, new_tape
+from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.random_nodes import OF_NODES
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
 from kfac_engine.training.kfac import EXAMPLES, REPEATED, KfacOptimizer
@@ -39,8 +40,9 @@ NEW = "new "
 OWN = ("rate", "loss", "accuracy", "finite")
 _FLOAT, _INTEGER = np.dtype(np.float32), np.dtype(np.int64)
 
-# Begins the names of the residuals of a batch among its metrics, until the rule has read them.
-_RESIDUALS = "residuals"
+# Names of the powers of the features of a batch, and the beginning of those of its residuals, among
+# its metrics until the rule has read them.
+_FEATURES, _RESIDUALS = "features", "residuals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,10 @@ class StepRecorder:
             _, _, k, of_loss = name.split(" ", 3)
             known = residuals.sums.get(key := (int(k), of_loss), ())
             residuals.sums[key] = (*known, metrics.pop(name))
+        measured = _Measured(loss, residuals, metrics.pop(_FEATURES, None))
 
         def updated() -> list[Symbol]:
-            new = self._updated(batch, values, gradients, loss, rate, random, residuals)
+            new = self._updated(batch, values, gradients, measured, rate, random)
             new |= buffers
             new["step"] = step + 1
             return [new[name] for name in state]
@@ -316,7 +319,8 @@ class StepRecorder:
         tape.graph.constants.update(constants_of(model, backward))
         if self._curvature:
             tape.graph.constants.update(self._curvature.constants)
-        wanted = (*backward.saved, *objective.inputs, *model.new_buffers.values())
+        read = dict.fromkeys(name for source in self._feature_inputs for name in source.names)
+        wanted = (*backward.saved, *objective.inputs, *read, *model.new_buffers.values())
         batch.write(forward_nodes(model, wanted), random)
         values: Any = batch
         seen = batch.observe(objective)
@@ -337,10 +341,7 @@ class StepRecorder:
         for name, cotangent in cotangents.items():
             tape.level.op("Identity", cotangent.name, result=backward.cotangents[name])
         batch.write(backward.nodes, random)
-        metrics = {}
-        for (k, name), numbers in residuals.sums.items() if residuals else ():
-            for i, number in enumerate(numbers):
-                metrics[f"{_RESIDUALS} {i} {k} {name}"] = _number(tape, number)
+        metrics = self._read_by_rule(batch, seen, residuals)
         if self._has_accuracy:
             metrics["accuracy"] = self._accuracy(batch, seen, of_batch)
         gradients: dict[str, Symbol] = {}
@@ -352,6 +353,26 @@ class StepRecorder:
             else:
                 gradients[name] = Recorded(tape, result, shape, _FLOAT)
         return loss, metrics, gradients
+
+    @property
+    def _feature_inputs(self) -> tuple[LayerInput, ...]:
+        optimizer = self._optimizer
+        return optimizer.feature_inputs if isinstance(optimizer, KfacOptimizer) else ()
+
+    def _read_by_rule(
+        self, batch: Evaluation, seen: Observation, residuals: Residuals | None
+    ) -> dict[str, Symbol]:
+        """Record the residuals and the powers of features that the rule reads, by name."""
+        values: Any = batch
+        operations: Any = Operations(batch.tape)
+        features = FeaturePowers(self._feature_inputs, operations)
+        weights: Any = [observed.weights for observed in seen.terms]
+        features.add(values, batch.examples or self._assembly.task.batch.size, weights)
+        read = {} if features.sums is None else {_FEATURES: features.sums}
+        for (k, name), numbers in residuals.sums.items() if residuals else ():
+            for i, number in enumerate(numbers):
+                read[f"{_RESIDUALS} {i} {k} {name}"] = _number(batch.tape, number)
+        return read
 
     def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
         """Record the share of targets in the whole batch that the model finds most probable.
@@ -386,10 +407,9 @@ class StepRecorder:
         batch: Evaluation,
         values: Mapping[str, Symbol],
         gradients: Mapping[str, Symbol],
-        loss: Symbol,
+        measured: "_Measured",
         rate: Symbol,
         random: Writer,
-        residuals: Residuals,
     ) -> dict[str, Symbol]:
         """Record the optimizer's own rule; return the new state by name."""
         old: dict[str, dict[str, Symbol]] = {
@@ -405,8 +425,8 @@ class StepRecorder:
         if self._curvature is None:
             moved = optimizer.moved(cells, parameters, (old, new), steps, rate)  # type: ignore[attr-defined] # of first order
         else:
-            curvature = _RecordedCurvature(self._curvature, batch, values, loss, random, state)
-            arguments = (old, new), steps, rate, residuals, curvature
+            curvature = _RecordedCurvature(self._curvature, batch, values, measured, random, state)
+            arguments = (old, new), steps, rate, measured.residuals, curvature
             moved = optimizer.moved(cells, parameters, *arguments)  # type: ignore[attr-defined] # checked
         state |= moved
         for slot, arrays in new.items():
@@ -452,6 +472,14 @@ class StepRecorder:
         ]
 
 
+class _Measured(NamedTuple):
+    """What a rule reads of a batch, besides the gradients."""
+
+    loss: Symbol
+    residuals: Residuals
+    features: Symbol | None
+
+
 class _RecordedCurvature:
     """The engine of a rule that is recorded: it preconditions in the graph."""
 
@@ -460,13 +488,13 @@ class _RecordedCurvature:
         curvature: CurvatureSteps,
         batch: Evaluation,
         values: Mapping[str, Symbol],
-        loss: Symbol,
+        measured: "_Measured",
         random: Writer,
         state: dict[str, Symbol],
     ) -> None:
         step = values["step"]
         self._arguments, self._state = (curvature, batch, values, step, random), state
-        self.loss = loss
+        self.loss, self.features = measured.loss, measured.features
         self.repeats = curvature.repeats
         size = batch.assembly.task.batch.size
         self.examples = size if batch.examples is None else _number(batch.tape, batch.examples)

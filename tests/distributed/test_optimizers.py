@@ -211,15 +211,17 @@ def test_a_step_without_statistics_sends_gradients_and_products(distribution, ga
         for _ in range(5):
             before = len(communicator.log)
             optimizer.step(*part_of(0, communicator))
+        powers = optimizer.state().arrays["feature_powers"].values()
         sizes = [v.nbytes for v in engine.parameters.values()]
         of_weights = sum(v.nbytes for v in engine.parameters.values() if v.ndim > 1)
-        return communicator.log[before:], sum(sizes), of_weights
+        of_features = sum(v.nbytes for v in powers)
+        return communicator.log[before:], sum(sizes), of_features, of_weights
 
-    for log, size, weights in run(2, work):
+    for log, size, features, weights in run(2, work):
         votes = [(call, count) for call, count in log if count < size / 2]
         assert {call for call, _ in votes} == {"allreduce"}
         assert len(votes) == 4  # one of them sums the loss and the squared residuals
         messages = [entry for entry in log if entry not in votes]
         fingerprints = ("allgather", 8 * EXAMPLES)
         gathers = [("allgather", weights)] * gathered
-        assert messages == [("allreduce", size), fingerprints, *gathers]
+        assert messages == [("allreduce", size + features), fingerprints, *gathers]

@@ -6,7 +6,7 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.backend.namespace import is_recorded
-from kfac_engine.training import adaptive_lengths
+from kfac_engine.training import adaptive_lengths, feature_bounds
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
@@ -241,6 +241,19 @@ def test_options_of_optimizers_count(optimizer, options, tmp_path):
     found = differences(network("dense"), optimizer, tmp_path / "files", draw, **options)
     assert found[0] < FIRST
     assert found[-1] < LAST
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("net", ["dense", "tokens", "experts"])
+def test_updates_of_files_are_shorter_along_rare_features(net, accumulate, tmp_path, monkeypatch):
+    draw = classes((5,) if net == "tokens" else ())
+    options = {"steps": 6, "accumulate": accumulate}
+    free = differences(network(net), "kfac", tmp_path / "free", draw, **options)
+    monkeypatch.setattr(feature_bounds, "_RARE", 0.5)  # every feature
+    found = differences(network(net), "kfac", tmp_path / "files", draw, **options)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+    assert found != free  # the bounds had an effect
 
 
 @pytest.mark.parametrize(("length", "goes_back"), [(3.0, True), (0.1, False)])

@@ -376,7 +376,8 @@ class LayerTensors:
     def rows(self, form: LayerForm) -> tuple[LayerRows, ...]:
         """Return the tensors of each part of a layer with this form."""
         parts = zip(self.inputs, self.outputs, strict=True)
-        return tuple(LayerRows(x, s, form.output_view, form.num_uses) for x, s in parts)
+        views = form.output_view, form.input_view
+        return tuple(LayerRows(x, s, *views, form.num_uses) for x, s in parts)
 
     def gradients(self, grads_list: GradsList) -> Tensors:
         """Return names of output gradients, ``[source][part]``, each a tuple over uses.

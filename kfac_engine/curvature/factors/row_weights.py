@@ -33,12 +33,14 @@ class LayerRows:
         inputs: Names of the input, over uses.
         outputs: Names of the output, over uses.
         view: Reads an output as rows.
+        input_view: Reads an input as rows.
         num_uses: Number of uses.
     """
 
     inputs: Uses
     outputs: Uses
     view: View
+    input_view: View
     num_uses: int
 
 

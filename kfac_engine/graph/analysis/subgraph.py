@@ -10,16 +10,20 @@ _PASS_ON = RELAYS | {"Slice"}
 
 
 def dependents(
-    nodes: Iterable[Node], sources: Iterable[str], stops: Container[str] = frozenset()
+    nodes: Iterable[Node],
+    sources: Iterable[str],
+    stops: Container[str] = frozenset(),
+    cut: Container[str] = frozenset(),
 ) -> frozenset[str]:
     """Return the names of ``sources`` and of all values that depend on them.
 
-    Nodes are in topological order. Results of the operators in ``stops`` are not followed.
+    Nodes are in topological order. Results of the operators in ``stops`` and the values in ``cut``
+    are not followed.
     """
     values = set(sources)
     for node in nodes:
         if not values.isdisjoint((*node.inputs, *node.captures)) and node.qualified_op not in stops:
-            values.update(node.outputs)
+            values.update(name for name in node.outputs if name not in cut)
     return frozenset(values - {""})
 
 

@@ -1,0 +1,127 @@
+"""Powers of the features that layers read: how often a feature is active, and how far.
+
+The mean square and the mean fourth power of a feature over rows tell the square that it has in its
+active rows: ``Σ x⁴ / Σ x²`` is the mean square of the rows, each weighted by its own square. A
+feature that is 1 in one row of thousands, and 0 in the others, has a mean square near 0 and this
+square 1. For a Gaussian feature, the second one is three times the first.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array, Values
+from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.layers.grouped import StackedDenseView
+from kfac_engine.layers.views import PatchView, RowView, View
+
+# Mean squares above this number count as the number, and fourth powers as its square, so that no
+# product of them overflows.
+_LARGEST = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """The input of a layer, whose rows have features.
+
+    The channels of images are features. An image is one row, with the mean square of its pixels.
+
+    Attributes:
+        names: Names of the tensors, over uses.
+        view: Reads a tensor as rows.
+    """
+
+    names: tuple[str, ...]
+    view: View
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the features of the view have powers."""
+        return isinstance(self.view, RowView | PatchView | StackedDenseView)
+
+    def squares(self, values: Values, backend: Backend) -> Array:
+        """Return the squares of the features, ``(rows, features)``."""
+        first, *others = (self._of_use(backend.asarray(values[name])) for name in self.names)
+        if not others:
+            return first
+        together: Array = array_module(first).concatenate([first, *others])
+        return together
+
+    def _of_use(self, x: Any) -> Array:
+        if x.dtype.itemsize < np.dtype(np.float32).itemsize:
+            x = x.astype(np.float32)
+        squares: Array
+        if isinstance(self.view, StackedDenseView):
+            rows = x.reshape(-1, x.shape[-2] * x.shape[-1])
+            squares = rows * rows
+        elif self.view.feature_axis not in (-1, x.ndim - 1):
+            pixels = x.reshape(*x.shape[:2], -1)
+            squares = inner(pixels, "ncp,ncp->nc") / pixels.shape[2]
+        elif isinstance(self.view, PatchView):
+            pixels = x.reshape(x.shape[0], -1, x.shape[-1])
+            squares = inner(pixels, "npc,npc->nc") / pixels.shape[1]
+        else:
+            rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+            squares = rows * rows
+        return squares
+
+
+class FeaturePowers:
+    """The powers of the features of several layers in a batch; they add up over its parts.
+
+    Args:
+        inputs: The inputs of the layers.
+        backend: Array library of the sums.
+
+    Attributes:
+        sums: The means of the powers 0, 2 and 4 of all features, one input after the other,
+            ``(3, features)``, times the number of examples; None before the first part.
+    """
+
+    def __init__(self, inputs: Sequence[LayerInput], backend: Backend) -> None:
+        self._inputs, self._backend = inputs, backend
+        self.sums: Array | None = None
+
+    def add(self, values: Values, examples: Any, weights: Iterable[Array | None] = ()) -> None:
+        """Add a part of a batch with a number of examples.
+
+        ``weights`` are those of the targets of each loss; None for ones. A part in which a target
+        does not count adds zeros: it is not known which rows belong to the target.
+        """
+        if not self._inputs:
+            return
+        with np.errstate(over="ignore"):
+            every = [source.squares(values, self._backend) for source in self._inputs]
+        means = [_means(squares) for squares in every]
+        sums = array_module(means[0]).concatenate(means, axis=1) * examples
+        for of_loss in weights:
+            if of_loss is not None:
+                hidden = np.logical_not(of_loss > 0).astype(np.int64).sum()
+                sums = np.where(hidden > 0, np.zeros_like(sums), sums)
+        self.sums = sums if self.sums is None else self.sums + sums
+
+
+def _means(squares: Any) -> Array:
+    """Return ones, the means of squares ``(rows, features)``, and the means of their squares."""
+    rows = squares.shape[0] or 1
+    second = np.minimum(squares.sum(axis=0) / rows, _LARGEST)
+    fourth = np.minimum(inner(squares, "nc,nc->c") / rows, _LARGEST**2)
+    powers: Array = array_module(squares).stack([np.ones_like(second), second, fourth])
+    return powers
+
+
+def inner(x: Any, subscripts: str) -> Array:
+    """Return sums of squares over some axes, as ``einsum`` of an array with itself.
+
+    A file has no such operator.
+    """
+    if not is_recorded(x):
+        result: Array = array_module(x).einsum(subscripts, x, x)
+        return result
+    before, after = subscripts.split(",")[0], subscripts.split(">")[1]
+    axes = tuple(i for i, letter in enumerate(before) if letter not in after)
+    summed: Array = (x * x).sum(axis=axes)
+    return summed

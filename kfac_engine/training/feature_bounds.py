@@ -1,0 +1,162 @@
+"""Bounds of the updates of a layer along single features.
+
+A feature that few rows have is often absent from the sample that statistics are taken from. Its
+natural gradient is then far too long, and an update along it moves the rows that have it by a large
+multiple of what it moves other rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.protocol import Backend
+from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.engine.engine import Engine
+from kfac_engine.graph.analysis.subgraph import dependents, of_data
+from kfac_engine.graph.structure import ONLY_SHAPES
+from kfac_engine.layers.feature_powers import LayerInput, inner
+from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.training.kfac_updates import StepInputs
+from kfac_engine.training.vectors import Vector, combine
+
+# The square of a rare feature in its active rows is so many times its mean square, or more: three
+# times is usual, and 6 after a rectifier.
+_RARE = 10.0
+# Decay of the powers of the features in a step.
+_MEMORY = 0.99
+# Part of the examples of a whole batch, which rounding may change.
+_WHOLE = 0.999
+# Bounds depend on each other; so many passes come close to their solution.
+_PASSES = 4
+_LEAST = 1e-30  # least divisor
+
+# The slot of the powers, which has one array.
+POWERS = "feature_powers"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBounds:
+    """Shortens directions along rare features whose rows they would move too far.
+
+    A direction with the rows ``p_j``, one for each feature, changes the outputs of a layer by
+    ``Σ x_j p_j`` on a row x of its inputs. The mean square of that change is about
+    ``m = Σ E[x_j²] |p_j|²``. In the rows in which feature j is active, its square is about ``a_j =
+    E[x_j⁴] / E[x_j²]``, so that it changes their outputs by ``a_j |p_j|²``. The direction is
+    shortened along the rare features, with ``a_j > 10 E[x_j²]``, for which that is more than m.
+    Means are over the rows of all steps, with a decay of 0.99, without batches in which a target
+    does not count.
+
+    Attributes:
+        weights: Weights by unit.
+        inputs: The inputs of the layers.
+        places: Places of the features of each weight among those of all inputs.
+    """
+
+    weights: Mapping[str, Piece] = field(default_factory=dict)
+    inputs: tuple[LayerInput, ...] = ()
+    places: Mapping[str, slice] = field(default_factory=dict)
+
+    def new_slots(self, arrays: Vector) -> dict[str, Array]:
+        """Return an array in the shape of the powers, of the library of ``arrays``."""
+        if not self.places:
+            return {}
+        size = max(place.stop for place in self.places.values())
+        like = arrays[next(iter(self.places))]
+        dtype = np.result_type(like.dtype, np.float32)
+        return {POWERS: array_module(like).empty((3, size), dtype)}
+
+    def shortened(
+        self, directions: Mapping[str, Array], step: StepInputs, backend: Backend
+    ) -> dict[str, Array]:
+        """Write the new powers of the features; return the directions within their bounds."""
+        bounded = dict(directions)
+        if not self.places or step.features is None:
+            return bounded
+        powers = step.new_slots[POWERS][POWERS]
+        share = step.features / step.examples
+        # The powers 0 are ones, unless parts of the batch have been left out.
+        share = np.where(share[:1] > _WHOLE, share, np.zeros_like(share))
+        combine(powers, _MEMORY, step.slots[POWERS][POWERS], 1 - _MEMORY, share)
+        squares, fourths = powers[1], powers[2]
+        means = squares / np.maximum(powers[0], _LEAST)
+        rare = fourths > _RARE * means * squares
+        known = not is_recorded(rare)
+        marks = backend.to_numpy(rare) if known else rare
+        if known and not marks.any():
+            return bounded
+        limits = squares / np.where(rare, fourths, 1.0)
+        for name, place in self.places.items():
+            if known and not marks[place].any():
+                continue
+            weight, direction = self.weights[name], directions[name]
+            matrices = weight.matrices(direction, copy=False)
+            count, _, outputs = matrices.shape
+            features = (place.stop - place.start) // count
+            # The rows of a convolution are taps of each channel.
+            taps: Any = matrices.reshape(count, -1, features, outputs)
+            of_features = (count, features)
+            arrays = (each[place].reshape(of_features) for each in (rare, limits, means))
+            shares = _shares(inner(taps, "gtfo,gtfo->gf"), *arrays)
+            shorter = taps * shares.astype(taps.dtype, copy=False)[:, None, :, None]
+            bounded[name] = weight.array(shorter.reshape(matrices.shape), direction)
+        return bounded
+
+
+def _shares(norms: Any, rare: Any, limits: Any, means: Any) -> Any:
+    """Return the factors of a direction along features, ``(count, features)``.
+
+    Args:
+        norms: Squared norms of the rows of each matrix.
+        rare: Whether features are rare.
+        limits: Bounds of the squares of rare features, relative to the mean square change of the
+            outputs.
+        means: Mean squares of the features.
+    """
+    bounded = norms
+    for _ in range(_PASSES):
+        most = limits * (means * bounded).sum(axis=-1, keepdims=True)
+        bounded = np.where(rare, np.minimum(bounded, most), bounded)
+    return (bounded / (norms + (norms == 0))) ** 0.5
+
+
+def feature_bounds(
+    engine: Engine, weights: Mapping[str, Piece], blocks: Mapping[str, FisherBlock], arrays: Vector
+) -> FeatureBounds:
+    """Return the bounds of weights, by unit, whose layers have these blocks.
+
+    Only layers have bounds that data reach along a path without another of these layers, such as
+    those that read embedded, normalized or gated columns. Behind a layer with bounds, single
+    features are not rare in the same way.
+    """
+    mixed = _mixed(engine, blocks)
+    sizes: dict[LayerInput, int] = {}
+    sources: dict[str, LayerInput] = {}
+    for name, weight in weights.items():
+        count, rows, _ = weight.matrices(arrays[name], copy=False).shape
+        tensors, packing = blocks[name].layer_rows(), blocks[name].packing
+        if len(tensors) == 1 and packing is not None:
+            source = LayerInput(tensors[0].inputs, tensors[0].input_view)
+            features = rows // prod(packing.kernel(engine.collection.require_shape(weight.weight)))
+            if source.is_readable and features > 1 and mixed.isdisjoint(source.names):
+                sources[name], sizes[source] = source, count * features
+    stops = accumulate(sizes.values())
+    places = {s: slice(k - sizes[s], k) for s, k in zip(sizes, stops, strict=True)}
+    return FeatureBounds(weights, tuple(sizes), {n: places[s] for n, s in sources.items()})
+
+
+def _mixed(engine: Engine, blocks: Mapping[str, FisherBlock]) -> frozenset[str]:
+    """Return the values that data reach through the matrices of layers only."""
+    model = engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine has a model"
+    graph = model.graph
+    layers = [rows for block in blocks.values() for rows in block.layer_rows()]
+    outputs = {name for rows in layers for name in rows.outputs}
+    inputs = [entry.name for entry in graph.inputs]
+    return of_data(graph) - dependents(graph.nodes, inputs, ONLY_SHAPES, outputs)
