@@ -151,6 +151,7 @@ class BatchPasses:
         shards: The processes, and their shards of the latest batch.
         history: Losses of the latest calls.
         part_sizes: Examples of each process in each part of the latest batch.
+        absent: Numbers of the loss functions of which no target counts in the latest batch.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -164,6 +165,7 @@ class BatchPasses:
         # The first process warns.
         self.history = LossHistory(warns=self.shards.agreement.rank == 0)
         self.part_sizes: tuple[tuple[int, ...], ...] = ()
+        self.absent = frozenset[int]()
 
     @property
     def parameters(self) -> dict[str, Array]:
@@ -343,9 +345,12 @@ class BatchPasses:
         differ, a second pass uses the right size.
         """
         result, sizes = self._sum(traced, differentiate, None)
+        whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
+        self.absent = whole.absent
         if len(sizes) > 1:
-            whole, used = sum(sizes[1:], sizes[0]), sizes[0].positive()
-            corrections = self.objective.corrections(used, whole)
+            # A loss without targets that count has no gradient to correct.
+            pairs = enumerate(self.objective.corrections(used, whole))
+            corrections = [factor for number, factor in pairs if number not in whole.absent]
             if max(corrections) - min(corrections) < _EQUAL:
                 result = result.times(corrections[0])
             else:

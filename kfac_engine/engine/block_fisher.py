@@ -147,7 +147,8 @@ class BlockFisher:
 
         The parts are evaluated twice: the first pass counts their examples and predictions.
         ``examples`` is the number of examples of the batch, if the parts have only some of them;
-        the result is then None if no target of them counts. ``by_example`` is as for ``measure``.
+        the result is then None if no target of them counts for a loss that has others in the latest
+        batch. ``by_example`` is as for ``measure``.
         """
         estimator, passes = self.estimator, self._passes
         self._require_examples()
@@ -156,7 +157,7 @@ class BlockFisher:
             return self.meet(trace, passes.observe(trace, targets=False))
 
         traced.count(self._shards, meet, examples)
-        if examples is not None and not all(traced.size.totals):
+        if examples is not None and not traced.size.absent <= passes.absent:
             return None
         self.place_draws()
         statistics, bits = estimator.statistics, estimator.rng.bit_generator
@@ -213,7 +214,7 @@ class BlockFisher:
             trace = traced.first()
             seen = self.meet(trace, self._passes.observe(trace, targets=False), examples)
             self.wait()
-            counts = examples is None or all(seen.whole.totals)
+            counts = examples is None or seen.whole.absent <= self._passes.absent
             update = self.measure(trace, seen, by_example=by_example) if counts else None
         if update is not None:
             self.agree(0.0, update)

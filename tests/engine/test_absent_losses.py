@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.engine.batch_passes import BatchPasses
 from tests.distributed.threads import run
 from tests.models import parsed
 
@@ -65,6 +66,12 @@ def is_own(key):
     """
     name, factor = key
     return name in OWN and not (factor.endswith("(h)") or factor == "RotatedSquare(h, ∂u)")
+
+
+def owned_by_boxes(tested):
+    for name, block in tested.collection.fisher_blocks.items():
+        for factor in block.factors:
+            yield factor, is_own((name, factor.name))
 
 
 def assert_own_equal(found, expected, rtol=1e-12):
@@ -156,6 +163,25 @@ def test_a_loss_without_targets_in_a_part_only_counts_in_the_batch():
     whole.observe(*batch(boxes=boxes))
     parts.observe([batch(rows, boxes=boxes) for rows in HALVES])
     assert_own_equal(state(parts), state(whole))
+
+
+@pytest.mark.parametrize("form", ["whole", "parts"])
+def test_an_optimizer_measures_a_part_of_a_batch_without_targets(form, monkeypatch):
+    """The first part of a quarter is taken, as all of its losses that count in the batch count."""
+    tested, sizes = engine(schedule=ke.Schedule()), []
+    optimizer = ke.KfacOptimizer(tested, statistics_part=0.25)
+    trace = BatchPasses.trace
+
+    def recorded(self, inputs, targets=None):
+        sizes.append(len(inputs["x"]))
+        return trace(self, inputs, targets)
+
+    monkeypatch.setattr(BatchPasses, "trace", recorded)
+    optimizer.step(*only_classes()) if form == "whole" else optimizer.step(
+        [only_classes(rows) for rows in HALVES]
+    )
+    assert sizes == ([8, 2] if form == "whole" else [3, 5, 2])
+    assert all(f.average.weight == (not own) for f, own in owned_by_boxes(tested))
 
 
 def test_steps_of_a_run_whose_batches_lack_boxes_are_finite_and_learn():
