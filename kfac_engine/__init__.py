@@ -127,6 +127,8 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.gradient_model import differentiate as differentiate
+    from kfac_engine.graph.edits.adapters import add_adapters as add_adapters
+    from kfac_engine.graph.edits.adapters import merge_adapters as merge_adapters
     from kfac_engine.graph.edits.head import replace_head as replace_head
     from kfac_engine.html_report.page import report as report
     from kfac_engine.losses import L1 as L1
@@ -154,6 +156,8 @@ if TYPE_CHECKING:
     from kfac_engine.runtime.model import OnnxModel as OnnxModel
     from kfac_engine.runtime.model import load_model as load_model
     from kfac_engine.runtime.trace import Trace as Trace
+    from kfac_engine.sessions.adapter_files import load_adapter as load_adapter
+    from kfac_engine.sessions.adapter_files import save_adapter as save_adapter
     from kfac_engine.training.callbacks.best import BestWeights as BestWeights
     from kfac_engine.training.callbacks.best import EarlyStop as EarlyStop
     from kfac_engine.training.callbacks.tensorboard import TensorBoard as TensorBoard
@@ -208,6 +212,10 @@ _HOMES = {
     "precondition": "engine.engine",
     "differentiate": "export.gradient_model",
     "replace_head": "graph.edits.head",
+    "add_adapters": "graph.edits.adapters",
+    "merge_adapters": "graph.edits.adapters",
+    "save_adapter": "sessions.adapter_files",
+    "load_adapter": "sessions.adapter_files",
     "export_training": "training_files.export",
     "TrainingFiles": "training_files.files",
     "TrainingRun": "training_files.files",

@@ -27,7 +27,7 @@ MODULES = [path for path in SOURCES if path.is_relative_to(PACKAGE)]
 # Third-party import name to the places that may import it.
 RESERVED = {
     "onnx": ("kfac_engine/graph/",),
-    "onnxruntime": ("kfac_engine/sessions/session.py", "kfac_engine/sessions/device_session.py"),
+    "onnxruntime": ("kfac_engine/sessions/",),
     "cupy": ("kfac_engine/backend/cuda/device.py",),
     "mpi4py": ("kfac_engine/distributed/mpi.py",),
     "sklearn": ("kfac_engine/sklearn/", "bench/training/data.py"),

@@ -48,6 +48,7 @@ JUNK: dict[str, Callable[[], object]] = {
 }
 
 MODEL = models.mlp((3, 4, 3)).SerializeToString()
+ADAPTED = ke.add_adapters(MODEL, 2)
 INPUTS = models.random_inputs(models.mlp((3, 4, 3)), 4)
 TARGETS = np.array([0, 1, 2, 1])
 DATA = (INPUTS, TARGETS)
@@ -99,6 +100,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "precondition": (ke.precondition, lambda: {**SAME, **BATCH}),
     "differentiate": (ke.differentiate, lambda: {"model": MODEL, "loss": "categorical"}),
     "replace_head": (ke.replace_head, lambda: {"model": MODEL, "classes": 2}),
+    "add_adapters": (ke.add_adapters, lambda: {"model": MODEL, "rank": 2}),
+    "merge_adapters": (ke.merge_adapters, lambda: {"model": ADAPTED}),
+    "save_adapter": (ke.save_adapter, lambda: {"model": ADAPTED, "path": "o"}),
+    "load_adapter": (ke.load_adapter, lambda: {"model": ADAPTED, "adapter": "o"}),
     "export_training": (ke.export_training, lambda: {"model": MODEL, "path": "o"}),
     "TrainingFiles": (ke.TrainingFiles, lambda: {"folder": "o"}),
     "load_model": (ke.load_model, lambda: {"source": MODEL, "threads": 1}),

@@ -11,7 +11,7 @@ from kfac_engine.cli.curvature import curvature
 from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
-from kfac_engine.cli.edits import replace_head
+from kfac_engine.cli.edits import add_adapters, merge_adapters, replace_head, save_adapter
 from kfac_engine.cli.exports import differentiate, export_training
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
@@ -75,6 +75,9 @@ COMMANDS: Mapping[click.Command, str] = {
     precondition: "Write the gradients of a batch and the preconditioned gradients.",
     inspect: "Show the layer, block, factors and costs of each parameter.",
     replace_head: "Write a model whose last dense layer has new weights, for other classes.",
+    add_adapters: "Write a model with low-rank updates of its layers, to be trained.",
+    merge_adapters: "Write a model whose weights contain its adapters.",
+    save_adapter: "Write the adapters of a model as a file that ONNX Runtime loads.",
     differentiate: "Write the gradient of a model as a plain ONNX model.",
     export_training: "Write the training step of a model as plain ONNX files.",
     report: "Write a page with the charts and tables of a training run.",

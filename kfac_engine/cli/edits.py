@@ -1,4 +1,4 @@
-"""``replace-head``: edits of a model in its own form, written as another model."""
+"""``replace-head`` and the commands of adapters: edits of a model in its own form."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import click
 
 from kfac_engine.cli.command import Command, Group, file_path
 from kfac_engine.cli.display import report_beside, say, working
-from kfac_engine.cli.options import debug_option, keywords
+from kfac_engine.cli.options import debug_option, keywords, one_or_all
 
 if TYPE_CHECKING:
     from kfac_engine.graph.write import ModelProto
@@ -50,6 +50,90 @@ def replace_head(model: Path, options: dict[str, Any], out: Path) -> None:
         edited = ke.replace_head(model, **options, path=out)
     with report_beside(out):
         _report(edited, "head.", out)
+
+
+_ADAPTERS = (
+    Group.MODEL.count("--rank", default=8, help="Rank of the adapters."),
+    Group.MODEL.option(
+        "--layers",
+        metavar="PATTERN",
+        multiple=True,
+        callback=one_or_all,
+        help="Name or pattern of weights or nodes; by default all dense layers and 1 × 1 "
+        "convolutions that are wide enough. May be repeated.",
+    ),
+    Group.MODEL.option(
+        "--alpha",
+        type=float,
+        default=16.0,
+        help="Factor of an update, times the rank.",
+    ),
+    Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
+)
+
+
+@click.command(
+    "add-adapters",
+    cls=Command,
+    example="kfac-engine add-adapters mlp.onnx --rank 4 -o adapted.onnx",
+)
+@click.argument("model", type=file_path)
+@keywords(*_ADAPTERS)
+@model_option
+@debug_option
+def add_adapters(model: Path, options: dict[str, Any], out: Path) -> None:
+    """Write a model with low-rank updates of its layers, to be trained."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, with_weights
+
+    check_files(with_weights("--out", out), {}, model)
+    with working("adding adapters"):
+        edited = ke.add_adapters(model, **options, path=out)
+    with report_beside(out):
+        _report(edited, "lora", out)
+
+
+@click.command(
+    "merge-adapters",
+    cls=Command,
+    example="kfac-engine merge-adapters adapted.onnx -o merged.onnx",
+)
+@click.argument("model", type=file_path)
+@Group.DATA.file(
+    "--adapter", help="File of save-adapter, whose adapters replace those of the model."
+)
+@model_option
+@debug_option
+def merge_adapters(model: Path, adapter: Path | None, out: Path) -> None:
+    """Write a model whose weights contain its adapters."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, with_weights
+
+    check_files(with_weights("--out", out), {"--adapter": adapter}, model)
+    with working("merging"):
+        source = model if adapter is None else ke.load_adapter(model, adapter)
+        edited = ke.merge_adapters(source, path=out)
+    with report_beside(out):
+        _report(edited, "lora", out)
+
+
+@click.command(
+    "save-adapter",
+    cls=Command,
+    example="kfac-engine save-adapter adapted.onnx -o task.onnx_adapter",
+)
+@click.argument("model", type=file_path)
+@Group.OUTPUT.file("-o", "--out", required=True, help="File for ONNX Runtime (.onnx_adapter).")
+@debug_option
+def save_adapter(model: Path, out: Path) -> None:
+    """Write the adapters of a model as a file that ONNX Runtime loads."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files
+
+    check_files({"--out": out}, {}, model)
+    ke.save_adapter(model, out)
+    with report_beside(out):
+        say(f"written to {out}")
 
 
 def _report(edited: "ModelProto", part: str, out: Path) -> None:

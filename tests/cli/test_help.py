@@ -100,6 +100,8 @@ def folder(tmp_path, monkeypatch):
         batch = {"image": images[:count]}, labels[:count]
         curvature = ke.curvature(f"{name}.onnx", batch, loss="categorical")
         curvature.save(f"{name}.curvature.safetensors")
+    adapted = ke.add_adapters(demo_model("mlp"))
+    (tmp_path / "adapted.onnx").write_bytes(adapted.SerializeToString())
     (tmp_path / "run.jsonl").write_text('{"step": 1, "epoch": 0, "seconds": 0.1, "loss": 2.0}\n')
     return tmp_path
 

@@ -40,6 +40,11 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _MOST_NAMES = 4
 
 
+def is_generated(name: str) -> bool:
+    """Return whether an exporter of PyTorch gives this name to computed constants."""
+    return _GENERATED.fullmatch(name) is not None
+
+
 def is_computed(name: str) -> bool:
     """Return whether an exporter of PyTorch gives this name to constants of computations only.
 
@@ -102,7 +107,7 @@ def export_changes(
     graph = model.graph
     merged = sorted({*_identities(graph, constants, names), *_siblings(graph, constants, names)})
     folded = tuple(dict.fromkeys(_folded(graph, names)))
-    generated = tuple(n for n in names if _GENERATED.fullmatch(n) and n not in folded)
+    generated = tuple(n for n in names if is_generated(n) and n not in folded)
     return ExportChanges(tuple(merged), folded, generated, model.producer_name)
 
 

@@ -6,6 +6,7 @@ The message has no data of initializers; ``constants`` has them, mapped where th
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import onnx
 from onnx import helper, shape_inference
@@ -39,6 +40,7 @@ class EditedModel:
         message: The message, without nodes and without data of initializers.
         nodes: The nodes, in topological order.
         constants: Values of initializers and ``Constant`` nodes.
+        initializers: Names of the initializers, in their order.
         producers: The node that computes each value.
     """
 
@@ -53,7 +55,7 @@ class EditedModel:
         self.opset = opset(message)
         path = isinstance(source, str | os.PathLike)
         self.name = Path(source).name if path else str(message.graph.name or "model")  # type: ignore[arg-type] # a path
-        self._initializers = [entry.name for entry in message.graph.initializer]
+        self.initializers = [entry.name for entry in message.graph.initializer]
         for node in self.nodes:
             value = constant_value(node, self.constants)
             if value is not None and node.op_type == "Constant":
@@ -85,19 +87,13 @@ class EditedModel:
         """Return a name like ``name`` that no value has, and take it."""
         return claim(name, self._used)
 
-    def take(self, name: str) -> bool:
-        """Return whether no value has a name yet, and take it."""
-        free = name not in self._used
-        self._used.add(name)
-        return free
-
     def add_constant(self, name: str, value: Array, *, overridable: bool = False) -> str:
         """Add an initializer with an unused name, and return the name.
 
         A caller of ONNX Runtime can replace the value of an ``overridable`` one in each run.
         """
         self.constants[name] = value
-        self._initializers.append(name)
+        self.initializers.append(name)
         if overridable or self.message.ir_version < _INITIALIZERS_ALONE:
             entry = value_info(Input(name, value.dtype, value.shape))
             self.message.graph.input.append(entry)
@@ -108,13 +104,21 @@ class EditedModel:
 
         An initializer of this name that only ``reader`` reads has the new value instead.
         """
-        if name not in self._initializers or any(n is not reader for n, _ in self.readers(name)):
+        if name not in self.initializers or any(n is not reader for n, _ in self.readers(name)):
             return self.add_constant(self.free(name), value)
         self.constants[name] = value
         for entry in self.message.graph.input:
             if entry.name == name:
                 entry.CopyFrom(value_info(Input(name, value.dtype, value.shape)))
         return name
+
+    def set_constant(self, name: str, value: Array) -> None:
+        """Replace the value of an initializer or of a ``Constant`` node, in the same shape."""
+        self.constants[name] = value
+        node = self.producers.get(name)
+        if node is not None:
+            del node.attribute[:]
+            node.attribute.append(helper.make_attribute("value", tensor(value)))
 
     def declared(self, output: str) -> Input:
         """Return the declaration of an output."""
@@ -199,8 +203,8 @@ class EditedModel:
                 needed.update(reads(node))
         self.nodes = live[::-1]
         graph = self.message.graph
-        dropped = {name for name in self._initializers if name not in needed}
-        self._initializers = [name for name in self._initializers if name not in dropped]
+        dropped = {name for name in self.initializers if name not in needed}
+        self.initializers = [name for name in self.initializers if name not in dropped]
         inputs = [entry for entry in graph.input if entry.name not in dropped]
         _replace(graph.input, inputs)
         values = {name for node in self.nodes for name in node.output}
@@ -219,7 +223,7 @@ class EditedModel:
         probe = self._whole()
         graph = probe.graph
         large = []
-        for name in self._initializers:
+        for name in self.initializers:
             array = self.constants[name]
             if array.size > _SMALL:
                 large.append(value_info(Input(name, array.dtype, array.shape)))
@@ -240,7 +244,7 @@ class EditedModel:
     def written(self, path: str | Path | None = None) -> ModelProto:
         """Return the edited model; with a path, also write it, with a second file beyond 2 GB."""
         model = self._whole()
-        constants = {name: self.constants[name] for name in self._initializers}
+        constants = {name: self.constants[name] for name in self.initializers}
         if path is None:
             return with_constants(model, constants)
         location = f"{checked_path(path).name}.data"
@@ -264,14 +268,17 @@ class EditedModel:
                 self._readers.setdefault(name, []).append((node, -1))
 
 
-def attribute(node: onnx.NodeProto, name: str, default: int | float) -> int | float:
-    """Return a number among the attributes of a node."""
-    setting = next((entry for entry in node.attribute if entry.name == name), None)
-    if setting is None:
-        return default
-    value = helper.get_attribute_value(setting)
-    assert isinstance(value, int | float), name
-    return value
+_T = TypeVar("_T", int, float, str, tuple[float, ...])
+
+
+def attribute(node: onnx.NodeProto, name: str, default: _T) -> _T:
+    """Return an attribute of a node, which has the type of its default value."""
+    for entry in node.attribute:
+        if entry.name == name:
+            value: Any = helper.get_attribute_value(entry)
+            value = value.decode() if isinstance(value, bytes) else value
+            return type(default)(value)
+    return default
 
 
 def operand(node: onnx.NodeProto, index: int) -> str:

@@ -186,7 +186,7 @@ def _conv(model: EditedModel, node: onnx.NodeProto) -> Product | None:
 
 def _gather(model: EditedModel, node: onnx.NodeProto) -> Product | None:
     weight = weight_of(model, node.input[0])
-    if weight is None or len(weight.shape) != 2 or attribute(node, "axis", 0) or weight.flipped:
+    if weight is None or len(weight.shape) != 2 or attribute(node, "axis", 0):
         return None
     return Product("rows", node, node.input[1], weight, 0, node)
 
@@ -216,7 +216,7 @@ def _gather_quantized(model: EditedModel, node: onnx.NodeProto) -> Product | Non
 def _with_bias(model: EditedModel, product: Product) -> Product:
     """Return a product with the bias that the only reader of its result adds, if any."""
     adder = model.reader(product.node.output[0])
-    if adder is None or operator(adder) != "Add":
+    if attribute(product.node, "activation", "") or adder is None or operator(adder) != "Add":
         return product
     place = 1 - list(adder.input).index(product.node.output[0])
     bias = weight_of(model, adder.input[place])
