@@ -99,8 +99,12 @@ class FeaturePowers:
         sums = array_module(means[0]).concatenate(means, axis=1) * examples
         for of_loss in weights:
             if of_loss is not None:
-                hidden = np.logical_not(of_loss > 0).astype(np.int64).sum()
-                sums = np.where(hidden > 0, np.zeros_like(sums), sums)
+                hidden = np.logical_not(of_loss > 0).astype(np.int64).sum() > 0
+                zeros = np.zeros_like(sums)
+                if is_recorded(hidden):
+                    sums = np.where(hidden, zeros, sums)
+                elif hidden:  # weights may be on the host, and sums on a device
+                    sums = zeros
         self.sums = sums if self.sums is None else self.sums + sums
 
 
