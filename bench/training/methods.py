@@ -11,13 +11,11 @@ from scipy.optimize import minimize
 
 import kfac_engine as ke
 from kfac_engine._types import Array
+from kfac_engine.bench.training.rivals import Step, ahead, soap
 from kfac_engine.errors import InputError
 from kfac_engine.registry import Registry
 from kfac_engine.training.budget import SCHEDULES
 
-# Changes the parameters of an engine by one batch; returns the loss before the change. The last
-# argument is the factor of the learning rate.
-Step: TypeAlias = Callable[[Mapping[str, Array], Array, float], float]
 # Returns the step of an engine for a learning rate (None where a method has none) and options.
 Factory: TypeAlias = Callable[[ke.Engine, float | None, Mapping[str, Any]], Step]
 
@@ -65,6 +63,20 @@ def _first_order(kind: type) -> Factory:
 
 def _step_of(optimizer: Any) -> Step:
     return lambda inputs, targets, scale: float(optimizer.step(inputs, targets, scale).loss)
+
+
+def _soap(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    assert rate is not None, "the table has rates"
+    if options:
+        raise InputError(f"method 'soap' has no options, got {', '.join(options)}.")
+    return soap(engine, rate)
+
+
+def _ema_nesterov(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
+    """Return the step of Muon from a point ahead; options of ``ahead`` and of ``ke.Muon``."""
+    of_muon = dict(options)
+    of_ahead = {name: of_muon.pop(name) for name in ("distance", "decay") if name in of_muon}
+    return ahead(engine, _first_order(ke.Muon)(engine, rate, of_muon), **of_ahead)
 
 
 def _quadratic(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
@@ -133,6 +145,8 @@ METHODS: Mapping[str, Method] = Registry(
         "adam": Method(_first_order(ke.Adam), (TAIL, COSINE), _ADAM, _ADAM_RATES),
         "sgd": Method(_first_order(ke.SGD), (TAIL,), (0.01, 0.03, 0.1, 0.3, 1.0), _SGD_RATES),
         "muon": Method(_first_order(ke.Muon), (TAIL,), (0.01, 0.03, 0.1), {}),
+        "soap": Method(_soap, (TAIL,), (0.003, 0.01, 0.03), {}),
+        "ema-nesterov": Method(_ema_nesterov, (TAIL,), (0.01, 0.03, 0.1), {}),
         "quadratic": Method(_quadratic, (TAIL,), (None,), {}),
         "lbfgs": Method(_lbfgs, (TAIL,), (None,), {}),
     },

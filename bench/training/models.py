@@ -267,6 +267,20 @@ def cnn(side: int, seed: int) -> Model:
     return _classified(net, x, 32 * (side // 4) ** 2, "Relu", side)
 
 
+def allconv(side: int, seed: int) -> Model:
+    """Return three convolutions of 3 × 3 and two of 1 × 1, with ReLU, and the mean of all pixels.
+
+    Source: Springenberg et al. 2015, "Striving for simplicity: The all convolutional net".
+    """
+    net, x, inputs = ModelBuilder(seed), INPUT, 1
+    layers = ((16, 3, 2), (32, 3, 1), (64, 3, 2), (64, 1, 1), (CLASSES, 1, 1))
+    for i, (channels, kernel, stride) in enumerate(layers):
+        x = net.op("Relu", x, to=f"a{i}") if i else x
+        x, inputs = net.conv(f"conv{i}", x, (inputs, channels), kernel, stride), channels
+    net.op("Flatten", net.op("GlobalAveragePool", x, to="mean"), to=OUTPUT, axis=1)
+    return net.model((1, side, side), (CLASSES,))
+
+
 def _classified(net: ModelBuilder, x: str, features: int, activation: str, side: int) -> Model:
     """Append two dense layers to images, and return the model."""
     x = net.linear("dense", net.op("Flatten", x, to="flat", axis=1), features, 64)

@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 
 from kfac_engine.bench.training.methods import TAIL, parse_method
 from kfac_engine.bench.training.run import Outcome, Point, Run
-from kfac_engine.bench.training.tasks import MODERN, REPEATED, TABULAR, TASKS, find_task
+from kfac_engine.bench.training.tasks import LONG, MODERN, REPEATED, TABULAR, TASKS, find_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,16 @@ COLLECTIONS: Mapping[str, Collection] = {
             "kfac": {"kfac": (None,)},
             "adam": {"adam": (0.0003, 0.001, 0.003, 0.01)},
             "muon": {"muon": _MUON, "muon:adam_rate=0.001": _MUON},
+        },
+    ),
+    "long": Collection(
+        tuple(LONG), 120, 0,
+        {
+            "kfac": {"kfac": (None,)},
+            "adam": {"adam": (0.0003, 0.001, 0.003, 0.01)},
+            "muon": {"muon": _MUON},
+            "ema-nesterov": {"ema-nesterov": _MUON, "ema-nesterov:distance=0.3": _MUON},
+            "soap": {"soap": (0.001, 0.003, 0.01)},
         },
     ),
     "exact": Collection(

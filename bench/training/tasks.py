@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kfac_engine.bench.training import models, modern, repeated
@@ -90,6 +90,11 @@ MODERN: Mapping[str, Task] = {
         squared=True,
     ),
 }  # fmt: skip
+# Tasks of some thousand steps.
+LONG: Mapping[str, Task] = {
+    "gpt-long": replace(MODERN["gpt"], title="character GPT with LayerNorm, biases, GELU"),
+    "allconv": Task("all-convolutional net, ReLU", models.allconv, _planes, "categorical", 64),
+}
 _WHOLE = 2_000  # examples of a batch of all
 
 
@@ -174,12 +179,13 @@ TASKS: Mapping[str, Task] = Registry(
             lambda images: smooth_function(), "normal", 256, images=False,
         ),
         **MODERN,
+        **LONG,
         **REPEATED,
         **TABULAR,
     },
 )  # fmt: skip
 
-OF_TEXT = ("transformer", "llama", "gpt", "gru")
+OF_TEXT = ("transformer", "llama", "gpt", "gru", "gpt-long")
 # A task and another size of its batches.
 SEPARATOR = "@"
 

@@ -40,7 +40,7 @@ _OPTIONS = (
         metavar="NAMES",
         callback=partial(_list, str),
         help="Tasks of the suite train, separated by commas; NAME@N has batches of N examples. "
-        "'tables' and 'modern' are collections of tasks.",
+        "'tables', 'modern', 'exact' and 'long' are collections of tasks.",
     ),
     Group.TRAINING_SUITE.option(
         "--methods",

@@ -16,6 +16,7 @@ def dense(*widths):
     return sum((a + 1) * b for a, b in pairwise(widths))
 
 
+GPT = 96 * 96 + 3 * (2 * dense(96, 96) + 2 * dense(96, 48) + dense(96, 256, 96) + 4 * 96) + 192
 # Parameters for images of 28 × 28, counted by layers: filters, biases, scales and shifts.
 COUNTS = {
     "autoencoder": dense(784, 400, 200, 100, 30, 100, 200, 400, 784),
@@ -36,10 +37,9 @@ COUNTS = {
     "cnn": dense(9, 16) + dense(9 * 16, 32) + dense(9 * 32, 32) + dense(32 * 49, 64, 10),
     "restorer": dense(25, 12) + dense(9 * 12, 12) + dense(25 * 12, 1),
     "function": dense(8, 64, 64, 4),
+    "allconv": dense(9, 16) + dense(9 * 16, 32) + dense(9 * 32, 64) + dense(64, 64, 10),
     "llama": 96 * 96 + 3 * (2 * 96 * 96 + 2 * 96 * 48 + 3 * 96 * 256 + 2 * 96) + 96,
-    "gpt": (
-        96 * 96 + 3 * (2 * dense(96, 96) + 2 * dense(96, 48) + dense(96, 256, 96) + 4 * 96) + 192
-    ),
+    "gpt": GPT,
     "vit": (
         dense(49, 64) + 16 * 64 + 3 * (4 * dense(64, 64) + dense(64, 128, 64) + 4 * 64) + 2 * 64
     )
@@ -59,6 +59,7 @@ COUNTS = {
     "surface": dense(3, 48, 48, 1),
     "compressed": dense(64, 48, 10, 48, 64),
     **dict.fromkeys(EQUATIONS, dense(2, 48, 48, 48, 1)),
+    "gpt-long": GPT,
     **{
         f"{name}{suffix}": dense(table.columns, 64, 32, table.outputs)
         for name, table in TABLES.items()

@@ -75,3 +75,13 @@ def test_a_collection_has_its_own_budgets_rates_and_variants():
     assert (
         str(groups(["wine"], ["kfac"])[1].candidates(3)[0]) == "wine, kfac tail, seed 3, 300 steps"
     )
+
+
+def test_long_tasks_have_contenders_that_gain_late():
+    long = groups(["long"], list(METHODS))
+    assert {g.task for g in long} == {"gpt-long", "allconv"}
+    assert {g.method for g in long} == {"kfac", "adam", "muon", "ema-nesterov", "soap"}
+    (ahead,) = (g for g in long if (g.task, g.method) == ("allconv", "ema-nesterov"))
+    assert {run.method for run in ahead.candidates(0)} == {
+        "ema-nesterov", "ema-nesterov:distance=0.3"
+    }  # fmt: skip
