@@ -141,8 +141,8 @@ class KfacOptimizer(Optimizer):
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
     is that of ``"quadratic"`` with ``momentum="quadratic"``, curvature of the whole batch and a
-    damping that starts at 1 and is adapted, ``DampingAdaptation(2, 0.9)``. The first 30 exact steps
-    leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by an eighth of the
+    damping that starts at 1 and is adapted, ``DampingAdaptation(2, 0.9)``. The first 60 exact steps
+    leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by a twentieth of the
     fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
     the exact steps. A ``damping``, a ``momentum``, a positive ``weight_decay`` or ``adapt_damping``
     of the caller excludes them.

@@ -21,10 +21,10 @@ from kfac_engine.training.seen_examples import fingerprints_of_part
 # Steps with the examples of the step before, until steps are exact.
 _REPEATED = 10
 # Exact steps of a trial.
-_TRIAL = 30
+_TRIAL = 60
 # Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
 # the first step with the batch.
-_RISE = 0.125
+_RISE = 0.05
 # Part of the examples that a trial leaves out.
 _LEFT_OUT = 0.2
 # A sum of fingerprints that are multiples of its inverse is exact, in any order.
