@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnknownNameError as UnknownNameError
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
+    from kfac_engine.export.derivatives import derivatives as derivatives
     from kfac_engine.export.gradient_model import differentiate as differentiate
     from kfac_engine.graph.edits.adapters import add_adapters as add_adapters
     from kfac_engine.graph.edits.adapters import merge_adapters as merge_adapters
@@ -211,6 +212,7 @@ _HOMES = {
     "EngineOptions": "engine.options",
     "precondition": "engine.engine",
     "differentiate": "export.gradient_model",
+    "derivatives": "export.derivatives",
     "replace_head": "graph.edits.head",
     "add_adapters": "graph.edits.adapters",
     "merge_adapters": "graph.edits.adapters",

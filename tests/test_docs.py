@@ -56,6 +56,15 @@ def test_building_block_examples_run_in_order():
         exec(compile(code, "building_blocks.md", "exec"), names)
 
 
+def test_the_examples_of_the_page_on_derivatives_run_in_order(tmp_path, capsys):
+    page = ROOT / "docs" / "derivatives.md"
+    with contextlib.chdir(tmp_path):
+        execute(page, capsys)
+    printed = capsys.readouterr().out
+    for _, text in blocks(page, "text"):
+        assert text in printed
+
+
 def test_the_examples_of_the_page_on_verification_run_in_order(capsys):
     names = {}
     examples = blocks(ROOT / "docs" / "verify.md", "python")

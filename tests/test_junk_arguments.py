@@ -99,6 +99,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "Engine.from_onnx": (ke.Engine.from_onnx, lambda: SAME),
     "precondition": (ke.precondition, lambda: {**SAME, **BATCH}),
     "differentiate": (ke.differentiate, lambda: {"model": MODEL, "loss": "categorical"}),
+    "derivatives": (
+        ke.derivatives,
+        lambda: {"model": MODEL, "wrt": "input", "outputs": "output", "laplacian": True},
+    ),
     "replace_head": (ke.replace_head, lambda: {"model": MODEL, "classes": 2}),
     "add_adapters": (ke.add_adapters, lambda: {"model": MODEL, "rank": 2}),
     "merge_adapters": (ke.merge_adapters, lambda: {"model": ADAPTED}),

@@ -42,6 +42,7 @@ PUBLIC = (
     "EngineOptions",
     "precondition",
     "differentiate",
+    "derivatives",
     "replace_head",
     "add_adapters",
     "merge_adapters",

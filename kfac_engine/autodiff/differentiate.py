@@ -165,7 +165,7 @@ class _Sweep:
 
     def _gradients(self, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
         if node.qualified_op not in self._rules or self._active.intersection(node.captures):
-            self._refuse(node)
+            refuse(node, self._graph, self._facts)
         for name in self._active.intersection((*node.inputs, *node.outputs)):
             empty = name in self._facts and 0 in self._facts[name].shape
             if empty and node.qualified_op not in _CUTTERS:
@@ -175,13 +175,14 @@ class _Sweep:
                 )
         return self._rules[node.qualified_op](self._builder, node, g, wanted)
 
-    def _refuse(self, node: Node) -> NoReturn:
-        """Raise the error of the lowering of a node, or the error for an unknown operator."""
-        lowering = find_lowering(node, self._graph)
-        if lowering is not None:
-            b = LoweringBuilder(self._graph, self._facts, f"{node.name}/")
-            lowering(b, b.read_results(node))
-        raise _unsupported(node, self._graph.opset)
+
+def refuse(node: Node, graph: Graph, facts: Mapping[str, Fact]) -> NoReturn:
+    """Raise the error of the lowering of a node, or the error for an unknown operator."""
+    lowering = find_lowering(node, graph)
+    if lowering is not None:
+        b = LoweringBuilder(graph, facts, f"{node.name}/")
+        lowering(b, b.read_results(node))
+    raise _unsupported(node, graph.opset)
 
 
 def needed(nodes: Sequence[Node], results: Iterable[str]) -> tuple[Node, ...]:

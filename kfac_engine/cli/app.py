@@ -12,7 +12,7 @@ from kfac_engine.cli.demo import demo
 from kfac_engine.cli.display import tell
 from kfac_engine.cli.doctor import doctor
 from kfac_engine.cli.edits import add_adapters, merge_adapters, replace_head, save_adapter
-from kfac_engine.cli.exports import differentiate, export_training
+from kfac_engine.cli.exports import derivatives, differentiate, export_training
 from kfac_engine.cli.influence import influence
 from kfac_engine.cli.inspect import inspect
 from kfac_engine.cli.interruption import Interruption, SignalReceived
@@ -79,6 +79,7 @@ COMMANDS: Mapping[click.Command, str] = {
     merge_adapters: "Write a model whose weights contain its adapters.",
     save_adapter: "Write the adapters of a model as a file that ONNX Runtime loads.",
     differentiate: "Write the gradient of a model as a plain ONNX model.",
+    derivatives: "Write derivatives of a model with respect to an input as a plain ONNX model.",
     export_training: "Write the training step of a model as plain ONNX files.",
     report: "Write a page with the charts and tables of a training run.",
     verify: "Check gradients, curvature, inverses and export against definitions.",

@@ -1,11 +1,12 @@
-"""``differentiate`` and ``export-training``: gradients and training steps as plain ONNX files."""
+"""``differentiate``, ``derivatives`` and ``export-training``: plain ONNX files of derivatives."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kfac_engine.cli.command import Choice, Group, file_path
+from kfac_engine.cli.command import Choice, Command, Group, file_path
 from kfac_engine.cli.display import report_beside, say, shown_warnings, working
 from kfac_engine.cli.engine_options import LOSSES, OBJECTIVE, EngineCommand
 from kfac_engine.cli.options import (
@@ -153,12 +154,65 @@ def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, tar
         sample = read_inputs(inputs, model)
         gradient = ke.differentiate(model, **options, sample_inputs=sample, path=target)
     with report_beside(target):
-        _report_gradient(gradient, target)
+        _report_model(gradient, target, gradient.doc_string.splitlines())
 
 
-def _report_gradient(gradient: "ModelProto", target: Path) -> None:
-    say(f"in:  {', '.join(entry.name for entry in gradient.graph.input)}")
-    say(f"out: {', '.join(entry.name for entry in gradient.graph.output)}")
-    for line in gradient.doc_string.splitlines():
+_KINDS = (
+    Group.MODEL.option(
+        "--wrt",
+        required=True,
+        metavar="INPUT",
+        help="Name of the input x to differentiate with respect to, of the shape (n, d).",
+    ),
+    Group.MODEL.option(
+        "--output",
+        "outputs",
+        metavar="NAME",
+        multiple=True,
+        callback=one_or_all,
+        help="Output u to differentiate; by default all that depend on the input. May be repeated.",
+    ),
+    Group.OUTPUT.option(
+        "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."
+    ),
+    Group.OUTPUT.option(
+        "--laplacian", is_flag=True, help="Add 'laplacian of u', the sum of second derivatives."
+    ),
+    Group.OUTPUT.option(
+        "--hessian", is_flag=True, help="Add 'hessian of u', all second derivatives."
+    ),
+    Group.OUTPUT.option(
+        "--directional",
+        is_flag=True,
+        help="Add the input 'direction', and 'first directional of u' and 'second directional of "
+        "u', the derivatives along it.",
+    ),
+)
+
+
+@click.command(
+    cls=Command, example="kfac-engine derivatives net.onnx --wrt x --laplacian -o laplacian.onnx"
+)
+@click.argument("model", type=file_path)
+@keywords(*_KINDS)
+@sample_option
+@Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx).")
+@debug_option
+def derivatives(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
+    """Write derivatives with respect to an input as a plain ONNX model."""
+    import kfac_engine as ke
+    from kfac_engine.cli.files import check_files, read_inputs, with_weights
+
+    check_files(with_weights("-o", target), {"--inputs": inputs}, model)
+    with working("differentiating the model"), shown_warnings(spelled):
+        sample = read_inputs(inputs, model)
+        result = ke.derivatives(model, **options, sample_inputs=sample, path=target)
+    with report_beside(target):
+        _report_model(result, target)
+
+
+def _report_model(model: "ModelProto", target: Path, notes: Sequence[str] = ()) -> None:
+    say(f"in:  {', '.join(entry.name for entry in model.graph.input)}")
+    say(f"out: {', '.join(entry.name for entry in model.graph.output)}")
+    for line in (*notes, f"written to {target}"):
         say(line)
-    say(f"written to {target}")

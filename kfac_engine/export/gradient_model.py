@@ -143,7 +143,7 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     dictionary("batch_axes", batch_axes, "{'input': 1}")
     loaded = with_taken_branches(load_model(model), sample_inputs)
     narrow = {
-        _free(f"{GRADIENT}{name}", loaded.graph): dtype
+        free_name(f"{GRADIENT}{name}", loaded.graph): dtype
         for name, dtype in result_types(loaded.stored, gradient_dtype).items()
     }
     names = _chosen(loaded.graph, wrt, freeze)
@@ -184,11 +184,29 @@ def differentiate(  # noqa: PLR0913 (every choice a user has, each with a defaul
     result.doc_string = "; ".join((*notes_of(left), *jumps, *straight_through(graph, facts, names)))
     if provider == "webgpu":
         result, constants = for_webgpu(with_constants(result, constants)), {}
+    return saved_model(result, constants, path)
+
+
+def saved_model(
+    model: ModelProto, constants: Mapping[str, Array], path: str | Path | None
+) -> ModelProto:
+    """Return a model with its initializers, after it was written to ``path`` unless that is None.
+
+    If the weights do not fit into one file, the result refers to the second file.
+    """
     if path is None:
-        return with_constants(result, constants)
-    files = model_files(declare(result, constants), constants, f"{checked_path(path).name}.data")
+        return with_constants(model, constants)
+    files = model_files(declare(model, constants), constants, f"{checked_path(path).name}.data")
     write_model(path, files)
-    return result
+    return model
+
+
+def free_name(name: str, graph: Graph) -> str:
+    """Return ``name``, with a number if a value of the graph has this name."""
+    names_in_use, index = set(graph.values()), 1
+    while (free := name if index == 1 else f"{name}_{index}") in names_in_use:
+        index += 1
+    return free
 
 
 def declared_shape(loaded: LoadedModel, value: str, fact: Fact) -> DeclaredShape:
@@ -327,7 +345,7 @@ def _written(
     if shape is None:
         constants[cotangent] = np.ones((), dtype)
     else:
-        cotangent_input = _free(COTANGENT, graph)
+        cotangent_input = free_name(COTANGENT, graph)
         stored = {**stored, cotangent_input: stored[value]} if value in stored else stored
         inputs.append(Input(cotangent_input, dtype, shape))
         nodes.insert(
@@ -335,7 +353,7 @@ def _written(
         )
     outputs = [Input(value, dtype, shape or ())]
     for name in names:
-        target = _free(f"{GRADIENT}{name}", graph)
+        target = free_name(f"{GRADIENT}{name}", graph)
         nodes += _result(name, target, backward.gradients.get(name))
         declared = next((entry.shape for entry in graph.inputs if entry.name == name), None)
         wrt_shape = graph.constants[name].shape if name in graph.constants else declared
@@ -348,14 +366,6 @@ def _written(
 
 def _operands(nodes: Sequence[Node]) -> set[str]:
     return {name for node in nodes for name in (*node.inputs, *node.captures)}
-
-
-def _free(name: str, graph: Graph) -> str:
-    """Return ``name``, with a number if a value of the graph has this name."""
-    names_in_use, index = set(graph.values()), 1
-    while (free := name if index == 1 else f"{name}_{index}") in names_in_use:
-        index += 1
-    return free
 
 
 def _in_type(entry: Input, types: Mapping[str, DType]) -> Input:

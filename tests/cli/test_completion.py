@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 # Typed words, of which the last is incomplete, and all completions.
 TYPED = {
     "command": (["ver"], {"verify"}),
-    "commands": (["d"], {"demo", "differentiate", "doctor"}),
+    "commands": (["d"], {"demo", "derivatives", "differentiate", "doctor"}),
     "option": (["train", "--weight"], {"--weight-decay"}),
     "option of the engine": (["inspect", "--ema"], {"--ema-decay"}),
     "loss": (["train", "--loss", "cross"], {"cross_entropy"}),

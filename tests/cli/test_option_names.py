@@ -19,6 +19,7 @@ COMMANDS = {
     "precondition": ["m.onnx", "--inputs=d.npz", "-o=g.safetensors"],
     "inspect": ["m.onnx"],
     "differentiate": ["m.onnx", "-o=gradient.onnx"],
+    "derivatives": ["m.onnx", "--wrt=input", "--laplacian", "-o=laplacian.onnx"],
     "export-training": ["m.onnx", "-o=files"],
     "verify": ["m.onnx", "--inputs=d.npz", "--parameters=1", "--examples=1"],
     "curvature": ["m.onnx", "--inputs=d.npz", "-o=other.safetensors"],

@@ -9,6 +9,10 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kfac_engine._types import Array
+from kfac_engine.graph.structure import Input
+from kfac_engine.graph.write import value_info
+
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto
 
@@ -53,6 +57,14 @@ def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, s
             if all(kinds.get(source) != _PARAMETER for source in (name, *listed)):
                 reasons[name] = _computed(listed, kinds)
     return {name: reasons[name] for name in names if name in reasons}
+
+
+def declare_untrained(model: "ModelProto", constants: Mapping[str, Array]) -> None:
+    """State in a model, in place, that some of its initializers are no parameters."""
+    for name, array in constants.items():
+        entry = value_info(Input(name, array.dtype, array.shape))
+        entry.metadata_props.add(key=_KIND, value="CONSTANT_TENSOR")
+        model.graph.value_info.append(entry)
 
 
 def merged_buffers(

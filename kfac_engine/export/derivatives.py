@@ -1,0 +1,409 @@
+"""Writes the derivatives of a model with respect to an input as one plain ONNX model.
+
+The derivatives are computed in forward mode (``autodiff.forward_mode``). The result has the nodes
+of the model and the nodes of the derivatives, in which each weight is an operand of the operators
+that read it in the model. An engine therefore finds the layers of the model, used several times.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.arguments import flag, patterns
+from kfac_engine.autodiff.activity import activity, behind_quantizers
+from kfac_engine.autodiff.forward_builder import ForwardBuilder
+from kfac_engine.autodiff.forward_mode import Jet, Pairs, push_jets
+from kfac_engine.engine.loss_bindings import check_real, real_outputs
+from kfac_engine.errors import (
+    ExportWarning,
+    InputError,
+    ModelError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+    UnsupportedOpError,
+    suggestion,
+    warn,
+)
+from kfac_engine.export.gradient_model import declared_shape, free_name, joint_model, saved_model
+from kfac_engine.graph.analysis.declared_constants import declare_untrained
+from kfac_engine.graph.analysis.trainable import excluded_reason
+from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
+from kfac_engine.graph.node_builder import FLOAT_CODES
+from kfac_engine.graph.structure import Fact, Graph, Input, Node
+from kfac_engine.graph.write import ModelProto
+from kfac_engine.runtime.batch_axis import find_batch, find_coupling
+from kfac_engine.runtime.lower import lowered, with_taken_branches
+from kfac_engine.runtime.sample_run import measured_facts, open_run, sample_batch
+
+DIRECTION = "direction"
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An output of the result, and the value that has its element type in the file."""
+
+    entry: Input
+    like: str
+
+
+def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
+    model: ModelSource,
+    wrt: str,
+    outputs: str | Sequence[str] | None = None,
+    *,
+    jacobian: bool = False,
+    laplacian: bool = False,
+    hessian: bool = False,
+    directional: bool = False,
+    sample_inputs: Mapping[str, Array] | None = None,
+    path: str | Path | None = None,
+) -> ModelProto:
+    """Return a model that computes derivatives of its outputs with respect to an input.
+
+    The examples are on the first axis of the input x and of each output u. An example has the
+    features x₁ … x_d. Derivatives are of each example's outputs with respect to its own features.
+
+    Args:
+        model: Path, bytes or ``ModelProto``.
+        wrt: Name of the input x, of the shape ``(n, d)``. If an example has several axes, so have
+            the axes of the derivatives for which d stands below.
+        outputs: Name of an output u, or several; by default all that depend on x.
+        jacobian: Whether to add ``jacobian of <u>``, ``(n, …, d)``: ∂u/∂x_i.
+        laplacian: Whether to add ``laplacian of <u>``, ``(n, …)``: Σ_i ∂²u/∂x_i².
+        hessian: Whether to add ``hessian of <u>``, ``(n, …, d, d)``: ∂²u/∂x_i∂x_j.
+        directional: Whether to add an input ``direction``, a vector v for each example in the shape
+            of x, and ``first directional of <u>`` and ``second directional of <u>``, ``(n, …)``:
+            the derivatives of u(x + s v) with respect to s at s = 0.
+        sample_inputs: A batch that determines shapes, if none can be generated.
+        path: Path of a file for the result. Required for more than 2 GB of weights.
+
+    Returns:
+        A model with the inputs, outputs and parameters of ``model``, and the outputs above. If the
+        model has a value of such a name, a number follows.
+
+    Raises:
+        InputError: No derivative is asked for, or the input is not floating-point.
+        ShapeError: The input or an output does not have the examples on its first axis, or the
+            number of features is unknown.
+        UnknownNameError: The model has no such input or output.
+        UnsupportedOpError: An operator between the input and an output has no derivative.
+        UnsupportedError: The examples depend on each other.
+        ModelError: An output does not depend on the input.
+    """
+    choice = _Choice(
+        flag("jacobian", jacobian),
+        flag("laplacian", laplacian),
+        flag("hessian", hessian),
+        flag("directional", directional),
+    )
+    choice.check()
+    patterns("outputs", outputs)
+    loaded = with_taken_branches(load_model(model), sample_inputs)
+    entry = _input(loaded.graph, wrt)
+    graph, facts = lowered(loaded.graph, [wrt], sample_inputs)
+    features = _features(entry, facts[wrt], sample_inputs)
+    names = _outputs(graph, facts, wrt, outputs)
+    _check_smooth(graph, facts, wrt, names)
+    _check_examples(graph, facts, wrt, names, sample_inputs)
+    b = _builder(graph, facts, sample_inputs)
+    direction = free_name(DIRECTION, graph)
+    b.facts[direction] = facts[wrt]
+    plan = choice.plan(prod(features))
+    tangents = _unit_vectors(b, wrt, features) if plan.units else {}
+    if directional:
+        tangents = {**tangents, plan.along: direction}
+    jets, bent = push_jets(b, {wrt: Jet(tangents)}, plan.sums, names)
+    written = _Written(b, plan, features)
+    for name in names:
+        written.add(name, jets.get(name, Jet()), choice)
+    inputs = [replace(entry, name=direction)] if directional else []
+    result, constants = _model(loaded, b, inputs, written.outputs(loaded, names))
+    notes = _kinks(bent) if plan.sums else []
+    for note in notes:
+        warn(note, ExportWarning)
+    result.doc_string = "; ".join(notes)
+    return saved_model(result, constants, path)
+
+
+def _builder(
+    graph: Graph, facts: Mapping[str, Fact], sample_inputs: Mapping[str, Array] | None
+) -> ForwardBuilder:
+    def sample(values: Iterable[str]) -> Mapping[str, Array]:
+        feeds = sample_batch(graph, facts, sample_inputs)
+        return open_run(graph, facts).values(feeds, list(values))
+
+    return ForwardBuilder(graph, facts, measured_facts, sample)
+
+
+def _model(
+    loaded: LoadedModel, b: ForwardBuilder, inputs: Sequence[Input], outputs: Sequence[_Output]
+) -> tuple[ModelProto, dict[str, Array]]:
+    """Return the model with further inputs and with these outputs, and its constants."""
+    stored = loaded.stored
+    types = {o.entry.name: stored[o.like] for o in outputs if o.like in stored}
+    types |= {entry.name: entry.stored for entry in inputs if entry.stored is not None}
+    joint = replace(
+        b.graph,
+        nodes=(*b.graph.nodes, *b.nodes),
+        constants={**b.graph.constants, **b.constants},
+        name=f"derivatives of {b.graph.name}",
+    )
+    result, constants = joint_model(
+        joint, [*b.graph.inputs, *inputs], [o.entry for o in outputs], {**stored, **types}
+    )
+    # A running mean, say, has uses in derivatives that do not tell it from a weight.
+    old = loaded.graph
+    untrained = {
+        name: array
+        for name, array in constants.items()
+        if array.dtype.name in FLOAT_CODES
+        and (name not in old.constants or excluded_reason(old, name) is not None)
+    }
+    declare_untrained(result, untrained)
+    return result, constants
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The directions and the second derivatives that the outputs need.
+
+    Attributes:
+        units: Number of unit vectors among the directions, 0 or the number of features.
+        along: Index of the direction that is an input.
+        sums: Pairs of directions of each second derivative.
+    """
+
+    units: int
+    along: int
+    sums: tuple[Pairs, ...]
+
+    def number(self, pairs: Pairs) -> int:
+        """Return the index of a second derivative."""
+        return self.sums.index(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which derivatives are asked for."""
+
+    jacobian: bool
+    laplacian: bool
+    hessian: bool
+    directional: bool
+
+    def check(self) -> None:
+        """Raise an InputError if no derivative is asked for."""
+        if not (self.jacobian or self.laplacian or self.hessian or self.directional):
+            raise InputError(
+                "no derivative is asked for; choose one or several of: jacobian=True, "
+                "laplacian=True, hessian=True, directional=True."
+            )
+
+    def plan(self, d: int) -> _Plan:
+        """Return the directions for ``d`` features."""
+        sums: list[Pairs] = []
+        if self.hessian:
+            sums += [((i, j),) for i in range(d) for j in range(i, d)]
+        if self.laplacian and trace(d) not in sums:
+            sums.append(trace(d))
+        if self.directional:
+            sums.append(((d, d),))
+        units = d if self.jacobian or self.laplacian or self.hessian else 0
+        return _Plan(units, d, tuple(sums))
+
+
+def trace(d: int) -> Pairs:
+    """Return the pairs of the Laplacian."""
+    return tuple((i, i) for i in range(d))
+
+
+class _Written:
+    """Writes the outputs of the derivatives."""
+
+    def __init__(self, builder: ForwardBuilder, plan: _Plan, features: tuple[int, ...]) -> None:
+        self._b, self._plan, self._features = builder, plan, features
+        # The name of each derivative, with its value and the number of times that the axes of the
+        # features follow those of the value.
+        self._results: dict[str, tuple[str, int]] = {}
+
+    def outputs(self, loaded: LoadedModel, names: Sequence[str]) -> list[_Output]:
+        """Return the outputs of the model, ``names`` among them, and then their derivatives."""
+        facts, declared = self._b.facts, loaded.output_shapes
+        outputs = [
+            _Output(Input(name, facts[name].dtype, declared.get(name)), name)
+            for name in dict.fromkeys((*self._b.graph.outputs, *names))
+        ]
+        for name, (u, axes) in self._results.items():
+            shape = (*declared_shape(loaded, u, facts[u]), *self._features * axes)
+            outputs.append(_Output(Input(name, facts[u].dtype, shape), u))
+        return outputs
+
+    def add(self, u: str, jet: Jet, choice: _Choice) -> None:
+        """Write the derivatives of the value ``u``."""
+        plan, d = self._plan, prod(self._features)
+        if choice.jacobian:
+            self._add("jacobian of", u, 1, [jet.tangents.get(i) for i in range(d)])
+        if choice.laplacian:
+            self._add("laplacian of", u, 0, [jet.seconds.get(plan.number(trace(d)))])
+        if choice.hessian:
+            pairs = [tuple(sorted((i, j))) for i in range(d) for j in range(d)]
+            entries = [jet.seconds.get(plan.number(((i, j),))) for i, j in pairs]
+            self._add("hessian of", u, 2, entries)
+        if choice.directional:
+            self._add("first directional of", u, 0, [jet.tangents.get(plan.along)])
+            number = plan.number(((plan.along, plan.along),))
+            self._add("second directional of", u, 0, [jet.seconds.get(number)])
+
+    def _add(self, what: str, u: str, axes: int, entries: Sequence[str | None]) -> None:
+        b = self._b
+        name = free_name(f"{what} {u}", b.graph)
+        values = [entry or b.zeros(u) for entry in entries]
+        if not axes:
+            b.op("Identity", values[0], result=name)
+        else:
+            last = b.constant([-1])
+            stacked = b.op("Concat", *(b.op("Unsqueeze", v, last) for v in values), axis=-1)
+            shape = b.op("Concat", b.op("Shape", u), b.constant(self._features * axes), axis=0)
+            b.op("Reshape", stacked, shape, result=name)
+        self._results[name] = u, axes
+
+
+def _unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dict[int, str]:
+    """Write the unit vectors of the features, each in the shape of the input."""
+    # They are whole numbers in the file, so that no engine takes them for weights.
+    d = prod(features)
+    whole = b.constant(np.eye(d, dtype=np.int8).reshape(d, *features))
+    rows = b.op("Cast", whole, to=FLOAT_CODES[b.facts[wrt].dtype.name])
+    each = b.multi("Split", (rows, b.constant([1] * d)), ("",) * d, axis=0)
+    shape = b.op("Shape", wrt)
+    return {i: b.known_as(b.op("Expand", row, shape), wrt) for i, row in enumerate(each)}
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def _input(graph: Graph, wrt: str) -> Input:
+    known = {entry.name: entry for entry in graph.inputs}
+    if not isinstance(wrt, str):
+        raise InputError(f"wrt is {wrt!r:.80}, not the name of an input; pass wrt='x', say.")
+    if wrt not in known:
+        what = "a parameter" if wrt in graph.constants else "no input"
+        raise UnknownNameError(
+            f"wrt='{wrt}'{suggestion(wrt, known)} is {what} of model '{graph.name}'; its inputs "
+            f"are: {', '.join(known)}."
+        )
+    if known[wrt].dtype.name not in FLOAT_CODES:
+        raise InputError(
+            f"the input '{wrt}' has whole numbers ({known[wrt].dtype}), which have no derivative; "
+            f"name an input of real numbers."
+        )
+    return known[wrt]
+
+
+def _features(
+    entry: Input, fact: Fact, sample_inputs: Mapping[str, Array] | None
+) -> tuple[int, ...]:
+    """Return the sizes of the axes of an example."""
+    if len(fact.shape) < 2:
+        raise ShapeError(
+            f"the input '{entry.name}' has {len(fact.shape)} axes, but needs the shape (n, d): "
+            f"examples and their features; add an axis to the model's input."
+        )
+    declared = entry.shape or (None,) * len(fact.shape)
+    for axis, size in enumerate(declared[1:], start=1):
+        if not isinstance(size, int) and sample_inputs is None:
+            raise ShapeError(
+                f"axis {axis} of the input '{entry.name}' has no fixed size in the file, but the "
+                f"result has one derivative for each feature; pass sample_inputs (--inputs) with "
+                f"the size of the data."
+            )
+    return fact.shape[1:]
+
+
+def _outputs(
+    graph: Graph, facts: Mapping[str, Fact], wrt: str, outputs: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """Return the values to differentiate, which depend on the input."""
+    active = activity(graph, facts, [wrt]).active
+    if outputs is None:
+        check_real(graph, facts, graph.outputs)
+        chosen = tuple(name for name in real_outputs(graph, facts) if name in active)
+        if not chosen:
+            raise ModelError(
+                f"no output of model '{graph.name}' has a derivative with respect to '{wrt}'; name "
+                f"an input that an output depends on."
+            )
+        return chosen
+    chosen = tuple(dict.fromkeys([outputs] if isinstance(outputs, str) else outputs))
+    known = set(graph.values())
+    for name in chosen:
+        if name not in known:
+            raise UnknownNameError(
+                f"'{name}'{suggestion(name, known)} is not a value of model '{graph.name}'."
+            )
+        check_real(graph, facts, [name])
+        if name not in active:
+            raise ModelError(
+                f"'{name}' has no derivative with respect to '{wrt}', on which it does not depend "
+                f"or only through steps; name another output or input."
+            )
+    return chosen
+
+
+def _check_examples(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    wrt: str,
+    names: Sequence[str],
+    sample_inputs: Mapping[str, Array] | None,
+) -> None:
+    """Raise an error unless each example's outputs depend on its own features only."""
+    batch = find_batch(graph, facts, names, sample_inputs)
+    if batch.inputs.get(wrt) != 0:
+        raise ShapeError(
+            f"the input '{wrt}' does not have the examples on its first axis; transpose it in the "
+            f"model."
+        )
+    for name in names:
+        place = batch.places.get(name)
+        if place is None or not place.comes_first:
+            raise ShapeError(
+                f"'{name}' of the shape {facts[name].shape} does not have the examples alone on "
+                f"its first axis, so that it has no derivative for each example; name another "
+                f"value with outputs=…."
+            )
+    if coupling := find_coupling(graph, facts, names, batch, sample_inputs):
+        raise UnsupportedError(
+            f"the derivatives are of each example's outputs with respect to its own features, but "
+            f"{coupling} lets examples depend on each other; export the model in its form of "
+            f"inference."
+        )
+
+
+def _check_smooth(graph: Graph, facts: Mapping[str, Fact], wrt: str, names: Sequence[str]) -> None:
+    for node in behind_quantizers(graph, facts, names, [wrt]).values():
+        raise UnsupportedOpError(
+            f"{node.qualified_op} at node '{node.name}' rounds to numbers of a few bits, so that "
+            f"its derivative is zero or does not exist; use the model as it was before "
+            f"quantization."
+        )
+
+
+def _kinks(bent: Sequence[Node]) -> list[str]:
+    """Return a note on nodes whose second derivative is zero almost everywhere."""
+    if not bent:
+        return []
+    more = f" and {len(bent) - 1} more" if len(bent) > 1 else ""
+    return [
+        f"the second derivative of {bent[0].op} at node '{bent[0].name}'{more} is zero almost "
+        f"everywhere, and second derivatives of the outputs lack its kinks; use a smooth "
+        f"activation function, such as Tanh, Softplus or Gelu"
+    ]
