@@ -157,6 +157,16 @@ def differentiate(model: Path, options: dict[str, Any], inputs: Path | None, tar
         _report_model(gradient, target, gradient.doc_string.splitlines())
 
 
+def _names(context: click.Context, option: click.Parameter, value: str | None) -> list[str]:
+    return value.split(",") if value else []
+
+
+def _names_of_each(
+    context: click.Context, option: click.Parameter, values: Sequence[str]
+) -> list[list[str]]:
+    return [value.split(",") for value in values]
+
+
 _KINDS = (
     Group.MODEL.option(
         "--wrt",
@@ -171,6 +181,12 @@ _KINDS = (
         multiple=True,
         callback=one_or_all,
         help="Output u to differentiate; by default all that depend on the input. May be repeated.",
+    ),
+    Group.MODEL.option(
+        "--features",
+        metavar="NAMES",
+        callback=_names,
+        help="Names of the features of the input, as t,x; by default they have numbers from zero.",
     ),
     Group.OUTPUT.option(
         "--jacobian", is_flag=True, help="Add 'jacobian of u', the derivatives by all features."
@@ -187,18 +203,33 @@ _KINDS = (
         help="Add the input 'direction', and 'first directional of u' and 'second directional of "
         "u', the derivatives along it.",
     ),
+    Group.OUTPUT.option(
+        "--selected",
+        metavar="FEATURES",
+        multiple=True,
+        callback=_names_of_each,
+        help="Add 'derivative of u by FEATURES': by one feature, as t, or by two, as x,x. May be "
+        "repeated.",
+    ),
 )
 
 
 @click.command(
-    cls=Command, example="kfac-engine derivatives net.onnx --wrt x --laplacian -o laplacian.onnx"
+    cls=Command, example="kfac-engine derivatives mlp.onnx --wrt image --jacobian -o jacobian.onnx"
 )
 @click.argument("model", type=file_path)
 @keywords(*_KINDS)
 @sample_option
 @Group.OUTPUT.file("-o", "target", required=True, help="File of the result (.onnx).")
 @debug_option
-def derivatives(model: Path, options: dict[str, Any], inputs: Path | None, target: Path) -> None:
+def derivatives(
+    model: Path,
+    wrt: str,
+    features: list[str],
+    options: dict[str, Any],
+    inputs: Path | None,
+    target: Path,
+) -> None:
     """Write derivatives with respect to an input as a plain ONNX model."""
     import kfac_engine as ke
     from kfac_engine.cli.files import check_files, read_inputs, with_weights
@@ -206,7 +237,8 @@ def derivatives(model: Path, options: dict[str, Any], inputs: Path | None, targe
     check_files(with_weights("-o", target), {"--inputs": inputs}, model)
     with working("differentiating the model"), shown_warnings(spelled):
         sample = read_inputs(inputs, model)
-        result = ke.derivatives(model, **options, sample_inputs=sample, path=target)
+        named = {wrt: features} if features else wrt
+        result = ke.derivatives(model, named, **options, sample_inputs=sample, path=target)
     with report_beside(target):
         _report_model(result, target)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import flag, patterns
+from kfac_engine.arguments import flag, listed, patterns, texts
 from kfac_engine.autodiff.activity import activity, behind_quantizers
 from kfac_engine.autodiff.forward_builder import ForwardBuilder
 from kfac_engine.autodiff.forward_mode import Jet, Pairs, push_jets
@@ -53,13 +53,14 @@ class _Output:
 
 def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     model: ModelSource,
-    wrt: str,
+    wrt: str | Mapping[str, Sequence[str]],
     outputs: str | Sequence[str] | None = None,
     *,
     jacobian: bool = False,
     laplacian: bool = False,
     hessian: bool = False,
     directional: bool = False,
+    selected: Sequence[Sequence[str | int]] = (),
     sample_inputs: Mapping[str, Array] | None = None,
     path: str | Path | None = None,
 ) -> ModelProto:
@@ -71,7 +72,8 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
     Args:
         model: Path, bytes or ``ModelProto``.
         wrt: Name of the input x, of the shape ``(n, d)``. If an example has several axes, so have
-            the axes of the derivatives for which d stands below.
+            the axes of the derivatives for which d stands below. A mapping such as ``{"x": ("t",
+            "x")}`` gives names to the features.
         outputs: Name of an output u, or several; by default all that depend on x.
         jacobian: Whether to add ``jacobian of <u>``, ``(n, …, d)``: ∂u/∂x_i.
         laplacian: Whether to add ``laplacian of <u>``, ``(n, …)``: Σ_i ∂²u/∂x_i².
@@ -79,6 +81,9 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         directional: Whether to add an input ``direction``, a vector v for each example in the shape
             of x, and ``first directional of <u>`` and ``second directional of <u>``, ``(n, …)``:
             the derivatives of u(x + s v) with respect to s at s = 0.
+        selected: Derivatives by one or two features, which are names or numbers from zero:
+            ``[("t",), ("x", "x")]`` adds ``derivative of <u> by t`` and ``derivative of <u> by x,
+            x``, ``(n, …)``. Only the directions of these features are computed.
         sample_inputs: A batch that determines shapes, if none can be generated.
         path: Path of a file for the result. Required for more than 2 GB of weights.
 
@@ -87,43 +92,61 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         model has a value of such a name, a number follows.
 
     Raises:
-        InputError: No derivative is asked for, or the input is not floating-point.
+        InputError: No derivative is asked for, a derivative is of another order, or the input is
+            not floating-point.
         ShapeError: The input or an output does not have the examples on its first axis, or the
             number of features is unknown.
-        UnknownNameError: The model has no such input or output.
+        UnknownNameError: The model has no such input or output, or the input no such feature.
         UnsupportedOpError: An operator between the input and an output has no derivative.
         UnsupportedError: The examples depend on each other.
         ModelError: An output does not depend on the input.
     """
-    choice = _Choice(
+    asked_for = [
         flag("jacobian", jacobian),
         flag("laplacian", laplacian),
         flag("hessian", hessian),
         flag("directional", directional),
-    )
-    choice.check()
+        *listed("selected", selected, '[("t",), ("x", "x")]'),
+    ]
+    if not any(asked_for):
+        raise InputError(
+            "no derivative is asked for; choose one or several of: jacobian=True, laplacian=True, "
+            "hessian=True, directional=True, selected=[…]."
+        )
     patterns("outputs", outputs)
     loaded = with_taken_branches(load_model(model), sample_inputs)
-    entry = _input(loaded.graph, wrt)
-    graph, facts = lowered(loaded.graph, [wrt], sample_inputs)
-    features = _features(entry, facts[wrt], sample_inputs)
-    names = _outputs(graph, facts, wrt, outputs)
-    _check_smooth(graph, facts, wrt, names)
-    _check_examples(graph, facts, wrt, names, sample_inputs)
+    entry, labels = _input(loaded.graph, wrt)
+    x = entry.name
+    graph, facts = lowered(loaded.graph, [x], sample_inputs)
+    features = _features(entry, facts[x], sample_inputs)
+    names = _outputs(graph, facts, x, outputs)
+    _check_smooth(graph, facts, x, names)
+    _check_examples(graph, facts, x, names, sample_inputs)
+    d = prod(features)
+    numbers = _numbered(labels, d)
+    quantities = [
+        *([_jacobian(d)] if jacobian else []),
+        *([_laplacian(d)] if laplacian else []),
+        *([_hessian(d)] if hessian else []),
+        *(_directional(d) if directional else []),
+        *(_selected(each, numbers) for each in selected),
+    ]
     b = _builder(graph, facts, sample_inputs)
     direction = free_name(DIRECTION, graph)
-    b.facts[direction] = facts[wrt]
-    plan = choice.plan(prod(features))
-    tangents = _unit_vectors(b, wrt, features) if plan.units else {}
+    b.facts[direction] = facts[x]
+    directions = {i for quantity in quantities for i in quantity.directions}
+    tangents = {i: name for i, name in _unit_vectors(b, x, features).items() if i in directions}
     if directional:
-        tangents = {**tangents, plan.along: direction}
-    jets, bent = push_jets(b, {wrt: Jet(tangents)}, plan.sums, names)
-    written = _Written(b, plan, features)
+        tangents[d] = direction
+    sums = tuple(dict.fromkeys(e for q in quantities for e in q.entries if not isinstance(e, int)))
+    jets, bent = push_jets(b, {x: Jet(tangents)}, sums, names)
+    written = _Written(b, sums, features)
     for name in names:
-        written.add(name, jets.get(name, Jet()), choice)
+        for quantity in quantities:
+            written.add(name, jets.get(name, Jet()), quantity)
     inputs = [replace(entry, name=direction)] if directional else []
     result, constants = _model(loaded, b, inputs, written.outputs(loaded, names))
-    notes = _kinks(bent) if plan.sums else []
+    notes = _kinks(bent) if sums else []
     for note in notes:
         warn(note, ExportWarning)
     result.doc_string = "; ".join(notes)
@@ -172,64 +195,95 @@ def _model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """The directions and the second derivatives that the outputs need.
+class _Quantity:
+    """An output for each differentiated value.
 
     Attributes:
-        units: Number of unit vectors among the directions, 0 or the number of features.
-        along: Index of the direction that is an input.
-        sums: Pairs of directions of each second derivative.
+        label: Name of the output, with ``{}`` for that of the value.
+        entries: Its entries: the direction of a first derivative, or the pairs of directions whose
+            second derivatives are summed. Directions are features by number, and then the input.
+        axes: How often the axes of the features follow those of the value.
     """
 
-    units: int
-    along: int
-    sums: tuple[Pairs, ...]
+    label: str
+    entries: tuple[int | Pairs, ...]
+    axes: int = 0
 
-    def number(self, pairs: Pairs) -> int:
-        """Return the index of a second derivative."""
-        return self.sums.index(pairs)
+    @property
+    def directions(self) -> frozenset[int]:
+        """The directions of all entries."""
+        pairs = (((e, e),) if isinstance(e, int) else e for e in self.entries)
+        return frozenset(i for entry in pairs for pair in entry for i in pair)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Which derivatives are asked for."""
+def _jacobian(d: int) -> _Quantity:
+    return _Quantity("jacobian of {}", tuple(range(d)), 1)
 
-    jacobian: bool
-    laplacian: bool
-    hessian: bool
-    directional: bool
 
-    def check(self) -> None:
-        """Raise an InputError if no derivative is asked for."""
-        if not (self.jacobian or self.laplacian or self.hessian or self.directional):
-            raise InputError(
-                "no derivative is asked for; choose one or several of: jacobian=True, "
-                "laplacian=True, hessian=True, directional=True."
+def _laplacian(d: int) -> _Quantity:
+    return _Quantity("laplacian of {}", (tuple((i, i) for i in range(d)),))
+
+
+def _hessian(d: int) -> _Quantity:
+    entries = tuple(((min(i, j), max(i, j)),) for i in range(d) for j in range(d))
+    return _Quantity("hessian of {}", entries, 2)
+
+
+def _directional(d: int) -> tuple[_Quantity, _Quantity]:
+    return (
+        _Quantity("first directional of {}", (d,)),
+        _Quantity("second directional of {}", (((d, d),),)),
+    )
+
+
+def _numbered(labels: Sequence[str], d: int) -> dict[str, int]:
+    """Return the numbers of the features, by name or by the number as text."""
+    if labels and not len(labels) == len(set(labels)) == d:
+        raise ShapeError(
+            f"wrt (--features) names the features {', '.join(labels)}, but needs {d} different "
+            f"names, one for each feature of an example."
+        )
+    return {name: i for i, name in enumerate(labels or map(str, range(d)))}
+
+
+def _selected(features: Sequence[str | int], numbers: Mapping[str, int]) -> _Quantity:
+    if isinstance(features, str) or not isinstance(features, Sequence):
+        raise InputError(
+            f"selected has {features!r:.80}, not the features of a derivative; pass ('t',) for a "
+            f"first and ('x', 'x') for a second derivative, say."
+        )
+    places = []
+    for feature in features:
+        if (
+            isinstance(feature, int)
+            and not isinstance(feature, bool)
+            and 0 <= feature < len(numbers)
+        ):
+            places.append(feature)
+        elif isinstance(feature, str) and feature in numbers:
+            places.append(numbers[feature])
+        else:
+            raise UnknownNameError(
+                f"selected names the feature {feature!r:.80}{suggestion(feature, numbers)}; the "
+                f"features are: {', '.join(numbers)}."
             )
-
-    def plan(self, d: int) -> _Plan:
-        """Return the directions for ``d`` features."""
-        sums: list[Pairs] = []
-        if self.hessian:
-            sums += [((i, j),) for i in range(d) for j in range(i, d)]
-        if self.laplacian and trace(d) not in sums:
-            sums.append(trace(d))
-        if self.directional:
-            sums.append(((d, d),))
-        units = d if self.jacobian or self.laplacian or self.hessian else 0
-        return _Plan(units, d, tuple(sums))
-
-
-def trace(d: int) -> Pairs:
-    """Return the pairs of the Laplacian."""
-    return tuple((i, i) for i in range(d))
+    label = "derivative of {} by " + ", ".join(list(numbers)[i] for i in places)
+    if len(places) == 1:
+        return _Quantity(label, (places[0],))
+    if len(places) == 2:
+        return _Quantity(label, (((min(places), max(places)),),))
+    raise InputError(
+        f"selected has a derivative by {len(places)} features; pass one or two for each."
+    )
 
 
 class _Written:
-    """Writes the outputs of the derivatives."""
+    """Writes the outputs of the derivatives; ``sums`` are the second derivatives of the jets."""
 
-    def __init__(self, builder: ForwardBuilder, plan: _Plan, features: tuple[int, ...]) -> None:
-        self._b, self._plan, self._features = builder, plan, features
+    def __init__(
+        self, builder: ForwardBuilder, sums: Sequence[Pairs], features: tuple[int, ...]
+    ) -> None:
+        self._b, self._sums, self._features = builder, sums, features
         # The name of each derivative, with its value and the number of times that the axes of the
         # features follow those of the value.
         self._results: dict[str, tuple[str, int]] = {}
@@ -246,34 +300,24 @@ class _Written:
             outputs.append(_Output(Input(name, facts[u].dtype, shape), u))
         return outputs
 
-    def add(self, u: str, jet: Jet, choice: _Choice) -> None:
-        """Write the derivatives of the value ``u``."""
-        plan, d = self._plan, prod(self._features)
-        if choice.jacobian:
-            self._add("jacobian of", u, 1, [jet.tangents.get(i) for i in range(d)])
-        if choice.laplacian:
-            self._add("laplacian of", u, 0, [jet.seconds.get(plan.number(trace(d)))])
-        if choice.hessian:
-            pairs = [tuple(sorted((i, j))) for i in range(d) for j in range(d)]
-            entries = [jet.seconds.get(plan.number(((i, j),))) for i, j in pairs]
-            self._add("hessian of", u, 2, entries)
-        if choice.directional:
-            self._add("first directional of", u, 0, [jet.tangents.get(plan.along)])
-            number = plan.number(((plan.along, plan.along),))
-            self._add("second directional of", u, 0, [jet.seconds.get(number)])
-
-    def _add(self, what: str, u: str, axes: int, entries: Sequence[str | None]) -> None:
+    def add(self, u: str, jet: Jet, quantity: _Quantity) -> None:
+        """Write a derivative of the value ``u``."""
         b = self._b
-        name = free_name(f"{what} {u}", b.graph)
-        values = [entry or b.zeros(u) for entry in entries]
-        if not axes:
+        name = free_name(quantity.label.format(u), b.graph)
+        values = [self._entry(jet, entry) or b.zeros(u) for entry in quantity.entries]
+        if not quantity.axes:
             b.op("Identity", values[0], result=name)
         else:
-            last = b.constant([-1])
+            last, sizes = b.constant([-1]), b.constant(self._features * quantity.axes)
             stacked = b.op("Concat", *(b.op("Unsqueeze", v, last) for v in values), axis=-1)
-            shape = b.op("Concat", b.op("Shape", u), b.constant(self._features * axes), axis=0)
+            shape = b.op("Concat", b.op("Shape", u), sizes, axis=0)
             b.op("Reshape", stacked, shape, result=name)
-        self._results[name] = u, axes
+        self._results[name] = u, quantity.axes
+
+    def _entry(self, jet: Jet, entry: int | Pairs) -> str | None:
+        if isinstance(entry, int):
+            return jet.tangents.get(entry)
+        return jet.seconds.get(self._sums.index(entry))
 
 
 def _unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dict[int, str]:
@@ -290,10 +334,18 @@ def _unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dic
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _input(graph: Graph, wrt: str) -> Input:
+def _input(graph: Graph, wrt: object) -> tuple[Input, tuple[str, ...]]:
+    """Return the input, and the names of its features if the user gives them."""
+    labels: tuple[str, ...] = ()
+    if isinstance(wrt, Mapping) and len(wrt) == 1:
+        (wrt, features), *_ = wrt.items()
+        labels = tuple(texts("wrt", features, "{'x': ('t', 'x')}"))
     known = {entry.name: entry for entry in graph.inputs}
     if not isinstance(wrt, str):
-        raise InputError(f"wrt is {wrt!r:.80}, not the name of an input; pass wrt='x', say.")
+        raise InputError(
+            f"wrt is {wrt!r:.80}, not the name of an input; pass wrt='x' or, with names of the "
+            f"features, wrt={{'x': ('t', 'x')}}."
+        )
     if wrt not in known:
         what = "a parameter" if wrt in graph.constants else "no input"
         raise UnknownNameError(
@@ -305,7 +357,7 @@ def _input(graph: Graph, wrt: str) -> Input:
             f"the input '{wrt}' has whole numbers ({known[wrt].dtype}), which have no derivative; "
             f"name an input of real numbers."
         )
-    return known[wrt]
+    return known[wrt], labels
 
 
 def _features(

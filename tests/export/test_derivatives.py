@@ -227,6 +227,26 @@ def test_only_the_named_input_and_output_are_differentiated():
     ]
 
 
+def test_selected_derivatives_are_entries_of_all_derivatives():
+    model = network("dense", "swish")
+    names = {"x": tuple("abcdef")}
+    result = ke.derivatives(model, names, selected=[("c",), ("b", "b"), ("d", "a"), (5,)])
+    labels = ["c", "b, b", "d, a", "f"]
+    outputs = [f"derivative of u by {label}" for label in labels]
+    assert [entry.name for entry in result.graph.output] == ["u", *outputs]
+    x = np.random.default_rng(0).normal(size=(3, D))
+    found = oracle.evaluate(result, {"x": x}, *outputs)
+    every = ke.derivatives(model, "x", jacobian=True, hessian=True)
+    first, second = oracle.evaluate(every, {"x": x}, "jacobian of u", "hessian of u")
+    entries = [first[..., 2], second[..., 1, 1], second[..., 0, 3], first[..., 5]]
+    for value, expected in zip(found, entries, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+    # Only four directions and two second derivatives pass through the network.
+    assert sum("w1" in node.input for node in result.graph.node) == 1 + 5 + 2
+    numbered = ke.derivatives(model, "x", selected=[("0", 2)])
+    assert numbered.graph.output[1].name == "derivative of u by 0, 2"
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_results_have_the_type_of_the_output(dtype):
     model = models.mlp(dtype=dtype)
@@ -332,6 +352,13 @@ SIDES = "(float[N,2] x) => (float[N,2] u)"
          ke.UnknownNameError, "'w' is a parameter"),
         (text_model(SIDES, "u = Tanh(x)"), {"outputs": "v"}, ke.UnknownNameError, "'v'"),
         (text_model(SIDES, "u = Tanh(x)"), {"jacobian": "yes"}, ke.InputError, "jacobian"),
+        (text_model(SIDES, "u = Tanh(x)"), {"selected": [("t",)]}, ke.UnknownNameError,
+         "features are: 0, 1"),
+        (text_model(SIDES, "u = Tanh(x)"), {"selected": [(2,)]}, ke.UnknownNameError, "feature 2"),
+        (text_model(SIDES, "u = Tanh(x)"), {"selected": [(0, 0, 0)]}, ke.InputError, "one or two"),
+        (text_model(SIDES, "u = Tanh(x)"), {"selected": ["t"]}, ke.InputError, "('x', 'x')"),
+        (text_model(SIDES, "u = Tanh(x)"), {"wrt": {"x": ("t",)}}, ke.ShapeError,
+         "2 different names"),
         (text_model("(int64[N,2] x) => (float[N,2] u)", "u = Cast<to = 1>(x)"), {}, ke.InputError,
          "whole numbers"),
         (text_model("(float[N] x) => (float[N] u)", "u = Tanh(x)"), {}, ke.ShapeError, "(n, d)"),
