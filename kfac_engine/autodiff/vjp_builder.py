@@ -176,6 +176,10 @@ class VjpBuilder(NodeBuilder):
         # Without `allowzero`, a size of zero would mean the size of ``g``.
         return self.op("Reshape", g, self.shape(like), allowzero=1)
 
+    def reshape(self, value: str, sizes: Sequence[int]) -> str:
+        """Write a value in another shape; the size -1 is computed."""
+        return self.op("Reshape", value, self.constant(sizes))
+
     def pad(self, value: str, pads: str, axes: str, rank: int) -> str:
         """Write ``value`` with zeros before and after it, as many as ``pads`` has for ``axes``."""
         # ONNX Runtime 1.31 ignores the operand `axes` when it moves a Transpose past a Pad, and

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from math import prod
 from string import ascii_letters
 
+import numpy as np
+
 from kfac_engine.autodiff.rules import Cotangents, Gradients, Wanted, vjp_rule
 from kfac_engine.autodiff.rules.attributes import integer, number, text
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
+from kfac_engine.errors import UnsupportedOpError
 from kfac_engine.graph.structure import Node
 
+# TensorProto.UINT8
+_UINT8 = 2
 # How much larger a batch may be than the batch of the sample run, which has two examples.
 _BATCH = 16
 
@@ -337,3 +342,124 @@ def inverse(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradien
     y = node.outputs[0]
     transposed = _swap_last(b, y, b.rank(y))
     return {0: b.op("Neg", b.op("MatMul", b.op("MatMul", transposed, g[0]), transposed))}
+
+
+# -- products with weights of four or eight bits ---------------------------------------------------
+
+
+@vjp_rule("com.microsoft::MatMulNBits")
+def matmul_n_bits(b: VjpBuilder, node: Node, g: Cotangents, wanted: Wanted) -> Gradients:
+    """Return the gradients of A, scales, real zero points and bias in ``Y = A W + bias``.
+
+    ``Wᵀ = (q − zero) · scale`` for each block of ``block_size`` inputs. The forward pass keeps the
+    packed numbers; the backward pass makes the real weights of one product at a time.
+    """
+    a, _, scales, zeros, order, bias = (*node.inputs, "", "", "")[:6]
+    bits = integer(node, "bits", 4)
+    if order or bits not in {4, 8}:
+        why = "its operand g_idx is not supported" if order else f"{bits} bits are not covered"
+        raise UnsupportedOpError(
+            f"no derivative of {node.qualified_op} at node '{node.name}': {why}."
+        )
+    gradients = {}
+    if 0 in wanted:
+        gradients[0] = b.op("MatMul", g[0], _unpacked_weight(b, node, g[0]))
+    if 5 in wanted:
+        gradients[5] = b.unbroadcast(g[0], node.outputs[0], bias)
+    if wanted & {2, 3}:
+        rows = (_rows(b, g[0], b.rank(node.outputs[0])), _rows(b, a, b.rank(a)))
+        blocks = _blocks(b, node, b.op("Gemm", *rows, transA=1))
+        q, zero = _centred(b, node, g[0])
+        if 2 in wanted:
+            products = b.op("Mul", blocks, b.op("Sub", q, zero))
+            gradients[2] = b.reshape_like(_sum_of_rows(b, products), scales)
+        if 3 in wanted:
+            scaled = b.op("Mul", _sum_of_rows(b, blocks), _column(b, scales))
+            gradients[3] = b.reshape_like(b.op("Neg", scaled), zeros)
+    return gradients
+
+
+def _unpacked_weight(b: VjpBuilder, node: Node, g: str) -> str:
+    """Write ``Wᵀ``, ``(outputs, inputs)``."""
+    scales, zeros = (*node.inputs, "")[2:4]
+    bits, outputs = integer(node, "bits", 4), integer(node, "N", 1)
+    if zeros and b.dtype(zeros) != np.uint8:
+        q, zero = _centred(b, node, g)
+        blocks = b.op("Mul", b.op("Sub", q, zero), _column(b, scales))
+    else:
+        # One pass over the weights; a block is a row, and each row has a scale.
+        zero = (
+            b.reshape(_unpacked_zeros(b, node), [-1])
+            if zeros
+            else b.constant(np.full(prod(b.sample_shape(scales)), 2 ** (bits - 1), np.uint8))
+        )
+        blocks = b.op(
+            "DequantizeLinear", _numbers(b, node, g), b.reshape(scales, [-1]), zero, axis=0
+        )
+    flat = b.reshape(blocks, [outputs, -1])
+    inputs, block = integer(node, "K", 1), integer(node, "block_size", 32)
+    if inputs % block == 0:
+        return flat
+    return b.op("Slice", flat, b.constant([0]), b.constant([inputs]), b.constant([1]))
+
+
+def _numbers(b: VjpBuilder, node: Node, g: str) -> str:
+    """Write the numbers of the weight, a block in each row."""
+    packed, bits = node.inputs[1], integer(node, "bits", 4)
+    # This zero depends on the batch. ONNX Runtime would otherwise compute the weights once and
+    # store them in single precision, in eight times the memory.
+    first = b.op("Slice", b.reshape(g, [-1]), b.constant([0]), b.constant([1]))
+    never = b.op("Greater", first, b.constant(np.asarray(np.inf, b.dtype(node.outputs[0]))))
+    zero = b.op("Cast", never, to=_UINT8)
+    numbers = b.op("BitwiseOr", packed, zero) if bits == 8 else _nibbles(b, packed, zero)
+    return b.reshape(numbers, [-1, integer(node, "block_size", 32)])
+
+
+def _nibbles(b: VjpBuilder, packed: str, zero: str) -> str:
+    """Write the halves of bytes, the lower half first, on a new last axis."""
+    mask, shift = (b.op("BitwiseOr", b.constant(n, "uint8"), zero) for n in (15, 4))
+    lower = b.op("BitwiseAnd", packed, mask)
+    upper = b.op("BitShift", packed, shift, direction="RIGHT")
+    last = b.constant([-1])
+    pair = [b.op("Unsqueeze", half, last) for half in (lower, upper)]
+    return b.op("Concat", *pair, axis=-1)
+
+
+def _unpacked_zeros(b: VjpBuilder, node: Node) -> str:
+    """Write the zero points of an output in a row; bytes of four bits hold two of them."""
+    outputs = integer(node, "N", 1)
+    packed = b.reshape(node.inputs[3], [outputs, -1])
+    if integer(node, "bits", 4) == 8:
+        return packed
+    whole = b.reshape(_nibbles(b, packed, b.constant(0, "uint8")), [outputs, -1])
+    blocks = -(-integer(node, "K", 1) // integer(node, "block_size", 32))
+    # With an odd number of blocks, half of the last byte is unused.
+    return b.op("Slice", whole, b.constant([0]), b.constant([blocks]), b.constant([1]))
+
+
+def _centred(b: VjpBuilder, node: Node, g: str) -> tuple[str, str]:
+    """Write the numbers and the zero points of blocks as real numbers, a block in each row."""
+    scales, zeros = (*node.inputs, "")[2:4]
+    q = b.cast_like(_numbers(b, node, g), scales)
+    if not zeros:
+        return q, b.scalar(2.0 ** (integer(node, "bits", 4) - 1), scales)
+    if b.dtype(zeros) != np.uint8:
+        return q, _column(b, zeros)
+    return q, b.cast_like(_column(b, _unpacked_zeros(b, node)), scales)
+
+
+def _blocks(b: VjpBuilder, node: Node, flat: str) -> str:
+    """Write a matrix ``(outputs, inputs)`` with a block in each row; the last one has zeros."""
+    block = integer(node, "block_size", 32)
+    missing = -integer(node, "K", 1) % block
+    if missing:
+        flat = b.op("Pad", flat, b.constant([0, 0, 0, missing]))
+    return b.reshape(flat, [-1, block])
+
+
+def _column(b: VjpBuilder, values: str) -> str:
+    return b.reshape(values, [-1, 1])
+
+
+def _sum_of_rows(b: VjpBuilder, values: str) -> str:
+    return b.op("ReduceSum", values, b.constant([1]), keepdims=1)
