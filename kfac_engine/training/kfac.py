@@ -226,9 +226,7 @@ class KfacOptimizer(Optimizer):
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         rule = _rule_of(learning_rate)
-        may_be_exact = (
-            rule == AUTO and damping is momentum is None and not (weight_decay or adapt_damping)
-        )
+        plain, decays = damping is momentum is None, weight_decay
         own_rates: dict[object, float] = {AUTO: update_length, QUADRATIC: 1.0}
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
@@ -264,6 +262,7 @@ class KfacOptimizer(Optimizer):
             relative,
             adaptation,
         )
+        may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rule(engine) if may_be_exact else None
         whole("statistics_every", statistics_every, least=1)
         every, periods = (statistics_every, refresh_every), {} if periods is None else periods

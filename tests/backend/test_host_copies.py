@@ -38,6 +38,7 @@ COPIES = {
     ),
     "tolist()": (
         "kfac_engine/backend/cpu/blas.py",
+        "kfac_engine/sessions/adapter_files.py",  # arrays of a file
         "kfac_engine/sessions/device_session.py",
         "kfac_engine/autodiff/lowering/",
         "kfac_engine/autodiff/rules/",
@@ -57,7 +58,9 @@ COPIES = {
         "kfac_engine/curvature/factors/refresh.py",
         "kfac_engine/curvature/factors/stacked.py",
         "kfac_engine/engine/distribution.py",
+        "kfac_engine/engine/evaluation.py",  # sums of metrics
         "kfac_engine/engine/rollback.py",
+        "kfac_engine/engine/trainable_model.py",  # sums of residuals, which ranks add
         "kfac_engine/training/adaptive_lengths.py",
         "kfac_engine/training/curvature_updates.py",
         "kfac_engine/losses/collection.py",  # options of losses

@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
     arrays = {
         "x": {"input": X},
         "narrow": {"input": X[:, :3]},
-        "double": {"input": X.astype(np.float64)},
+        "integers": {"input": (10 * X).astype(np.int64)},
         "image": {"image": X},
         "nan": {"input": X + np.float32(np.nan)},
         "y": {"targets": Y},
@@ -76,7 +76,7 @@ WRONG = {
     "no batch file": ({"inputs": "none.npz"}, "none.npz"),
     "unknown input": ({"inputs": "image.npz"}, "'image'"),
     "wrong shape": ({"inputs": "narrow.npz"}, "(6, 3)"),
-    "wrong dtype": ({"inputs": "double.npz"}, "float64"),
+    "wrong dtype": ({"inputs": "integers.npz"}, "int64"),
     "NaN": ({"inputs": "nan.npz"}, "NaN"),
     "no targets": ({"targets": None}, "--targets"),
     "no targets file": ({"targets": "none.npz"}, "none.npz"),

@@ -175,7 +175,7 @@ def test_the_page_about_training_has_the_defaults_of_the_optimizer():
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", options, re.M))
     optimizer = ke.KfacOptimizer(ke.Engine.from_onnx(demo_model("mlp"), loss="categorical"))
     defaults = optimizer.options | {n: getattr(optimizer, n) for n in ("damping", "weight_decay")}
-    defaults["momentum"] = optimizer._momentum  # the option is None
+    defaults["momentum"] = optimizer._given.momentum  # the option is None
     assert len(rows) >= 8
     assert {name: float(value) for name, value in rows.items()} == {
         name: defaults[name] for name in rows
