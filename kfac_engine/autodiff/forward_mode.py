@@ -27,7 +27,8 @@ from kfac_engine.autodiff.forward_builder import ForwardBuilder
 from kfac_engine.autodiff.forward_rules import SUMS, factors, is_elementwise, linear_operands
 from kfac_engine.autodiff.rules import ZERO_DERIVATIVE, Cotangents, Wanted, load_rules
 from kfac_engine.autodiff.vjp_builder import VjpBuilder
-from kfac_engine.graph.structure import Graph, Input, Node
+from kfac_engine.graph.analysis.subgraph import dependents
+from kfac_engine.graph.structure import ONLY_SHAPES, Graph, Input, Node
 
 # Tangents of operands, by operand number, and of results, by name.
 Operands: TypeAlias = Mapping[int, str]
@@ -94,7 +95,7 @@ class _Transposed:
 class _Sweep:
     """Writes the derivatives of nodes of a graph, and of nodes that are derivatives.
 
-    ``bent`` has the nodes whose slope changes in steps, by name.
+    ``bent`` has the nodes whose derivative changes in steps, by name.
     """
 
     def __init__(self, builder: ForwardBuilder, unread: Collection[str]) -> None:
@@ -337,15 +338,15 @@ class _Sweep:
             bend = self._pushed([slope], {*plain.inputs, *plain.outputs}, seeds).get(slope)
             if squares and bend is not None:
                 terms.append(b.product(b.total(squares), bend, y))
-        if not terms and self._has_steps(plain, slopes.values()):
-            self.bent[node.name] = node
+        if not terms:
+            self._note_steps(node, slopes.values(), {*(plain.inputs[p] for p in operands), y})
         return {y: b.total(terms)} if terms else {}
 
-    def _has_steps(self, node: Node, slopes: Iterable[str]) -> bool:
-        """Return whether slopes without a derivative change with the operands of their node."""
-        values = {*node.inputs, node.outputs[0]}
-        nodes = self._b.upstream(slopes, values)
-        return any(not values.isdisjoint(part.inputs) for part in nodes)
+    def _note_steps(self, node: Node, results: Collection[str], values: Collection[str]) -> None:
+        """List a node as bent if results without a derivative by ``values`` change with them."""
+        nodes = self._b.upstream(results, values)
+        if not dependents(nodes, values, ONLY_SHAPES).isdisjoint(results):
+            self.bent[node.name] = node
 
     def _bent_tangents(
         self,
@@ -361,6 +362,9 @@ class _Sweep:
             seeds = {**firsts[j], **{node.inputs[p]: name for p, name in tangents[j].items()}}
             bent = self._pushed(firsts[i].values(), stops, seeds)
             parts.append({y: bent[name] for y, name in firsts[i].items() if name in bent})
+            if not parts[-1]:
+                values = {*(node.inputs[p] for p in tangents[i]), *node.outputs}
+                self._note_steps(node, firsts[i].values(), values)
         return self._total(*parts)
 
     def _pushed(

@@ -399,6 +399,28 @@ def test_a_kink_under_a_second_derivative_is_reported():
         assert not ke.derivatives(model, "x", **{what: True}).doc_string
 
 
+@pytest.mark.parametrize(
+    ("nodes", "is_bent"),
+    [
+        ("u = ReduceMax<keepdims = 1>(x, last)", True),
+        ("u, i = TopK(x, one)", True),
+        ("u = LpNormalization<p = 1>(x)", False),  # of second order elsewhere
+        ("u = BatchNormalization(x, s, s, s, s)", False),
+        ("a = Add(x, s)  u = Max(a, s)", True),
+        ("a = Abs(x)  u = Mul(a, s)", True),
+        ("u = Clip(x)", False),
+        ("u = Trilu(x)", False),
+    ],
+)
+def test_only_steps_of_the_slope_are_reported(nodes, is_bent):
+    constants = {"last": np.array([1]), "one": np.array([1]), "s": np.ones(2, "float32")}
+    model = text_model("(float[N,2] x) => (float u)", nodes, **constants)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ke.ExportWarning)
+        result = ke.derivatives(model, "x", hessian=True)
+    assert ("almost everywhere" in result.doc_string) == is_bent
+
+
 def test_names_of_the_model_stay_and_a_number_follows_new_ones():
     model = text_model(
         "(float[N,2] x) => (float[N,2] u, float[N,2] direction)", "u = Tanh(x)  direction = Sin(x)"
