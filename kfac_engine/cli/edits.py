@@ -25,7 +25,7 @@ _HEAD = (
     Group.MODEL.option(
         "--at",
         metavar="VALUE",
-        help="The value that the head reads; by default the head is the last dense layer.",
+        help="The value that the head reads, or its result; by default the last dense layer.",
     ),
     Group.MODEL.count("--seed", default=0, least=0, help="Seed of the new weights."),
 )

@@ -13,13 +13,13 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from kfac_engine._types import Array, DType
+from kfac_engine._types import Array
 from kfac_engine.arguments import check_seed, patterns, positive, whole
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import is_generated, module_path
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
-from kfac_engine.graph.edits.products import Product, products
+from kfac_engine.graph.edits.products import Form, Product, products
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.write import ModelProto
 
@@ -28,10 +28,12 @@ MARK = "lora"
 SCALE = "adapter_scale"
 # Largest rank of an adapter.
 _MOST_RANK = 2**16
+# Numbers of a weight that are merged at once.
+_MOST_NUMBERS = 2**22
 # First operator set in which two operands of Mul and Add have the shapes of NumPy.
 _BROADCASTS = 7
 # What exporters and quantizers append to the name of a layer.
-_SUFFIX = re.compile(r"(\.q?weight)?(_Q\d+\w*|_quant(ized)?)?$")
+_SUFFIX = re.compile(r"(\.q?weight)?(_DQ|_quant(ized)?)?(_Q\d+\w*)?$")
 
 
 def add_adapters(
@@ -83,7 +85,7 @@ def add_adapters(
             f"model '{edited.name}' has operator set {edited.opset}, but adapters need 7; convert "
             f"it with onnx.version_converter."
         )
-    known = [product for product in products(edited) if MARK not in product.weight.name.lower()]
+    known = [p for p in products(edited) if not (p.rounds or _is_marked(p))]
     chosen = _chosen(edited, known, layers, rank)
     writer = _Writer(
         edited, rank, alpha / rank, np.random.default_rng(seed), frozenset(edited.constants)
@@ -134,16 +136,22 @@ def _names(edited: EditedModel, product: Product) -> tuple[str, ...]:
     return product.weight.name, layer_name(product), str(product.node.name)
 
 
+def _is_marked(product: Product) -> bool:
+    """Return whether the names of a product say that it belongs to an adapter."""
+    return any(MARK in name.lower() for name in (product.weight.name, layer_name(product)))
+
+
 def layer_name(product: Product) -> str:
-    """Return the name of a layer: that of its weight, its bias, its module or its node."""
+    """Return the name of a layer: that of its weight, its module, its bias or its node."""
     stem = _SUFFIX.sub("", product.weight.name)
-    if not is_generated(product.weight.name):
+    if not is_generated(stem):
         return stem
+    # An exporter that computes weights may also share equal biases, so the module comes first.
     bias = product.bias.removesuffix(".bias")
-    if bias and not is_generated(bias):
-        return bias
+    named = "" if is_generated(bias) else bias
     node = str(product.node.name).strip("/").replace("/", ".")
-    return module_path(product.node) or node.removesuffix(f".{product.node.op_type}") or stem
+    called = node.removesuffix(product.node.op_type).removesuffix(".")
+    return module_path(product.node) or named or called or stem
 
 
 @dataclass
@@ -353,18 +361,31 @@ class _Adapter:
     scale: float
     adder: onnx.NodeProto
 
-    def update(self, edited: EditedModel) -> Array:
-        """Return the change of the weight, as the product reads it."""
-        A, B = (_oriented(edited, entry).astype(self.wide) for entry in (self.A, self.B))
-        if self.product.form == "conv":
-            return np.asarray(self.scale * np.tensordot(B.reshape(B.shape[:2]), A, axes=1))
-        return np.asarray(self.scale * (A @ B))
+    def merged(self, edited: EditedModel) -> Array:
+        """Return the weight with its update, as the product reads it."""
+        W, A, B = (_oriented(edited, entry) for entry in (self.product, self.A, self.B))
+        total = np.empty(W.shape, W.dtype)
+        for part in _parts(W):
+            # Sums are rounded once, from float64.
+            change = _product(self.product.form, A, B, part)
+            total[part] = W[part].astype(np.float64) + self.scale * change
+        return total
 
-    @property
-    def wide(self) -> DType:
-        """The type in which it is computed."""
-        is_double = self.product.weight.dtype == np.float64
-        return np.dtype(np.float64 if is_double else np.float32)
+
+def _parts(array: Array) -> Iterator[slice]:
+    """Yield parts of the first axis, of at most some million numbers each."""
+    step = max(1, _MOST_NUMBERS * len(array) // array.size)
+    yield from (slice(start, start + step) for start in range(0, len(array), step))
+
+
+def _product(form: Form, A: Array, B: Array, part: slice) -> Array:
+    """Return a part of the update of a weight, in float64."""
+    if form == "conv":
+        B = B[part].reshape(-1, B.shape[1])
+    else:
+        A, B = A[part], B[part] if B.ndim > 2 else B
+    A, B = A.astype(np.float64), B.astype(np.float64)
+    return np.asarray(np.tensordot(B, A, axes=1) if form == "conv" else A @ B)
 
 
 def _oriented(edited: EditedModel, product: Product) -> Array:
@@ -399,7 +420,7 @@ def _adapter(
         return None
     value, further = _unscaled(edited, B.data)
     A = results.get(value)
-    if A is None or any(MARK not in entry.weight.name.lower() or entry.bias for entry in (A, B)):
+    if A is None or any(entry.bias or not _is_marked(entry) for entry in (A, B)):
         return None
     second = "dense" if product.form == "rows" else product.form
     same = A.data == product.data and (A.form, B.form) == (product.form, second)
@@ -468,8 +489,7 @@ def _fold(edited: EditedModel, adapters: Sequence[_Adapter]) -> None:
 
 def _sum(edited: EditedModel, adapter: _Adapter, *, flipped: bool) -> Array:
     """Return a weight with its update, with its last two axes in the other order if flipped."""
-    array = _oriented(edited, adapter.product)
-    total = (array.astype(adapter.wide) + adapter.update(edited)).astype(array.dtype)
+    total = adapter.merged(edited)
     return np.ascontiguousarray(total.swapaxes(-1, -2) if flipped else total)
 
 

@@ -3,6 +3,7 @@
 Operators after the head remain if they compute the same of another number of outputs.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -74,7 +75,7 @@ def replace_head(
     """Return a model whose last dense layer has new weights, for other classes or numbers.
 
     The head is the last product with a stored weight before an output: ``Gemm``, ``MatMul``,
-    ``Conv``, ``MatMulNBits``, or a product whose weight is dequantized. Its new weights are the
+    ``Conv``, ``MatMulNBits``, or a product with integers. Its new weights are the
     initializers ``head.weight`` and, if the old head has a bias, ``head.bias``, in floating point.
     Other weights are unchanged: that of a tied head remains the weight of the embedding. Weights
     that nothing reads any more are removed.
@@ -86,7 +87,8 @@ def replace_head(
             one output is removed if there are more classes.
         outputs: Number of real outputs, in place of ``classes``. Softmax, LogSoftmax and Sigmoid
             after the head are removed.
-        at: Name of the value that the head reads, if the model has several heads or none. If an
+        at: Name of the value that the head reads, or of its result where several layers read the
+            value, if the model has several heads or none. If an
             operator after this head needs the old number of outputs, all that follows the head is
             removed, and the first floating-point output that depended on it has the result of the
             new head.
@@ -139,17 +141,18 @@ def _may_be_head(product: Product) -> bool:
 
 
 def _named(edited: EditedModel, known: Sequence[Product], at: str) -> Product:
-    """Return the product that reads a value."""
-    readers = [product for product in known if product.data == at]
+    """Return the product that reads or computes a value."""
+    readers = [product for product in known if at in (product.data, product.result)]
     if not readers:
-        near = suggestion(at, [product.data for product in known])
+        values = [name for product in known for name in (product.data, product.result)]
+        near = suggestion(at, values)
         raise UnknownNameError(
             f"no product with a stored weight reads '{at}'{near} in model '{edited.name}'; "
             f"{_candidates(known)}."
         )
     if len(readers) > 1:
         listed = ", ".join(product.description for product in readers)
-        raise ModelError(f"'{at}' is read by several products: {listed}; {_candidates(known)}.")
+        raise ModelError(f"'{at}' belongs to several products: {listed}; {_candidates(known)}.")
     return readers[0]
 
 
@@ -168,11 +171,15 @@ def _found(edited: EditedModel, known: Sequence[Product]) -> Product:
 
 def _candidates(known: Sequence[Product]) -> str:
     """Return the advice to name a head, with the last products of the file."""
-    last = islice(reversed(known), _MOST_NAMES)
-    names = dict.fromkeys(f"'{product.data}' for {product.description}" for product in last)
-    if not names:
+    uses = Counter(product.data for product in known)
+    last = list(islice(reversed(known), _MOST_NAMES))
+    if not last:
         return "the file has no product with a weight that it stores"
-    return f"name the value that the head reads with at=…: {', '.join(names)}"
+    names = (
+        f"'{product.data if uses[product.data] == 1 else product.result}' for {product.description}"
+        for product in last
+    )
+    return f"name a value that only the head reads, or its result, with at=…: {', '.join(names)}"
 
 
 def _behind(edited: EditedModel, output: str, results: Mapping[str, Product]) -> dict[str, Product]:
@@ -234,15 +241,16 @@ def _renewed(
 
 def _as_matmul(edited: EditedModel, head: Product, weight: str) -> onnx.NodeProto:
     """Replace the node of a fused product by MatMul, and Add for a bias that was its operand."""
-    (result,) = head.node.output
-    fused = bool(head.bias) and head.last is head.node
+    end = head.end
+    (result,) = end.output
+    fused = bool(head.bias) and head.last is end
     product = edited.free("head.product") if fused else result
     nodes = [helper.make_node("MatMul", [head.data, weight], [product], name=head.node.name)]
     if fused:
         nodes.append(helper.make_node("Add", [product, head.bias], [result]))
-    edited.insert(head.node, nodes)
-    edited.remove(head.node)
-    return nodes[-1] if head.last is head.node else head.last
+    edited.insert(end, nodes)
+    edited.remove(end)
+    return nodes[-1] if head.last is end else head.last
 
 
 # -- what follows ----------------------------------------------------------------------------------

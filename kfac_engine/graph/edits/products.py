@@ -59,6 +59,8 @@ class Product:
         bias_place: Index of the bias among the operands of ``last``; -1 without one.
         factor: Number by which the product is multiplied.
         is_plain: Whether the node multiplies floating-point data and weights.
+        rounds: Whether the product rounds its data, so that it has no derivative.
+        scaler: The node that scales a product of integers; None for products of real numbers.
     """
 
     form: Form
@@ -71,6 +73,13 @@ class Product:
     bias_place: int = -1
     factor: float = 1.0
     is_plain: bool = True
+    rounds: bool = False
+    scaler: onnx.NodeProto | None = None
+
+    @property
+    def end(self) -> onnx.NodeProto:
+        """The node with the result before a bias with a node of its own."""
+        return self.scaler or self.node
 
     @property
     def result(self) -> str:
@@ -213,12 +222,41 @@ def _gather_quantized(model: EditedModel, node: onnx.NodeProto) -> Product | Non
     return Product("rows", node, node.input[1], weight, 0, node, is_plain=False)
 
 
+def _matmul_integer(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    """Read a product of rounded data and integers, whose result two further nodes scale."""
+    rounding, weight = model.producers.get(node.input[0]), model.constants.get(node.input[1])
+    cast = model.reader(node.output[0])
+    scaler = model.reader(cast.output[0]) if cast is not None and operator(cast) == "Cast" else None
+    if rounding is None or weight is None or scaler is None or weight.ndim != 2:
+        return None
+    if (operator(rounding), operator(scaler)) != ("DynamicQuantizeLinear", "Mul"):
+        return None
+    stored = Weight(node.input[1], weight.shape, np.dtype(np.float32), quantized=True)
+    data = rounding.input[0]
+    product = Product("dense", node, data, stored, 1, scaler, is_plain=False, rounds=True)
+    return _with_bias(model, replace(product, scaler=scaler))
+
+
+def _dynamic_matmul(model: EditedModel, node: onnx.NodeProto) -> Product | None:
+    """Read a product that rounds its data itself."""
+    weight = model.constants.get(node.input[1])
+    if weight is None or weight.ndim != 2:
+        return None
+    stored = Weight(node.input[1], weight.shape, np.dtype(np.float32), quantized=True)
+    data = node.input[0]
+    product = Product("dense", node, data, stored, 1, node, is_plain=False, rounds=True)
+    if operand(node, 4) not in model.constants:
+        return product if operand(node, 4) else _with_bias(model, product)
+    return replace(product, bias=node.input[4], bias_place=4)
+
+
 def _with_bias(model: EditedModel, product: Product) -> Product:
     """Return a product with the bias that the only reader of its result adds, if any."""
-    adder = model.reader(product.node.output[0])
+    before = product.end.output[0]
+    adder = model.reader(before)
     if attribute(product.node, "activation", "") or adder is None or operator(adder) != "Add":
         return product
-    place = 1 - list(adder.input).index(product.node.output[0])
+    place = 1 - list(adder.input).index(before)
     bias = weight_of(model, adder.input[place])
     outputs = product.sides[1]
     if bias is None or (product.weight.shape[:-2] and product.form == "dense"):
@@ -242,4 +280,6 @@ _READERS: Mapping[str, Callable[[EditedModel, onnx.NodeProto], Product | None]] 
     "Gather": _gather,
     "com.microsoft::MatMulNBits": _matmul_n_bits,
     "com.microsoft::GatherBlockQuantized": _gather_quantized,
+    "MatMulInteger": _matmul_integer,
+    "com.microsoft::DynamicQuantizeMatMul": _dynamic_matmul,
 }

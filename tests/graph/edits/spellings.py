@@ -116,6 +116,17 @@ ROWS = {
         " (h, q, s, , , b)",
         {"s": (OLD,), "b": (OLD,)}, whole={"q": np.zeros((OLD, 1, 16), np.uint8)},
     ),
+    "dynamic integers": Row(
+        "r, k, o = DynamicQuantizeLinear (h)  i = MatMulInteger (r, q, o, p)  "
+        "c = Cast <to = 1> (i)  m = Mul (k, s)  z = Mul (c, m)  y = Add (z, b)",
+        {"s": (), "b": (OLD,)},
+        whole={"q": INTEGERS, "p": np.int8(0)},
+    ),
+    "dynamic product": Row(
+        "y = com.microsoft.DynamicQuantizeMatMul (h, q, s, p, b)",
+        {"s": (), "b": (OLD,)},
+        whole={"q": INTEGERS, "p": np.int8(0)},
+    ),
     "fused": Row(
         "y = com.microsoft.FusedMatMul <transB = 1> (h, w)", {"w": (OLD, D)}, flipped=True
     ),

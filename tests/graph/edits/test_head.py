@@ -90,10 +90,19 @@ def test_labels_of_the_old_classes_are_removed_with_at():
     assert run(edited, {"x": X})[0].shape == (7, NEW)
 
 
-TWO = Row(
-    "y = MatMul (h, w)  z = MatMul (h, v)  n = LayerNormalization (g, scale)",
-    {"w": (D, OLD), "v": (D, OLD)},
-)
+@pytest.mark.parametrize(("at", "kept"), [("y", "z"), ("z", "y")])
+def test_one_of_two_heads_of_a_value_is_named_by_its_result(at, kept):
+    model = Row("y = MatMul (h, w)  z = MatMul (h, u)", {"w": (D, OLD), "u": (D, OLD)}).model
+    model.graph.output.append(
+        helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, ["N", OLD])
+    )
+    with pytest.raises(ke.ModelError, match=r"several heads: .*at=…: 'z' for .*'y' for"):
+        ke.replace_head(model, NEW)
+    edited = ke.replace_head(model, NEW, at=at)
+    assert shape(edited, at) == ("N", NEW)
+    np.testing.assert_array_equal(run(edited, {"x": X}, kept)[0], run(model, {"x": X}, kept)[0])
+
+
 REFUSED = {
     "neither number": (GEMM, {}, ke.InputError, "classes=N"),
     "both numbers": (GEMM, {"classes": 3, "outputs": 2}, ke.InputError, "either classes"),
@@ -105,7 +114,7 @@ REFUSED = {
     "an unknown value": (GEMM, {"classes": 2, "at": "k"}, ke.UnknownNameError, r"'h' for the Gemm"),
     "a sum with data": (
         "z = MatMul (h, w)  y = Add (z, x)", {"classes": 2}, ke.ModelError,
-        r"no dense layer right before an output; name the value .*'h' for the MatMul",
+        r"no dense layer right before an output; name a value .*'h' for the MatMul",
     ),
     "two heads": (
         "z = MatMul (h, w)  v = MatMul (x, u)  y = Add (z, v)", {"classes": 2}, ke.ModelError,
@@ -113,7 +122,7 @@ REFUSED = {
     ),
     "two readers": (
         "z = MatMul (h, w)  v = MatMul (h, w)  y = Add (z, v)", {"classes": 2, "at": "h"},
-        ke.ModelError, "'h' is read by several products",
+        ke.ModelError, r"'h' belongs to several products.*'v' for the MatMul.*'z' for the MatMul",
     ),
     "a computed bias": ("y = Gemm (h, w, x)", {"classes": 2}, ke.UnsupportedError, "computed"),
     "a flat result": (
