@@ -60,29 +60,15 @@ class ForwardBuilder(NodeBuilder):
         domain: str = "",
     ) -> tuple[str, ...]:
         """Add a node with these results, ``""`` for a name from its content; return the names."""
-        content = map(_content, sorted(attributes.items()))
-        digest = _digest(op, domain, *inputs, len(results), *content)
-        names = tuple(
-            name or f"derivative_{op}_{digest}_{index}" for index, name in enumerate(results)
-        )
-        self._add(Node(op, tuple(inputs), names, attributes, f"node_{names[0]}", domain))
-        return names
+        node = Node(op, tuple(inputs), ("new",) * len(results), attributes, domain=domain)
+        return self._add(node, results)
 
     def repeat(self, node: Node, inputs: Sequence[str]) -> tuple[str, ...]:
         """Add ``node`` with other operands; return the results, of which the same are omitted."""
         if node.op == "Mul" and not node.domain and not self._ones.isdisjoint(inputs):
             # One may be a number or have the shape of the result.
             return (inputs[1] if inputs[0] in self._ones else inputs[0],)
-        content = map(_content, sorted(node.attributes.items()))
-        named = [bool(name) for name in node.outputs]
-        digest = _digest(node.op, node.domain, *inputs, named, *content)
-        names = tuple(
-            name and f"derivative_{node.op}_{digest}_{index}"
-            for index, name in enumerate(node.outputs)
-        )
-        label = f"node_{next(filter(None, names))}"
-        self._add(Node(node.op, tuple(inputs), names, node.attributes, label, node.domain))
-        return names
+        return self._add(replace(node, inputs=tuple(inputs)), ("",) * len(node.outputs))
 
     def include(
         self,
@@ -223,28 +209,50 @@ class ForwardBuilder(NodeBuilder):
     # -- what computes an added value -------------------------------------------------------------
 
     def upstream(self, results: Iterable[str], stops: Collection[str]) -> list[Node]:
-        """Return the added nodes that compute ``results``, up to the values ``stops``."""
+        """Return the nodes that compute ``results`` from the values ``stops``, in order.
+
+        These are added nodes, and nodes of the graph that a rule would have added.
+        """
         nodes: dict[int, Node] = {}
         waiting = [name for name in results if name not in stops]
         for name in waiting:  # the loop appends to the list
-            node = self.producers.get(name)
-            if node is not None and self._places[node.name] not in nodes:
-                nodes[self._places[node.name]] = node
+            node = self.producers.get(name) or self.graph.producers.get(name)
+            if node is not None and self._place(node) not in nodes:
+                nodes[self._place(node)] = node
                 waiting += [operand for operand in node.inputs if operand not in stops]
         return [nodes[place] for place in sorted(nodes)]
 
     # -- private ----------------------------------------------------------------------------------
 
+    def _place(self, node: Node) -> int:
+        """Return the place of a node among those of the graph and the added ones after them."""
+        place = self._places.get(node.name)
+        return self.graph.positions[node.name] if place is None else place
+
     def _is_known(self, name: str) -> bool:
         # Sequences of the forward graph have no facts.
         return name in self.facts or name in self.producers
 
-    def _add(self, node: Node) -> None:
-        first = next(filter(None, node.outputs))
+    def _add(self, node: Node, results: Sequence[str]) -> tuple[str, ...]:
+        """Add a node with these results, ``""`` for a name from the content of the node.
+
+        Results that ``node`` omits are omitted.
+        """
+        content = map(_content, sorted(node.attributes.items()))
+        omitted = [not name for name in node.outputs]
+        digest = _digest(node.op, node.domain, *node.inputs, omitted, *content)
+        names = tuple(
+            old and (new or f"derivative_{node.op}_{digest}_{index}")
+            for index, (old, new) in enumerate(zip(node.outputs, results, strict=True))
+        )
+        first = next(filter(None, names))
+        # A graph of derivatives may have the node already.
         if first not in self.producers and first not in self._values:
-            self._places[node.name] = len(self.nodes)
+            node = replace(node, outputs=names, name=f"node_{first}")
+            self._places[node.name] = len(self.graph.nodes) + len(self.nodes)
             self.nodes.append(node)
-            self.producers.update((name, node) for name in node.outputs if name)
+            self.producers.update((name, node) for name in names if name)
+        return names
 
 
 def _content(attribute: tuple[str, AttributeValue]) -> tuple[object, ...]:

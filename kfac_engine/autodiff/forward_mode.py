@@ -326,6 +326,7 @@ class _Sweep:
         operands = sorted({p for pair in pairs for i in pair for p in tangents[i]})
         plain = self._widened(node, operands)
         slopes = {p: slope for p in operands if (slope := self._slope(plain, p)) is not None}
+        stops = {*plain.inputs, *plain.outputs}
         terms = []
         for (p, slope), (q, other) in product(slopes.items(), repeat=2):
             squares = [
@@ -335,16 +336,26 @@ class _Sweep:
             ]
             # The slope changes with the operand, and with the result where it is written by it.
             seeds = {y: b.expanded(other, y), plain.inputs[q]: b.ones(y)}
-            bend = self._pushed([slope], {*plain.inputs, *plain.outputs}, seeds).get(slope)
+            bend = self._pushed([slope], stops, seeds).get(slope)
             if squares and bend is not None:
                 terms.append(b.product(b.total(squares), bend, y))
         if not terms:
-            self._note_steps(node, slopes.values(), {*(plain.inputs[p] for p in operands), y})
+            values = {y, *(plain.inputs[p] for p in operands)}
+            self._note_steps(node, slopes.values(), stops, values)
         return {y: b.total(terms)} if terms else {}
 
-    def _note_steps(self, node: Node, results: Collection[str], values: Collection[str]) -> None:
-        """List a node as bent if results without a derivative by ``values`` change with them."""
-        nodes = self._b.upstream(results, values)
+    def _note_steps(
+        self,
+        node: Node,
+        results: Collection[str],
+        stops: Collection[str],
+        values: Collection[str],
+    ) -> None:
+        """List a node as bent if results without a derivative by ``values`` change with them.
+
+        ``stops`` are all values from which the results are computed.
+        """
+        nodes = self._b.upstream(results, stops)
         if not dependents(nodes, values, ONLY_SHAPES).isdisjoint(results):
             self.bent[node.name] = node
 
@@ -363,8 +374,7 @@ class _Sweep:
             bent = self._pushed(firsts[i].values(), stops, seeds)
             parts.append({y: bent[name] for y, name in firsts[i].items() if name in bent})
             if not parts[-1]:
-                values = {*(node.inputs[p] for p in tangents[i]), *node.outputs}
-                self._note_steps(node, firsts[i].values(), values)
+                self._note_steps(node, firsts[i].values(), stops, {*seeds, *node.outputs})
         return self._total(*parts)
 
     def _pushed(

@@ -405,7 +405,7 @@ def test_a_kink_under_a_second_derivative_is_reported():
         ("u = ReduceMax<keepdims = 1>(x, last)", True),
         ("u, i = TopK(x, one)", True),
         ("u = LpNormalization<p = 1>(x)", False),  # of second order elsewhere
-        ("u = BatchNormalization(x, s, s, s, s)", False),
+        ("a = Tanh(x)  u = BatchNormalization(a, s, s, s, s)", False),
         ("a = Add(x, s)  u = Max(a, s)", True),
         ("a = Abs(x)  u = Mul(a, s)", True),
         ("u = Clip(x)", False),
@@ -427,6 +427,18 @@ def test_names_of_the_model_stay_and_a_number_follows_new_ones():
     )
     result = ke.derivatives(model, "x", "u", directional=True)
     assert [entry.name for entry in result.graph.input] == ["x", "direction_2"]
+
+
+def test_derivatives_of_derivatives_equal_differences():
+    once = ke.derivatives(network("dense", "softmax"), "x", laplacian=True)
+    check(once, output="laplacian of u", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("block", ["layer norm", "softmax", "powers"])
+def test_derivatives_of_gradients_equal_differences(block):
+    gradient = ke.differentiate(network("dense", block), output="u", wrt="x")
+    cotangent = np.random.default_rng(1).normal(size=(3, 2))
+    check(gradient, output="gradient/x", cotangent=cotangent, tolerance=1e-5)
 
 
 def test_the_result_can_be_differentiated_again():
