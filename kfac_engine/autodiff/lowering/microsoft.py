@@ -11,6 +11,7 @@ import numpy as np
 from kfac_engine.autodiff.lowering import lowering
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
 from kfac_engine.autodiff.rules.attributes import integer, integers, number, numbers, text
+from kfac_engine.graph.edits.products import ACTIVATIONS
 from kfac_engine.graph.structure import AttributeValue, Node
 
 # -- activations -----------------------------------------------------------------------------------
@@ -82,20 +83,6 @@ def _scaled(b: LoweringBuilder, value: str, factor: float, like: str, result: st
         b.op("Mul", value, b.scalar(factor, like), result=result)
 
 
-# Activations that may be fused, with the names of their parameters.
-_ACTIVATIONS = {
-    "Elu": ("alpha",),
-    "HardSigmoid": ("alpha", "beta"),
-    "LeakyRelu": ("alpha",),
-    "Relu": (),
-    "Selu": ("alpha", "gamma"),
-    "Sigmoid": (),
-    "Softplus": (),
-    "Softsign": (),
-    "Tanh": (),
-}
-
-
 @lowering("com.microsoft::FusedGemm")
 def fused_gemm(b: LoweringBuilder, node: Node) -> None:
     """Write a Gemm followed by an activation."""
@@ -122,7 +109,7 @@ def fused_conv(b: LoweringBuilder, node: Node) -> None:
     if text(node, "activation", "") == "Clip":
         b.op("Clip", product, *(b.scalar(bound, x) for bound in params), result=node.outputs[0])
         return
-    names = _ACTIVATIONS.get(text(node, "activation", ""), ())
+    names = ACTIVATIONS.get(text(node, "activation", ""), ())
     _activate(b, node, product, dict(zip(names, params, strict=False)))
 
 
@@ -135,9 +122,9 @@ def _activate(b: LoweringBuilder, node: Node, value: str, values: dict[str, floa
     if not activation:
         b.op("Identity", value, result=node.outputs[0])
         return
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         raise b.refuse(node, f"the activation '{activation}' is not known")
-    known = {name: values[name] for name in _ACTIVATIONS[activation] if name in values}
+    known = {name: values[name] for name in ACTIVATIONS[activation] if name in values}
     b.write(activation, (value,), node.outputs, known)
 
 

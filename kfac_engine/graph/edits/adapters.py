@@ -19,7 +19,7 @@ from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.analysis.exporter_changes import is_generated, module_path
 from kfac_engine.graph.analysis.trainable import matching
 from kfac_engine.graph.edits.model import EditedModel, attribute, operand, operator
-from kfac_engine.graph.edits.products import Form, Product, products
+from kfac_engine.graph.edits.products import ACTIVATIONS, Form, Product, products
 from kfac_engine.graph.load import ModelSource
 from kfac_engine.graph.write import ModelProto
 
@@ -112,7 +112,7 @@ def _chosen(
                 f"side of its {len(default)} layers with a stored weight is at most {least}."
             )
     else:
-        names = {id(product): _names(edited, product) for product in known}
+        names = {id(product): _names(product) for product in known}
         every = list(dict.fromkeys(name for entry in names.values() for name in entry))
         matched = set(matching([layers] if isinstance(layers, str) else layers, every, "layer"))
         wide = {p.weight.name for p in known if not matched.isdisjoint(names[id(p)])}
@@ -131,7 +131,7 @@ def _by_default(product: Product) -> bool:
     return product.form == "dense" or (product.form == "conv" and pointwise)
 
 
-def _names(edited: EditedModel, product: Product) -> tuple[str, ...]:
+def _names(product: Product) -> tuple[str, ...]:
     """Return the names by which a pattern may name a product."""
     return product.weight.name, layer_name(product), str(product.node.name)
 
@@ -260,11 +260,6 @@ def _first(product: Product, A: str, low: str) -> onnx.NodeProto:
 _ACTIVATION = frozenset(
     {"activation", "activation_alpha", "activation_beta", "activation_gamma", "activation_params"}
 )
-# The numbers of an activation, as attributes of its operator.
-_NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "HardSigmoid": ("alpha", "beta"), "LeakyRelu": ("alpha",), "Relu": (), "Sigmoid": (),
-    "Tanh": (),
-}  # fmt: skip
 
 
 def _without_activation(edited: EditedModel, product: Product) -> onnx.NodeProto:
@@ -272,23 +267,32 @@ def _without_activation(edited: EditedModel, product: Product) -> onnx.NodeProto
     node, kind = product.node, attribute(product.node, "activation", "")
     if not kind:
         return product.last
-    if kind not in _NUMBERS:
+    if kind not in ACTIVATIONS and kind != "Clip":
         raise UnsupportedError(
             f"{product.description} applies {kind} to its result, which cannot be separated; leave "
             f"it out of layers=…."
         )
-    numbers = attribute(node, "activation_params", ()) or tuple(
-        attribute(node, f"activation_{name}", 0.0) for name in _NUMBERS[kind]
-    )
-    settings = dict(zip(_NUMBERS[kind], numbers, strict=False))
     result = node.output[0]
     linear = edited.free(f"{result}.linear")
-    others = [entry for entry in node.attribute if entry.name not in _ACTIVATION]
     plain = helper.make_node(node.op_type.removeprefix("Fused"), node.input, [linear])
     plain.name = node.name
-    plain.attribute.extend(others)
-    after = helper.make_node(kind, [linear], [result])
-    after.attribute.extend(helper.make_attribute(key, value) for key, value in settings.items())
+    plain.attribute.extend(entry for entry in node.attribute if entry.name not in _ACTIVATION)
+    params = attribute(node, "activation_params", ())
+    if kind == "Clip":
+        bounds = [
+            edited.add_constant(edited.free(f"{result}.bound"), np.asarray(bound, np.float32))
+            for bound in params
+        ]
+        after = helper.make_node("Clip", [linear, *bounds], [result])
+    else:
+        after = helper.make_node(kind, [linear], [result])
+        values = dict(zip(ACTIVATIONS[kind], params, strict=False))
+        values |= {
+            entry.name.removeprefix("activation_"): entry.f
+            for entry in node.attribute
+            if entry.name in {f"activation_{name}" for name in ACTIVATIONS[kind]}
+        }
+        after.attribute.extend(helper.make_attribute(key, value) for key, value in values.items())
     edited.insert(node, [plain, after])
     edited.remove(node)
     return plain

@@ -16,6 +16,19 @@ from kfac_engine.graph.edits.model import EditedModel, attribute, operand, opera
 from kfac_engine.graph.passes.order import describe
 from kfac_engine.graph.tensors import FLOATS, element_type
 
+# Activations that may be fused with a product, with the names of their numbers.
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "Elu": ("alpha",),
+    "HardSigmoid": ("alpha", "beta"),
+    "LeakyRelu": ("alpha",),
+    "Relu": (),
+    "Selu": ("alpha", "gamma"),
+    "Sigmoid": (),
+    "Softplus": (),
+    "Softsign": (),
+    "Tanh": (),
+}
+
 # What a product does with a weight: it multiplies rows of features, images, or selects rows by id.
 Form = Literal["dense", "conv", "rows"]
 
