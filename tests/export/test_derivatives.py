@@ -179,7 +179,8 @@ def test_derivatives_equal_differences(block):
 @pytest.mark.parametrize("seed", nightly_but(range(2), seeds(40)))
 def test_derivatives_of_random_networks_equal_differences(seed):
     rng = np.random.default_rng(seed)
-    check(network(*rng.choice(list(BLOCKS), size=3)))
+    smooth = [name for name in BLOCKS if name != "maximum"]  # differences meet its kink by chance
+    check(network(*rng.choice(smooth, size=3)))
 
 
 # -- models as they come ---------------------------------------------------------------------------
