@@ -36,6 +36,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Any], Iterable[str]]]] = {
     "training": (TRAINING, lambda suites: training_tables.comparisons(suites["train"])),
     "tables": ("*-tables.json", lambda suites: training_tables.quotients(suites["train"])),
     "modern": ("*-modern.json", lambda suites: training_tables.quotients(suites["train"])),
+    "exact": ("*-exact.json", lambda suites: training_tables.quotients(suites["train"])),
     "uses": ("*-uses.json", lambda suites: _uses_section(suites)),
     "models": ("*-models.json", lambda suites: _table(suites["models"])),
     "gpu": ("*-gpu.json", lambda suites: _gpu_section(suites["gpu"])),
