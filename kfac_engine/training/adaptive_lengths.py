@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log, sqrt
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,14 @@ from kfac_engine.backend.namespace import array_module, is_recorded, on_device
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.engine.engine import Engine
 from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_bounds
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
 from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import (
+    Products,
     Vector,
     Zeros,
     block_of,
@@ -33,15 +35,15 @@ from kfac_engine.training.vectors import (
     separated,
 )
 
-# Weights to the inner products of all their matrices, on one axis.
-Products: TypeAlias = Mapping[tuple[str, ...], Array]
-
 # Kinds of layers whose arrays are updated by Adam: their updates have few entries that are not
 # zero, or scale single features.
 _BY_ADAM = {
     "embedding", "embedding_multi", "tied_embedding", "scale_and_shift", "shift", "generic"
 }  # fmt: skip
 _BETA2, _EPSILON = 0.999, 1e-8
+
+# Momentum of the averages, unless it is given.
+AVERAGE = 0.85
 
 # log k decays by this part in a step and grows by the agreement times the gain. An agreement of 1
 # doubles k in two steps; a constant agreement c leads to k = exp(4 c).
@@ -98,6 +100,9 @@ class Together:
 @dataclass(frozen=True, slots=True)
 class AdaptiveLengthUpdate:
     """Orthogonalized natural gradients of the averaged gradient, each scaled to its own length.
+
+    The averages for matrices span more steps where the gradients of several steps cancel: see
+    ``AverageSpan``. In the other averages, and without a span, μ is ``momentum``.
 
     For a matrix, the average is Nesterov's momentum, ``μ v' + (1 − μ) g = μ² v + (1 − μ²) g`` with
     the averaged gradient ``v' = μ v + (1 − μ) g``, and gives the latest gradient more weight. Adam
@@ -169,6 +174,7 @@ class AdaptiveLengthUpdate:
         predictions: The input of the loss that a layer computes, by its weight or bias.
         moment: Returns the mean square of the inputs of a block.
         features: Bounds of the directions along single features.
+        span: Chooses the decay of the averages for matrices; None for ``momentum``.
     """
 
     engine: Engine
@@ -190,6 +196,7 @@ class AdaptiveLengthUpdate:
     predictions: Mapping[str, str] = field(default_factory=dict)
     moment: Callable[[FisherBlock], Any] = input_moment
     features: FeatureBounds = field(default_factory=FeatureBounds)
+    span: AverageSpan | None = None
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
         """Return the state before the first step.
@@ -198,6 +205,7 @@ class AdaptiveLengthUpdate:
             Averaged gradients by parameter. By unit: squared gradients where Adam updates; for each
             weight the last direction p, and of each of its matrices ``⟨g', p⟩``, ``log k`` and the
             step size: the update is its product with p. The powers of the features of each input.
+            The state of the span of the averages.
         """
         units, weights = self.units.split(parameters), self.units.weights
         means, by_adam = self.together.means, self.together.by_adam
@@ -209,6 +217,7 @@ class AdaptiveLengthUpdate:
             "natural_gradient": Zeros({name: units[name] for name in weights}),
             **{slot: Zeros(numbers) for slot in ("slope", "log_length", "step_size")},
             POWERS: Zeros(self.features.new_slots(units)),
+            **(self.span.new_slots(numbers) if self.span else {}),
         }
 
     def __call__(self, step: StepInputs) -> Move:
@@ -229,14 +238,14 @@ class AdaptiveLengthUpdate:
         joint = {names: joined(step.gradients, names) for names in self.together.means}
         # Until the directions are known, the memory of the averages has those of a step ahead.
         of_weights = {names: g for names, g in joint.items() if names[0] in self.groups}
-        self._average(step, of_weights, self.momentum**2)
+        momentum = self.momentum if self.span is None else self.span.momentum_of(step.slots)
+        self._average(step, of_weights, momentum**2)
         with step.clock("precondition"):
             ahead = self.units.split(step.new_slots["momentum"])
             natural = self._natural_gradients(ahead, step, due)
-        grouped = self._average(step, joint, self.momentum)
-        vectors = (step.parameters, step.new_slots["momentum"])
-        parameters, means = map(self.units.split, vectors)
-        slopes, squares = self._products(step, (gradients, natural), (natural, natural))
+        grouped = self._average(step, joint, momentum)
+        parameters, means = map(self.units.split, (step.parameters, step.new_slots["momentum"]))
+        slopes, squares = self._measured(step, gradients, natural, means, onward)
         self._write_step_sizes(step, (last, slopes, squares), due, goes_back)
         step.new_slots["natural_gradient"].update(natural)
         if step.predicts:  # the change is compared with the gradient
@@ -253,12 +262,16 @@ class AdaptiveLengthUpdate:
                 gradients |= separated(value, {name: gradients[name] for name in names})
         values = self.units.join(gradients, step.parameters)
         predicts = step.predicts and not goes_back
-        return Move(values, quadratic_change(self.engine, step, values) if predicts else None)
+        return Move(
+            values,
+            quadratic_change(self.engine, step, values) if predicts else None,
+            momentum=momentum,
+        )
 
     def _average(
-        self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], decay: float
+        self, step: StepInputs, joint: Mapping[tuple[str, ...], Array], of_weights: Any
     ) -> dict[tuple[str, ...], tuple[Array, Array]]:
-        """Write averages of the gradients ``joint`` of groups with a decay.
+        """Write averages of the gradients ``joint`` of groups; those of weights have a decay.
 
         Returns:
             For each group of several parameters, the gradients and the averages.
@@ -266,10 +279,25 @@ class AdaptiveLengthUpdate:
         old, new, grouped = step.slots["momentum"], step.new_slots["momentum"], {}
         for names, gradient in joint.items():
             mean = block_of(new, names)
+            decay = of_weights if names[0] in self.groups else self.momentum
             combine(mean, decay, block_of(old, names), 1 - decay, gradient)
             if names[1:]:
                 grouped[names] = gradient, mean
         return grouped
+
+    def _measured(
+        self, step: StepInputs, gradients: Vector, natural: Vector, means: Vector, onward: Any
+    ) -> list[Products]:
+        """Return ``⟨g, p⟩`` and ``|p|²`` of the directions ``natural``, and write the span."""
+        pairs = [(gradients, natural), (natural, natural)]
+        due = self.span is not None and self.span.is_due(step.step, onward)
+        if due is not False:
+            vectors = [{n: vector[n] for n in natural} for vector in (gradients, means)]
+            pairs += [(vector, vector) for vector in vectors]
+        products = self._products(step, *pairs)
+        if self.span is not None:
+            self.span.write(step.slots, step.new_slots, products[2:], due)
+        return products[:2]
 
     def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
         """Return the inner products of the matrices of all weights, on the host.
@@ -535,14 +563,18 @@ def _next_logs(
 
 
 def adaptive_lengths(
-    engine: Engine, parameters: Vector, momentum: float, adam_rate: Rate, weight_decay: float
+    engine: Engine,
+    parameters: Vector,
+    momentum: float | None,
+    adam_rate: Rate,
+    weight_decay: float,
 ) -> AdaptiveLengthUpdate:
     """Return the update of an engine.
 
     Args:
         engine: The engine.
         parameters: The parameters that are trained.
-        momentum: As in ``AdaptiveLengthUpdate``.
+        momentum: As in ``AdaptiveLengthUpdate``; None for ``AVERAGE``, with a span that grows.
         adam_rate: As in ``AdaptiveLengthUpdate``.
         weight_decay: As in ``AdaptiveLengthUpdate``.
     """
@@ -558,6 +590,8 @@ def adaptive_lengths(
     }
     by_adam = {name: value for name, value in values.items() if name not in units.weights}
     numbers = _groups(engine, units)
+    span = AverageSpan(AVERAGE) if momentum is None and roots else None
+    momentum = AVERAGE if momentum is None else momentum
     together = Together(
         [*groups(parameters, {name: name in numbers for name in parameters})],
         [*groups(by_adam, dict.fromkeys(by_adam, "Adam"))],
@@ -581,6 +615,7 @@ def adaptive_lengths(
         weight_decay,
         predictions=_predictions(engine, units),
         features=feature_bounds(engine, units.weights, blocks, values),
+        span=span,
     )
 
 

@@ -20,7 +20,7 @@ from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.objective import Residuals
-from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate, adaptive_lengths
+from kfac_engine.training.adaptive_lengths import AVERAGE, AdaptiveLengthUpdate, adaptive_lengths
 from kfac_engine.training.checkpoint import COUNTER, SavedState
 from kfac_engine.training.curvature_updates import (
     CurvatureUpdates,
@@ -73,8 +73,8 @@ _RESOLUTION = float(np.finfo(np.float64).eps)
 _LARGE_RATE = 1e6
 # Weight decay of "auto".
 _WEIGHT_DECAY = 0.05
-# Momentum of "auto", and of the other learning rates.
-_AVERAGE, _MOMENTUM = 0.85, 0.9
+# Momentum of learning rates other than "auto".
+_MOMENTUM = 0.9
 # Number of examples that come again and again, for which the decay doubles, and its largest factor.
 _FEW, _MOST_DECAY = 6000.0, 20.0
 # Part of the residuals to expect, below which the updates of "auto" become shorter. It grows with
@@ -163,7 +163,8 @@ class KfacOptimizer(Optimizer):
             ``RelativeDamping``, 0.1 if None. A learning rate that is given takes a
             ``RelativeDamping`` as well.
         momentum: μ in [0, 1), or a function of the number of steps so far; ``"quadratic"`` needs
-            this learning rate. None is 0.85 with ``"auto"``, otherwise 0.9.
+            this learning rate. None is 0.9; with ``"auto"`` 0.85, and up to 0.95 for matrices whose
+            gradients cancel (``AverageSpan``).
         weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
             times ``update_length`` or ``adam_rate``, more with few examples; otherwise w is 0 if
             None.
@@ -231,8 +232,9 @@ class KfacOptimizer(Optimizer):
         rate = own_rates.get(rule, learning_rate)
         if weight_decay is None:
             weight_decay = _WEIGHT_DECAY if rule == AUTO else 0.0
+        decay = cast("float | None", momentum)  # of "auto"
         if momentum is None:
-            momentum = _AVERAGE if rule == AUTO else _MOMENTUM
+            momentum = AVERAGE if rule == AUTO else _MOMENTUM
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
         at_least_zero("l2", l2)
         positive("damping_multiple", damping_multiple)
@@ -245,7 +247,7 @@ class KfacOptimizer(Optimizer):
         relative = _is_relative(rule, damping, adaptation)
         updates: dict[object, Callable[[], Update]] = {
             AUTO: lambda: adaptive_lengths(
-                engine, self._parameters(), cast(float, momentum), adam_rate, weight_decay
+                engine, self._parameters(), decay, adam_rate, weight_decay
             ),
             QUADRATIC: lambda: QuadraticUpdate(
                 engine, PartialBatch(engine, curvature_part), weight_decay

@@ -17,6 +17,8 @@ from kfac_engine._types import Array
 from kfac_engine.backend.namespace import array_module, is_recorded
 
 Vector: TypeAlias = Mapping[str, Array]
+# Weights to the inner products of all their matrices, on one axis.
+Products: TypeAlias = Mapping[tuple[str, ...], Array]
 
 # Entries of a part of an array.
 _PART = 1 << 16

@@ -87,6 +87,7 @@ class Reference:
     small: int = 64  # side below which an iteration needs ``rows_of_small`` rows
     rows_of_small: int = 512
     narrow: int = 512  # sides of factors whose matrices have a new direction in each step
+    cancelled: float = 0.35  # part of independent squares below which averages span more steps
     theta: dict = field(default_factory=net.weights)
     t: int = 0
     log: list = field(default_factory=list)
@@ -95,10 +96,13 @@ class Reference:
         self.relative = self.rate is None and self.interval is None and not self.quadratic
         if self.damping is None:
             self.damping = 0.1 if self.relative else 0.01
+        self.follows = self.momentum is None and self.rate is None and not self.quadratic
         if self.momentum is None:
             self.momentum = 0.85 if self.rate is None and not self.quadratic else 0.9
         if self.decay is None:
             self.decay = 0.05 if self.rate is None and not self.quadratic else 0.0
+        self.mu = self.momentum  # of the matrices
+        self.powers = {"w1": np.zeros(2), "w2": np.zeros(2)}
         self.natural = None
         self.multiples = {"w1": 1.0, "w2": 1.0}
         self.uphill = []
@@ -298,12 +302,23 @@ class Reference:
         change = {w: ((g[w] + self.last_g[w]) * self.natural[w]).sum() for w in sides}
         return {w for w, side in sides.items() if side > wide and change[w] >= 0}
 
+    def follow_span(self, g):
+        """Averages of more steps where the squared averages are small beside the gradients'."""
+        if not self.follows or self.t % 7 != 6:
+            return
+        for n, powers in self.powers.items():
+            powers += 0.3 * (np.array([(g[n] ** 2).sum(), (self.v[n] ** 2).sum()]) - powers)
+        part = np.mean([of_mean / of_gradient for of_gradient, of_mean in self.powers.values()])
+        rho = (1 + self.mu) / (1 - self.mu) * part
+        span = np.exp(0.2 * np.clip(10 * (self.cancelled - rho), -1, 1)) / (1 - self.mu)
+        self.mu = 1 - 1 / np.clip(span, 1 / (1 - self.momentum), 20)
+
     def adaptive(self, g, scale):
-        b = self.momentum
-        self.v = {n: b * self.v[n] + (1 - b) * g[n] for n in g}
+        b, decays = self.momentum, {n: self.mu if g[n].ndim == 2 else self.momentum for n in g}
+        self.v = {n: b * self.v[n] + (1 - b) * g[n] for n, b in decays.items()}
         self.squares = {n: 0.999 * self.squares[n] + 0.001 * g[n] ** 2 for n in g}
         mean = {n: v / (1 - b ** (self.t + 1)) for n, v in self.v.items()}
-        ahead = {n: b * v + (1 - b) * g[n] for n, v in self.v.items()}  # Nesterov
+        ahead = {n: b * self.v[n] + (1 - b) * g[n] for n, b in decays.items()}  # Nesterov
         p, update = self.precondition({n: m * (m.ndim == 2) for n, m in ahead.items()}), {}
         kept = self.kept(g)
         p = {
@@ -321,6 +336,7 @@ class Reference:
             else:
                 root = np.sqrt(self.squares[n] / (1 - 0.999 ** (self.t + 1))) + 1e-8
                 update[n] = self.adam_rate * scale * (mean[n] / root + self.decay * self.theta[n])
+        self.follow_span(g)
         self.natural = p
         self.last_g = {n: self.last_g[n] if n in kept else g[n] for n in g}
         return update

@@ -8,7 +8,7 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.curvature.schedule import GrowingPlanner
 from kfac_engine.distributed.shards import Rows
-from kfac_engine.training import adaptive_lengths
+from kfac_engine.training import adaptive_lengths, average_span
 from kfac_engine.training.curvature_updates import rotating_part
 from tests.models import parsed
 from tests.training import softmax_net as net
@@ -69,6 +69,8 @@ CASES = {
 
 # A batch of fewer rows than the sides of the first layer, 10, and more than those of the second, 8.
 WIDE = "auto, few rows"
+# The averages span more steps for gradients that cancel each other less than by default.
+LONG = "auto, long averages"
 
 
 def engine(**options):
@@ -91,7 +93,7 @@ def distance(left, right):
     return max(np.abs(value - right[name]).max() for name, value in left.items())
 
 
-@pytest.mark.parametrize("case", [*CASES, WIDE])
+@pytest.mark.parametrize("case", [*CASES, WIDE, LONG])
 def test_the_optimizer_follows_the_reference(case, monkeypatch):
     """The first weight has sides of 4 and 5, the second one of 3 and 4: a small matrix."""
     sides = {"smallest": 4 if case == WIDE else 3, "small": 4, "rows_of_small": 5}
@@ -103,20 +105,28 @@ def test_the_optimizer_follows_the_reference(case, monkeypatch):
     if case == WIDE:
         monkeypatch.setattr(adaptive_lengths, "_NARROW", 0)
         reference.narrow = 0
+    if case == LONG:
+        monkeypatch.setattr(average_span, "_CANCELLED", 1.3)
+        reference.cancelled = 1.3
     examples = 9 if case == WIDE else net.N
+    momenta = set()
     for step in range(STEPS):
         x, y = net.batch(step, n=examples)
-        loss = net.loss(reference.theta, x, y)
+        loss, momentum = net.loss(reference.theta, x, y), reference.mu
         report = optimizer.step({"x": x}, y, scale_of(step))
         reference.step(x, y, scale_of(step))
         damping, ratio, refreshed = reference.log[-1]
         assert report.loss == pytest.approx(loss, rel=CLOSE)
+        if case in (LONG, "auto"):
+            assert report.momentum == pytest.approx(momentum, rel=CLOSE)
+            momenta.add(momentum)
         assert report.damping == pytest.approx(damping, rel=1e-7)
         assert (report.reduction_ratio is None) == (ratio is None)
         if ratio is not None:
             assert report.reduction_ratio == pytest.approx(ratio, rel=1e-5)
         assert report.refreshed == (FACTORS if refreshed else ())
         assert distance(optimizer.engine.parameters, reference.theta) < CLOSE
+    assert (len(momenta) > 4) == (case == LONG)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("auto", "rate")])

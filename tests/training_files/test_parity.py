@@ -6,8 +6,9 @@ from onnx import numpy_helper
 
 import kfac_engine as ke
 from kfac_engine.backend.namespace import is_recorded
-from kfac_engine.training import adaptive_lengths, feature_bounds
+from kfac_engine.training import adaptive_lengths, average_span, feature_bounds
 from kfac_engine.training.adaptive_lengths import AdaptiveLengthUpdate
+from kfac_engine.training.average_span import AverageSpan
 from tests.models import VOCABULARY, Net, mlp, random_inputs, two_outputs
 from tests.nightly import nightly_but
 from tests.training_files.nets import CLASSES, NETS, network
@@ -271,6 +272,22 @@ def test_steps_of_files_take_updates_back(length, goes_back, tmp_path, monkeypat
     options = {"loss": "normal", "update_length": length}
     found = differences(network("dense"), "kfac", tmp_path / "files", draw, **options)
     assert any(part > 0 for part in parts if not is_recorded(part)) == goes_back
+    assert found[-1] < LAST
+
+
+def test_averages_of_files_span_more_steps_where_gradients_cancel(tmp_path, monkeypatch):
+    momenta, momentum_of = [], AverageSpan.momentum_of
+
+    def noted(*arguments):
+        momenta.append(momentum_of(*arguments))
+        return momenta[-1]
+
+    monkeypatch.setattr(AverageSpan, "momentum_of", noted)
+    monkeypatch.setattr(average_span, "_CANCELLED", 5.0)  # gradients of this net agree
+    found = differences(network("grouped"), "kfac", tmp_path / "files", classes())
+    values = [momentum for momentum in momenta if not is_recorded(momentum)]
+    assert values[0] == pytest.approx(0.85)
+    assert max(values) == pytest.approx(1 - 0.15 * np.exp(-0.2))
     assert found[-1] < LAST
 
 
