@@ -95,6 +95,12 @@ class EigenbasisFactor(DiagonalFactor):
         self._square = statistic
         self.kronecker_factors = input_factor, output_factor
         self.bases: Bases | None = None
+        self._is_given = False
+
+    @property
+    def wants_basis(self) -> bool:
+        """Whether the basis comes from the next batch."""
+        return not (self.average.weight or self._is_given)
 
     @property
     def has_inverses(self) -> bool:
@@ -126,7 +132,7 @@ class EigenbasisFactor(DiagonalFactor):
         self._set(Bases(*(self.backend.asarray(basis.astype(dtype)) for basis in bases)))
         zeros = self.backend.xp.zeros(tuple(map(len, bases)), dtype)
         self.average = MovingAverage(zeros, 0.0, name=self.name)
-        self.traces_of_average = None
+        self.traces_of_average, self._is_given = None, True
 
     @property
     def averages(self) -> tuple[MovingAverage, ...]:
@@ -216,7 +222,7 @@ class EigenbasisFactor(DiagonalFactor):
 def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
     """Return the factors whose basis comes from the next batch."""
     chosen = (factor for factor in factors if isinstance(factor, EigenbasisFactor))
-    return [factor for factor in chosen if not factor.average.weight]
+    return [factor for factor in chosen if factor.wants_basis]
 
 
 def set_bases(
