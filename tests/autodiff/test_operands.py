@@ -25,6 +25,8 @@ CONSTANT = {"axis", "size", "frame_step", "frame_length"}
 DETERMINED = {("GroupQueryAttention", "total_sequence_length")}
 # Standard operators with a definition instead of a rewrite, which are newer than opset 20.
 RECENT = ("Attention", "RotaryEmbedding")
+# Rewritten for another level of accuracy only: its derivative rule reads its operands.
+RULES = {"com.microsoft::MatMulNBits"}
 # Operands are any number of values or sequences, or they are read in training only.
 WITHOUT_OPERANDS = {
     "If", "Loop", "Scan", "SequenceAt", "ConcatFromSequence", "SequenceLength",
@@ -71,7 +73,7 @@ def declared() -> dict[str, tuple[str, ...]]:
     """Names of the operands of each operator that is rewritten, from its schema."""
     fused = {s.name: s for s in runtime.get_all_operator_schema() if s.domain == DOMAIN}
     result = {}
-    for op in (*load_lowerings(), *RECENT):
+    for op in (op for op in (*load_lowerings(), *RECENT) if op not in RULES):
         domain, _, name = op.rpartition("::")
         if domain == DOMAIN and name in fused:
             result[op] = tuple(operand.name for operand in fused[name].inputs)
