@@ -11,6 +11,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 import kfac_engine as ke
 from kfac_engine.autodiff.lowering import find_lowering, load_lowerings
 from kfac_engine.autodiff.lowering.builder import LoweringBuilder
+from kfac_engine.autodiff.rules.linear_algebra import matmul_n_bits
 from kfac_engine.graph.structure import Fact, Graph, Input
 from kfac_engine.graph.write import build_model, serialize
 from kfac_engine.runtime.lower import lowered
@@ -193,3 +194,11 @@ def test_results_that_nothing_reads_change_nothing(fused):
     rewritten, _ = lowered(graph, wrt, feeds)
     assert qualified(fused) not in {node.qualified_op for node in rewritten.nodes}
     assert_same(results(rewritten, feeds), results(graph, feeds), TOLERANCE)
+
+
+def test_an_order_of_the_blocks_of_a_weight_has_no_derivative():
+    (fused, *_) = (case for case in CASES if qualified(case) in RULES)
+    (node,) = fused.graph.nodes
+    node = replace(node, inputs=(*[*node.inputs, "", "", ""][:4], "order"))
+    with pytest.raises(ke.UnsupportedOpError, match="g_idx"):
+        matmul_n_bits(None, node, ("g",), {0})  # refused before the builder is used
