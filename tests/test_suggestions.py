@@ -45,7 +45,7 @@ MISSPELLED = {
     "value": (lambda e: e.trace({"image": X})["logit"], "logits"),
     "option": (lambda e: ke.Engine.from_onnx(MLP, loss="mse", dampng=1), "damping"),
     "optimizer": (lambda e: ke.fit(e, (X, Y), optimizer="adm"), "adam"),
-    "policy": (lambda e: ke.Schedule(policy="drfit"), "drift"),
+    "policy": (lambda e: ke.Schedule(policy="balancd"), "balanced"),
     "output": (lambda e: ke.differentiate(MLP, output="logit"), "logits"),
     "demo model": (lambda e: demo_model("nml"), None),
 }

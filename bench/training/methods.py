@@ -81,7 +81,7 @@ def _ema_nesterov(engine: ke.Engine, rate: float | None, options: Mapping[str, A
 
 def _quadratic(engine: ke.Engine, rate: float | None, options: Mapping[str, Any]) -> Step:
     """Return the step of the quadratic model on whole batches, with damping that is adapted."""
-    whole = {"curvature_part": 1.0, "statistics_part": 1.0, "adapt_damping": True, "damping": 1.0}
+    whole = {"statistics_part": 1.0, "adapt_damping": True, "damping": 1.0}
     rule = {"learning_rate": "quadratic", "momentum": "quadratic"}
     return _kfac(engine, rate, {**whole, **rule, **options})
 

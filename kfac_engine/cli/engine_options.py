@@ -30,7 +30,7 @@ OBJECTIVE = (
 )  # fmt: skip
 
 # Example values by field, for messages.
-_EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1", "periods": "conv*=20"}
+_EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1"}
 
 
 def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
@@ -155,13 +155,7 @@ ROWS: Mapping[str, Row] = {
     "refresh_every": Row(Group.REFRESHES, "Number of calls from one refresh of a factor to the "
         "next."),
     "policy": Row(Group.REFRESHES, "Which factors a call refreshes.", flag="--refresh-policy",
-        names=("curvature.schedule.POLICIES", "curvature.schedule.ADAPTIVE"), metavar="NAME"),
-    "drift": Row(Group.REFRESHES, "Relative change of an average since the latest refresh, "
-        "from which the policy drift refreshes the factor.", flag="--refresh-drift"),
-    "budget": Row(Group.REFRESHES, "Largest share of refreshes in the time of all calls, in "
-        "(0, 1), with the policy budget.", flag="--refresh-budget"),
-    "periods": Row(Group.REFRESHES, "Period of the factors of parameters whose names match a "
-        "pattern, in place of --refresh-every.", flag="--refresh-period", metavar="PATTERN=CALLS"),
+        names=("curvature.schedule.POLICIES",), metavar="NAME"),
     "threads": Row(Group.MACHINE, "Number of threads, also of ONNX Runtime; by default as "
         "many as BLAS has."),
     "scratch_bytes": Row(Group.MACHINE, "Bound of the temporary memory of a statistic or of a "

@@ -59,7 +59,7 @@ _FILES = (
 # Name, shape, gradient norm and natural gradient norm of a parameter.
 Norms: TypeAlias = tuple[str, tuple[int, ...], float, float]
 # Fields of the schedule; --state counts the calls.
-_SCHEDULE = ("covariance_every", "refresh_every", "policy", "drift", "budget", "periods")
+_SCHEDULE = ("covariance_every", "refresh_every", "policy")
 
 
 @click.command(

@@ -44,7 +44,7 @@ SCHEDULES = ("tail", "cosine", "constant")
 # single precision, and K-FAC sets the damping of the engine.
 SET_HERE = ("damping", "gradient_dtype")
 # The fields of ``Schedule`` that are options.
-_REFRESH_OPTIONS = ("refresh_every", "policy", "drift", "budget", "periods")
+_REFRESH_OPTIONS = ("refresh_every",)
 
 
 def _callbacks(choices: SimpleNamespace) -> "Iterator[Callback]":

@@ -1,35 +1,19 @@
-"""The refreshes of all factors of a collection: their keys, costs and owners.
+"""The refreshes of all factors of a collection: their keys, costs and owners."""
 
-The drift of a factor is the change of its average since its latest refresh, relative to the norm of
-the average at that refresh. It is estimated from sixteen rows of the lower triangle, in time
-proportional to the size of the matrix; the rows at that refresh are stored.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from math import inf, isinf, prod, sqrt
-from time import perf_counter
+from math import inf, isinf, prod
 from typing import Any
 
 import numpy as np
 
-from kfac_engine._types import Array
-from kfac_engine.backend.namespace import array_module, is_recorded
+from kfac_engine.backend.namespace import is_recorded
 from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.collection import LayerCollection
 from kfac_engine.curvature.factors.base import FisherFactor, begin_refresh
 from kfac_engine.curvature.factors.refresh import UNDIVIDED, Division
-from kfac_engine.curvature.schedule import (
-    ADAPTIVE,
-    POLICIES,
-    GrowingPlanner,
-    Planner,
-    Schedule,
-    Work,
-)
-from kfac_engine.errors import UnsupportedError
+from kfac_engine.curvature.schedule import GrowingPlanner, Planner, Schedule, Work
 
-_SAMPLED_ROWS = 16
 # Largest share of the refreshes in the operations of the steps while periods grow.
 _EARLY_SHARE = 0.2
 # Operations in single precision that take the time of one in double precision, as of an inverse.
@@ -52,25 +36,17 @@ class Refreshes:
 
     def __init__(self, collection: LayerCollection) -> None:
         self._collection = collection
-        self._samples: dict[str, tuple[Array, ...]] = {}
-        self._latest: tuple[tuple[str, ...], float] = ((), 0.0)
+        self._latest: tuple[str, ...] = ()
         self.division: Division = UNDIVIDED
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Every refresh with its cost, for ``schedule.Planner``; the shapes must be known."""
         shapes = refreshed_shapes(self._collection)
-        parameters: dict[int, list[str]] = {}
-        for params, block in self._collection.fisher_blocks.items():
-            for number in dict.fromkeys(map(id, block.factors)):
-                parameters.setdefault(number, []).extend(uses(params))
         factors = self._factors
         costs = {key: sum(map(refresh_cost, shapes[id(f)])) for key, f in factors.items()}
         owners, ranks = self.division.owners(factors), self.division.ranks
-        return tuple(
-            Work(key, costs[key], tuple(parameters[id(factor)]), owners.get(key), ranks)
-            for key, factor in factors.items()
-        )
+        return tuple(Work(key, costs[key], owners.get(key), ranks) for key in factors)
 
     def early_rates(
         self, repeats: Callable[[FisherBlock], float] | None = None
@@ -111,115 +87,36 @@ class Refreshes:
         return begin_refresh(factors, self._collection.backend, self.division)
 
     def planner(self, schedule: Schedule) -> Planner:
-        """Return a planner for ``run``, with the periods of a schedule.
-
-        ``UnsupportedError`` is raised if the policy reads times or averages of one process, and
-        there are several.
-        """
-        self._check_policy(schedule.policy)
+        """Return a planner for ``run``, with the period of a schedule."""
         return Planner(self.works, schedule)
 
     def growing_planner(self, schedule: Schedule) -> GrowingPlanner:
-        """Return a planner for ``run``, with periods that grow; raises as ``planner`` does."""
-        self._check_policy(schedule.policy)
+        """Return a planner for ``run``, with periods that grow."""
         return GrowingPlanner(
             self.works, schedule, lambda examples: least_period(self.early_rates(), examples)
         )
 
     def wait(self) -> None:
-        """Complete the refreshes that an earlier ``run`` began; their time belongs to this call."""
-        start = perf_counter()
+        """Complete the refreshes that an earlier ``run`` began."""
         for factor in self._factors.values():
             factor.wait()
-        self._latest = (), perf_counter() - start
+        self._latest = ()
 
-    def due(
-        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
-    ) -> tuple[str, ...]:
-        """Return the keys of the factors that ``run`` refreshes in a call, counted from 0.
-
-        ``bound`` is the largest period of any factor in this call, ``planner.bound``. ``moved``
-        says whether averages have changed since the last call.
-        """
-        drifts = self._drifts_for(planner, counter, moved=moved)
-        return planner.refreshes(counter, drifts, bound)
-
-    def run(
-        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
-    ) -> None:
+    def run(self, planner: Planner, counter: int, bound: int | None = None) -> None:
         """Refresh the factors that are due; with ``schedule.overlap`` only begin to.
 
-        The arguments are as for ``due``, and the errors as for ``begin``.
+        The arguments are as for ``Planner.refreshes``, and the errors as for ``begin``.
         """
-        start = perf_counter()
-        due = self.due(planner, counter, bound, moved=moved)
+        due = planner.refreshes(counter, bound)
         finish = self.begin(due) if due else None
         if finish and (not planner.schedule.overlap or counter == 0):
             finish()
-        self._latest = due, self._latest[1] + perf_counter() - start
+        self._latest = due
 
-    def advance(self, planner: Planner, counter: int, seconds: float) -> tuple[str, ...]:
-        """Record that a call took ``seconds`` and succeeded; return the keys that it refreshed."""
-        due, spent = self._latest
-        planner.advance(counter, due, seconds, spent)
-        if planner.reads_drifts:
-            self._samples |= {key: self._sampled(key) for key in due}
-        return due
-
-    def drifts(self) -> dict[str, float]:
-        """Return the drift of each factor since the latest ``run`` that refreshed it, by key."""
-        backend, squares = self._collection.backend, []
-        for key, old in self._samples.items():
-            for now, before in zip(self._sampled(key), old, strict=True):
-                squares += [((now - before) ** 2).sum(), (before**2).sum()]
-        sums = iter(float(total) for total in backend.download(squares))
-        return {
-            key: max(_ratio(next(sums), next(sums)) for _ in old)
-            for key, old in self._samples.items()
-        }
-
-    def saved(self) -> dict[str, Array]:
-        """Return the state for a checkpoint: the sampled rows on the host, by name."""
-        to_numpy = self._collection.backend.to_numpy
-        return {
-            f"{key}/{index}": to_numpy(rows)
-            for key, samples in self._samples.items()
-            for index, rows in enumerate(samples)
-        }
-
-    def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Restore samples by name from a checkpoint.
-
-        Samples that do not fit are dropped. A factor without samples has an unknown drift, and the
-        policy ``"drift"`` refreshes it in the next call.
-        """
-        backend = self._collection.backend
-        self._samples = {}
-        for key, factor in self._factors.items():
-            names = [f"{key}/{index}" for index, _ in enumerate(factor.averages)]
-            if factor.average.value is not None and all(name in arrays for name in names):
-                samples = tuple(backend.asarray(arrays[name]).copy() for name in names)
-                if [s.shape for s in samples] == [s.shape for s in self._sampled(key)]:
-                    self._samples[key] = samples
-
-    def _check_policy(self, policy: str) -> None:
-        if self.division is not UNDIVIDED and policy in ADAPTIVE:
-            raise UnsupportedError(
-                f"policy '{policy}' reads times or averages of one process; with a "
-                f"communicator, choose {', '.join(map(repr, POLICIES))}."
-            )
-
-    def _drifts_for(
-        self, planner: Planner, counter: int, *, moved: bool
-    ) -> dict[str, float] | None:
-        """Return the drifts that a planner reads."""
-        if not planner.reads_drifts or not counter:
-            return None
-        # A factor that had moved enough was refreshed in the call that moved its average.
-        return self.drifts() if moved else dict.fromkeys(self._samples, 0.0)
-
-    def _sampled(self, key: str) -> tuple[Array, ...]:
-        return tuple(_rows(average.lower()) for average in self._factors[key].averages)
+    def advance(self, planner: Planner, counter: int) -> tuple[str, ...]:
+        """Record that a call succeeded; return the keys that it refreshed."""
+        planner.advance(counter, self._latest)
+        return self._latest
 
     @cached_property
     def _factors(self) -> dict[str, FisherFactor]:
@@ -283,22 +180,3 @@ def refresh_cost(shape: tuple[int, ...]) -> float:
     The average has the shape ``(d, d)``, or ``(m, d, d)`` for a stack of ``m`` matrices.
     """
     return float(prod(shape)) * (shape[-1] if shape else 1)
-
-
-def _rows(average: Array) -> Array:
-    """Return evenly spaced rows of the lower triangles of a matrix or a stack, float64."""
-    width = average.shape[-1]
-    rows = average.reshape(-1, width)
-    chosen = np.unique(np.linspace(0, len(rows) - 1, _SAMPLED_ROWS).round().astype(int))
-    # Entries above the diagonal are not defined; the last row of a symmetric matrix is complete.
-    below = np.arange(width) <= chosen[:, None] % average.shape[-2]
-    xp = array_module(average)
-    sampled: Array = xp.where(xp.asarray(below), rows[xp.asarray(chosen)], 0.0)
-    return sampled.astype(np.float64)
-
-
-def _ratio(change: float, norm: float) -> float:
-    """Return the root of a ratio of sums of squares; any change of zero is infinite."""
-    if norm > 0:
-        return sqrt(change / norm)
-    return inf if change > 0 else 0.0

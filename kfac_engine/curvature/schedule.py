@@ -1,24 +1,19 @@
 """The calls that update covariances and refresh inverses, planned from numbers alone.
 
 A refresh of all factors at once makes one call in ``refresh_every`` slow. The other policies
-distribute the refreshes over the calls, follow the drift of the averages, or obey a budget of time.
-A ``Planner`` reads names, costs, counters, drifts and seconds, and no arrays. An engine has one for
-its calls, and an optimizer has one for its steps, whose periods grow.
+distribute the refreshes over the calls. A ``Planner`` reads names, costs and counters, and no
+arrays. An engine has one for its calls, and an optimizer has one for its steps, whose periods grow.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from kfac_engine.arguments import flag, is_amount, is_count, one_of, positive, whole
+from kfac_engine.arguments import flag, is_count, one_of, whole
 from kfac_engine.distributed.owners import Load, slots
-from kfac_engine.errors import InputError, UnknownNameError, suggestion
 from kfac_engine.registry import Registry
 
-# Weight of earlier refreshes in the learned time of a refresh.
-_MEMORY = 0.8
 # Number of the call of an update that has not taken place.
 NEVER = -1
 
@@ -33,53 +28,28 @@ class Schedule:
     Attributes:
         covariance_every: Number of calls from one update of the covariances to the next: they are
             updated when ``counter % covariance_every == 0``.
-        refresh_every: Number of calls from one refresh of a factor to the next. With the policy
-            ``"drift"`` it is the largest number. With the policy ``"budget"`` only its ratio to
-            ``periods`` matters.
-        policy: Which factors a call refreshes. A row of ``POLICIES`` refreshes each factor once in
-            its period: ``"all_at_once"`` (all when ``counter % refresh_every == 0``),
-            ``"round_robin"`` (an equal number each call), ``"balanced"`` (an equal cost each call)
-            or ``"balanced_ranks"`` (an equal cost each call on each of several processes, which
-            then compute at the same time). A row of ``ADAPTIVE`` decides in each call: ``"drift"``
-            refreshes the factors whose averages have moved, ``"budget"`` the factors that wait
-            longest, as many as the budget allows.
+        refresh_every: Number of calls from one refresh of a factor to the next.
+        policy: Which factors a call refreshes; each factor is refreshed once in ``refresh_every``
+            calls. ``"all_at_once"`` refreshes all when ``counter % refresh_every == 0``,
+            ``"round_robin"`` an equal number each call, ``"balanced"`` an equal cost each call, and
+            ``"balanced_ranks"`` an equal cost each call on each of several processes, which then
+            compute at the same time.
         overlap: Whether a refresh of one call is used from the next call on, so that a GPU computes
             inverses during the next batch. Inverses of call 0 are used at once. A CPU gives the
             same results, but the option saves no time there.
-        drift: Relative change of an average since the latest refresh, from which the policy
-            ``"drift"`` refreshes the factor.
-        budget: Largest share of refreshes in the time of all calls, in (0, 1), with the policy
-            ``"budget"``. Call 0 does not count, and the share may be exceeded by one refresh. The
-            plans depend on measured times, so that two runs differ.
-        periods: Periods of factors, by pattern of parameter names. Such a period replaces
-            ``refresh_every``. The first pattern that matches counts. A factor of several layers has
-            the shortest of their periods.
     """
 
     covariance_every: int = 1
     refresh_every: int = 10
     policy: str = "all_at_once"
     overlap: bool = False
-    drift: float = 0.1
-    budget: float = 0.2
-    periods: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Raise ``InputError`` if a period, the policy or another value is not allowed."""
         whole("covariance_every", self.covariance_every, least=1)
         whole("refresh_every", self.refresh_every, least=1)
         flag("overlap", self.overlap)
-        one_of("policy", self.policy, (*POLICIES, *ADAPTIVE))
-        positive("drift", self.drift)
-        positive("budget", self.budget)
-        if self.budget >= 1:
-            raise InputError(f"budget must lie in (0, 1), got {self.budget!r}.")
-        if not isinstance(self.periods, Mapping):
-            raise InputError(
-                f"periods must be a dictionary, such as {{'conv*': 20}}, got {self.periods!r:.80}."
-            )
-        for pattern, period in self.periods.items():
-            whole(f"periods[{pattern!r}]", period, least=1)
+        one_of("policy", self.policy, POLICIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,154 +59,71 @@ class Work:
     Attributes:
         key: Name of the refresh.
         cost: Relative cost, for example the number of multiplications.
-        parameters: Names of the parameters whose blocks use the factor.
         owner: Rank of the process that computes it; None if any process may.
         ranks: Number of processes.
     """
 
     key: str
     cost: float
-    parameters: tuple[str, ...] = ()
     owner: int | None = None
     ranks: int = 1
-
-
-class Call(NamedTuple):
-    """A call whose refreshes are planned.
-
-    Attributes:
-        counter: Number of the call, from 0.
-        drifts: The relative changes of the averages since their latest refresh, by key of the work.
-        bound: Largest period of any work in this call; None for the periods of the schedule.
-    """
-
-    counter: int
-    drifts: Mapping[str, float]
-    bound: int | None
-
-    def bounded(self, period: int) -> int:
-        """Return a period, or the bound if that is smaller."""
-        return period if self.bound is None else min(period, self.bound)
-
-
-@dataclass(slots=True)
-class PlannerState:
-    """The state of a planner: results of earlier calls, which a checkpoint stores.
-
-    Attributes:
-        refreshed: Counter of the latest refresh of each work, by key.
-        elapsed: Seconds of all calls after call 0.
-        spent: Seconds of their refreshes.
-        cost: Sum of the costs of earlier refreshes, with less weight for older ones.
-        seconds: Sum of their seconds, with the same weights.
-    """
-
-    refreshed: dict[str, int] = field(default_factory=dict)
-    elapsed: float = 0.0
-    spent: float = 0.0
-    cost: float = 0.0
-    seconds: float = 0.0
 
 
 class Planner:
     """Plans the updates of the covariances and the refreshes, call by call.
 
-    Equal inputs give equal plans. ``periods`` has the period of each work, and ``state`` the
-    results of earlier calls, which ``advance`` changes. ``UnknownNameError`` is raised if a pattern
-    of the periods of the schedule matches no parameter.
+    Equal inputs give equal plans.
+
+    Attributes:
+        works: All refreshes.
+        schedule: The periods and the policy.
+        refreshed: Counter of the latest refresh of each work, by key; a checkpoint stores it.
     """
 
     def __init__(self, works: Sequence[Work], schedule: Schedule) -> None:
         self.works = tuple(works)
         self.schedule = schedule
-        self.periods = {work.key: _period(work, schedule) for work in self.works}
-        self.state = PlannerState()
-        self._choose = ADAPTIVE[schedule.policy] if schedule.policy in ADAPTIVE else _in_slots(self)
-        for pattern in schedule.periods:
-            names = [name for work in self.works for name in work.parameters]
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise UnknownNameError(
-                    f"the pattern '{pattern}'{suggestion(pattern, names)} of periods matches no "
-                    f"parameter whose block stores an inverse."
-                )
-
-    @property
-    def reads_drifts(self) -> bool:
-        """Whether ``refreshes`` needs drifts."""
-        return self.schedule.policy == "drift"
+        self.refreshed: dict[str, int] = {}
+        # The phase of the period in which each work is refreshed.
+        self._slots = POLICIES[schedule.policy](self.works, schedule.refresh_every)
 
     def observes(self, counter: int) -> bool:
         """Return whether a call updates the covariances; calls are counted from 0."""
         return counter % self.schedule.covariance_every == 0
 
-    def bound(self, counter: int, examples: int) -> int | None:
-        """Return the largest period of the refreshes of a call, for ``refreshes``.
-
-        ``counter`` is the number of the call, from 0, and ``examples`` the size of its batch. None
-        means the periods of the schedule.
-        """
-        del counter, examples
-        return None
-
-    def refreshes(
-        self,
-        counter: int,
-        drifts: Mapping[str, float] | None = None,
-        bound: int | None = None,
-    ) -> tuple[str, ...]:
+    def refreshes(self, counter: int, bound: int | None = None) -> tuple[str, ...]:
         """Return the keys of the refreshes of a call, in the order of the works.
 
-        The number of the call counts from 0; call 0 refreshes everything. ``drifts`` map the key of
-        a work to the relative change of its averages since its latest refresh; it is infinite where
-        it is absent. ``bound`` is the largest period in this call, for periods that grow. Each work
-        is then due as soon as its period has passed since its latest refresh, and everything is
-        refreshed while no work was. None is for the periods of the schedule.
+        The number of the call counts from 0; call 0 refreshes everything. ``bound`` is the largest
+        period in this call, for periods that grow: a work is then due as soon as so many calls have
+        passed since its latest refresh, whatever the policy.
         """
-        if counter == 0 or (bound is not None and not self.state.refreshed):
-            return tuple(work.key for work in self.works)
-        chosen = frozenset(self._choose(self, Call(counter, drifts or {}, bound)))
-        return tuple(work.key for work in self.works if work.key in chosen) if chosen else ()
+        keys, period = [work.key for work in self.works], self.schedule.refresh_every
+        if counter == 0:
+            return tuple(keys)
+        if bound is None:
+            return tuple(key for key in keys if counter % period == self._slots[key])
+        period = min(period, bound)
+        return tuple(k for k in keys if counter - self.refreshed.get(k, -inf) >= period)
 
-    def advance(self, counter: int, refreshed: Sequence[str], elapsed: float, spent: float) -> None:
-        """Record a call that has succeeded.
-
-        ``refreshed`` are the keys of its refreshes. The whole call took ``elapsed`` seconds, and
-        its refreshes took ``spent`` seconds.
-        """
-        state, keys = self.state, frozenset(refreshed)
-        state.refreshed.update(dict.fromkeys(refreshed, counter))
-        if keys:
-            cost = sum(work.cost for work in self.works if work.key in keys)
-            state.cost = _MEMORY * state.cost + cost
-            state.seconds = _MEMORY * state.seconds + spent
-        if counter > 0:
-            state.elapsed += elapsed
-            state.spent += spent
-
-    def age(self, key: str, counter: int) -> float:
-        """Return the number of calls since the latest refresh of a work; infinite without one."""
-        return counter - self.state.refreshed.get(key, -inf)
+    def advance(self, counter: int, refreshed: Sequence[str]) -> None:
+        """Record the keys that a call has refreshed, after the call has succeeded."""
+        self.refreshed.update(dict.fromkeys(refreshed, counter))
 
     def saved(self) -> dict[str, object]:
-        """Return the state as plain values, for a checkpoint.
-
-        Seconds differ between equal runs. They are 0 unless the plans depend on them.
-        """
-        if self.schedule.policy == "budget":
-            return asdict(self.state)
-        return asdict(PlannerState(self.state.refreshed))
+        """Return the state as plain values, for a checkpoint."""
+        return {"refreshed": dict(self.refreshed)}
 
     def restore(self, saved: Mapping[str, object] | None) -> None:
         """Restore a state that ``saved`` returned; None for the state before the first call."""
-        self.state = PlannerState(**(saved or {}))  # type: ignore[arg-type] # as `saved` returned it
+        self.refreshed = dict((saved or {}).get("refreshed", {}))  # type: ignore[call-overload]
 
 
 class GrowingPlanner(Planner):
     """A planner whose periods grow, because the curvature changes quickly when a run begins.
 
     In call number ``t`` of the run, an update is due as soon as ``min(period, max(1, t // 2))``
-    calls have passed since the last one. Refreshes have a period of at least ``least_period``,
-    unless a budget of time limits them.
+    calls have passed since the last one. Refreshes have a period of at least ``least_period``.
 
     Args:
         works: As for ``Planner``.
@@ -258,7 +145,6 @@ class GrowingPlanner(Planner):
     ) -> None:
         super().__init__(works, schedule)
         self._least_period = least_period
-        self._longest = max(self.periods.values(), default=0)
         self.observed = self.start = NEVER
 
     def observes(self, counter: int) -> bool:
@@ -266,8 +152,12 @@ class GrowingPlanner(Planner):
         return self.observed == NEVER or counter - self.observed >= every
 
     def bound(self, counter: int, examples: int) -> int:
+        """Return the largest period of the refreshes of a call, for ``refreshes``.
+
+        ``counter`` is the number of the call, from 0, and ``examples`` the size of its batch.
+        """
         grown = self._grown(counter)
-        if self.schedule.policy == "budget" or grown >= self._longest:
+        if grown >= self.schedule.refresh_every:
             return grown
         return max(grown, self._least_period(examples))
 
@@ -284,7 +174,7 @@ class GrowingPlanner(Planner):
     def restart(self, counter: int) -> None:
         """Let the periods grow from a call on, which updates and refreshes everything."""
         self.observed, self.start = NEVER, counter
-        self.state.refreshed.clear()
+        self.refreshed.clear()
 
     def _grown(self, counter: int) -> int:
         """Return the largest period of an update in a call."""
@@ -293,90 +183,17 @@ class GrowingPlanner(Planner):
 
 # Returns the slot of each work by key: the phase of the period in which it is refreshed.
 Policy: TypeAlias = Callable[[Sequence[Work], int], Mapping[str, int]]
-# Yields the keys of the refreshes of a call.
-Choice: TypeAlias = Callable[[Planner, Call], Iterator[str]]
 
 POLICIES: Registry[Policy] = Registry("refresh policy")
 
 
 def is_planner_state(value: object) -> bool:
-    """Return whether an untrusted value has the form of ``Planner.saved``."""
-    names = {field.name for field in fields(PlannerState)}
-    if not isinstance(value, dict) or value.keys() != names:
-        return False
-    refreshed, numbers = value["refreshed"], [value[name] for name in names - {"refreshed"}]
-    return (
-        isinstance(refreshed, dict)
-        and all(map(is_count, refreshed.values()))
-        and all(map(is_amount, numbers))
-    )
+    """Return whether an untrusted value has the form of ``Planner.saved``.
 
-
-def _period(work: Work, schedule: Schedule) -> int:
-    """Return the period of a work: the shortest of its parameters."""
-    return min(
-        (
-            next((p for key, p in schedule.periods.items() if fnmatchcase(name, key)), None)
-            or schedule.refresh_every
-            for name in work.parameters
-        ),
-        default=schedule.refresh_every,
-    )
-
-
-def _in_slots(planner: Planner) -> Choice:
-    """Return the choice of a row of ``POLICIES``, applied to the works of each period."""
-    policy, slots = POLICIES[planner.schedule.policy], dict[str, int]()
-    for period in dict.fromkeys(planner.periods.values()):
-        slots |= policy([w for w in planner.works if planner.periods[w.key] == period], period)
-
-    spreads = any(slots.values())
-
-    def chosen(planner: Planner, call: Call) -> Iterator[str]:
-        counter, bound, refreshed = call.counter, call.bound, planner.state.refreshed
-        for key, slot in slots.items():
-            period = planner.periods[key]
-            in_slot = counter % period == slot
-            # Works have equal ages when the bound reaches their period. Their slots spread them.
-            if bound is None or (in_slot and spreads and bound >= period):
-                due = in_slot
-            else:
-                due = counter - refreshed.get(key, -inf) >= min(period, bound)
-            if due:
-                yield key
-
-    return chosen
-
-
-def _by_drift(planner: Planner, call: Call) -> Iterator[str]:
-    """Yield the works whose averages have moved, and the works whose period has passed."""
-    for work in planner.works:
-        moved = call.drifts.get(work.key, inf) >= planner.schedule.drift
-        period = call.bounded(planner.periods[work.key])
-        if moved or planner.age(work.key, call.counter) >= period:
-            yield work.key
-
-
-def _by_budget(planner: Planner, call: Call) -> Iterator[str]:
-    """Yield the works that wait longest, relative to their periods, until the budget is spent."""
-    state, schedule = planner.state, planner.schedule
-    known = state.cost > 0 and state.seconds > 0
-    left = schedule.budget * state.elapsed - state.spent
-    ages = {work.key: planner.age(work.key, call.counter) for work in planner.works}
-    least = call.bounded(schedule.covariance_every)
-    waiting = [work for work in planner.works if ages[work.key] >= least]
-    waiting.sort(key=lambda work: -ages[work.key] / planner.periods[work.key])
-    for work in waiting:
-        if left <= 0:
-            return
-        yield work.key
-        # Before the first measurement, one refresh shows how long it takes.
-        left -= work.cost * state.seconds / state.cost if known else inf
-
-
-ADAPTIVE: Registry[Choice] = Registry("adaptive refresh policy")
-ADAPTIVE.add("drift", _by_drift)
-ADAPTIVE.add("budget", _by_budget)
+    States of older versions have further numbers, which are not read.
+    """
+    refreshed = value.get("refreshed") if isinstance(value, dict) else None
+    return isinstance(refreshed, dict) and all(map(is_count, refreshed.values()))
 
 
 def _all_at_once(works: Sequence[Work], period: int) -> Mapping[str, int]:

@@ -250,11 +250,9 @@ class BlockFisher:
         """Complete the refreshes that an earlier call began."""
         self.estimator.refreshes.wait()
 
-    def refresh(
-        self, planner: Planner, counter: int, bound: int | None = None, *, moved: bool = True
-    ) -> None:
+    def refresh(self, planner: Planner, counter: int, bound: int | None = None) -> None:
         """Refresh the inverses that are due in a call; see ``Refreshes.run``."""
-        self.estimator.refreshes.run(planner, counter, bound, moved=moved)
+        self.estimator.refreshes.run(planner, counter, bound)
 
     # -- multiply ---------------------------------------------------------------------------------
 

@@ -55,7 +55,6 @@ class State:
         buffers: Values by running statistic.
         damping: Damping of the engine; None if it is unknown.
         planner: State of the planner of the schedule; None if it is unknown.
-        samples: Entries of averages from which drifts are computed, by name.
         extras: Data of the caller.
         passes: Forward passes that have drawn random numbers.
     """
@@ -66,7 +65,6 @@ class State:
     buffers: Mapping[str, Array] = field(default_factory=dict)
     damping: float | None = None
     planner: Mapping[str, object] | None = None
-    samples: Mapping[str, Array] = field(default_factory=dict)
     extras: Extras = field(default_factory=Extras)
     passes: int = 0
 
@@ -109,7 +107,6 @@ def save_state(path: str | Path, factors: Sequence[FisherFactor], state: State) 
     """
     tensors = {f"parameter/{name}": value for name, value in state.parameters.items()}
     tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
-    tensors |= {f"sample/{name}": value for name, value in state.samples.items()}
     tensors |= {f"extra/{name}": value for name, value in state.extras.arrays.items()}
     for index, factor in enumerate(factors):
         tensors |= {f"factor/{index}/{key}": array for key, array in factor.arrays().items()}
@@ -168,7 +165,6 @@ def load_state(
         buffers=statistics,
         damping=_damping(file.value("damping", _is_damping)),
         planner=file.value("planner", lambda v: v is None or is_planner_state(v)),
-        samples=file.below("sample/"),
         extras=extras,
         # States of older versions have no number.
         passes=file.value("passes", is_count) if "passes" in file.header else 0,

@@ -7,7 +7,6 @@ refreshes and multiplies (``block_fisher.py``), as each step of a ``KfacOptimize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from time import perf_counter
 
 from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
@@ -172,8 +171,8 @@ class Engine(Summarized, TrainableModel):
     @schedule.setter
     def schedule(self, value: Schedule) -> None:
         check_schedule(value)
-        state, self.planner = self.planner.state, self.estimator.refreshes.planner(value)
-        self.planner.state = state
+        refreshed, self.planner = self.planner.refreshed, self.estimator.refreshes.planner(value)
+        self.planner.refreshed = refreshed
 
     @property
     def combine(self) -> Combine | None:
@@ -229,7 +228,7 @@ class Engine(Summarized, TrainableModel):
             InputError: Inputs, targets or ``gradients`` are wrong.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        start, clock = perf_counter(), StageClock(memory=flag("profile", profile))
+        clock = StageClock(memory=flag("profile", profile))
         with self.fisher.transaction("step") as undo:
             one_of("gradients", gradients, GATHERINGS)
             parts = self.parts(inputs, targets)
@@ -253,7 +252,7 @@ class Engine(Summarized, TrainableModel):
             if gradients == "all":
                 whole = fisher.distribution.gather(owned, every)
                 in_file = self._model.to_file_layout(whole)
-            self._advance(perf_counter() - start)
+            self._advance()
             self._model.buffers.update(backward.buffers)
             notes = (*self._standing_notes, *backward.notes)
             stages = clock.stages if profile else ()
@@ -272,7 +271,6 @@ class Engine(Summarized, TrainableModel):
             InputError: Inputs or targets are wrong; see ``trace`` for other errors.
             NonFiniteError: The batch yields NaN or infinity; no state has changed.
         """
-        start = perf_counter()
         with self.fisher.transaction("observe"):
             parts = self.parts(inputs, targets)
             self.require_memory(parts)
@@ -298,7 +296,7 @@ class Engine(Summarized, TrainableModel):
                 fisher.agree(0.0, update)
                 fisher.commit(update)
                 fisher.refresh(self.planner, self.counter)
-            self._advance(perf_counter() - start)
+            self._advance()
 
     def update_statistics(
         self, trace: Trace | Sequence[Batch], examples: int | None = None
@@ -529,7 +527,6 @@ class Engine(Summarized, TrainableModel):
             self.estimator.rng.bit_generator.state, self.counter = state.generator, state.counter
             self._model.passes.count = state.passes
             self.planner.restore(state.planner)
-            self.estimator.refreshes.restore(state.samples)
             if parameters:
                 self._model.set_parameters(state.parameters)
                 self.set_buffers(state.buffers)
@@ -590,14 +587,13 @@ class Engine(Summarized, TrainableModel):
         return checked
 
     def _state(self, extras: Extras | None) -> State:
-        schedule = self.planner.saved(), self.estimator.refreshes.saved()
-        rest = *self._arrays.on_host(), self.damping, *schedule, checked_extras(extras)
+        rest = *self._arrays.on_host(), self.damping, self.planner.saved(), checked_extras(extras)
         passes = self._model.passes.count
         return State(self.counter, self.estimator.rng.bit_generator.state, *rest, passes)
 
-    def _advance(self, seconds: float) -> None:
+    def _advance(self) -> None:
         """Record that a call has succeeded."""
-        self.estimator.refreshes.advance(self.planner, self.counter, seconds)
+        self.estimator.refreshes.advance(self.planner, self.counter)
         self.counter += 1
 
     def _layer_reports(self) -> Iterator[LayerReport]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kfac_engine._types import Array
 from kfac_engine.arguments import positive
-from kfac_engine.curvature.schedule import NEVER, PlannerState, Schedule
+from kfac_engine.curvature.schedule import NEVER, Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.engine.engine import Engine
@@ -17,9 +17,6 @@ from kfac_engine.engine.profiling import StageClock
 from kfac_engine.errors import InputError
 
 Result = TypeVar("Result")
-
-# Fields of the planner's state that are numbers.
-_TIMES = ("elapsed", "spent", "cost", "seconds")
 
 
 def check_part(name: str, value: float) -> None:
@@ -140,7 +137,7 @@ class DueUpdates(NamedTuple):
     Attributes:
         step: Number of the step, from 0.
         statistics: Whether statistics are due.
-        inverses: Whether refreshes are due, even if the averages do not change.
+        inverses: Whether refreshes are due.
         bound: Largest period of the refreshes.
     """
 
@@ -180,7 +177,7 @@ class CurvatureUpdates:
     def due(self, step: int, examples: int) -> DueUpdates:
         """Return the updates of a step; ``examples`` is the batch size over all processes."""
         bound = self.planner.bound(step, examples)
-        inverses = bool(self._refreshes.due(self.planner, step, bound, moved=False))
+        inverses = bool(self.planner.refreshes(step, bound))
         return DueUpdates(step, self.planner.observes(step), inverses, bound)
 
     def update(
@@ -196,75 +193,56 @@ class CurvatureUpdates:
         """
         fisher, planner = self._engine.fisher, self.planner
         self._latest = due
-        refreshes = due.inverses or (due.statistics and planner.reads_drifts)
         # A refresh begins with messages.
-        with self._engine.agreement.operation("statistics", ends=refreshes):
+        with self._engine.agreement.operation("statistics", ends=due.inverses):
             fisher.wait()
             if due.statistics:
                 with clock("statistics"):
                     decay = 0.0 if planner.replaces else None
                     by_example = whole or self._by_example or planner.begins_period(due.step)
+
+                    def use(part: Sequence[Batch], examples: int | None) -> bool | None:
+                        update = fisher.update
+                        return update(part, examples, decay=decay, by_example=by_example) or None
+
                     if whole:
-                        fisher.update(batch, None, decay=decay, by_example=by_example)
+                        use(batch, None)
                     else:
-                        self.observe(due.step, batch, decay=decay, by_example=by_example)
-        if refreshes:
+                        self._part.first(due.step, batch, use)
+        if due.inverses:
             with clock("inverses"):
-                fisher.refresh(planner, due.step, due.bound, moved=due.statistics)
+                fisher.refresh(planner, due.step, due.bound)
 
-    def observe(
-        self, step: int, batch: Sequence[Batch], *, decay: float | None, by_example: bool = True
-    ) -> None:
-        """Average the statistics of a part of a batch, which the number of the step chooses.
-
-        ``decay`` is the weight of the old averages: 1 for the plain mean of all batches so far,
-        None for the decay of the engine. ``by_example`` says whether gradients of single examples
-        are measured as well.
-        """
-        update = self._engine.fisher.update
-
-        def use(part: Sequence[Batch], examples: int | None) -> bool | None:
-            return update(part, examples, decay=decay, by_example=by_example) or None
-
-        self._part.first(step, batch, use)
-
-    def advance(self, seconds: float) -> tuple[str, ...]:
-        """Record the time of the latest ``update``; return the names of the refreshed factors."""
+    def advance(self) -> tuple[str, ...]:
+        """Record that ``update`` succeeded; return the names of the refreshed factors."""
         latest = self._latest
         if latest.statistics:
             self.planner.observed = latest.step
-        refreshed = self._refreshes.advance(self.planner, latest.step, seconds)
+        refreshed = self._refreshes.advance(self.planner, latest.step)
         return tuple(self._names[key] for key in refreshed)
 
     def restart(self, step: int) -> Callable[[], None]:
         """Let the periods grow from a step on, which updates everything; return its reverse."""
         planner = self.planner
-        before = planner.observed, planner.start, dict(planner.state.refreshed)
+        before = planner.observed, planner.start, dict(planner.refreshed)
         planner.restart(step)
 
         def restore() -> None:
             planner.observed, planner.start, refreshed = before
-            planner.state.refreshed.update(refreshed)
+            planner.refreshed.update(refreshed)
 
         return restore
 
     def saved(self) -> dict[str, Array]:
-        """Return the steps of the latest refreshes, and the learned times if the plans use them."""
-        state = self.planner.state
-        steps = [state.refreshed.get(work.key, NEVER) for work in self.planner.works]
-        saved = {"steps": np.array(steps, np.float64)}
-        if self.planner.schedule.policy == "budget":
-            saved["times"] = np.array([getattr(state, name) for name in _TIMES], np.float64)
-        return saved
+        """Return the steps of the latest refreshes."""
+        steps = [self.planner.refreshed.get(work.key, NEVER) for work in self.planner.works]
+        return {"steps": np.array(steps, np.float64)}
 
     def restore(self, saved: Mapping[str, Array]) -> None:
         """Restore a state that ``saved`` returned."""
-        to_numpy = self._engine.collection.backend.to_numpy
-        values = {name: to_numpy(array).tolist() for name, array in saved.items()}
-        pairs = zip(self.planner.works, values["steps"], strict=True)
-        refreshed = {work.key: int(step) for work, step in pairs if 0 <= step < inf}
-        times = zip(_TIMES, values.get("times", ()), strict=False)
-        self.planner.state = PlannerState(refreshed, **dict(times))
+        steps = self._engine.collection.backend.to_numpy(saved["steps"]).tolist()
+        pairs = zip(self.planner.works, steps, strict=True)
+        self.planner.refreshed = {work.key: int(step) for work, step in pairs if 0 <= step < inf}
 
 
 def fewest_measured(engine: Engine) -> int:

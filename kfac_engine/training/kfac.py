@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
 from kfac_engine._types import Array
-from kfac_engine.arguments import at_least_zero, one_of, positive, whole
+from kfac_engine.arguments import at_least_zero, positive, whole
 from kfac_engine.curvature.config import RelativeDamping
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -49,8 +49,6 @@ from kfac_engine.training.repeated_batch import RepeatedBatch, divided, mark
 from kfac_engine.training.seen_examples import SeenExamples, fingerprints
 from kfac_engine.training.vectors import Vector, add_multiple, dot
 
-MomentumType: TypeAlias = Literal["adam", "regular"]
-
 # Learning rates that the optimizer chooses itself.
 AUTO, QUADRATIC = "auto", "quadratic"
 # Group of the planner's state in checkpoints.
@@ -60,8 +58,6 @@ EXAMPLES, REPEATED = "examples", "repeated"
 _EXACT = "exact"  # the entry that says whether the last step was exact
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
-
-MOMENTUM_TYPES = ("adam", "regular")
 
 # Damping at a learning rate, and relative damping of "auto": see docs/training.md.
 _DAMPING, _RELATIVE_DAMPING = 0.01, 0.1
@@ -123,9 +119,7 @@ class Basis(NamedTuple):
 class KfacOptimizer(Optimizer):
     """K-FAC with momentum; ``learning_rate="auto"`` needs no learning rate.
 
-    With a learning rate η and ``momentum_type="adam"``: ``v ← μ v + g``, ``u = (F + λ)⁻¹ v``,
-    ``θ ← θ − η (u + w θ)``. The type ``"regular"`` averages natural gradients:
-    ``v ← μ v + (F + λ)⁻¹ g``, ``u = v``.
+    With a learning rate η: ``v ← μ v + g``, ``u = (F + λ)⁻¹ v``, ``θ ← θ − η (u + w θ)``.
 
     With ``"auto"``, gradients are averaged with weight ``1 − μ``, and the average is taken one step
     ahead (Nesterov). The natural gradient of each matrix receives singular values close to one and
@@ -149,7 +143,8 @@ class KfacOptimizer(Optimizer):
 
     With ``"quadratic"``, ``p = (F + λ)⁻¹ g``, ``v ← μ v − α p`` and ``θ ← θ − (v + w θ)``, where α
     and μ minimize the quadratic model of the loss with the whole Fisher matrix (``momentum=
-    "quadratic"``), or α alone for a given μ. The learning rate of a report is −α. Setting
+    "quadratic"``), or α alone for a given μ. The model multiplies by the Fisher matrix of
+    ``statistics_part`` of the batch. The learning rate of a report is −α. Setting
     ``learning_rate`` to a number multiplies the update by it.
 
     The optimizer sets ``engine.damping`` and updates statistics and inverses itself;
@@ -169,10 +164,6 @@ class KfacOptimizer(Optimizer):
             times ``update_length`` or ``adam_rate``, more with few examples; otherwise w is 0 if
             None.
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
-        momentum_type: ``"adam"`` (the natural gradient of the averaged gradient) or ``"regular"``;
-            for a learning rate that is given.
-        norm_constraint: Bound of ``η² uᵀ(F + λ)u``, to which natural gradients are shortened; None
-            for no bound. It needs a learning rate that is given.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
             ``DampingAdaptation`` with other constants. It needs an absolute damping, as
             ``"quadratic"`` does; ``"auto"`` then uses one.
@@ -184,16 +175,6 @@ class KfacOptimizer(Optimizer):
         statistics_part: Part of the batch whose statistics are computed, in (0, 1]; another part
             in each step. A model that runs with one batch size only takes the whole batch.
         refresh_every: Largest number of steps between two refreshes of the inverses.
-        policy: Which inverses a step refreshes: ``Schedule.policy``. ``"drift"`` refreshes factors
-            whose averages have moved. ``"budget"`` refreshes factors as the time allows, so that
-            two runs differ.
-        drift: ``Schedule.drift``.
-        budget: ``Schedule.budget``: largest share of the refreshes in the time of the steps.
-        periods: ``Schedule.periods``: periods of the factors of single parameters, in place of
-            ``refresh_every``.
-        curvature_part: Part of the batch on which ``"quadratic"`` multiplies by the Fisher matrix,
-            in (0, 1].
-        burn_in: Number of batches before the first step, of which only statistics are averaged.
         non_finite: Reaction to a batch that yields NaN or infinity: ``"raise"`` or ``"skip"``.
 
     Raises:
@@ -209,21 +190,12 @@ class KfacOptimizer(Optimizer):
         weight_decay: float | None = None,
         *,
         l2: float = 0.0,
-        momentum_type: MomentumType = "adam",
-        norm_constraint: float | None = None,
         adapt_damping: bool | DampingAdaptation = False,
-        damping_multiple: float = 1.0,
         update_length: float = 0.03,
         adam_rate: Rate = 0.004,
         statistics_every: int = 10,
         statistics_part: float = 0.25,
         refresh_every: int = 25,
-        policy: str = "all_at_once",
-        drift: float = 0.1,
-        budget: float = 0.2,
-        periods: Mapping[str, int] | None = None,
-        curvature_part: float = 0.25,
-        burn_in: int = 0,
         non_finite: NonFinitePolicy = "raise",
     ) -> None:
         rule = _rule_of(learning_rate)
@@ -237,12 +209,11 @@ class KfacOptimizer(Optimizer):
             momentum = AVERAGE if rule == AUTO else _MOMENTUM
         super().__init__(engine, rate, weight_decay, non_finite)  # type: ignore[arg-type] # no text
         at_least_zero("l2", l2)
-        positive("damping_multiple", damping_multiple)
         positive("update_length", update_length)
         check_rate("adam_rate", adam_rate)
-        check_part("curvature_part", curvature_part)
-        whole("burn_in", burn_in, least=0)
-        _check_rule(rule, momentum, momentum_type, norm_constraint)
+        check_part("statistics_part", statistics_part)
+        whole("statistics_every", statistics_every, least=1)
+        _check_rule(rule, momentum)
         adaptation = _adaptation(adapt_damping)
         relative = _is_relative(rule, damping, adaptation)
         updates: dict[object, Callable[[], Update]] = {
@@ -250,11 +221,9 @@ class KfacOptimizer(Optimizer):
                 engine, self._parameters(), decay, adam_rate, weight_decay
             ),
             QUADRATIC: lambda: QuadraticUpdate(
-                engine, PartialBatch(engine, curvature_part), weight_decay
+                engine, PartialBatch(engine, statistics_part), weight_decay
             ),
-            None: lambda: RatedUpdate(
-                engine, momentum_type == "regular", norm_constraint, weight_decay
-            ),
+            None: lambda: RatedUpdate(engine, weight_decay),
         }
         self._given = self._rule = Rule(
             updates[rule](),
@@ -266,16 +235,13 @@ class KfacOptimizer(Optimizer):
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rule(engine) if may_be_exact else None
-        whole("statistics_every", statistics_every, least=1)
-        every, periods = (statistics_every, refresh_every), {} if periods is None else periods
-        schedule = Schedule(*every, policy, drift=drift, budget=budget, periods=periods)
+        schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
         self._measures = float(statistics_part)
         self._basis = self._next_basis = Basis((), 0.0, SeenExamples(), RepeatedBatch())
-        self._l2, self._damping_multiple = float(l2), float(damping_multiple)
-        self._burn_in, self._burned_in = burn_in, 0
+        self._l2 = float(l2)
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
         self._sealed = True
@@ -303,21 +269,8 @@ class KfacOptimizer(Optimizer):
             raise InputError(
                 f"this optimizer has an absolute damping; give a number for {value!r}."
             )
-        multiple = self._damping_multiple * float(value)
-        check_damping(multiple, self.engine.options.exps)
-        return RelativeDamping(multiple) if relative else multiple
-
-    def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
-        if self._burned_in >= self._burn_in:
-            return None
-        with clock("gradients"):
-            loss = self.engine.loss(batch)
-        with clock("statistics"):
-            self._curvature.observe(self._burned_in, batch, decay=1.0)
-        self._burned_in += 1
-        penalty = self._penalty()
-        seconds = clock.seconds
-        return StepReport(loss + penalty, 0.0, penalty=penalty, burn_in=True, seconds=seconds)
+        check_damping(float(value), self.engine.options.exps)
+        return RelativeDamping(value) if relative else float(value)
 
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
@@ -521,7 +474,7 @@ class KfacOptimizer(Optimizer):
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._basis = self._next_basis
         report = self._with_ratio(proposal.report, clock)
-        refreshed = self._curvature.advance(sum(clock.seconds.values()))
+        refreshed = self._curvature.advance()
         return replace(report, refreshed=refreshed) if refreshed else report
 
     def _with_ratio(self, report: StepReport, clock: StageClock) -> StepReport:
@@ -586,13 +539,11 @@ class KfacOptimizer(Optimizer):
             "statistics": self._curvature.planner.observed,
             "start": self._curvature.planner.start,
             "damping": float(self._damping),
-            "burned_in": self._burned_in,
         }
 
     def _bounds(self) -> dict[str, tuple[float, float]]:
         since = (-1, COUNTER[1])
-        counters = {"statistics": since, "start": since, "burned_in": COUNTER}
-        return {**super()._bounds(), **counters}
+        return {**super()._bounds(), "statistics": since, "start": since}
 
     def _check_numbers(self, numbers: Mapping[str, float]) -> None:
         self._engine_damping(numbers["damping"])
@@ -602,7 +553,6 @@ class KfacOptimizer(Optimizer):
         self._curvature.planner.observed = int(numbers["statistics"])
         self._curvature.planner.start = int(numbers["start"])
         self.damping = numbers["damping"]
-        self._burned_in = int(numbers["burned_in"])
 
 
 def _exact_rule(engine: Engine) -> Rule | None:
@@ -654,17 +604,8 @@ def _is_relative(rule: object, damping: object, adaptation: DampingAdaptation | 
     return not absolute and (rule == AUTO or isinstance(damping, RelativeDamping))
 
 
-def _check_rule(
-    rule: object, momentum: object, momentum_type: object, norm_constraint: float | None
-) -> None:
-    """Refuse options that do not fit the rule of the learning rate: a name, or None."""
-    one_of("momentum_type", momentum_type, MOMENTUM_TYPES)
-    if norm_constraint is not None:
-        positive("norm_constraint", norm_constraint)
-    regular = momentum_type == "regular"
-    if rule is not None and (regular or norm_constraint is not None):
-        option = "momentum_type 'regular'" if regular else "norm_constraint"
-        raise InputError(f"{option} needs a learning rate; learning_rate is '{rule}'.")
+def _check_rule(rule: object, momentum: object) -> None:
+    """Refuse a momentum that does not fit the rule of the learning rate: a name, or None."""
     if isinstance(momentum, str) and momentum == QUADRATIC:
         if rule != QUADRATIC:
             raise InputError("momentum='quadratic' needs learning_rate='quadratic'.")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -86,18 +85,14 @@ class Update(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RatedUpdate:
-    """Updates at a learning rate η, as TensorFlow's K-FAC library defines them.
+    """Updates at a learning rate η, as TensorFlow's K-FAC library defines ``"adam"``.
 
     Attributes:
         engine: The engine that preconditions.
-        precondition_first: Whether natural gradients are averaged, in place of gradients.
-        norm_constraint: Bound of ``η² uᵀ(F + λ)u``, or None.
         weight_decay: Multiple of the parameters that is added to the direction.
     """
 
     engine: Engine
-    precondition_first: bool
-    norm_constraint: float | None
     weight_decay: float
 
     def new_slots(self, parameters: Vector) -> SlotArrays:
@@ -107,38 +102,22 @@ class RatedUpdate:
     def __call__(self, step: StepInputs) -> Move:
         """Compute the new parameters of a step, and write the new velocities."""
         gradients, velocity = step.gradients, step.new_slots["momentum"]
-        averaged, factor = gradients, 1.0
-        if not self.precondition_first:
-            self._average(step, gradients, 1.0)
-            averaged = velocity
+        assert step.momentum is not None, "the quadratic model has its own update"
+        for name, gradient in gradients.items():
+            combine(velocity[name], step.momentum, step.slots["momentum"][name], 1.0, gradient)
         with step.clock("precondition"):
-            natural = natural_gradients(self.engine, averaged)
-        if self.norm_constraint is not None:
-            product = step.rate**2 * dot(natural, averaged)
-            factor = sqrt(min(1.0, self.norm_constraint / product)) if product > 0 else 1.0
-        direction: Vector = natural
-        if self.precondition_first:
-            self._average(step, natural, factor)
-            direction, factor = velocity, 1.0
+            natural = natural_gradients(self.engine, velocity)
         # (F + λ) u = v, up to the age of the inverses, so that no product with F is needed.
-        solves = direction is natural and factor == 1 and not self.weight_decay
-        predicted = None
+        solves, predicted = not self.weight_decay, None
         if step.predicts and solves:
             along, against = dot(natural, velocity), dot(natural, gradients)
             predicted = 0.5 * step.rate**2 * along - step.rate * against
         shrunk = 1 - step.rate * self.weight_decay
         for name, array in natural.items():  # their memory receives the new values
-            combine(array, -step.rate * factor, direction[name], shrunk, step.parameters[name])
+            combine(array, -step.rate, array, shrunk, step.parameters[name])
         if step.predicts and not solves:
             predicted = quadratic_change(self.engine, step, natural)
         return Move(natural, predicted)
-
-    def _average(self, step: StepInputs, vectors: Vector, factor: float) -> None:
-        """Write the velocity ``μ v + factor · vectors``."""
-        assert step.momentum is not None, "the quadratic model has its own update"
-        old, new = step.slots["momentum"], step.new_slots["momentum"]
-        for name, vector in vectors.items():
-            combine(new[name], step.momentum, old[name], factor, vector)
 
 
 def natural_gradients(engine: Engine, vectors: Vector) -> dict[str, Array]:

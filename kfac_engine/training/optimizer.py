@@ -58,7 +58,6 @@ class StepReport:
         refreshed: Names of the factors whose inverses the step recomputed, such as
             ``"fc0.weight: A"``; ``seconds["inverses"]`` is the time of the refresh.
         skipped: Whether the batch had no effect, because it yields NaN or infinity.
-        burn_in: Whether the batch updated statistics only.
         rolled_back: Whether ``fit`` restored earlier parameters after the step.
         seconds: Wall times by stage of the step: ``"gradients"``, ``"statistics"``, ``"inverses"``,
             ``"precondition"``, ``"curvature"`` (products of the quadratic model), ``"damping"`` (a
@@ -74,7 +73,6 @@ class StepReport:
     penalty: float = 0.0
     refreshed: tuple[str, ...] = ()
     skipped: bool = False
-    burn_in: bool = False
     rolled_back: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -210,9 +208,6 @@ class Optimizer(Summarized, Sealed, ABC):
             with self.engine.fisher.transaction("update") as undo, clock("update"):
                 measures, more = self._measures, self._new_bytes
                 self.engine.require_memory(batch, statistics=measures, more=more)
-                prepared = self._prepare(batch, clock)
-                if prepared is not None:
-                    return prepared
                 with self.engine.agreement.operation("proposal", ends=True):
                     proposal = self._propose(batch, scale, clock, undo)
                     if proposal.slots is not self._slots:
@@ -366,11 +361,6 @@ class Optimizer(Summarized, Sealed, ABC):
         if not self._spare_slots:
             self._spare_slots = {slot: Zeros(arrays) for slot, arrays in self._slots.items()}
         return self._spare_slots
-
-    def _prepare(self, batch: Sequence[Batch], clock: StageClock) -> StepReport | None:
-        """Use a batch before the first step; None if the batch is for a step."""
-        del batch, clock
-        return None
 
     @abstractmethod
     def _propose(

@@ -50,12 +50,8 @@ NOISE = ("internal", "input")
 # Options of K-FAC with the only value that a file can have, and what to do in its place.
 _KFAC_ONLY: Mapping[str, tuple[object, str]] = {
     "learning_rate": ("auto", "leave learning_rate out, or export 'adamw' or 'muon'"),
-    "policy": ("all_at_once", "leave policy out: the inverses are refreshed together"),
-    "periods": (None, "leave periods out, and set refresh_every"),
     "l2": (0.0, "set weight_decay"),
     "adapt_damping": (False, "leave adapt_damping out: the damping is relative"),
-    "burn_in": (0, "leave burn_in out"),
-    "norm_constraint": (None, "leave norm_constraint out"),
 }
 
 

@@ -32,7 +32,7 @@ TYPED = {
     "saliency": (["prune", "--method", "ob"], {"obd", "obs"}),
     "mode": (["precondition", "--mode", ""], set(MODES)),
     "metric": (["train", "--metrics", ""], set(METRICS)),
-    "refresh policy": (["train", "--refresh-policy", "dr"], {"drift"}),
+    "refresh policy": (["precondition", "--refresh-policy", "r"], {"round_robin"}),
     "unknown": (["train", "--optimizer", "lb"], set()),
 }
 

@@ -394,21 +394,6 @@ def test_parameters_that_one_rank_has_changed_are_refused(call):
     run(SIZE, work)
 
 
-@pytest.mark.parametrize("policy", ["drift", "budget"])
-def test_policies_that_ranks_decide_apart_are_refused(policy):
-    def work(communicator):
-        schedule = ke.Schedule(policy=policy)
-        with pytest.raises(ke.UnsupportedError, match=f"policy '{policy}'"):
-            engine_of(communicator, schedule=schedule)
-        engine = engine_of(communicator)
-        with pytest.raises(ke.UnsupportedError, match=f"policy '{policy}'"):
-            engine.schedule = schedule
-        with pytest.raises(ke.UnsupportedError, match=f"policy '{policy}'"):
-            ke.KfacOptimizer(engine, policy=policy)
-
-    run(2, work)
-
-
 def test_an_object_without_collectives_is_no_communicator():
     with pytest.raises(ke.InputError, match="communicator must have rank, size"):
         ke.Engine.from_onnx(models.mlp(), loss="categorical", communicator=object())

@@ -18,9 +18,7 @@ CLOSE = 1e-10
 
 OPTIMIZERS = {
     "auto": lambda engine: ke.KfacOptimizer(engine, adapt_damping=True, l2=0.001),
-    "given rate": lambda engine: ke.KfacOptimizer(
-        engine, 0.05, norm_constraint=0.01, statistics_part=1.0, burn_in=2
-    ),
+    "given rate": lambda engine: ke.KfacOptimizer(engine, 0.05, statistics_part=1.0),
     "quadratic": lambda engine: ke.KfacOptimizer(engine, "quadratic", 1.0, "quadratic"),
     "predicted": lambda engine: ke.KfacOptimizer(
         engine, 0.05, adapt_damping=ke.DampingAdaptation(2), weight_decay=0.01
@@ -65,8 +63,8 @@ def test_steps_equal_those_of_one_process(name, size, reduction, distribution):
 @pytest.mark.parametrize("distribution", ["replicate", "shard"])
 def test_small_shards_have_statistics_of_all_examples(distribution):
     """Where a shard has no example of a part of the batch, all shards are measured whole."""
-    whole = {"statistics_part": 1.0, "curvature_part": 1.0}
-    expected = trained(lambda e: ke.KfacOptimizer(e, "quadratic", 1.0, "quadratic", **whole))
+    rule = "quadratic", 1.0, "quadratic"
+    expected = trained(lambda e: ke.KfacOptimizer(e, *rule, statistics_part=1.0))
     assert_equal(expected, 4, OPTIMIZERS["quadratic"], distribution=distribution)
 
 

@@ -35,7 +35,6 @@ ENTRANCES = {
     "Engine.gradients": lambda _: engine().gradients(*BATCH),
     "precondition": lambda _: ke.precondition(net.model(), *BATCH, **LOSS),
     "KfacOptimizer": lambda _: ke.KfacOptimizer(engine()).step(*BATCH),
-    "KfacOptimizer with a burn-in": lambda _: ke.KfacOptimizer(engine(), burn_in=1).step(*BATCH),
     "Adam": lambda _: ke.Adam(engine()).step(*BATCH),
     "AdamW": lambda _: ke.AdamW(engine()).step(*BATCH),
     "Muon": lambda _: ke.Muon(engine()).step(*BATCH),

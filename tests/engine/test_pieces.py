@@ -117,7 +117,7 @@ CALLS = {
         engine(loss).curvature_products(parts).multiply_fisher({"w": WEIGHTS["w"]})
     ),
     "auto": stepped(lambda e: ke.KfacOptimizer(e, statistics_part=1.0)),
-    "quadratic": stepped(lambda e: ke.KfacOptimizer(e, "quadratic", curvature_part=1.0)),
+    "quadratic": stepped(lambda e: ke.KfacOptimizer(e, "quadratic", statistics_part=1.0)),
     "adamw": stepped(ke.AdamW),
 }
 OF_DATA = {

@@ -409,7 +409,7 @@ def test_statistics_of_a_part_in_which_nothing_counts_stay():
 RULES = {
     "auto": lambda e, part: ke.KfacOptimizer(e, statistics_part=part),
     "quadratic": lambda e, part: ke.KfacOptimizer(
-        e, "quadratic", 1.0, "quadratic", statistics_part=part, curvature_part=part
+        e, "quadratic", 1.0, "quadratic", statistics_part=part
     ),
 }
 

@@ -16,9 +16,7 @@ SIZES = {"w1: A": 6, "w1: G": 4, "w2: A": 5, "w2: G": 3}
 def log(tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     engine = net.engine()
-    optimizer = ke.KfacOptimizer(
-        engine, policy="drift", drift=0.1, statistics_every=2, periods={"w1": 3}
-    )
+    optimizer = ke.KfacOptimizer(engine, statistics_every=2, refresh_every=3)
     history = ke.fit(
         engine, net.batch(n=50), optimizer=optimizer, steps=20, batch_size=16, log=path
     )

@@ -70,19 +70,14 @@ class Reference:
     damping: float | None = None
     momentum: float | None = None
     decay: float | None = None
-    regular: bool = False
-    constraint: float | None = None
     part: float = 0.25
     every: tuple = (10, 25)
     interval: int | None = None
     length: float = 0.03
     adam_rate: float = 0.004
     quadratic: str = ""  # "both" or "rate": SPEC's types with a solved model
-    curvature_part: float = 0.25
     l2: float = 0.0
-    damping_multiple: float = 1.0
     min_damping: float = 1e-8
-    burn_in: int = 0
     smallest: int = 16  # side of matrices whose singular values become equal
     small: int = 64  # side below which an iteration needs ``rows_of_small`` rows
     rows_of_small: int = 512
@@ -127,9 +122,9 @@ class Reference:
         counts = [(i + t) * size // len(x) for i in range(len(x) + 1)]
         return x[[i for i in range(len(x)) if counts[i + 1] > counts[i]]]
 
-    def observe(self, x, decay=0.95, t=None):
+    def observe(self, x, decay=0.95):
         self.weight = decay * self.weight + 1
-        seen = self.chosen(x, self.part, self.t if t is None else t)
+        seen = self.chosen(x, self.part, self.t)
         for layer, pair in moments(self.theta, seen).items():
             self.sums[layer] = [decay * s + m for s, m in zip(self.sums[layer], pair, strict=True)]
 
@@ -162,11 +157,6 @@ class Reference:
         return net.loss(theta, x, y) + 0.5 * self.l2 * dot(theta, theta)
 
     def step(self, x, y, scale=1.0):
-        if self.burn_in:
-            self.burned = getattr(self, "burned", -1) + 1
-            self.observe(x, 1.0, self.burned)
-            self.burn_in -= 1
-            return
         g = net.gradients(self.theta, x, y)
         residuals = net.probabilities(net.forward(self.theta, x)[1]) - np.eye(net.K)[y]
         least_certain = len(x) * (1 - 1 / net.K)
@@ -179,7 +169,7 @@ class Reference:
         refreshed = self.due(1)
         if refreshed:
             self.inverses = {
-                n: [np.linalg.inv(m) for m in self.damped(*pair, self.damping_multiple * damping)]
+                n: [np.linalg.inv(m) for m in self.damped(*pair, damping)]
                 for n, pair in self.matrices().items()
             }
         self.solution = None
@@ -202,7 +192,7 @@ class Reference:
         change = self.objective(self.theta, x, y) - self.objective(before, x, y)
         if self.solution is not None:
             model = self.solution[2]
-        elif self.rate is None or self.regular:
+        elif self.rate is None:
             half = 0.5 * dot(update, self.multiply(update, damping))
             share = 1 - self.l2 / damping
             model = half - 0.5 * share * damping * dot(update, update) - dot(g, update)
@@ -218,16 +208,9 @@ class Reference:
         self.damping = max(self.damping, self.min_damping + self.l2)
         return ratio
 
-    def clip(self, p, vector, eta):
-        product = eta**2 * dot(p, vector)
-        if self.constraint is None:
-            return p
-        factor = min(1.0, np.sqrt(self.constraint / product))
-        return {name: factor * array for name, array in p.items()}
-
     def solved(self, g, x, damping, rescale):
         """SPEC 9.3 and 9.4, with the dense Fisher matrix of a part of the batch."""
-        F = dense_fisher(self.theta, self.chosen(x, self.curvature_part, self.t))
+        F = dense_fisher(self.theta, self.chosen(x, self.part, self.t))
         p = self.precondition(g)
         d = {name: -v for name, v in self.v.items()}
         X = np.stack([flat({n: u[n] for n in g}) for u in (p, d)], axis=1)
@@ -262,13 +245,8 @@ class Reference:
 
     def rated(self, g, eta):
         self.eta = eta
-        if self.regular:
-            p = self.clip(self.precondition(g), g, eta)
-            self.v = {n: self.momentum * self.v[n] + p[n] for n in g}
-            self.u = self.v
-        else:
-            self.v = {n: self.momentum * self.v[n] + g[n] for n in g}
-            self.u = self.clip(self.precondition(self.v), self.v, eta)
+        self.v = {n: self.momentum * self.v[n] + g[n] for n in g}
+        self.u = self.precondition(self.v)
         return {n: eta * (self.u[n] + self.decay * self.theta[n]) for n in g}
 
     def multiple(self, n, g, scale):

@@ -18,10 +18,7 @@ CLOSE = 1e-9
 OPTIMIZERS = {
     "auto": lambda e: ke.KfacOptimizer(e, l2=0.001),
     "auto, adapted": lambda e: ke.KfacOptimizer(e, adapt_damping=True),
-    "given rate": lambda e: ke.KfacOptimizer(
-        e, 0.05, norm_constraint=0.01, statistics_part=1.0, burn_in=2
-    ),
-    "regular": lambda e: ke.KfacOptimizer(e, 0.02, momentum_type="regular", policy="drift"),
+    "given rate": lambda e: ke.KfacOptimizer(e, 0.05, statistics_part=1.0),
     "quadratic": lambda e: ke.KfacOptimizer(e, "quadratic", 1.0, "quadratic", weight_decay=0.01),
     "predicted": lambda e: ke.KfacOptimizer(
         e, 0.05, adapt_damping=ke.DampingAdaptation(2), weight_decay=0.01

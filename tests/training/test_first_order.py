@@ -310,11 +310,6 @@ def test_a_step_updates_the_running_statistics_of_normalizations(make):
 # Name of an optimizer, or of a rule of K-FAC, to its options.
 RULES = {name: {} for name in BY_NAME} | {
     "averaged gradients": {"learning_rate": 0.1},
-    "averaged natural gradients": {
-        "learning_rate": 0.1,
-        "momentum_type": "regular",
-        "norm_constraint": 1e-3,
-    },
     "quadratic": {"learning_rate": "quadratic", "momentum": "quadratic", "damping": 1.0},
 }
 

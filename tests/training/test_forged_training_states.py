@@ -55,7 +55,6 @@ FORGED = [
     *(("kfac", "damping", value) for value in (0.0, 1e-320, *AMOUNTS)),
     ("l2", "damping", 1e-3),
     *(("kfac", n, v) for n in ("statistics", "start") for v in (-2, HUGE, 1.5, None)),
-    *(("kfac", "burned_in", value) for value in COUNTS),
 ]
 
 

@@ -36,18 +36,6 @@ CASES = {
         {"learning_rate": 0.02, "weight_decay": 0.5},
         {"rate": 0.02, "decay": 0.5},
     ),
-    "rate, constraint": (
-        {"learning_rate": 0.1, "norm_constraint": 1e-4},
-        {"rate": 0.1, "constraint": 1e-4},
-    ),
-    "rate, regular": (
-        {"learning_rate": 0.02, "momentum_type": "regular"},
-        {"rate": 0.02, "regular": True},
-    ),
-    "rate, regular, constraint": (
-        {"learning_rate": 0.1, "momentum_type": "regular", "norm_constraint": 1e-4},
-        {"rate": 0.1, "regular": True, "constraint": 1e-4},
-    ),
     "rate, adapted damping": (
         {"learning_rate": 0.02, "adapt_damping": True},
         {"rate": 0.02, "interval": 5},
@@ -55,10 +43,6 @@ CASES = {
     "rate, damping adapted both ways": (
         {"learning_rate": 0.05, "adapt_damping": LM},
         {"rate": 0.05, "interval": 3},
-    ),
-    "rate, regular, adapted damping": (
-        {"learning_rate": 0.02, "momentum_type": "regular", "adapt_damping": LM},
-        {"rate": 0.02, "regular": True, "interval": 3},
     ),
     "rate, other periods": (
         {"learning_rate": 0.02, "statistics_every": 3, "statistics_part": 1, "refresh_every": 7},
@@ -210,8 +194,8 @@ def test_the_damping_follows_the_reduction_ratio(change, predicted, factor):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"norm_constraint": 1e-3}, {"weight_decay": 0.5}, {"momentum_type": "regular"}],
-    ids=["plain", "constrained", "decayed", "regular"],
+    [{}, {"weight_decay": 0.5}],
+    ids=["plain", "decayed"],
 )
 def test_the_quadratic_model_is_exact_for_linear_regression(options):
     """The block of a linear layer under squared error is the Hessian matrix of the loss."""
@@ -302,7 +286,7 @@ def test_an_adapted_damping_has_a_lower_bound():
     assert ke.DampingAdaptation(min_damping=0.099).adapted(0.1, -1, -1)[0] == 0.099
 
 
-@pytest.mark.parametrize("case", ["auto", "auto, adapted damping", "rate, regular"])
+@pytest.mark.parametrize("case", ["auto", "auto, adapted damping", "rate"])
 @pytest.mark.parametrize("mode", ["exact", "gradients"])
 def test_a_run_resumes_with_equal_bits(case, mode, tmp_path):
     def make():
@@ -351,10 +335,6 @@ def test_a_batch_with_nan_changes_nothing(case, tmp_path):
         ({"learning_rate": "fast"}, "must be a number, a function, 'auto' or 'quadratic'"),
         ({"damping": 0}, "damping must be a positive number"),
         ({"momentum": 1}, r"momentum must lie in \[0, 1\)"),
-        ({"momentum_type": "nesterov"}, "momentum_type must be one of adam, regular"),
-        ({"momentum_type": "regular"}, "momentum_type 'regular' needs a learning rate"),
-        ({"norm_constraint": 1e-3}, "norm_constraint needs a learning rate"),
-        ({"learning_rate": 1, "norm_constraint": 0}, "norm_constraint must be a positive number"),
         ({"adapt_damping": "yes"}, "adapt_damping must be True, False or a DampingAdaptation"),
         ({"statistics_part": 1.5}, r"statistics_part must lie in \(0, 1\]"),
         ({"statistics_every": 0}, "statistics_every must be a whole number of at least 1"),

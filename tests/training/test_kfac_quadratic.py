@@ -1,4 +1,4 @@
-"""Learning rate and momentum of the quadratic model, L2 and burn-in, against dense algebra."""
+"""Learning rate and momentum of the quadratic model, and L2, against dense algebra."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ CASES = {
     "both": (BOTH, {"quadratic": "both"}),
     "rate": (RATE, {"quadratic": "rate", "momentum": 0.6}),
     "both, whole batch": (
-        BOTH | {"curvature_part": 1.0},
-        {"quadratic": "both", "curvature_part": 1.0},
+        BOTH | {"statistics_part": 1.0},
+        {"quadratic": "both", "part": 1.0},
     ),
     "both, l2": (
         BOTH | {"l2": 0.02, "damping": 0.05},
@@ -32,8 +32,8 @@ CASES = {
         {"quadratic": "rate", "momentum": 0.6, "l2": 0.02, "damping": 0.05},
     ),
     "both, adapted damping": (
-        BOTH | {"adapt_damping": LM, "l2": 0.01, "damping": 0.1, "curvature_part": 1.0},
-        {"quadratic": "both", "interval": 3, "l2": 0.01, "damping": 0.1, "curvature_part": 1.0},
+        BOTH | {"adapt_damping": LM, "l2": 0.01, "damping": 0.1, "statistics_part": 1.0},
+        {"quadratic": "both", "interval": 3, "l2": 0.01, "damping": 0.1, "part": 1.0},
     ),
     "rate, adapted damping": (
         # A larger damping than 0.01, whose steps multiply roundings by 1e6 within this run.
@@ -44,27 +44,14 @@ CASES = {
         BOTH | {"adapt_damping": LM, "weight_decay": 0.01},
         {"quadratic": "both", "interval": 3, "decay": 0.01},
     ),
-    "both, damping multiple, burn-in": (
-        BOTH | {"damping_multiple": 3.0, "burn_in": 4},
-        {"quadratic": "both", "damping_multiple": 3.0, "burn_in": 4},
-    ),
     "auto, l2": ({"l2": 0.003}, {"l2": 0.003}),
-    "auto, l2, burn-in": ({"l2": 0.003, "burn_in": 3}, {"l2": 0.003, "burn_in": 3}),
     "given rate, l2, adapted damping": (
         {"learning_rate": 0.02, "l2": 0.005, "adapt_damping": LM},
         {"rate": 0.02, "l2": 0.005, "interval": 3},
     ),
-    "regular, l2, adapted damping": (
-        {"learning_rate": 0.02, "l2": 0.005, "adapt_damping": LM, "momentum_type": "regular"},
-        {"rate": 0.02, "l2": 0.005, "interval": 3, "regular": True},
-    ),
     "least damping": (
         {"learning_rate": 0.02, "l2": 0.009, "adapt_damping": ke.DampingAdaptation(3, 0.95, 5e-4)},
         {"rate": 0.02, "l2": 0.009, "interval": 3, "min_damping": 5e-4},
-    ),
-    "given rate, damping multiple": (
-        {"learning_rate": 0.02, "damping_multiple": 5.0},
-        {"rate": 0.02, "damping_multiple": 5.0},
     ),
 }
 
@@ -77,15 +64,11 @@ def test_the_optimizer_follows_the_reference(case):
     for step in range(STEPS):
         x, y = net.batch(step, n=EXAMPLES)
         penalty = 0.5 * reference.l2 * sum((v**2).sum() for v in reference.theta.values())
-        loss, burns = net.loss(reference.theta, x, y) + penalty, reference.burn_in > 0
+        loss = net.loss(reference.theta, x, y) + penalty
         report = optimizer.step({"x": x}, y, scale_of(step))
         reference.step(x, y, scale_of(step))
         assert (report.loss, report.penalty) == pytest.approx((loss, penalty), rel=CLOSE)
-        assert report.burn_in == burns
         assert distance(optimizer.engine.parameters, reference.theta) < CLOSE
-        if burns:
-            assert optimizer.steps == 0
-            continue
         damping, ratio, _ = reference.log[-1]
         assert report.damping == pytest.approx(damping, rel=1e-7)
         assert (report.reduction_ratio is None) == (ratio is None)
@@ -147,7 +130,6 @@ def test_one_step_reaches_the_minimum_of_a_linear_regression(l2, reduction, part
         l2 + 1e-14,
         "quadratic",
         l2=l2,
-        curvature_part=part,
         statistics_part=part,
     )
     report = optimizer.step({"x": x}, y)
@@ -170,7 +152,7 @@ def test_targets_of_any_scale_are_learned_without_a_roll_back():
         targets = (scale * y).astype(np.float32)
         built = ke.Engine.from_onnx(model.data, loss="normal", threads=1)
         before = built.parameters
-        optimizer = ke.KfacOptimizer(built, curvature_part=1.0, statistics_part=1.0, **BOTH)
+        optimizer = ke.KfacOptimizer(built, statistics_part=1.0, **BOTH)
         for _ in range(60):
             optimizer.step({"x": x}, targets)
             for name, value in built.parameters.items():
@@ -244,73 +226,31 @@ def test_momentum_may_depend_on_the_step():
         optimizer.step({"x": x}, y)
 
 
-def test_burn_in_averages_batches_with_equal_weights():
-    optimizer = ke.KfacOptimizer(engine(), burn_in=3, statistics_part=1.0)
-    before = optimizer.engine.parameters
-    seen = []
-    for step in range(3):
-        x, y = net.batch(step)
-        report = optimizer.step({"x": x}, y)
-        assert (report.burn_in, report.learning_rate, optimizer.steps) == (True, 0.0, 0)
-        seen.append(np.hstack([x, np.ones((len(x), 1))]))
-    assert distance(before, optimizer.engine.parameters) == 0
-    expected = sum(rows.T @ rows / len(rows) for rows in seen) / 3
-    averages = [f.get_cov_var() for f in optimizer.engine.estimator.factors]
-    assert any(a.shape == expected.shape and np.allclose(a, expected) for a in averages)
-    x, y = net.batch(3)
-    assert not optimizer.step({"x": x}, y).burn_in
-    assert optimizer.steps == 1
-
-
-def test_a_bad_batch_of_the_burn_in_is_skipped():
-    clean, skipping = (
-        ke.KfacOptimizer(engine(), burn_in=2, non_finite="skip", **BOTH) for _ in range(2)
-    )
-    for step in range(5):
-        x, y = net.batch(step)
-        bad = x.copy()
-        bad[0, 0] = np.nan
-        assert skipping.step({"x": bad}, y).skipped
-        for optimizer in (clean, skipping):
-            optimizer.step({"x": x}, y)
-    assert distance(clean.engine.parameters, skipping.engine.parameters) == 0
-    assert skipping.skipped == 5
-
-
-def test_a_run_resumes_with_equal_bits_in_and_after_the_burn_in(tmp_path):
+def test_a_run_resumes_with_equal_bits(tmp_path):
     def make():
-        return ke.KfacOptimizer(engine(), burn_in=4, adapt_damping=LM, l2=0.001, **BOTH)
+        return ke.KfacOptimizer(engine(), adapt_damping=LM, l2=0.001, **BOTH)
 
-    for stop in (2, 13):
-        whole, first, second = make(), make(), make()
-        for step in range(20):
-            x, y = net.batch(step)
-            whole.step({"x": x}, y)
-            if step < stop:
-                first.step({"x": x}, y)
-        first.save(tmp_path / "state")
-        second.load(tmp_path / "state")
-        for step in range(stop, 20):
-            x, y = net.batch(step)
-            second.step({"x": x}, y)
-        assert distance(whole.engine.parameters, second.engine.parameters) == 0
+    whole, first, second = make(), make(), make()
+    for step in range(20):
+        x, y = net.batch(step)
+        whole.step({"x": x}, y)
+        if step < 13:
+            first.step({"x": x}, y)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for step in range(13, 20):
+        x, y = net.batch(step)
+        second.step({"x": x}, y)
+    assert distance(whole.engine.parameters, second.engine.parameters) == 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"momentum": "quadratic"}, "momentum='quadratic' needs learning_rate='quadratic'"),
-        (
-            BOTH | {"norm_constraint": 1.0},
-            "norm_constraint needs a learning rate; learning_rate is",
-        ),
-        (BOTH | {"momentum_type": "regular"}, "'regular' needs a learning rate; learning_rate is"),
         ({"momentum": lambda step: 0.5}, "momentum must be a finite number"),
         ({"l2": -1}, "l2 must be at least 0"),
         ({"learning_rate": 1.0, "l2": 0.1}, "damping is 0.01 and contains l2, which is 0.1"),
-        ({"damping_multiple": 0}, "damping_multiple must be a positive number"),
-        ({"curvature_part": 1.5}, r"curvature_part must lie in \(0, 1\]"),
-        ({"burn_in": -1}, "burn_in must be a whole number"),
     ],
 )
 def test_a_wrong_option_is_refused(options, message):

@@ -1,4 +1,4 @@
-"""Refreshes of the K-FAC optimizer by drift, by a budget and with periods of layers."""
+"""Refreshes of the K-FAC optimizer: their names, growing periods and first steps."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,12 @@ from onnx import numpy_helper, parser
 
 import kfac_engine as ke
 from kfac_engine.curvature import refreshes
-from kfac_engine.curvature.refreshes import Refreshes
-from kfac_engine.curvature.schedule import POLICIES, GrowingPlanner, Planner, Work
-from kfac_engine.engine import profiling
+from kfac_engine.curvature.schedule import GrowingPlanner, Planner, Work
 from tests.nightly import SEED
 from tests.training import softmax_net as net
 
 FACTORS = ("w1: A", "w1: G", "w2: A", "w2: G")
-FIRST, SECOND = FACTORS[:2], FACTORS[2:]
 STEPS = 40
-ROUNDING = 1e-9  # of sums of some hundred simulated seconds
 
 
 def optimizer_of(**options):
@@ -59,18 +55,9 @@ def steps_of(reports, name):
 # -- the names of a report -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"policy": "drift", "drift": 0.05, "refresh_every": 20, "statistics_every": 1},
-        {"policy": "round_robin", "refresh_every": 4},
-        {"periods": {"w1": 2, "w2": 7}, "statistics_every": 1},
-    ],
-    ids=["drift", "round robin", "periods"],
-)
-def test_a_report_names_the_factors_whose_inverses_a_step_replaces(options):
+def test_a_report_names_the_factors_whose_inverses_a_step_replaces():
     # Statistics of each step, and a damping that changes, so that each refresh has new bits.
-    optimizer, partial = optimizer_of(**options), 0
+    optimizer, counts = optimizer_of(refresh_every=4, statistics_every=1), set()
     step(optimizer, 0)
     for seed in range(1, STEPS):
         before = stored(optimizer)
@@ -78,17 +65,14 @@ def test_a_report_names_the_factors_whose_inverses_a_step_replaces(options):
         refreshed = step(optimizer, seed).refreshed
         pairs = zip(FACTORS, before, stored(optimizer), strict=True)
         assert refreshed == tuple(n for n, old, new in pairs if not np.array_equal(old, new))
-        partial += 0 < len(refreshed) < len(FACTORS)
-    assert partial
+        counts.add(len(refreshed))
+    assert counts == {0, len(FACTORS)}
 
 
-def test_periods_of_layers_grow_from_the_first_step():
-    reports = run(optimizer_of(refresh_every=9, periods={"w1": 3}), range(STEPS))
-    for name in FIRST:
-        assert steps_of(reports, name) == growing(3)
-    for name in SECOND:
+def test_the_period_grows_from_the_first_step():
+    reports = run(optimizer_of(refresh_every=9), range(STEPS))
+    for name in FACTORS:
         assert steps_of(reports, name) == growing(9)
-    assert reports[1].refreshed == FACTORS
     assert all(("inverses" in report.seconds) == bool(report.refreshed) for report in reports)
     assert sum(not report.refreshed for report in reports) > 1
 
@@ -123,17 +107,6 @@ def test_the_first_refreshes_have_their_share_of_the_operations(share, monkeypat
     assert done[1] == min(30, least)
 
 
-def test_cheap_refreshes_have_growing_periods_alone():
-    assert steps_of(run(optimizer_of(refresh_every=9), range(STEPS)), FACTORS[0]) == growing(9)
-
-
-def test_a_budget_of_time_alone_limits_its_early_refreshes(monkeypatch):
-    monkeypatch.setattr(refreshes, "_CHEAP", 0)
-    monkeypatch.setattr(refreshes, "_EARLY_SHARE", 1e-6)
-    reports = run(optimizer_of(policy="budget", budget=0.9), range(8))
-    assert any(report.refreshed for report in reports[1:])
-
-
 def test_a_run_that_resumes_refreshes_at_the_same_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(refreshes, "_CHEAP", 0)
     monkeypatch.setattr(refreshes, "_EARLY_SHARE", 0.02)
@@ -148,86 +121,8 @@ def test_a_run_that_resumes_refreshes_at_the_same_steps(monkeypatch, tmp_path):
     assert_same(second, whole)
 
 
-# -- drift -----------------------------------------------------------------------------------------
-
-
-# -- budget ----------------------------------------------------------------------------------------
-
-
-# Simulated seconds of a gradient, and of refreshes: the cubes of the sizes of the factors.
-GRADIENT = 1.0
-REFRESH = {name: size**3 / 2000 for name, size in zip(FACTORS, (6, 4, 5, 3), strict=True)}
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Gradients and the refresh of each factor take simulated seconds, and nothing else does."""
-    now, begin, gradients = [0.0], Refreshes.begin, ke.Engine.step_gradients
-
-    def timed_begin(self, keys):
-        now[0] += sum(REFRESH[FACTORS[int(key)]] for key in keys)
-        return begin(self, keys)
-
-    def timed_gradients(self, *arguments, **options):
-        now[0] += GRADIENT
-        return gradients(self, *arguments, **options)
-
-    monkeypatch.setattr(Refreshes, "begin", timed_begin)
-    monkeypatch.setattr(ke.Engine, "step_gradients", timed_gradients)
-    for module in (refreshes, profiling):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-
-
-@pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("budget", [0.02, 0.1, 0.6])
-def test_refreshes_take_the_budget_of_the_time_of_the_steps(budget):
-    optimizer = optimizer_of(policy="budget", budget=budget, statistics_every=1)
-    spent = elapsed = 0.0
-    assert step(optimizer, 0).refreshed == FACTORS  # the first step does not count
-    for seed in range(1, 3 * STEPS):
-        result = step(optimizer, seed)
-        cost = sum(REFRESH[name] for name in result.refreshed)
-        assert result.seconds.get("inverses", 0.0) == pytest.approx(cost)
-        spent, elapsed = spent + cost, elapsed + GRADIENT + cost
-        before = elapsed - GRADIENT - cost
-        assert spent <= budget * before + max(REFRESH.values()) + ROUNDING
-        # With fresh inverses of all factors there is nothing to spend on.
-        assert spent >= budget * before - ROUNDING or len(result.refreshed) == len(FACTORS)
-    assert spent > 0
-
-
-# -- resumption ------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("policy", ["drift", "budget", "balanced"])
-def test_a_run_resumes_with_the_plans_of_its_file(policy, tmp_path):
-    options = {"policy": policy, "drift": 0.1, "budget": 0.07, "refresh_every": 6}
-    whole, first, second = (optimizer_of(**options) for _ in range(3))
-    expected = run(whole, range(STEPS))
-    run(first, range(17))
-    first.save(tmp_path / "state")
-    second.load(tmp_path / "state")
-    reports = run(second, range(17, STEPS))
-    assert [r.refreshed for r in reports] == [r.refreshed for r in expected[17:]]
-    assert any(0 < len(r.refreshed) < len(FACTORS) for r in reports)
-    assert_same(whole, second)
-
-
-def test_a_state_without_the_times_of_a_budget_is_refused(tmp_path):
-    run(first := optimizer_of(), range(3))
-    first.save(tmp_path / "state")
-    second = optimizer_of(policy="budget")
-    before = second.engine.parameters
-    with pytest.raises(ke.InputError, match="refreshes of 'times'"):
-        second.load(tmp_path / "state")
-    assert second.steps == 0
-    assert all(np.array_equal(before[n], v) for n, v in second.engine.parameters.items())
-
-
-@pytest.mark.parametrize("policy", ["all_at_once", "drift", "budget"])
-def test_restrain_refreshes_all_factors_in_the_next_step(policy):
-    optimizer = optimizer_of(policy=policy, budget=1e-6, drift=1e9)
+def test_restrain_refreshes_all_factors_in_the_next_step():
+    optimizer = optimizer_of()
     reports = run(optimizer, range(STEPS))
     assert not reports[-1].refreshed
     optimizer.restrain()
@@ -240,49 +135,38 @@ def test_restrain_refreshes_all_factors_in_the_next_step(policy):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": "often"}, ke.InputError, "policy must be one of"),
-        ({"policy": "budget", "budget": 1.0}, ke.InputError, r"budget must lie in \(0, 1\)"),
-        ({"policy": "drift", "drift": 0.0}, ke.InputError, "drift must be"),
-        ({"periods": {"w1": 0}}, ke.InputError, "periods"),
-        ({"periods": {"conv*": 2}}, ke.UnknownNameError, "'conv\\*' of periods matches no"),
         ({"refresh_every": 0}, ke.InputError, "refresh_every"),
         ({"statistics_every": 0}, ke.InputError, "statistics_every"),
+        ({"statistics_part": 1.5}, ke.InputError, r"statistics_part must lie in \(0, 1\]"),
     ],
 )
 def test_wrong_schedules_are_refused(options, error, message):
-    engine = net.engine()
     with pytest.raises(error, match=message):
-        ke.KfacOptimizer(engine, **options)
-    ke.KfacOptimizer(engine, policy="budget", budget=0.5, periods={"w1": 2})
+        ke.KfacOptimizer(net.engine(), **options)
 
 
 def test_the_schedule_of_the_engine_is_left_alone():
     engine = net.engine(schedule=ke.Schedule(refresh_every=3))
-    run(ke.KfacOptimizer(engine, policy="budget"), range(3))
+    run(ke.KfacOptimizer(engine), range(3))
     assert engine.schedule == ke.Schedule(refresh_every=3)
-    assert engine.planner.state.refreshed == {}
+    assert engine.planner.refreshed == {}
 
 
 # -- the planner with growing periods --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25 if SEED is None else 100, deadline=None)
-@given(periods=st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_no_factor_waits_longer_than_its_period_or_the_bound(policy, periods):
-    works = [Work(f"f{i}", float(i + 1), (f"p{i}",)) for i in range(len(periods))]
-    patterns = {f"p{i}": period for i, period in enumerate(periods)}
-    planner = Planner(works, ke.Schedule(policy=policy, periods=patterns))
+@given(number=st.integers(1, 6), period=st.integers(1, 9))
+def test_a_factor_is_due_exactly_at_its_period_or_the_bound(number, period):
+    works = [Work(f"f{i}", float(i + 1)) for i in range(number)]
+    planner = Planner(works, ke.Schedule(refresh_every=period))
     for t in range(60):
         bound = max(1, t // 2)
         due = planner.refreshes(t, bound=bound)
-        for work, period in zip(works, periods, strict=True):
-            age = planner.age(work.key, t)
-            assert work.key in due or age < min(period, bound)
-            # Nothing is refreshed early but by the slots that spread the works of a period.
-            if work.key in due and policy == "all_at_once" and t:
-                assert age >= min(period, bound)
-        planner.advance(t, due, 0.0, 0.0)
+        for work in works:
+            age = t - planner.refreshed.get(work.key, -np.inf)
+            assert (work.key in due) == (age >= min(period, bound))
+        planner.advance(t, due)
 
 
 def test_gradients_of_single_examples_are_measured_once_in_a_period_of_refreshes(monkeypatch):

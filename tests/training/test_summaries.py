@@ -17,8 +17,8 @@ OPTIMIZERS = {
     "K-FAC": (ke.KfacOptimizer, {}, {"learning rate": "auto"}),
     "K-FAC with options": (
         ke.KfacOptimizer,
-        {"learning_rate": 0.1, "momentum": 0.8, "burn_in": 2},
-        {"learning rate": "0.1", "momentum": "0.8", "burn_in": "2"},
+        {"learning_rate": 0.1, "momentum": 0.8, "l2": 0.01},
+        {"learning rate": "0.1", "momentum": "0.8", "l2": "0.01"},
     ),
     "SGD": (ke.SGD, {"learning_rate": halved}, {"learning rate": "function halved"}),
     "Adam": (ke.Adam, {"betas": (0.8, 0.9)}, {"learning rate": "0.001", "betas": "(0.8, 0.9)"}),

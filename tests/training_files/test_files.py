@@ -487,10 +487,7 @@ def test_arrays_of_another_width_are_accepted(case, two_kinds):
     [
         ("kfac", {"learning_rate": "quadratic"}, "learning_rate"),
         ("kfac", {"learning_rate": 0.1}, "adamw"),
-        ("kfac", {"policy": "budget"}, "policy"),
-        ("kfac", {"policy": "drift"}, "refreshed together"),
         ("kfac", {"adapt_damping": True}, "adapt_damping"),
-        ("kfac", {"burn_in": 3}, "burn_in"),
         ("adamw", {"learning_rate": lambda step: 0.1}, "rate"),
     ],
 )
