@@ -8,7 +8,7 @@ from typing import Any
 from kfac_engine.errors import InputError
 from kfac_engine.graph.structure import Graph, Input
 
-# Key of the metadata of the three files.
+# Key of the metadata of the files.
 PROPERTY = "kfac_engine.training"
 # States: the number of examples of all steps, and of the different ones, which the caller sets.
 SEEN, DIFFERENT = "examples seen", "different examples"
@@ -32,6 +32,14 @@ class Description:
         state: Shapes of the states, by name.
         parameters: The states that are weights or running statistics of the model.
         metrics: Outputs that are no state.
+        data: Type and shape of each input of a step that is no state, and of ``rate``; the axis of
+            steps, which the files of several steps have, is left out. A text in a shape is a
+            multiple of the number of examples: ``"batch"`` or ``"4 batch"``.
+        predictions: Type and shape of each output of the model.
+        evaluated: By input of ``evaluate.onnx``, the output of ``predict.onnx`` that it reads.
+        types: Types of the states that are not float32, by name.
+        different: The state with the number of different examples, which the caller sets; empty if
+            there is none.
         noise: Shapes of the inputs with random numbers, by name; −1 for the size of the batch, or
             of the part of it whose statistics a step measures.
         factors: What each factor of the curvature measures, by number of the factor.
@@ -52,6 +60,11 @@ class Description:
     state: Mapping[str, tuple[int, ...]]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
+    data: Mapping[str, Mapping[str, Any]]
+    predictions: Mapping[str, Mapping[str, Any]]
+    evaluated: Mapping[str, str]
+    types: Mapping[str, str] = field(default_factory=dict)
+    different: str = ""
     weights: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     factors: Mapping[str, str] = field(default_factory=dict)
@@ -95,10 +108,15 @@ needed. kfac_engine wrote the files from a model, and reads the trained state ba
 | `training.onnx` | a batch, `rate`, the state | {metrics}, `new NAME` for each state NAME |
 | `initial.onnx` | none | the first state |
 | `predict.onnx` | a batch, the weights | the outputs of the model |
+| `evaluate.onnx` | the outputs of `predict.onnx`, targets | sums of the loss and the accuracy |
 
 A step takes the state and returns the new one: the output `new NAME` replaces the input `NAME`.
 **An output without entries keeps the old state.** `rate` is the value of a schedule between 0 and
 1; 1 is the rate of the options. {finite}
+
+`evaluate.onnx` measures predictions. A metric of several batches is the sum of its `METRIC sum`,
+divided by the sum of its `METRIC count` where that is an output and not 0; the ratios of several
+losses are added.
 
 ## Inputs of a step
 

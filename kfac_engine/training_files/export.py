@@ -41,8 +41,17 @@ from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.fit import OPTIMIZERS
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
-from kfac_engine.training_files.description import Description, readme
-from kfac_engine.training_files.files import INITIAL, PREDICT, README, TRAINING, TrainingFiles
+from kfac_engine.training_files.description import DIFFERENT, Description, readme
+from kfac_engine.training_files.evaluation import Metrics, record_metrics
+from kfac_engine.training_files.files import (
+    EVALUATE,
+    INITIAL,
+    PREDICT,
+    README,
+    TRAINING,
+    TrainingFiles,
+)
+from kfac_engine.training_files.parts import declared_value
 from kfac_engine.training_files.step import NEW, Step, StepRecorder
 
 NOISE = ("internal", "input")
@@ -90,7 +99,8 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
     ``training.onnx`` computes one step of the optimizer: its inputs are a batch, the value ``rate``
     of the schedule and the state, and its outputs the loss and the new state. ``initial.onnx`` has
     no inputs and returns the first state. ``predict.onnx`` is the model in inference form, with its
-    trained weights as inputs. ``README.md`` describes them, and has the loop in four languages.
+    trained weights as inputs, and ``evaluate.onnx`` measures its predictions. ``README.md``
+    describes them, and has the loop in four languages.
 
     Args:
         model: Path, bytes or ``ModelProto``.
@@ -185,13 +195,17 @@ def export_training(  # noqa: PLR0913 (every choice a user has, each with a defa
         warn(f"{note}.", InferenceFormWarning)
     for note in _fixed_sizes(assembly, sample_inputs or {}):
         warn(note)
+    metrics = record_metrics(assembly, target_inputs, step.targets)
     description = replace(
-        _described(assembly, optimizer, options, step), steps_per_call=steps_per_call
+        _described(assembly, optimizer, options, step),
+        evaluated=metrics.read,
+        steps_per_call=steps_per_call,
     )
     contents = {
         TRAINING: _training(assembly.model, step, description),
         INITIAL: _initial(step.state, description),
         PREDICT: _predict(assembly.model, step, description),
+        EVALUATE: _evaluate(assembly.model, metrics, description),
     }
     if provider == "webgpu":
         contents = {name: for_webgpu(content) for name, content in contents.items()}
@@ -217,7 +231,7 @@ def _checked_folder(path: str | Path) -> Path:
 
 def _check_folder(folder: Path, model: OnnxModel) -> None:
     """Refuse to write over the model."""
-    names = {folder.resolve() / name for name in (TRAINING, INITIAL, PREDICT, README)}
+    names = {folder.resolve() / name for name in (TRAINING, INITIAL, PREDICT, EVALUATE, README)}
     for path in model.loaded.files:
         if path.resolve() in names:
             raise InputError(
@@ -343,6 +357,8 @@ def _described(
         digest.update(repr((level_node.op, level_node.inputs, level_node.outputs)).encode())
     data = {entry.name for entry in assembly.model.graph.inputs}
     heads = {head.loss.require_target_name(): head for head in assembly.task.heads}
+    outputs = [n for n in assembly.model.loaded.graph.outputs if n in assembly.model.facts]
+    steps = int(any(entry.name == "rate" and entry.shape for entry in step.data))
     return Description(
         identity=digest.hexdigest()[:16],
         model=assembly.model.loaded.graph.name,
@@ -360,11 +376,22 @@ def _described(
         state={name: array.shape for name, array in step.state.items()},
         parameters=step.parameters,
         metrics=step.metrics,
+        data={entry.name: _as_json(entry, steps) for entry in step.data},
+        predictions={name: _as_json(declared_value(assembly, name)) for name in outputs},
+        evaluated={},
+        types={n: str(a.dtype) for n, a in step.state.items() if a.dtype != np.float32},
+        different=DIFFERENT if DIFFERENT in step.state else "",
         noise=step.noise,
         factors=step.factors,
         ties=tuple((t.first, t.copy, t.transposed) for t in assembly.model.ties),
         batch_size=batch.size if batch.fixed else None,
     )
+
+
+def _as_json(entry: Input, steps: int = 0) -> dict[str, Any]:
+    """Return the type and the shape of an array, without its first ``steps`` axes."""
+    dtype = entry.dtype if entry.stored is None else entry.stored
+    return {"type": str(dtype), "shape": list((entry.shape or ())[steps:])}
 
 
 def _plain(value: Any) -> Any:
@@ -405,7 +432,8 @@ def _initial(state: Mapping[str, Array], description: Description) -> ModelProto
 def _predict(model: OnnxModel, step: Step, description: Description) -> ModelProto:
     """Return ``predict.onnx``, the model in inference form with its trained weights as inputs."""
     graph: Graph = inference_form(model.extended_graph(), model.buffers)
-    outputs = [name for name in model.loaded.graph.outputs if name in model.facts]
+    # A loss may read a value that is no output of the model, such as logits.
+    outputs = [*dict.fromkeys((*description.predictions, *description.evaluated.values()))]
     nodes = needed(graph.nodes, outputs)
     read = _read(nodes)
     batch = dict.fromkeys(entry.name for entry in step.data)
@@ -419,6 +447,20 @@ def _predict(model: OnnxModel, step: Step, description: Description) -> ModelPro
         Input(n, model.facts[n].dtype, (None,) * len(model.facts[n].shape)) for n in outputs
     ]
     return _model(model, nodes, inputs, declared, constants, "prediction", description)
+
+
+def _evaluate(model: OnnxModel, metrics: Metrics, description: Description) -> ModelProto:
+    """Return ``evaluate.onnx``, the metrics of predictions."""
+    level = metrics.tape.graph
+    for name, value in metrics.outputs.items():
+        level.op("Identity", value.name, result=name)
+    outputs = [Input(name, value.dtype, value.shape) for name, value in metrics.outputs.items()]
+    nodes = needed(level.nodes, [entry.name for entry in outputs])
+    read = _read(nodes)
+    inputs = [entry for entry in metrics.inputs if entry.name in read]
+    constants = {name: array for name, array in level.constants.items() if name in read}
+    result = build_model(nodes, inputs, outputs, constants, OPSET, name="evaluation")
+    return with_properties(result, description.properties())
 
 
 def _model(

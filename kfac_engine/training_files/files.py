@@ -1,6 +1,6 @@
 """``TrainingFiles``: the files of ``export_training`` in Python, and states that come back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,12 +31,15 @@ from kfac_engine.training.batches import Batches, RunData, run_data
 from kfac_engine.training_files.description import DIFFERENT, Description
 
 TRAINING, INITIAL, PREDICT = "training.onnx", "initial.onnx", "predict.onnx"
+EVALUATE = "evaluate.onnx"
+FILES = (TRAINING, INITIAL, PREDICT, EVALUATE)
 README = "README.md"
 
 State: TypeAlias = Mapping[str, Array]
 AnyState: TypeAlias = State | str | Path
 
 _NEW = "new "
+_SUM, _COUNT = " sum", " count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class TrainingFiles:
         self.folder, self._model = checked_path(folder), model
         self._data: dict[str, bytes] = {}
         self._sessions: dict[str, Session] = {}
-        described = {name: self._described(name) for name in (TRAINING, INITIAL, PREDICT)}
+        described = {name: self._described(name) for name in FILES}
         self.description = described[TRAINING]
         other = next(
             (n for n, d in described.items() if d.identity != self.description.identity), None
@@ -190,8 +193,58 @@ class TrainingFiles:
             InputError: An input is missing or has another type.
             ShapeError: An input has another shape.
         """
+        results = self._predicted(state, inputs)
+        return _copies({name: results[name] for name in self.description.predictions})
+
+    def evaluate(
+        self, state: AnyState, batches: Iterable[tuple[Mapping[str, Array], Any]]
+    ) -> dict[str, float]:
+        """Return the loss, and the accuracy where targets are classes, of the model as it predicts.
+
+        Dropouts drop nothing, and batch normalizations use their running statistics.
+
+        Args:
+            state: As for ``predict``.
+            batches: Pairs of inputs and targets, as for ``step`` of files with one step in a call.
+
+        Returns:
+            The metrics of all batches together, by name.
+
+        Raises:
+            InputError: There is no batch, no target counts, a target is no class, a weight is
+                negative, or a prediction is not finite.
+            ShapeError: An array has another shape.
+        """
+        weights, totals = self._checked(state, self.parameters), dict[str, Array]()
+        for inputs, targets in batches:
+            arrays = self._named(inputs, targets, axes=0)
+            results = self._predicted(weights, inputs)
+            read = {name: results[source] for name, source in self.description.evaluated.items()}
+            for name, value in self._results(EVALUATE, {**arrays, **read}).items():
+                totals[name] = totals.get(name, 0.0) + value.astype(np.float64)
+        if not totals:
+            raise InputError("there is no batch to evaluate; give one pair of inputs and targets.")
+        measured = {}
+        for name in (name for name in totals if name.endswith(_SUM)):
+            metric = name.removesuffix(_SUM)
+            count = totals.get(f"{metric}{_COUNT}", np.ones(1))
+            if not count.any():
+                raise InputError(
+                    "no target of the data counts: each is ignored or has the weight 0; give one "
+                    "that counts."
+                )
+            measured[metric] = float((totals[name] / np.where(count, count, 1)).sum())
+        if not np.isfinite(list(measured.values())).all():
+            raise InputError(
+                "the metrics are not finite: a target is no class, a weight is negative, or a "
+                "prediction is not finite; check the data and the state."
+            )
+        return measured
+
+    def _predicted(self, state: AnyState, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return all outputs of ``predict.onnx``."""
         self._check_names(PREDICT, inputs)
-        return _copies(self._results(PREDICT, {**inputs, **self.read(state)}))
+        return self._results(PREDICT, {**inputs, **self.read(state)})
 
     # -- states ------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.passes.bodies import renamed
-from kfac_engine.graph.structure import Node
+from kfac_engine.graph.structure import Input, Node
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.objective import BatchSize, Objective, Observation
+from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws
 from kfac_engine.recording.random_nodes import RESULTS, drawn, shape_of_numbers
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape
@@ -196,6 +197,43 @@ def constants_of(model: OnnxModel, *backwards: Backward) -> dict[str, Array]:
         constants |= backward.constants
     trained = {*model.parameters, *model.buffers}
     return {n: np.asarray(a) for n, a in constants.items() if n not in trained}
+
+
+def declared_value(assembly: Assembly, name: str) -> Input:
+    """Return a value of the model as a file declares it, with its type in the file."""
+    fact, batch = assembly.model.facts[name], assembly.task.batch
+    shape: list[int | str] = list(fact.shape)
+    place = batch.places.get(name)
+    if place is not None and not batch.fixed:
+        shape[place.axis] = "batch" if place.repeats == 1 else f"{place.repeats} batch"
+    return Input(name, assembly.model.loaded.stored.get(name, fact.dtype), tuple(shape))
+
+
+def number_of(tape: Tape, number: Any) -> Symbol:
+    """Return a number as a recorded value; it may depend on the number of examples."""
+    if isinstance(number, Size):
+        return number.recorded()
+    if isinstance(number, Recorded):
+        return number.astype(_FLOAT)
+    return Recorded(tape, tape.constant(number, _FLOAT), (), _FLOAT)
+
+
+def hits_and_count(loss: LossFunction, batch: Evaluation, seen: Any, whole: Any) -> tuple[Any, Any]:
+    """Record how many targets the model finds most probable, weighted, and the sum of all weights.
+
+    ``batch`` is a part with the targets ``seen`` of a batch with the targets ``whole``, to which
+    the sum belongs.
+    """
+    values: Any = batch
+    hits: Any = loss.hits(values, seen.labels).astype(_FLOAT)
+    rows = seen.labels.ndim > hits.ndim  # of probabilities
+    number = whole.labels.size // (seen.labels.shape[loss.class_axis] if rows else 1)
+    if seen.counts is None:
+        return hits.sum(), number
+    axis, entries = loss.class_axis % seen.counts.ndim, hits.ndim == seen.counts.ndim
+    counts = seen.counts if entries else np.squeeze(seen.counts, axis)
+    total = whole.counts.sum().astype(_FLOAT) * (number / whole.counts.size)
+    return times(hits, counts).sum(), total
 
 
 _SHAPED = ("RandomNormal", "RandomUniform")

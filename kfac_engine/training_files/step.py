@@ -16,7 +16,6 @@ from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.structure import Input
 from kfac_engine.layers.feature_powers import FeaturePowers, LayerInput
 from kfac_engine.losses.objective import Observation, Residuals
-from kfac_engine.losses.observed import times
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.random_nodes import OF_NODES
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
@@ -31,6 +30,8 @@ from kfac_engine.training_files.parts import (
     Writer,
     constants_of,
     forward_nodes,
+    hits_and_count,
+    number_of,
 )
 
 PREFIX = "step/"
@@ -59,6 +60,7 @@ class Step:
         noise: Inputs with random numbers: see ``Description``.
         factors: The layer of each factor of the curvature, by number of the factor.
         weights: Inputs with weights of targets: see ``Description``.
+        targets: The targets of one step and their weights.
     """
 
     tape: Tape
@@ -70,6 +72,7 @@ class Step:
     noise: dict[str, tuple[int, ...]] = field(default_factory=dict)
     factors: dict[str, str] = field(default_factory=dict)
     weights: dict[str, tuple[str, int]] = field(default_factory=dict)
+    targets: tuple[Input, ...] = ()
 
 
 class StepRecorder:
@@ -130,6 +133,7 @@ class StepRecorder:
             {n.name: tuple(-1 if isinstance(s, Size) else s for s in n.shape) for n in noise},
             self._curvature.describe() if self._curvature else {},
             self._weights(),
+            tuple(self._targets()),
         )
 
     def _outputs(
@@ -371,7 +375,7 @@ class StepRecorder:
         read = {} if features.sums is None else {_FEATURES: features.sums}
         for (k, name), numbers in residuals.sums.items() if residuals else ():
             for i, number in enumerate(numbers):
-                read[f"{_RESIDUALS} {i} {k} {name}"] = _number(batch.tape, number)
+                read[f"{_RESIDUALS} {i} {k} {name}"] = number_of(batch.tape, number)
         return read
 
     def _accuracy(self, batch: Evaluation, seen: Observation, whole: Observation) -> Symbol:
@@ -381,18 +385,8 @@ class StepRecorder:
         of targets of the batch.
         """
         (term,) = self._engine.objective.terms
-        values: Any = batch
-        observed: Any = seen.terms[0]
-        of_whole: Any = whole.terms[0]
-        hits = term.hits(values, observed.labels).astype(_FLOAT)
-        rows = observed.labels.ndim > hits.ndim  # of probabilities
-        number = of_whole.labels.size // (observed.labels.shape[term.class_axis] if rows else 1)
-        if observed.counts is None:
-            return hits.sum() / number
-        axis, entries = term.class_axis % observed.counts.ndim, hits.ndim == observed.counts.ndim
-        counts = observed.counts if entries else np.squeeze(observed.counts, axis)
-        total = of_whole.counts.sum().astype(_FLOAT) * (number / of_whole.counts.size)
-        return times(hits, counts).sum() / total
+        hits, count = hits_and_count(term, batch, seen.terms[0], whole.terms[0])
+        return hits / count
 
     @staticmethod
     def _finite(loss: Symbol, gradients: Mapping[str, Symbol]) -> Symbol:
@@ -497,10 +491,10 @@ class _RecordedCurvature:
         self.loss, self.features = measured.loss, measured.features
         self.repeats = curvature.repeats
         size = batch.assembly.task.batch.size
-        self.examples = size if batch.examples is None else _number(batch.tape, batch.examples)
+        self.examples = size if batch.examples is None else number_of(batch.tape, batch.examples)
         self.scarcity: Any = 0.0
         if SEEN in values:
-            examples, different = _number(batch.tape, self.examples), values[DIFFERENT]
+            examples, different = number_of(batch.tape, self.examples), values[DIFFERENT]
             count = values[SEEN] + examples.astype(_INTEGER)
             state |= {SEEN: count, DIFFERENT: different}
             seen = count.astype(_FLOAT)
@@ -519,15 +513,6 @@ class _RecordedCurvature:
     def moment(self, block: FisherBlock) -> Any:
         """Return the mean square of the inputs of a block, after ``precondition``."""
         return self._moment(block)
-
-
-def _number(tape: Tape, number: Any) -> Symbol:
-    """Return a number as a recorded value; it may depend on the number of examples."""
-    if isinstance(number, Size):
-        return number.recorded()
-    if isinstance(number, Recorded):
-        return number.astype(_FLOAT)
-    return Recorded(tape, tape.constant(number, _FLOAT), (), _FLOAT)
 
 
 def _declared(shape: Shape, name: str) -> tuple[int | str, ...]:
