@@ -174,8 +174,6 @@ if TYPE_CHECKING:
     from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
     from kfac_engine.training.optimizer import StepReport as StepReport
-    from kfac_engine.training.rate_finder import RateSearch as RateSearch
-    from kfac_engine.training.rate_finder import find_rate as find_rate
     from kfac_engine.training_files.export import export_training as export_training
     from kfac_engine.training_files.files import TrainingFiles as TrainingFiles
     from kfac_engine.training_files.files import TrainingRun as TrainingRun
@@ -321,8 +319,6 @@ _HOMES = {
     "BestWeights": "training.callbacks.best",
     "WeightAverage": "training.callbacks.weight_average",
     "TensorBoard": "training.callbacks.tensorboard",
-    "find_rate": "training.rate_finder",
-    "RateSearch": "training.rate_finder",
     "SavedState": "training.checkpoint",
     "report": "html_report.page",
     "verify": "verification.verify",

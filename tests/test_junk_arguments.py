@@ -131,13 +131,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "callbacks": [stop],
         },
     ),
-    "find_rate": (
-        ke.find_rate,
-        lambda: {
-            "model_or_engine": MODEL, "data": DATA, "loss": "categorical", "optimizer": "sgd",
-            "steps": 2,
-        },
-    ),
     "report": (ke.report, lambda: {"run": history(), "path": "run.html"}),
     "verify": (ke.verify, lambda: {"model": engine(), **BATCH, "examples": 1, "parameters": 1}),
     "SGD": optimizer(ke.SGD, learning_rate=0.1),
@@ -240,7 +233,7 @@ MADE = {
     "ParameterMatches", "Result", "LayerReport", "FactorSpectrum", "Factors", "ParameterFactors",
     "FactorView", "MemoryReport", "Curvature", "CurvatureOperator", "SpectrumEstimate",
     "Predictive", "Communicator", "over_mpi", "over_nccl", "OnnxModel", "Trace", "LossFunction",
-    "ElementwiseLoss", "StepReport", "TrainingRun", "History", "Callback", "RateSearch",
+    "ElementwiseLoss", "StepReport", "TrainingRun", "History", "Callback",
     "SavedState", "Verification", "Check",
     "Measurement", "RelativeDamping", "CurvatureMatrixVectorProductComputer", "Engine",
     "get_default_layer_collection",

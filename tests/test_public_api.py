@@ -149,8 +149,6 @@ PUBLIC = (
     "BestWeights",
     "WeightAverage",
     "TensorBoard",
-    "find_rate",
-    "RateSearch",
     "SavedState",
     "verify",
     "Verification",

@@ -21,7 +21,7 @@ from kfac_engine.cli.merge import merge
 from kfac_engine.cli.options import Invocation, debug_option, spelled
 from kfac_engine.cli.precondition import precondition
 from kfac_engine.cli.prune import prune, saliency
-from kfac_engine.cli.train import find_rate, report, train
+from kfac_engine.cli.train import report, train
 from kfac_engine.cli.verify import verify
 from kfac_engine.distributed.job import end_job, launched_by_mpi, rank_in_job
 from kfac_engine.errors import KfacError, suggestion
@@ -71,7 +71,6 @@ COMMANDS: Mapping[click.Command, str] = {
     demo: "Train a small CNN on digits with K-FAC, Muon, Adam and SGD.",
     train: "Train a model, and write it with its new weights.\n\n"
     "Of several processes that mpirun starts, each trains on its share of every batch.",
-    find_rate: "Suggest a learning rate, from a short run whose rate grows.",
     precondition: "Write the gradients of a batch and the preconditioned gradients.",
     inspect: "Show the layer, block, factors and costs of each parameter.",
     replace_head: "Write a model whose last dense layer has new weights, for other classes.",

@@ -41,7 +41,6 @@ class Group(Enum):
     OUTPUT = "Output"
     OPTIMIZER = "Optimizer"
     LENGTH = "Length of the run"
-    SEARCH = "Rates"
     VALIDATION = "Validation"
     CHECKPOINTS = "Checkpoints"
     CHECKS = "Checks"

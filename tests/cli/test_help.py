@@ -27,7 +27,7 @@ from kfac_engine.training.fit import OPTIMIZERS
 from tests.nightly import nightly_but
 
 COMMANDS = sorted(app.commands)
-WITH_ENGINE = ("train", "find-rate", "precondition", "inspect", "verify", "curvature")
+WITH_ENGINE = ("train", "precondition", "inspect", "verify", "curvature")
 
 
 def page_of(name, capsys):
@@ -55,7 +55,7 @@ NAMES = {
     "losses of a gradient": ("differentiate", "--loss", LOSSES),
     "modes": ("inspect", "--mode", MODES),
     "metrics": ("train", "--metrics", METRICS),
-    "optimizers": ("find-rate", "--optimizer", OPTIMIZERS),
+    "optimizers": ("train", "--optimizer", OPTIMIZERS),
     "structures": ("curvature", "--structure", STRUCTURES),
     "Fisher matrices": ("curvature", "--fisher", FISHERS),
     "links": ("laplace", "--link", LINKS),

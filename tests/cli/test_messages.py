@@ -69,7 +69,6 @@ BATCH = ["--inputs", "images.npy", "--targets", "labels.npy"]
 # Command line, and whether the command knows how much remains.
 LONG = {
     "train": (["--data=digits.npz", "--steps=4", "-o", "out.onnx"], True),
-    "find-rate": (["--data=digits.npz", "--steps=20"], True),
     "verify": ([*BATCH, "--parameters=1"], True),
     "curvature": ([*BATCH, "--batch=4", "-o", "c.safetensors"], True),
     "precondition": ([*BATCH, "-o", "out.safetensors"], False),

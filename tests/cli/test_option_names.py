@@ -15,7 +15,6 @@ from tests.models import linear
 # Command to arguments with which it succeeds.
 COMMANDS = {
     "train": ["m.onnx", "--data=d.npz", "-o=out.onnx", "--steps=1"],
-    "find-rate": ["m.onnx", "--data=d.npz", "--steps=20"],
     "precondition": ["m.onnx", "--inputs=d.npz", "-o=g.safetensors"],
     "inspect": ["m.onnx"],
     "differentiate": ["m.onnx", "-o=gradient.onnx"],

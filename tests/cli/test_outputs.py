@@ -47,7 +47,6 @@ OWN_INPUTS = {
     "records of the checkpoint": training(
         "-o", "c/records-01234567.jsonl", "--checkpoint=c", "--resume"
     ),
-    "shard as plot": ["find-rate", "m.onnx", "--data=shards", "--plot=shards/0.npz"],
     "log of a report": ["report", "run.jsonl", "-o", "./run.jsonl"],
     "model": ["precondition", *ARGUMENTS, "-o", "m.onnx"],
     "weights beside the model": ["precondition", *ARGUMENTS, "-o", "m.weights"],
@@ -104,7 +103,6 @@ WRITERS = {
     "saliency": ["saliency", "m.onnx", "--curvature=x.npz", "-o"],
     "merge": ["merge", "m.onnx", "m.onnx", "--curvature=x.npz", "--curvature=y.npz", "-o"],
     "page": ["report", "x.npz", "-o"],
-    "plot": ["find-rate", "m.onnx", "--data=x.npz", "--plot"],
     "spectra": ["inspect", "m.onnx", "--inputs=x.npz", "--plot"],
 }  # fmt: skip
 

@@ -89,4 +89,4 @@ def test_name_without_a_near_one_gets_no_suggestion(words, capsys):
 
 def test_unknown_command_error_lists_the_commands(capsys):
     assert main(["foo"]) == 2
-    assert "commands are: demo, train, find-rate, " in capsys.readouterr().err
+    assert "commands are: demo, train, precondition, " in capsys.readouterr().err

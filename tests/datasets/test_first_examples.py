@@ -53,10 +53,6 @@ CALLS = {
         lambda model: ke.fit(model, (X, Y), steps=3, batch_size=8).engine.parameters,
         lambda model: ke.fit(sampled(model), (X, Y), steps=3, batch_size=8).engine.parameters,
     ),
-    "find_rate": (
-        lambda model: {"": ke.find_rate(model, (X, Y), steps=20, batch_size=8).losses},
-        lambda model: {"": ke.find_rate(sampled(model), (X, Y), steps=20, batch_size=8).losses},
-    ),
     "curvature": (
         lambda model: ke.curvature(model, (X, Y), **OPTIONS).diagonal(),
         lambda model: ke.curvature(model, (X, Y), sample_inputs={"x": X}, **OPTIONS).diagonal(),
@@ -169,10 +165,9 @@ def test_other_number_of_steps_is_refused_by_name():
         ke.fit(classifier("n,t,2"), [(X, Y), (X[:, :5], Y)], epochs=1)
 
 
-@pytest.mark.parametrize("command", ["train", "find-rate"])
-def test_commands_take_the_steps_of_their_data(command, tmp_path):
+def test_train_takes_the_steps_of_its_data(tmp_path):
     file, data = str(tmp_path / "m.onnx"), str(tmp_path / "d.npz")
     onnx.save(classifier("n,t,2"), file)
     np.savez(data, x=X, targets=Y)
-    rest = ["--steps", "20", *(["-o", str(tmp_path / "out.onnx")] if command == "train" else [])]
-    assert main([command, file, "--data", data, "--loss", "categorical", *rest]) == 0
+    rest = "--loss", "categorical", "--steps", "20", "-o", str(tmp_path / "out.onnx")
+    assert main(["train", file, "--data", data, *rest]) == 0

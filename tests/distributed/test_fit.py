@@ -103,11 +103,9 @@ def test_a_run_that_diverges_warns_in_the_first_process():
     assert len(warned) == 1
 
 
-def test_find_rate_and_verify_refuse_an_engine_of_several_ranks():
+def test_verify_refuses_an_engine_of_several_ranks():
     def work(ranks):
         engine = ke.Engine.from_onnx(net.model(), loss="categorical", communicator=ranks)
-        with pytest.raises(ke.UnsupportedError, match="pass the file of the model"):
-            ke.find_rate(engine, (X, Y))
         with pytest.raises(ke.UnsupportedError, match="pass the file of the model"):
             ke.verify(engine, {"x": X}, Y)
 

@@ -40,7 +40,6 @@ ENTRANCES = {
     "Muon": lambda _: ke.Muon(engine()).step(*BATCH),
     "SGD": lambda _: ke.SGD(engine(), 0.1).step(*BATCH),
     "fit": lambda _: ke.fit(net.model(), (X, Y), steps=1, batch_size=N),
-    "find_rate": lambda _: ke.find_rate(net.model(), (X, Y), batch_size=N),
     "curvature": lambda _: ke.curvature(net.model(), (X, Y), **LOSS),
     "curvature of structure full": lambda _: ke.curvature(
         net.model(), (X, Y), structure="full", **LOSS

@@ -57,10 +57,6 @@ def train(model, data, loss, **options):
     ke.fit(model, data, loss=loss, epochs=2, batch_size=10, seed=3, **options)
 
 
-def search(model, data, loss):
-    ke.find_rate(model, data, loss=loss, optimizer="sgd", batch_size=10, steps=40)
-
-
 def validate(model, data, loss):
     good = {n: np.nan_to_num(a) for n, a in data[0].items()}, np.zeros_like(data[1])
     train(model, good, loss, validation=data)
@@ -72,13 +68,11 @@ def run_of(form, folder):
         "shards": lambda model, data, loss: train(model, shards(data, folder), loss),
         "validation": validate,
         "split": lambda model, data, loss: train(model, data, loss, validation=0.3),
-        "find_rate": search,
     }.get(form, train)
 
 
-FORMS = ("arrays", "shards", "validation", "split", "find_rate")
-# A search takes infinity from an input for an explosion, because a mask may have it in all batches.
-CASES = [(name, form) for name in DATA for form in FORMS if (name, form) != ("input", "find_rate")]
+FORMS = ("arrays", "shards", "validation", "split")
+CASES = [(name, form) for name in DATA for form in FORMS]
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
