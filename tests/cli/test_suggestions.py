@@ -51,7 +51,7 @@ MISSPELLED = {
         (*TRAIN, "--validation=data.npz", "--best", "--best-metric", "validation_los"),
         "validation_loss",
     ),
-    "refresh policy": ((*BATCH, "--refresh-policy", "balancd"), "balanced"),
+    "refresh policy": ((*BATCH, "--inputs=batch.npz", "--refresh-policy", "balancd"), "balanced"),
     "input of a batch": ((*BATCH, "--inputs", "misspelled.npz"), "image"),
     "input of data": (
         ("train", "mlp.onnx", "--data=misspelled_data.npz", "-o", "out.onnx"),
