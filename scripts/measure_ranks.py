@@ -1,7 +1,7 @@
 """Measure the CPU time of one of several ranks outside of collectives, into a results file.
 
-Run on a machine without other work: ``python -m scripts.measure_ranks``. Then
-``python -m scripts.list_distributions`` writes the table of the page.
+Run on a machine without other work: ``python -m scripts.measure_ranks``. The table is in
+docs/distributed.md.
 
 Ranks are threads. One of them computes at a time, and the others sleep until it enters a
 collective. Their number does not depend on the number of cores, they wait without CPU time, and the
@@ -35,8 +35,6 @@ from tests.distributed.threads import Ranks, ThreadRank
 RESULTS = Path(__file__).resolve().parent.parent / "bench/results/2026-11-25-ranks.jsonl"
 ROWS, PERIOD, ROUNDS = 256, 10, 9
 SIZES = (1, 2, 4, 8)
-# Numbers of ranks with numbers of owners of a large layer.
-OWNERS = ((4, 2), (8, 2), (8, 3))
 
 
 class Baton:
@@ -103,9 +101,9 @@ class Case:
     CPU seconds of a step of each rank.
     """
 
-    def __init__(self, distribution: str, size: int, baton: Baton, layer_owners: int = 1) -> None:
+    def __init__(self, distribution: str, size: int, baton: Baton) -> None:
         shared = Ranks(size)
-        self.distribution, self.size, self.layer_owners = distribution, size, layer_owners
+        self.distribution, self.size = distribution, size
         self.seconds: list[list[float]] = []
         self._ranks = [CountedRank(shared, rank, baton) for rank in range(size)]
         self._engines: list[Any] = [None] * size
@@ -130,7 +128,6 @@ class Case:
         if self.distribution:
             several = self._ranks[rank] if self.size > 1 else Alone()
             options = {"communicator": several, "distribution": self.distribution}
-            options["layer_owners"] = self.layer_owners
         self._engines[rank] = ke.Engine.from_onnx(
             mlp().data,
             loss="categorical",
@@ -174,7 +171,6 @@ def measured(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     baton = Baton()
     cases = [Case("", 1, baton)]
     cases += [Case(name, size, baton) for name in DISTRIBUTIONS for size in SIZES]
-    cases += [Case("shard", size, baton, layer_owners=most) for size, most in OWNERS]
     for number in range(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):
             case.measure()
@@ -182,7 +178,6 @@ def measured(rounds: int = ROUNDS) -> list[dict[str, Any]]:
         {
             "distribution": case.distribution,
             "ranks": case.size,
-            "layer_owners": case.layer_owners,
             "slowest": max(case.milliseconds()),
             "mean": sum(case.milliseconds()) / case.size,
         }

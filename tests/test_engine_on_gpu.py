@@ -10,7 +10,6 @@ import pytest
 import kfac_engine as ke
 from kfac_engine.backend import select
 from kfac_engine.backend.cuda import device, inverse_roots
-from kfac_engine.engine.time_estimates import estimate_refresh
 from kfac_engine.errors import BackendError
 from kfac_engine.sessions import device_session
 from tests import models
@@ -333,12 +332,3 @@ def test_factors_and_summaries_are_those_of_a_cpu(gpu: str, approximation: str) 
     norms = [float(repr(result).rpartition("norm ")[2]) for result in results]
     assert norms[1] == pytest.approx(norms[0], rel=TOLERANCE)
     assert "fc1.weight" in results[1]._repr_html_()
-
-
-@pytest.mark.parametrize("name", ["kron", "ekfac"])
-def test_the_time_of_a_refresh_is_measured_on_the_gpu(gpu, name):
-    options = {"approximations": {"fully_connected": name}, "backend": "cupy"}
-    engine = ke.Engine.from_onnx(models.mlp(), loss="categorical", **options)
-    estimate = estimate_refresh(engine)
-    assert estimate.flops == sum(layer.inverse_flops for layer in engine.layers)
-    assert estimate.seconds > 0

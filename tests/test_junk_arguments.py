@@ -185,7 +185,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         for name, good in {
             "gradients": BATCH, "observe": BATCH, "step": BATCH, "loss": BATCH, "trace": BATCH,
             "predict": {"inputs": INPUTS}, "evaluate": {"data": DATA},
-            "precondition": {"gradients": VECTORS}, "memory": {}, "ranks_report": {"ranks": 2},
+            "precondition": {"gradients": VECTORS}, "memory": {},
             "sample_batch": {"examples": 2}, "export": {"path": "e.onnx"},
             "save": {"path": "state"}, "load": {"path": "state"},
             "set_parameters": {"values": {}}, "set_buffers": {"values": {}},

@@ -108,13 +108,10 @@ def commanded(model, *arguments):
 
 
 def inspected(capsys, *arguments):
-    """What ``inspect`` says, without the time that it measures."""
+    """What ``inspect`` says."""
     capsys.readouterr()
     assert main(["inspect", "m.onnx", "--json", *arguments]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["refresh_estimate"].pop("seconds") >= 0
-    assert report["step"].pop("seconds") > 0
-    return report
+    return json.loads(capsys.readouterr().out)
 
 
 def assert_alike(one, other):

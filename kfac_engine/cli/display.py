@@ -140,14 +140,6 @@ def show_flops(count: float) -> str:
     return scaled(count, 1000, _FLOPS)
 
 
-def show_seconds(count: float) -> str:
-    """Return a time with two digits, or ``less than 1 ms``."""
-    for unit, length in _TIMES.items():
-        if count >= length:
-            return f"{float(f'{count / length:.2g}'):g} {unit}"
-    return "less than 1 ms"
-
-
 _EDGE, _GAP = "  ", "   "
 # The same for cells below a name on a line of its own.
 _EDGE_BELOW, _GAP_BELOW = "      ", "  "

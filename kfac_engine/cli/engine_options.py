@@ -21,7 +21,7 @@ HEADING = "Options of the engine"
 # itself, and fields for products that no command computes.
 _ELSEWHERE = frozenset(
     {"exps", "schedule", "sample_inputs", "draws", "compute_cholesky", "compute_cholesky_inverse"}
-    | {"communicator", "distribution", "layer_owners"}
+    | {"communicator", "distribution"}
 )
 # Fields that the gradient of a model depends on, besides losses and outputs.
 OBJECTIVE = (

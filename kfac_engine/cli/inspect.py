@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -16,32 +15,26 @@ from kfac_engine.cli.display import (
     print_table,
     say,
     show_flops,
-    show_seconds,
     warn,
     working,
 )
-from kfac_engine.cli.engine_options import EngineCommand, options_of
+from kfac_engine.cli.engine_options import EngineCommand
 from kfac_engine.cli.options import (
     debug_option,
-    gathered,
     json_option,
     keywords,
-    layer_owners_option,
     sample_option,
     spelled,
 )
-from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.errors import ExportWarning, InputError
-from kfac_engine.summary import binary_size, counted, dimensions
+from kfac_engine.summary import binary_size, dimensions
 
 if TYPE_CHECKING:
     import kfac_engine as ke
     from kfac_engine._types import Array
-    from kfac_engine.distributed.cost import Distribution, RankCost
     from kfac_engine.engine.memory import MemoryReport
     from kfac_engine.engine.report import LayerReport, LossReport
     from kfac_engine.engine.spectra import FactorSpectrum
-    from kfac_engine.engine.time_estimates import RefreshEstimate, StepTime
     from kfac_engine.graph.analysis.exporter_changes import Tie
     from kfac_engine.runtime.model import OnnxModel
 
@@ -51,31 +44,20 @@ if TYPE_CHECKING:
 
 # Number of constants with one reason that have a row each; more of them share a row.
 _MOST_ALIKE = 3
-# Fields of the schedule, for the mean over a period.
-_SCHEDULE = ("covariance_every", "refresh_every")
 # Head of the column of the cost of a refresh.
 _REFRESH = " refresh"
-
-
-_SIZES = (
-    Group.MODEL.count(
-        "--batch",
-        help="Number of examples in a batch, for the peak memory; by default the number in "
-        "--inputs, or 1.",
-    ),
-    Group.MODEL.count(
-        "--ranks", help="Number of processes. Show traffic, memory and work of one of them."
-    ),
-)
 
 
 @click.command(
     cls=EngineCommand,
     example="kfac-engine inspect mlp.onnx --batch 128",
-    params=[layer_owners_option(), *options_of(Schedule, _SCHEDULE)],
 )
 @click.argument("model", type=file_path)
-@gathered("size", *_SIZES)
+@Group.MODEL.count(
+    "--batch",
+    help="Number of examples in a batch, for the peak memory; by default the number in --inputs, "
+    "or 1.",
+)
 @sample_option
 @Group.OUTPUT.file(
     "--plot",
@@ -90,7 +72,7 @@ _SIZES = (
 @debug_option
 def inspect(
     model: Path,
-    size: SimpleNamespace,
+    batch: int | None,
     inputs: Path | None,
     plot: Path | None,
     wide: bool,
@@ -100,29 +82,16 @@ def inspect(
     """Show the layer, block, factors and costs of each parameter."""
     import kfac_engine as ke
     from kfac_engine.cli.files import read_inputs
-    from kfac_engine.engine.time_estimates import estimate_refresh, measure_step
 
     if plot is not None:
         _check_plot(plot, inputs, model)
     with working("preparing the model"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExportWarning)  # printed above the tables
         sample = read_inputs(inputs, model)
-        schedule = Schedule(**{name: options.pop(name) for name in _SCHEDULE})
-        engine = ke.Engine.from_onnx(model, sample_inputs=sample, schedule=schedule, **options)
+        engine = ke.Engine.from_onnx(model, sample_inputs=sample, **options)
     spectra = () if plot is None or sample is None else _plotted(plot, engine, sample, model.name)
-    with working("measuring"):
-        batch = size.batch or engine.losses[0].examples
-        memory, refresh, untrained = (
-            engine.memory(batch),
-            estimate_refresh(engine),
-            _untrained(engine),
-        )
-        divided = None if size.ranks is None else engine.ranks_report(size.ranks)
-        # The step is the last measurement: it changes the statistics and the schedule.
-        step = measure_step(engine, batch, refresh, memory)
-        report = _Report(
-            engine, batch, schedule, memory, refresh, step, untrained, spectra, divided
-        )
+    batch = batch or engine.losses[0].examples
+    report = _Report(engine, batch, engine.memory(batch), _untrained(engine), spectra)
     if as_json:
         print_json(_as_json(report))
     else:
@@ -136,24 +105,16 @@ class _Report:
     Attributes:
         engine: The engine.
         batch: Number of examples in a batch.
-        schedule: Periods of a step, which the measurements of the engine change.
         memory: Peak memory for this batch.
-        refresh: Cost of a refresh of all factors.
-        step: Time of a step without a refresh.
         untrained: Constants that are not trained.
         spectra: Eigenvalues of the factors; empty if they were not asked for.
-        ranks: The cost of one of several processes; None if it was not asked for.
     """
 
     engine: "ke.Engine"
     batch: int
-    schedule: Schedule
     memory: "MemoryReport"
-    refresh: "RefreshEstimate"
-    step: "StepTime"
     untrained: "Sequence[Untrained]"
     spectra: "Sequence[FactorSpectrum]"
-    ranks: "Mapping[Distribution, RankCost] | None"
 
     def warnings(self) -> list[str]:
         """Return a clause for each layer whose factors are too large."""
@@ -178,7 +139,7 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
         print_lines([f"not shown: the column {_REFRESH.strip()}; --wide shows it.", ""])
     _say_all(_uncovered(engine))
     print_legend(layer.formula for layer in engine.layers)
-    print_totals(engine, report.refresh, report.step)
+    print_totals(engine)
     print_choices(engine.layers)
     _say_all((f"{spelled(clause)}." for clause in report.warnings()), warn)
     _say_all(f"note: {spelled(note)}." for note in report.notes())
@@ -192,8 +153,6 @@ def _print(report: _Report, *, wide: bool, as_one: bool) -> None:
 
         print_spectra(report.spectra)
     print_memory(report.memory, report.batch)
-    if report.ranks is not None:
-        print_ranks(report.ranks, report.schedule.refresh_every)
 
 
 def _check_plot(plot: Path, inputs: Path | None, model: Path) -> None:
@@ -229,7 +188,7 @@ def _as_json(report: _Report) -> dict[str, object]:
     return {
         "backend": engine.collection.backend.name,
         "damping": engine.damping,
-        **summary(engine, report.refresh, report.step),
+        **summary(engine),
         "export_notes": list(engine.export_changes.notes),
         "losses": [asdict(loss) for loss in engine.losses],
         "layers": [asdict(layer) for layer in engine.layers],
@@ -242,7 +201,6 @@ def _as_json(report: _Report) -> dict[str, object]:
         "ties": [asdict(tie) for tie in engine.ties],
         "memory": {**asdict(report.memory), "total": report.memory.total},
         "spectra": [described(spectrum) for spectrum in report.spectra],
-        "ranks": None if report.ranks is None else ranks_as_values(report.ranks),
     }
 
 
@@ -379,61 +337,6 @@ def _assumptions(loss: "LossReport") -> Iterator[str]:
         )
 
 
-# -- the table of --ranks --------------------------------------------------------------------------
-
-# Title of a row, the field of a cost, and the function that shows its value.
-_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("handed to collectives", "handed_over", binary_size),
-    ("traffic", "traffic", binary_size),
-    ("averages and inverses", "memory", binary_size),
-    ("refresh, slowest rank", "refresh", show_flops),
-    ("products, slowest rank", "products", show_flops),
-)
-# Names in JSON of the fields of a cost.
-_VALUES = {
-    "handed_over": "handed_over_bytes",
-    "traffic": "traffic_bytes",
-    "memory": "curvature_bytes",
-    "refresh": "refresh_multiplications",
-    "products": "product_operations",
-}
-_NAMES = {"sgd": " SGD"}
-_NONE = "–"
-
-
-def print_ranks(costs: "Mapping[Distribution, RankCost]", refresh_every: int) -> None:
-    """Print a column with the cost of one rank for each distribution.
-
-    ``refresh_every`` is the number of calls from one refresh to the next.
-    """
-    heads = ("quantity", *(_NAMES.get(name, f" {name}") for name in costs))
-    rows = [
-        [
-            title,
-            *(
-                show(getattr(cost, field)) if getattr(cost, field) else _NONE
-                for cost in costs.values()
-            ),
-        ]
-        for title, field, show in _ROWS
-    ]
-    print_table(f"one of {counted(costs['sgd'].ranks, 'rank')}", heads, rows)
-    every = counted(refresh_every, "call")
-    say(f"Bytes are the mean of a step, with a refresh every {every}.")
-    print_lines([""])
-
-
-def ranks_as_values(costs: "Mapping[Distribution, RankCost]") -> dict[str, object]:
-    """Return costs as values that JSON can hold."""
-    return {
-        "ranks": costs["sgd"].ranks,
-        "distributions": {
-            name: {title: getattr(cost, field) for field, title in _VALUES.items()}
-            for name, cost in costs.items()
-        },
-    }
-
-
 def print_legend(formulas: Iterable[str]) -> None:
     """Print the meaning of the symbols in formulas of blocks."""
     from kfac_engine.curvature.approximations import explained
@@ -442,25 +345,15 @@ def print_legend(formulas: Iterable[str]) -> None:
     print_table("symbols of the blocks", ("symbol", "meaning"), rows, sentences="meaning")
 
 
-def print_totals(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> None:
-    """Print the numbers of parameters, the bytes of factors, and the costs of a step."""
+def print_totals(engine: "ke.Engine") -> None:
+    """Print the numbers of parameters, the bytes of factors, and the cost of a refresh."""
     total, covered = parameter_counts(engine)
     factors = sum(layer.factor_bytes for layer in engine.layers)
-    seconds = f", {show_seconds(refresh.seconds)} on this machine (estimate)"
     rows = [
         ("parameters", f"{total:,}"),
         ("in Kronecker blocks", f"{covered:,} ({_percent(covered, total)})"),
         ("factors", binary_size(factors)),
-        (
-            "refresh of all factors",
-            show_flops(refresh.flops) + (seconds if refresh.flops else ""),
-        ),
-        (
-            f"step of {counted(step.examples, 'example')}",
-            f"not measured: {step.reason}"
-            if step.seconds is None
-            else f"{show_seconds(step.seconds)} on this machine, without a refresh",
-        ),
+        ("refresh of all factors", show_flops(_refresh_flops(engine))),
     ]
     print_table("totals", ("quantity", "value"), rows, sentences="value")
 
@@ -507,15 +400,19 @@ def choices(layers: "Sequence[ke.LayerReport]") -> dict[str, tuple[list[str], tu
     return {kind: (names, accepted(kind)) for kind, names in used.items()}
 
 
-def summary(engine: "ke.Engine", refresh: "RefreshEstimate", step: "StepTime") -> dict[str, object]:
+def _refresh_flops(engine: "ke.Engine") -> float:
+    """Return the operations of a refresh; a factor of several layers counts once."""
+    return sum(work.cost for work in engine.estimator.refreshes.works)
+
+
+def summary(engine: "ke.Engine") -> dict[str, object]:
     """Return the numbers of the tables as values that JSON can hold."""
     total, covered = parameter_counts(engine)
     return {
         "parameters": total,
         "parameters_in_kronecker_blocks": covered,
         "factor_bytes": sum(layer.factor_bytes for layer in engine.layers),
-        "refresh_estimate": asdict(refresh),
-        "step": asdict(step),
+        "refresh_flops": _refresh_flops(engine),
         "approximations": {
             kind: {"in_use": used, "choices": names}
             for kind, (used, names) in choices(engine.layers).items()

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
-from click import IntRange
 
 from kfac_engine.cli.command import Choice, Group, Option
 from kfac_engine.cli.display import shown_warnings, working
@@ -275,18 +274,6 @@ def distribution_option() -> Option:
         group=Group.MACHINE,
         help="Division of the curvature among the processes of mpirun: each stores all inverses, "
         "or the inverses of its layers. By default replicate.",
-    )
-
-
-def layer_owners_option() -> Option:
-    """Return the option for the field ``layer_owners`` of the options of an engine."""
-    return Option(
-        ["--layer-owners"],
-        type=IntRange(min=1),
-        default=1,
-        group=Group.MACHINE,
-        help="Largest number of processes that own a large dense layer or convolution with the "
-        "distribution shard.",
     )
 
 

@@ -24,7 +24,6 @@ from kfac_engine.cli.options import (
     json_option,
     keywords,
     labeled_data,
-    layer_owners_option,
     one_or_more,
     spelled,
 )
@@ -183,7 +182,7 @@ _COURSE = (
     example="kfac-engine train mlp.onnx --data digits.npz --validation 0.1 \\\n"
     "  --epochs 3 --log run.jsonl -o trained.onnx",
     without=SET_HERE,
-    params=[distribution_option(), layer_owners_option(), *refresh_options()],
+    params=[distribution_option(), *refresh_options()],
 )
 @click.argument("model", type=file_path)
 @gathered("files", *_FILES)

@@ -16,19 +16,13 @@ Pairs: TypeAlias = Sequence[tuple[Vector, Params]]
 Product: TypeAlias = Callable[[FisherBlock, Vector], Vector]
 
 
-def matpower(exp: float, columns: Mapping[Params, slice] | None = None) -> Product:
+def matpower(exp: float) -> Product:
     """Return the product of a block with a vector for a power of the damped matrix.
 
-    The power 1 reads the current averages; a registered power reads the last refresh. ``columns``
-    has, by the parameters of a block, the columns of the product that are needed. The other columns
-    may be zero (``FisherBlock.multiply_columns``).
+    The power 1 reads the current averages; a registered power reads the last refresh.
     """
-    needed = {} if exp == 1 else columns or {}
 
     def product(block: FisherBlock, vector: Vector) -> Vector:
-        chosen = needed.get(block.params or ())
-        if chosen is not None:
-            return block.multiply_columns(vector, exp, chosen)
         if isinstance(vector, Rows | tuple) or isinstance(block.params, str):
             return block.multiply_matpower(vector, exp)
         return block.multiply_weight(vector, exp)

@@ -1,6 +1,6 @@
 """The Fisher estimator: updates factors from a trace and multiplies by the estimated matrix."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -361,9 +361,7 @@ class FisherEstimator(Sealed):
         product = self.cholesky_inverse_product(transpose)
         return multiply_pairs(self._collection, vecs_and_vars, product)
 
-    def matpower_product(
-        self, exp: float, columns: Mapping[Params, slice] | None = None
-    ) -> Product:
+    def matpower_product(self, exp: float) -> Product:
         """Return the product of a block with a vector for a power; see ``matpower``.
 
         ``UnknownNameError`` is raised if the power is neither 1 nor in ``exps``.
@@ -372,7 +370,7 @@ class FisherEstimator(Sealed):
             raise UnknownNameError(
                 f"power {exp} was not registered with {self.name}; add it to exps={self._exps}."
             )
-        return matpower(exp, columns)
+        return matpower(exp)
 
     def cholesky_product(self, transpose: bool = False) -> Product:
         """Return the product with the Cholesky factor ``B`` of the damped matrix, or with ``Bᵀ``.

@@ -11,7 +11,6 @@ from itertools import groupby
 from math import ceil, isfinite
 
 from kfac_engine.arguments import whole
-from kfac_engine.distributed.sizes import ModelSize
 from kfac_engine.errors import InputError
 
 
@@ -112,22 +111,37 @@ def together(members: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 # -- owners of layers under the distribution "shard" -----------------------------------------------
 #
-# A layer has one owner, unless it exceeds the share of a rank and its product can be divided:
-#
-# - The rows of the gradient of a table are independent of each other. Each owner receives its rows
-#   only, so that the bytes of a table are divided, too. Owners are added while the copies of the
-#   other factor, which all of them receive, have at most 2 % of the bytes of the table.
-# - An owner of some columns of the product ``A⁻¹ V G⁻¹`` needs the whole gradient ``V``. Each
-#   further owner of a dense layer or a convolution adds the bytes of its gradient to a step, so
-#   that an option bounds their number.
+# A layer has one owner, unless it is a table that exceeds the share of a rank. The rows of the
+# gradient of a table are independent of each other. Each owner receives its rows only, so that the
+# bytes of a table are divided, too. Owners are added while the copies of the other factor, which
+# all of them receive, have at most 2 % of the bytes of the table.
 
 # Bytes of the copies of a factor, as a share of the bytes of the table that is divided.
 _MOST_COPIED = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSize:
+    """The sizes of a layer from which its owners follow."""
+
+    bytes: int  # of its gradient
+    products: float  # multiplications that precondition the gradient
+    factors: tuple[str, ...]  # their names; layers may share a factor
+    parameters: tuple[str, ...] = ()  # layers may read slices of one parameter
+    rows: int = 1  # of a table, which several ranks may own
+
+
+@dataclass(frozen=True, slots=True)
+class FactorSize:
+    """The sizes of a factor from which the owners of its layers follow."""
+
+    refresh: float = 0.0  # multiplications
+    bytes: int = 0  # that an owner receives before a refresh
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """Rows or columns from ``start`` to before ``stop`` of a layer's gradient, with one owner.
+    """Rows from ``start`` to before ``stop`` of a layer's gradient, with one owner.
 
     The owner is the rank that preconditions them.
     """
@@ -138,19 +152,25 @@ class Part:
 
 
 def layer_owners(
-    model: ModelSize, ranks: int, refresh_every: int = 10
+    layers: Mapping[str, LayerSize],
+    factors: Mapping[str, FactorSize],
+    ranks: int,
+    refresh_every: int = 10,
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each layer with their owners, the same on all ranks.
 
-    The key is the name of the block, and parts are in the order of their rows or columns. The load
-    of a layer is its preconditioning, and the share of its refresh in one step. Blocks that share a
-    factor or a parameter have one owner.
+    The parts of a layer are in the order of their rows. The load of a layer is its preconditioning,
+    and the share of its refresh in one step. Layers that share a factor or a parameter have one
+    owner.
     """
     members = {
-        key: [*block.factors, *(f"parameter {name}" for name in block.parameters)]
-        for key, block in model.blocks.items()
+        key: [*layer.factors, *(f"parameter {name}" for name in layer.parameters)]
+        for key, layer in layers.items()
     }
-    groups = {group[0]: _Group(model, group, refresh_every) for group in together(members)}
+    groups = {
+        group[0]: _Group(group, [layers[key] for key in group], factors, refresh_every)
+        for group in together(members)
+    }
     counts = _counts(groups, ranks)
     works = {
         f"{key} {index:09d}": groups[key].part(count)
@@ -162,32 +182,28 @@ def layer_owners(
     for key, count in counts.items():
         ordered = sorted(assigned[f"{key} {index:09d}"] for index in range(count))
         for member in groups[key].members:
-            parts[member] = _cut(model.blocks[member].extent, ordered)
-    return {key: parts[key] for key in model.blocks}
+            parts[member] = _cut(layers[member].rows, ordered)
+    return {key: parts[key] for key in layers}
 
 
 class _Group:
-    """Layers with one owner, or one layer that several ranks may own.
+    """Layers with one owner, or one table that several ranks may own."""
 
-    ``members`` are the names of the blocks.
-    """
-
-    def __init__(self, model: ModelSize, members: Sequence[str], refresh_every: int) -> None:
-        blocks = [model.blocks[key] for key in members]
-        factors = dict.fromkeys(name for block in blocks for name in block.factors)
+    def __init__(
+        self,
+        members: Sequence[str],
+        layers: Sequence[LayerSize],
+        factors: Mapping[str, FactorSize],
+        refresh_every: int,
+    ) -> None:
+        used = [factors[name] for name in dict.fromkeys(n for la in layers for n in la.factors)]
         self.members = members
-        self.refresh = sum(model.factors[name].refresh for name in factors) / refresh_every
-        # A multiplication of a refresh counts as one of a product, with the addition after it.
-        self.products = sum(block.products for block in blocks) / 2
-        self.bytes = model.itemsize * sum(block.numbers for block in blocks)
-        self.divisible = blocks[0].divisible if len(blocks) == 1 else None
-        copied = sum(model.divided_bytes.get(name, 0) for name in factors) / refresh_every
-        limits = {
-            None: 1,
-            "columns": blocks[0].most_owners,
-            "rows": 1 + int(_MOST_COPIED * self.bytes / max(copied, 1)),
-        }
-        self.most = min(limits[self.divisible], blocks[0].extent)
+        self.refresh = sum(factor.refresh for factor in used) / refresh_every
+        self.products = sum(layer.products for layer in layers)
+        self.bytes = sum(layer.bytes for layer in layers)
+        copied = sum(factor.bytes for factor in used) / refresh_every
+        most = 1 + int(_MOST_COPIED * self.bytes / max(copied, 1))
+        self.most = min(most, layers[0].rows) if len(layers) == 1 else 1
 
     def part(self, count: int) -> Load:
         """Return the load of one of several equal parts; each owner refreshes the factors."""
@@ -198,8 +214,7 @@ def _counts(groups: Mapping[str, _Group], ranks: int) -> dict[str, int]:
     """Return the number of parts of each group.
 
     No part is smaller than the share of a rank, nor than the largest group with one owner, because
-    the other ranks wait for that owner. The size of a part is its work; for rows, its bytes count,
-    too.
+    the other ranks wait for that owner. The size of a part is its work or its bytes.
     """
     loads = {key: group.part(1) for key, group in groups.items()}
     whole = [load for key, load in loads.items() if groups[key].most == 1]
@@ -207,15 +222,13 @@ def _counts(groups: Mapping[str, _Group], ranks: int) -> dict[str, int]:
     size = max([sum(load.bytes for load in loads.values()) / ranks, *(w.bytes for w in whole)])
     counts = {}
     for key, group in groups.items():
-        parts = [ceil(loads[key].cost / cost)] if cost else [1]
-        if group.divisible == "rows":
-            parts.append(ceil(loads[key].bytes / size))
+        parts = ceil(loads[key].cost / cost) if cost else 1, ceil(loads[key].bytes / size)
         counts[key] = max(1, min(group.most, ranks, max(parts)))
     return counts
 
 
 def _cut(extent: int, ordered: Sequence[int]) -> tuple[Part, ...]:
-    """Divide rows or columns into equal parts; the parts of one owner are joined."""
+    """Divide rows into equal parts; the parts of one owner are joined."""
     parts, start = [], 0
     for owner, same in groupby(ordered):
         stop = start + len(list(same))

@@ -260,7 +260,7 @@ class BlockFisher:
         self, vectors: Mapping[str, Array | Rows], exp: float, names: Sequence[str] | None = None
     ) -> dict[str, Array]:
         """Multiply vectors by a power of the damped matrix; see ``multiply``."""
-        product = self.estimator.matpower_product(exp, self.distribution.columns)
+        product = self.estimator.matpower_product(exp)
         return self.multiply(vectors, product, exp, names)
 
     def multiply(

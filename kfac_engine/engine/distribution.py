@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kfac_engine._types import Array, Params, Rows, whole_arrays
+from kfac_engine._types import Array, Rows, whole_arrays
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.estimator import FisherEstimator
@@ -55,11 +55,7 @@ class Distribution(Division):
 
     Attributes:
         divided: Factors whose averages are divided among the ranks.
-        columns: The columns of a product that this rank computes, by the parameters of the block,
-            where it does not compute all of them.
     """
-
-    columns: Mapping[Params, slice] = MappingProxyType({})
 
     def __init__(
         self,

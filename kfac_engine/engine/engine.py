@@ -19,9 +19,7 @@ from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import is_array
 from kfac_engine.distributed.agreement import Agreement
-from kfac_engine.distributed.cost import Distribution, RankCost, rank_costs
 from kfac_engine.distributed.protocol import Alone
-from kfac_engine.distributed.sizes import Periods
 from kfac_engine.engine.batch_parts import Inputs, parts_of
 from kfac_engine.engine.batch_passes import BackwardResult
 from kfac_engine.engine.block_fisher import BlockFisher
@@ -30,7 +28,6 @@ from kfac_engine.engine.checkpoint import Accept, Expected, Extras, State, load_
 from kfac_engine.engine.factors import Factors
 from kfac_engine.engine.loss_bindings import LossChoices
 from kfac_engine.engine.memory import Footprint, MemoryReport, unchecked
-from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.options import (
     GATHERINGS,
     EngineOptions,
@@ -460,22 +457,6 @@ class Engine(Summarized, TrainableModel):
         sizes = [unchecked(self._assembly, part, statistics=statistics) for part, _ in parts]
         if largest := max(sizes):
             self._footprint_of(len(parts), statistics).require(largest, more())
-
-    def ranks_report(self, ranks: int) -> Mapping[Distribution, RankCost]:
-        """Return traffic, memory and work of one of several processes, without running the model.
-
-        Args:
-            ranks: Number of processes.
-
-        Returns:
-            The cost by distribution; ``"sgd"`` averages gradients, and nothing else.
-
-        Raises:
-            InputError: The number is not a positive whole number.
-        """
-        schedule = self.schedule
-        periods = Periods(schedule.refresh_every, schedule.covariance_every)
-        return rank_costs(model_size(self._assembly, self.layers), ranks, periods)
 
     def _summary(self) -> Summary:
         settings = self.damping, self.schedule

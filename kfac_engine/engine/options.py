@@ -116,9 +116,6 @@ class EngineOptions:
             inverses, and each computes some. With ``"shard"``, each layer has an owner, which
             stores its inverses and preconditions its gradient; a step returns the gradients of the
             layers that the process owns.
-        layer_owners: Largest number of owners of a dense layer or a convolution with ``"shard"``. A
-            layer has more than one if its work exceeds the share of a process. Each further owner
-            divides its preconditioning, and receives its gradient.
     """
 
     loss: LossChoices
@@ -153,7 +150,6 @@ class EngineOptions:
     graph_passes: Sequence[str] | None = None
     communicator: Communicator | None = None
     distribution: Distribution = "replicate"
-    layer_owners: int = 1
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -166,7 +162,6 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1, most=most)
         check_seed(self.seed)
-        whole("layer_owners", self.layer_owners, least=1)
         check_communicator(self.communicator)
         one_of("distribution", self.distribution, DISTRIBUTIONS)
         for name in ("tie_weights", "train_form", "compute_cholesky", "compute_cholesky_inverse"):

@@ -2,83 +2,79 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
-from kfac_engine._types import Array, Params, Rows
-from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine._types import Array, Rows
+from kfac_engine.curvature.approximations import row
+from kfac_engine.curvature.blocks.base import uses
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.refresh import Compute, RefreshTask, Request, Result
+from kfac_engine.curvature.refreshes import factor_shapes, refresh_cost, refreshed_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.distributed.messages import Form, broadcast_arrays
-from kfac_engine.distributed.owners import Part, layer_owners
-from kfac_engine.distributed.sizes import Divisible
+from kfac_engine.distributed.owners import FactorSize, LayerSize, Part, layer_owners
 from kfac_engine.engine.batch_shards import BatchShards
 from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.distribution import Distribution
-from kfac_engine.engine.model_size import model_size
 from kfac_engine.engine.report import LayerReport
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterPart:
-    """A part of a parameter, or the whole, with the rank that preconditions its gradient.
+def sizes(
+    assembly: Assembly, layers: Sequence[LayerReport]
+) -> tuple[dict[str, LayerSize], dict[str, FactorSize]]:
+    """Return the sizes of the layers of a model, in their order, and of their factors."""
+    collection = assembly.collection
+    # Half precision is sent as float32.
+    itemsize = max(4, *(array.dtype.itemsize for array in assembly.model.parameters.values()))
+    shapes, refreshed = factor_shapes(collection), refreshed_shapes(collection)
+    factors = {
+        f"{number}": FactorSize(
+            sum(map(refresh_cost, refreshed.get(id(factor), ()))),
+            _sent_bytes(factor, shapes[id(factor)], itemsize),
+        )
+        for number, factor in enumerate(collection.get_factors())
+    }
+    names = dict(zip(map(id, collection.get_factors()), factors, strict=True))
+    sized = {}
+    for number, layer in enumerate(layers):
+        block = collection.fisher_blocks[layer.key]
+        sides = zip(block.factors, layer.factor_shapes, strict=True)
+        # Into the basis of eigenvectors and back.
+        passes = 1 + row(layer.kind, layer.approximation).eigenvectors
+        products = passes * sum(factor.multiplications(shape) for factor, shape in sides)
+        sized[f"{number:09d}"] = LayerSize(
+            itemsize * layer.numbers,
+            float(layer.numbers * products),
+            tuple(dict.fromkeys(names[id(factor)] for factor in block.factors)),
+            layer.parameters,
+            layer.factor_shapes[0][-1] if _is_divisible(assembly, layer) else 1,
+        )
+    return sized, factors
 
-    Attributes:
-        owner: The rank.
-        divisible: Whether the part has rows or columns; None for the whole parameter.
-        axis: The axis of the parameter that is divided.
-        start: First index along this axis.
-        stop: Index behind the last one.
+
+def _sent_bytes(factor: FisherFactor, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes of an average that an owner receives before a refresh."""
+    if not factor.only_refreshes_read:
+        return 0
+    form = Form(shape, np.dtype(np.float32), "symmetric" if factor.is_symmetric else None)
+    return itemsize * form.size
+
+
+def _is_divisible(assembly: Assembly, layer: LayerReport) -> bool:
+    """Return whether several ranks can own rows of a layer.
+
+    Its parameters must be whole parameters of the model, in the same shapes.
     """
-
-    owner: int
-    divisible: Divisible | None = None
-    axis: int = 0
-    start: int = 0
-    stop: int = 0
-
-    def of(self, array: Array) -> Array:
-        """Return the part of an array in the shape of the parameter; a view."""
-        return array[(slice(None),) * self.axis + (self.indices,)] if self.divisible else array
-
-    def needed(self, gradient: Array) -> Array:
-        """Return the part of the gradient that the owner needs; a view."""
-        return gradient if self.divisible == "columns" else self.of(gradient)
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape that this part has in an array of the shape ``whole``."""
-        if self.divisible is None:
-            return whole
-        return *whole[: self.axis], self.stop - self.start, *whole[self.axis + 1 :]
-
-    @property
-    def indices(self) -> slice:
-        """The indices of the part along its axis."""
-        return slice(self.start, self.stop)
-
-
-def parameter_parts(
-    block: FisherBlock, shapes: Sequence[tuple[int, ...]], parts: Sequence[Part]
-) -> list[tuple[ParameterPart, ...]]:
-    """Return the parts of each parameter of a block.
-
-    ``shapes`` are the shapes of a weight, and of a bias if there is one. ``parts`` are rows or
-    columns of the packed gradient.
-    """
-    if len(parts) == 1:
-        return [(ParameterPart(parts[0].owner),)] * len(shapes)
-    axes = [0] * len(shapes)
-    if block.divisible == "columns":
-        assert block.packing is not None, "the block of a layer"
-        outputs = block.packing.matrix_shape(shapes[0])[1]
-        axes = [block.packing.column_axis or 0, *(s.index(outputs) for s in shapes[1:])]
-    return [
-        tuple(ParameterPart(p.owner, block.divisible, axis, p.start, p.stop) for p in parts)
-        for axis in axes
-    ]
+    parts, parameters = assembly.discovery.parts, assembly.model.parameters
+    names = zip(layer.parameters, uses(layer.key), strict=True)
+    return assembly.collection.fisher_blocks[layer.key].multiplies_rows and all(
+        len(parts[name]) == 1
+        and parts[name][0].index is None
+        and assembly.model.facts[of_block].shape == parameters[name].shape
+        for name, of_block in names
+    )
 
 
 class Shard(Distribution):
@@ -95,22 +91,17 @@ class Shard(Distribution):
         reports: Callable[[], Iterable[LayerReport]],
     ) -> None:
         super().__init__(shards, assembly, estimator, reports)
-        rank, layers = shards.communicator.rank, tuple(reports())
+        layers = tuple(reports())
         period = (assembly.options.schedule or Schedule()).refresh_every
-        owners = layer_owners(model_size(assembly, layers), shards.communicator.size, period)
-        self._parts: dict[str, tuple[ParameterPart, ...]] = {}
+        owners = layer_owners(*sizes(assembly, layers), shards.communicator.size, period)
+        # The owners of each parameter, with its rows if there are several.
+        self._parts: dict[str, tuple[Part, ...]] = {}
         self._factor_owners: dict[int, tuple[int, ...]] = {}
-        columns: dict[Params, slice] = {}
         for layer, parts in zip(layers, owners.values(), strict=True):
-            block = assembly.collection.fisher_blocks[layer.key]
-            shapes = [assembly.model.parameters[name].shape for name in layer.parameters]
-            self._parts |= zip(layer.parameters, parameter_parts(block, shapes, parts), strict=True)
+            self._parts |= dict.fromkeys(layer.parameters, parts)
             ranks = tuple(part.owner for part in parts)
+            block = assembly.collection.fisher_blocks[layer.key]
             self._factor_owners |= {id(factor): ranks for factor in block.factors}
-            if len(parts) > 1 and block.divisible == "columns" and rank in ranks:
-                mine = parts[ranks.index(rank)]
-                columns[layer.key] = slice(mine.start, mine.stop)
-        self.columns = columns
 
     def sum_gradients(
         self, gradients: dict[str, Array], others: Sequence[Array]
@@ -119,12 +110,12 @@ class Shard(Distribution):
         if not gradients:
             return {}
         pieces = self._pieces(gradients)
-        arrays = [part.needed(gradients[name]) for name, part in pieces]
+        arrays = [self._of(name, part, gradients[name]) for name, part in pieces]
         forms = [Form(array.shape, array.dtype) for array in arrays]
         message = self._message(forms, [part.owner for _, part in pieces])
         sums = zip(pieces, message.sum(arrays), strict=True)
         return {
-            name: self._rows(part, total, gradients[name].shape)
+            name: self._rows(name, part, total, gradients[name].shape)
             for (name, part), total in sums
             if total is not None
         }
@@ -134,7 +125,7 @@ class Shard(Distribution):
         for name, vector in vectors.items():
             part = self._part(name)
             if part is not None:
-                owned[name] = self._operand(part, vector)
+                owned[name] = self._operand(name, part, vector)
         return owned
 
     def gather(
@@ -214,47 +205,61 @@ class Shard(Distribution):
         ``OwnedArrays.gather``.
         """
         pieces = self._pieces(forms)
-        parts_of = [Form(part.shape(forms[name].shape), forms[name].dtype) for name, part in pieces]
+        parts_of = [
+            Form(self._shape(name, part, forms[name].shape), forms[name].dtype)
+            for name, part in pieces
+        ]
         message = self._message(parts_of, [part.owner for _, part in pieces])
-        mine = [self._sent(part, arrays[n]) for n, part in pieces if self._part(n) is part]
+        mine = [self._sent(n, part, arrays[n]) for n, part in pieces if self._part(n) is part]
         with self._shards.agreement.exchanging():
             received = message.gather(mine, views=views)
         gathered: dict[str, Array] = {}
         for (name, part), array in zip(pieces, received, strict=True):
-            if part.divisible is None:
+            if not self._is_divided(name):
                 gathered[name] = array
                 continue
             if name not in gathered:
                 gathered[name] = self._backend.xp.empty(forms[name].shape, forms[name].dtype)
-            part.of(gathered[name])[...] = array
+            gathered[name][part.start : part.stop] = array
         return {name: gathered[name] for name in forms}
 
     def _is_owned(self, factor: FisherFactor) -> bool:
         return self._communicator.rank in self._factor_owners[id(factor)]
 
-    def _pieces(self, names: Iterable[str]) -> list[tuple[str, ParameterPart]]:
+    def _pieces(self, names: Iterable[str]) -> list[tuple[str, Part]]:
         """Return the parts of parameters in the order of their owners."""
         pieces = [(name, part) for name in names for part in self._parts[name]]
         return sorted(pieces, key=lambda piece: (piece[1].owner, piece[0]))
 
-    def _part(self, name: str) -> ParameterPart | None:
+    def _part(self, name: str) -> Part | None:
         """Return the part of a parameter that this rank owns."""
         rank = self._communicator.rank
         return next((part for part in self._parts[name] if part.owner == rank), None)
 
-    def _operand(self, part: ParameterPart, vector: Array | Rows) -> Array | Rows:
+    def _is_divided(self, name: str) -> bool:
+        """Return whether several ranks own rows of a parameter."""
+        return len(self._parts[name]) > 1
+
+    def _of(self, name: str, part: Part, array: Array) -> Array:
+        """Return the part of an array in the shape of a parameter; a view."""
+        return array[part.start : part.stop] if self._is_divided(name) else array
+
+    def _shape(self, name: str, part: Part, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that a part has in an array of the shape ``whole``."""
+        return (part.stop - part.start, *whole[1:]) if self._is_divided(name) else whole
+
+    def _rows(self, name: str, part: Part, array: Array, shape: tuple[int, ...]) -> Array | Rows:
+        """Return a part of an array of ``shape``; rows of a divided one as ``Rows``."""
+        if not self._is_divided(name):
+            return array
+        return Rows(self._backend.xp.arange(part.start, part.stop), array, shape[0])
+
+    def _operand(self, name: str, part: Part, vector: Array | Rows) -> Array | Rows:
         """Return the vector that the block of a part multiplies."""
         if isinstance(vector, Rows):
             return vector
-        return self._rows(part, part.needed(vector), vector.shape)
+        return self._rows(name, part, self._of(name, part, vector), vector.shape)
 
-    def _rows(self, part: ParameterPart, needed: Array, shape: tuple[int, ...]) -> Array | Rows:
-        """Return ``needed``; if the part has rows, as ``Rows`` of an array of ``shape``."""
-        if part.divisible != "rows":
-            return needed
-        return Rows(self._backend.xp.arange(part.start, part.stop), needed, shape[0])
-
-    @staticmethod
-    def _sent(part: ParameterPart, vector: Array | Rows) -> Array:
+    def _sent(self, name: str, part: Part, vector: Array | Rows) -> Array:
         """Return the entries that an owner sends to all ranks."""
-        return vector.values if isinstance(vector, Rows) else part.of(vector)
+        return vector.values if isinstance(vector, Rows) else self._of(name, part, vector)

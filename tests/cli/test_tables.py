@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kfac_engine.cli import display
-from kfac_engine.cli.display import show_flops, show_seconds
+from kfac_engine.cli.display import show_flops
 from kfac_engine.summary import binary_size
 
 NAMES = ["encoder.layers.0.self_attention.out_projection.weight", "encoder.layers.0.bias"]
@@ -66,18 +66,3 @@ def test_numbers_of_operations_have_a_decimal_unit(count, text):
 
 def test_a_name_wider_than_the_terminal_is_not_broken(monkeypatch, capsys):
     assert f"  {NAMES[0]}\n" in printed(30, monkeypatch, capsys)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.0002, "less than 1 ms"),
-        (0.25, "250 ms"),
-        (0.0051, "5.1 ms"),
-        (59, "59 s"),
-        (90, "1.5 min"),
-        (7200, "2 h"),
-    ],
-)
-def test_times_have_two_digits(seconds, text):
-    assert show_seconds(seconds) == text

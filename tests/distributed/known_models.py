@@ -5,7 +5,7 @@ A layer is the size of ``A`` (with the bias) and the size of ``G``.
 
 from typing import NamedTuple
 
-from kfac_engine.distributed.sizes import BlockSize, FactorSize, ModelSize
+from kfac_engine.distributed.owners import FactorSize, LayerSize
 
 
 class Layer(NamedTuple):
@@ -21,7 +21,7 @@ class Layer(NamedTuple):
 
 def square(size):
     """A factor with an inverse."""
-    return FactorSize((size, size), size**2, size**3, symmetric=True, divided=True)
+    return FactorSize(size**3, 4 * size * (size + 1) // 2)
 
 
 def resnet50():
@@ -48,21 +48,16 @@ VIT = [*transformer(), Layer(769, 1000), Layer(769, 768)]
 MODELS = {"ResNet-50": resnet50(), "GPT-2 small": GPT2, "ViT-B/16": VIT}
 
 
-def model_size(name, *, divisible=True):
-    """The sizes of a model; several ranks may own a table."""
-    factors, blocks = {}, {}
+def sizes(name):
+    """The sizes of the layers and factors of a model; several ranks may own a table."""
+    factors, layers = {}, {}
     for index, layer in enumerate(MODELS[name]):
         sides = {f"layer {index}: A": layer.a, f"layer {index}: G": layer.g}
-        for factor, side in sides.items():
-            factors[factor] = square(side)
+        factors |= {factor: square(side) for factor, side in sides.items()}
         if layer.diagonal:
-            factors[f"layer {index}: A"] = FactorSize((layer.a,))
+            factors[f"layer {index}: A"] = FactorSize()
         numbers = layer.a * layer.g
-        blocks[f"layer {index}"] = BlockSize(
-            numbers,
-            tuple(sides),
-            products=2 * numbers * sum(layer.sizes),
-            divisible="rows" if layer.diagonal and divisible else None,
-            extent=layer.a if layer.diagonal else 1,
-        )
-    return ModelSize(blocks, factors)
+        rows = layer.a if layer.diagonal else 1
+        products = float(numbers * sum(layer.sizes))
+        layers[f"layer {index}"] = LayerSize(4 * numbers, products, tuple(sides), rows=rows)
+    return layers, factors

@@ -34,7 +34,6 @@ def cases(draw):
     options = {
         "estimation_mode": draw(st.sampled_from(MODES)),
         "distribution": draw(st.sampled_from(DISTRIBUTIONS)),
-        "layer_owners": draw(st.integers(1, 4)),
         "approximations": {"fully_connected": draw(st.sampled_from(APPROXIMATIONS))},
         "schedule": ke.Schedule(
             covariance_every=draw(st.integers(1, 2)),

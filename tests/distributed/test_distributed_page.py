@@ -1,4 +1,4 @@
-"""The page on several processes has the figures of the cost model, and its example runs."""
+"""The page on several processes has the figures of known models, and its programs run."""
 
 import contextlib
 from math import ceil
@@ -7,23 +7,12 @@ from pathlib import Path
 import pytest
 
 from kfac_engine.distributed.owners import layer_owners
-from scripts import list_distributions
-from tests.distributed.known_models import MODELS, model_size
+from tests.distributed.known_models import MODELS, sizes
 from tests.distributed.test_owners import bound, refreshes, time_of
 from tests.pages import blocks
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "distributed.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-
-
-def test_tables_are_those_of_the_cost_model():
-    assert list_distributions.page(TEXT) == TEXT, "run python -m scripts.list_distributions"
-
-
-def test_example_of_the_section_on_distributions_runs():
-    examples = [code for _, code in blocks(PAGE, "python") if "ranks_report" in code]
-    assert len(examples) == 1
-    exec(compile(examples[0], PAGE.name, "exec"), {})
 
 
 def program_with(text):
@@ -68,7 +57,7 @@ def test_times_of_the_policies_are_those_of_the_models():
 def test_shares_of_the_text_are_those_of_the_models():
     numbers = [layer.a * layer.g for layer in MODELS["GPT-2 small"]]
     assert "has 31 % of the parameters, has 17 owners of its rows on 64 ranks" in TEXT
-    owners = layer_owners(model_size("GPT-2 small"), 64)
+    owners = layer_owners(*sizes("GPT-2 small"), 64)
     assert max(map(len, owners.values())) == 17
     assert round(100 * max(numbers) / sum(numbers)) == 31
     costs = [size**3 for layer in MODELS["ResNet-50"] for size in layer.sizes]

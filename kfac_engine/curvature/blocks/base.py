@@ -17,7 +17,6 @@ from kfac_engine.curvature.factors.owner import FactorOwner
 from kfac_engine.curvature.factors.refresh import Level
 from kfac_engine.curvature.factors.row_weights import LayerRows
 from kfac_engine.curvature.factors.statistics import Tensors, Uses
-from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm
 from kfac_engine.layers.packing import Packing
@@ -234,12 +233,9 @@ class FisherBlock(ABC):
         return float(sum(prod(shape_of(factor)) for factor in self.factors))
 
     @property
-    def divisible(self) -> Divisible | None:
-        """The parts of a product that several processes can compute; None for whole products only.
-
-        ``"rows"``: products with ``Rows``. ``"columns"``: ``multiply_columns``.
-        """
-        return None
+    def multiplies_rows(self) -> bool:
+        """Whether several processes can compute the product: each for some ``Rows``."""
+        return False
 
     @abstractmethod
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
@@ -266,20 +262,6 @@ class FisherBlock(ABC):
         """
         product = self.multiply_matpower(self._with_zeros(weight), exp)
         return product[0] if isinstance(product, tuple) else product  # type: ignore[return-value] # no rows
-
-    def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
-        """Compute the columns of a product for some outputs, of a block divisible by columns.
-
-        Args:
-            vector: As for ``multiply_matpower``, or the weight alone, as for ``multiply_weight``.
-            exp: A registered power.
-            columns: The columns.
-
-        Returns:
-            New arrays in the form of ``vector``; their other columns are zero.
-        """
-        del vector, exp, columns
-        raise UnsupportedError(f"the product of the block of {self.params} has no columns.")
 
     def multiply(self, vector: Vector) -> Vector:
         """Return the product of the damped block, from the current averages, and a vector."""

@@ -23,7 +23,6 @@ from kfac_engine.curvature.factors.tables import (
     TableFeatureSquares,
     VocabularyFactor,
 )
-from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.views import RowView, TokenIdView
 
@@ -47,8 +46,8 @@ class EmbeddingKroneckerFB(KroneckerProductFB):
         super().__init__(collection, form, input_side=TOKEN_IDS, output_side=output_side)
 
     @property
-    def divisible(self) -> Divisible | None:
-        return "rows"
+    def multiplies_rows(self) -> bool:
+        return True
 
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         if not isinstance(vector, Rows):

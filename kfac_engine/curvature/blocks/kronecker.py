@@ -49,11 +49,9 @@ from kfac_engine.curvature.factors.statistics import (
 )
 from kfac_engine.curvature.factors.sua import PixelCovariance, SpatiallyUncorrelatedFactor
 from kfac_engine.curvature.linalg.kronecker import (
-    multiply_in_turn,
     multiply_parts,
     pi_correction,
 )
-from kfac_engine.distributed.sizes import Divisible
 from kfac_engine.errors import InputError, NotReadyError, RegistrationError, UnsupportedError
 from kfac_engine.layers.layer_forms import LayerForm
 from kfac_engine.layers.packing import Packing
@@ -305,14 +303,6 @@ class KroneckerProductFB(FisherBlock):
         sizes = (a[-1] if len(a) > 1 else 0) + (g[-1] if len(g) > 1 else 0)
         return float(prod(a[:-1] or a)) * prod(g[-1:]) * max(sizes, 1)
 
-    @property
-    def divisible(self) -> Divisible | None:
-        whole_matrices = all(type(factor) in _MATRICES for factor in self.factors)
-        one_axis = self.packing.column_axis is not None
-        # Subclasses have other products.
-        plain = type(self) is KroneckerProductFB and self.form.num_uses == 1
-        return "columns" if plain and whole_matrices and one_axis else None
-
     def multiply_matpower(self, vector: Vector, exp: float) -> Vector:
         vector = self._operand(vector)
         scale = float(self.repeats) ** exp
@@ -340,25 +330,6 @@ class KroneckerProductFB(FisherBlock):
         if scale != 1.0:
             product *= scale
         return packing.from_rows(product, weight)
-
-    def multiply_columns(self, vector: Vector, exp: float, columns: slice) -> Vector:
-        vector = self._operand(vector)
-        left, right = self._stored(exp)
-        assert left is not None, "matrices store registered powers"
-        assert right is not None, "matrices store registered powers"
-        xp, packing = self._collection.backend.xp, self.packing
-        if packing.has_bias and not isinstance(vector, tuple | list):
-            left, packing = left[:-1, :-1], self._of_weight
-        parts = packing.parts(vector, self.params)
-        dtype = xp.result_type(left, right, *parts)
-        parts = tuple(part.astype(dtype, copy=False) for part in parts)
-        out = packing.empty_parts(parts, dtype, xp)
-        for part in out:
-            part[...] = 0.0
-        chosen = [part[..., columns] for part in out]
-        right = float(self.repeats) ** exp * right[:, columns]
-        multiply_in_turn(left, right, parts, chosen, self._collection.backend)
-        return packing.joined(out, vector)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> Vector:
         return self._multiply_root(vector, transpose=transpose, inverse=False)
