@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from kfac_engine.graph.edits.adapters import merge_adapters as merge_adapters
     from kfac_engine.graph.edits.head import replace_head as replace_head
     from kfac_engine.html_report.page import report as report
+    from kfac_engine.losses import CTC as CTC
     from kfac_engine.losses import L1 as L1
     from kfac_engine.losses import Categorical as Categorical
     from kfac_engine.losses import (
@@ -297,6 +298,7 @@ _HOMES = {
     "Normal": "losses",
     "Weighted": "losses",
     "ElementwiseLoss": "losses",
+    "CTC": "losses",
     "L1": "losses",
     "Huber": "losses",
     "Poisson": "losses",

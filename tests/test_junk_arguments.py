@@ -171,7 +171,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     },
     **{
         name: (getattr(ke, name), dict)
-        for name in ("Categorical", "MultiBernoulli", "Normal", "L1", "Huber", "Poisson")
+        for name in ("Categorical", "MultiBernoulli", "Normal", "L1", "Huber", "Poisson", "CTC")
     },
     "Weighted": (ke.Weighted, lambda: {"targets": None, "weights": 1}),
     "NormalMeanNegativeLogProbLoss": (

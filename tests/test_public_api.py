@@ -126,6 +126,7 @@ PUBLIC = (
     "Normal",
     "Weighted",
     "ElementwiseLoss",
+    "CTC",
     "L1",
     "Huber",
     "Poisson",

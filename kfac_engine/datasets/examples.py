@@ -1,6 +1,6 @@
 """Parts of a batch: the examples of inputs and targets along their axes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
@@ -32,6 +32,7 @@ class ExampleAxes:
         outputs: Outputs with a loss; none if the file computes its loss from the inputs alone.
         names: Name of the targets of an output, where it is not the name of the output.
         weights: Name of the weights of the targets among arrays by name.
+        sequences: Outputs whose targets are sequences, with the examples on the first axis.
 
     Attributes:
         inputs: Axes of the examples, by input name.
@@ -47,10 +48,12 @@ class ExampleAxes:
         outputs: Sequence[str],
         names: Mapping[str, str] = MappingProxyType({}),
         weights: str = WEIGHTS,
+        sequences: Collection[str] = (),
     ) -> None:
         self._weights = weights
         self.inputs = dict(batch.inputs)
         self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
+        self._sequences = frozenset(names.get(out, out) for out in sequences)
         folded = next((name for name in outputs if batch.places[name].repeats > 1), None)
         shared = folded and f"one axis of '{folded}' holds examples and positions"
         self.joint = batch.joint
@@ -195,7 +198,7 @@ class ExampleAxes:
         """Return the axis of the examples in an array of a data set; None if there is none."""
         if name in self.inputs:
             return self.inputs[name]
-        return self._targets.get(name, self._first_axis) if name in self.names else None
+        return self._target_axis(name, (), TARGETS) if name in self.names else None
 
     def named(self, inputs: object) -> Mapping[str, Array]:
         """Return inputs by name: a lone array belongs to the only input.
@@ -237,14 +240,11 @@ class ExampleAxes:
             return Weighted(like(targets.targets, TARGETS), like(targets.weights, WEIGHTS))
         return like(targets, TARGETS)  # type: ignore[no-any-return] # in the form of the targets
 
-    @property
-    def _first_axis(self) -> int:
-        return next(iter(self._targets.values()), 0)
-
-    def _target_axis(self, name: str, array: Array, kind: str) -> int:
+    def _target_axis(self, name: str, array: Array | tuple[()], kind: str) -> int:
         """Return the axis of examples in targets; loss objects may have names of their own."""
-        axis = self._targets.get(name, self._first_axis)
-        return 0 if kind == WEIGHTS and np.ndim(array) == 1 else axis
+        name = name if name in self._targets else next(iter(self._targets), "")
+        first = name in self._sequences if kind == TARGETS else np.ndim(array) == 1
+        return 0 if first else self._targets.get(name, 0)
 
 
 class NumberedBatch(tuple[Mapping[str, Array], Targets]):

@@ -82,7 +82,8 @@ class Task:
         outputs = [output for output in targeted if output in self.batch.places]
         names = dict.fromkeys(outputs, self.file_loss.loss.labels) if self.file_loss else {}
         weights = self.file_loss.loss.weights if self.file_loss else ""
-        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS)
+        sequences = [head.output for head in self.heads if head.loss.sequences]
+        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS, sequences)
 
     def require_examples(self, what: str) -> None:
         """Refuse a loss that the file computes as a single number for the whole batch.

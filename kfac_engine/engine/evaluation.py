@@ -81,7 +81,9 @@ class Evaluation:
 
     def default_metrics(self) -> tuple[str, ...]:
         """Return the metrics that the losses have."""
-        terms = (term for loss in self._task.objective.losses for term in loss.parts)
+        terms = self._task.objective.terms
+        if all(term.sequences for term in terms):
+            return ("loss", "label_error_rate")
         return ("loss", "accuracy") if all(term.discrete for term in terms) else ("loss",)
 
     def _evaluated(

@@ -245,7 +245,7 @@ def bind_losses(
             else head
             for head, choice in zip(heads, choices, strict=True)
         ]
-    return tuple(heads), batch
+    return tuple(_placed(head, batch.places.get(head.output)) for head in heads), batch
 
 
 def _before_link(
@@ -308,6 +308,18 @@ def _check_known(graph: Graph, facts: Mapping[str, Fact], heads: Sequence[LossBi
 def _is_total(head: LossBinding, facts: Mapping[str, Fact]) -> bool:
     """Return whether a loss is a single number for the whole batch, which the file computes."""
     return isinstance(head.loss, OutputLoss) and not facts[head.output].shape
+
+
+def _placed(head: LossBinding, place: ExampleAxis | None) -> LossBinding:
+    """Return the binding with a loss that knows the axis of the examples, if it needs it."""
+    if place is None or not head.loss.sequences:
+        return head
+    if place.repeats > 1:
+        raise ShapeError(
+            f"an axis of '{head.output}' holds examples and positions, so that the sequence of an "
+            f"example is not known; give the examples an axis of their own."
+        )
+    return replace(head, loss=head.loss.placed(place.axis))
 
 
 def _check_place(head: LossBinding, facts: Mapping[str, Fact], place: ExampleAxis | None) -> None:

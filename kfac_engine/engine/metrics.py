@@ -119,6 +119,7 @@ class Evaluated:
                 number += results.size
             else:
                 xp, axis = array_module(results), term.class_axis % counts.ndim
+                counts = term.of_predictions(self.values, counts)
                 counts = xp.squeeze(counts, axis) if results.ndim < counts.ndim else counts
                 counts = xp.broadcast_to(counts, results.shape)
                 number += float(counts.sum(dtype=np.float64))
@@ -164,6 +165,15 @@ def _top(count: int, batch: Evaluated) -> list[Sum]:
     return [batch.measured(lambda loss, values, targets: loss.ranks(values, targets) < count)]
 
 
+def _label_errors(batch: Evaluated) -> list[Sum]:
+    """Return the edit distances of all predictions, and the number of labels of their targets."""
+    distances, _ = batch.measured(
+        lambda loss, values, targets: loss.label_errors(values, targets)[0]
+    )
+    labels, _ = batch.measured(lambda loss, values, targets: loss.label_errors(values, targets)[1])
+    return [(distances, labels)]
+
+
 def _absolute(batch: Evaluated) -> list[Sum]:
     return [batch.measured(lambda loss, values, targets: abs(loss.errors(values, targets)))]
 
@@ -182,6 +192,7 @@ METRICS: Registry[Metric] = Registry(
         "loss": Metric(_loss),
         "accuracy": Metric(_accuracy, better="higher"),
         "top5": Metric(partial(_top, 5), better="higher"),
+        "label_error_rate": Metric(_label_errors),
         "mean_absolute_error": Metric(_absolute),
         "mean_squared_error": Metric(_squared),
         "root_mean_squared_error": Metric(_squared, sqrt),

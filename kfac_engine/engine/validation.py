@@ -49,8 +49,15 @@ def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
 
 
 def check_mode(estimation_mode: str, heads: Sequence[LossBinding], batch: Batch) -> None:
-    """Refuse a mode that needs examples on an axis of their own if positions share their axis."""
+    """Refuse a mode that a loss does not have, or that needs an axis of the examples alone."""
     for head in heads:
+        samples = estimation_mode in ("gradients", "empirical")
+        if head.loss.sequences and not (samples or head.loss.has_products):
+            raise UnsupportedError(
+                f"the estimation mode '{estimation_mode}' needs products with the Fisher matrix of "
+                f"the loss on '{head.output}', which have no closed form; choose 'gradients' or "
+                f"'empirical' of an engine, or fisher 'sampled' or 'empirical' of a curvature."
+            )
         place = batch.places.get(head.output)
         if place is None:  # a single number for the whole batch has no curvature
             continue

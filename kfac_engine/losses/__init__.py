@@ -9,7 +9,9 @@ from kfac_engine.losses.categorical import (
     CategoricalLogitsNegativeLogProbLoss,
     OnehotCategoricalLogitsNegativeLogProbLoss,
 )
+from kfac_engine.losses.ctc import CTCNegativeLogProbLoss
 from kfac_engine.losses.kinds import (
+    CTC,
     L1,
     LOSSES,
     Categorical,
@@ -31,8 +33,10 @@ from kfac_engine.losses.outliers import (
 )
 
 __all__ = [
+    "CTC",
     "L1",
     "LOSSES",
+    "CTCNegativeLogProbLoss",
     "Categorical",
     "CategoricalLogitsNegativeLogProbLoss",
     "ElementwiseLoss",

@@ -58,6 +58,9 @@ class LossFunction(ABC):
         links: Operators of ONNX that convert the inputs to probabilities.
         ggn_equals_fisher: Whether the inputs are natural parameters, so that the generalised
             Gauss–Newton matrix equals the Fisher matrix.
+        has_products: Whether products with the Fisher matrix have a closed form.
+        sequences: Whether an example is one prediction, a sequence along the axis of positions, so
+            that its target has a length of its own.
     """
 
     min_rank: ClassVar[int] = 1
@@ -65,6 +68,8 @@ class LossFunction(ABC):
     entrywise: ClassVar[bool] = False
     links: ClassVar[frozenset[str]] = frozenset()
     ggn_equals_fisher: ClassVar[bool] = True
+    has_products: ClassVar[bool] = True
+    sequences: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -192,6 +197,25 @@ class LossFunction(ABC):
             f"are not classes; leave the top-k metrics out."
         )
 
+    def label_errors(self, values: Values, targets: Array) -> tuple[Array, Array]:
+        """Return the edit distance of each predicted sequence to its target, and their lengths.
+
+        Args:
+            values: The inputs by name.
+            targets: Checked targets.
+
+        Returns:
+            For each prediction, the least number of insertions, deletions and substitutions of
+            labels between the two, and the number of labels of the target.
+
+        Raises:
+            UnsupportedError: The targets are no sequences.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} on {', '.join(self.inputs)} has no label error rate, because "
+            f"its targets are no sequences; use the metric 'loss' or 'accuracy'."
+        )
+
     def errors(self, values: Values, targets: Array) -> Array:
         """Return the predicted means minus the targets.
 
@@ -300,6 +324,19 @@ class LossFunction(ABC):
         shape = read_input(values, self.inputs[0]).shape
         require_class_axis(self.inputs[0], shape, self.class_axis)
         return prod(shape[1:]) // shape[self.class_axis] if len(shape) > 1 else 1
+
+    def of_predictions(self, values: Values, counts: Array) -> Array:
+        """Return the weights of predictions, from the weights of a batch in the inputs' rank."""
+        del values
+        return counts
+
+    def placed(self, axis: int) -> "LossFunction":
+        """Return the loss for inputs with the examples on an axis.
+
+        Only a loss of sequences needs to tell examples from positions.
+        """
+        del axis
+        return self
 
     # -- checks ---------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
 
     def terms_and_gradient(self, values: Values, targets: Array) -> tuple[Array, dict[str, Array]]:
         z, axis = values[self.logits], self._axis(values)
-        xp, softmax = array_module(z), _Softmax.of(z, axis)
+        xp, softmax = array_module(z), Softmax.of(z, axis)
         if targets.ndim == z.ndim:
             return self._with_probabilities(softmax, axis, targets)
         entries = _entries(targets, z, axis, softmax.first)
@@ -139,7 +139,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return terms, {self.logits: p}
 
     def _with_probabilities(
-        self, softmax: "_Softmax", axis: int, targets: Array
+        self, softmax: "Softmax", axis: int, targets: Array
     ) -> tuple[Array, dict[str, Array]]:
         """Return the terms and their gradient for rows of probabilities."""
         p, q = softmax.p, softmax.complements()
@@ -191,7 +191,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         # Positions are independent, so the result depends on the logits (n, classes) of one
         # position.
         xp, one = array_module(z), z[tuple(position)]
-        softmax = _Softmax.of(one, axis=1)
+        softmax = Softmax.of(one, axis=1)
         p, is_largest = softmax.p, one.argmax(axis=1) == class_index
         q = xp.where(is_largest, softmax.others[:, 0], 1 - p[:, class_index])
         root = xp.sqrt(p[:, class_index])
@@ -257,7 +257,7 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         return targets.argmax(axis=self._axis(values)) if rows else targets
 
     def _probs(self, values: Values) -> Array:
-        return _Softmax.of(values[self.logits], self._axis(values)).p
+        return Softmax.of(values[self.logits], self._axis(values)).p
 
     def _of_largest(self, values: Values, x: Array) -> Array:
         """Return the entry of x at the first of the most probable classes, with that axis."""
@@ -287,7 +287,7 @@ class OnehotCategoricalLogitsNegativeLogProbLoss(CategoricalLogitsNegativeLogPro
         self._check_probabilities(values, targets)
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """Probabilities, in the one array of the size of the logits that is made.
 
     Attributes:
@@ -307,7 +307,7 @@ class _Softmax(NamedTuple):
     rest: Array
 
     @classmethod
-    def of(cls, z: Array, axis: int) -> "_Softmax":
+    def of(cls, z: Array, axis: int) -> "Softmax":
         """Return the softmax of logits with the classes on an axis."""
         xp, first = array_module(z), _first_entries(z, axis)
         largest = _entries(z.argmax(axis=axis), z, axis, first)

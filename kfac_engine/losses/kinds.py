@@ -8,10 +8,13 @@ from inspect import signature
 from typing import Any
 
 from kfac_engine._types import Array
-from kfac_engine.errors import UnknownNameError, suggestion
+from kfac_engine.backend.namespace import array_module, as_array
+from kfac_engine.errors import ShapeError, UnknownNameError, suggestion
 from kfac_engine.losses.base import LossFunction
 from kfac_engine.losses.bernoulli import MultiBernoulliNegativeLogProbLoss
 from kfac_engine.losses.categorical import CategoricalLogitsNegativeLogProbLoss
+from kfac_engine.losses.checks import require_shape
+from kfac_engine.losses.ctc import CTCNegativeLogProbLoss, collapsed
 from kfac_engine.losses.normal import NormalMeanNegativeLogProbLoss
 from kfac_engine.losses.outliers import (
     HuberNegativeLogProbLoss,
@@ -39,6 +42,7 @@ LOSSES: Registry[Callable[..., LossFunction]] = Registry(
         "multi_bernoulli": MultiBernoulliNegativeLogProbLoss,
         "sigmoid_cross_entropy": MultiBernoulliNegativeLogProbLoss,
         "bce": MultiBernoulliNegativeLogProbLoss,
+        "ctc": CTCNegativeLogProbLoss,
     },
 )
 
@@ -46,7 +50,7 @@ LOSSES: Registry[Callable[..., LossFunction]] = Registry(
 # Name of the loss that the file computes itself.
 OUTPUT = "output"
 # Arguments that say where a loss is, instead of what it is.
-_PLACE = ("targets", "seed", "class_axis")
+_PLACE = ("targets", "seed", "class_axis", "batch_axis")
 
 
 class LossKind:
@@ -200,3 +204,45 @@ class Poisson(LossKind):
 
     def __init__(self, *, ignore_index: int | None = -100) -> None:
         super().__init__("poisson", ignore_index=ignore_index)
+
+
+class CTC(LossKind):
+    """Sequences of labels for frames without an alignment: connectionist temporal classification.
+
+    An output of the model has logits ``(n, frames, classes)``, also in another order of the axes.
+    Targets are class ids ``(n, labels)``, with -1 or another negative number after the last label
+    of a shorter sequence. Weights of a batch ``(n, frames)`` are 0 for frames after the end of an
+    example; weights ``(n,)`` are those of the examples.
+
+    Source: Graves, Fernández, Gomez & Schmidhuber 2006, "Connectionist temporal classification".
+
+    Args:
+        blank: Class that stands for no label.
+    """
+
+    def __init__(self, *, blank: int = 0) -> None:
+        super().__init__("ctc", blank=blank)
+
+    def decode(self, logits: Array, frames: Array | None = None) -> Array:
+        """Return the labels of the most probable path of each example.
+
+        Args:
+            logits: Logits or probabilities ``(n, frames, classes)``.
+            frames: Booleans or weights ``(n, frames)``, 0 for frames that do not count; None if all
+                count.
+
+        Returns:
+            Class ids ``(n, labels)``, with -1 after the last label.
+
+        Raises:
+            ShapeError: The arrays have other shapes.
+        """
+        array = as_array(logits)
+        if array.ndim != 3:
+            raise ShapeError(
+                f"the logits have shape {array.shape}; decode needs (n, frames, classes)."
+            )
+        if frames is not None:
+            frames = array_module(array).asarray(frames)
+            require_shape("frames", frames.shape, array.shape[:2], "a number for each frame")
+        return collapsed(array.argmax(axis=2), frames, self.options["blank"])

@@ -251,7 +251,10 @@ class Objective:
             if not isinstance(weights, Mapping):
                 weights = dict.fromkeys(self.targeted.values(), weights)
             by_target = self._named(weights, prepare=False)
+            sequences = {term.inputs[0] for term in self.terms if term.sequences}
             for value, name in self.targeted.items():
+                if value in sequences:
+                    continue
                 if self.axes.get(value) and by_target.get(name, np.zeros((1, 1))).ndim == 1:
                     raise ShapeError(
                         f"'{value}' has the examples on axis {self.axes[value]}; give its weights "

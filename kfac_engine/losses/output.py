@@ -33,6 +33,7 @@ class OutputLoss(LossFunction):
 
     min_rank: ClassVar[int] = 0
     ggn_equals_fisher: ClassVar[bool] = False
+    has_products: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from kfac_engine.errors import UnsupportedError
 from kfac_engine.export.target_inputs import TargetInputs
 from kfac_engine.graph.analysis.subgraph import dependents
 from kfac_engine.layers.parameter_slices import join, split
-from kfac_engine.losses.base import LossFunction
+from kfac_engine.losses.base import LossFunction, weights_of
 from kfac_engine.losses.kinds import LOSSES
 from kfac_engine.losses.objective import Observation
 from kfac_engine.recording.functions import identity_like
@@ -400,6 +400,10 @@ class CurvatureSteps:
         part = self._forward(batch, part, forward, random)
         counted = [name for name in (objective.batch,) if name]
         values: dict[str, Any] = {n: part[n] for n in (*objective.inputs, *forward, *counted)}
+        for term in objective.terms:
+            weights = part.weights(term)
+            if weights is not None:
+                values[weights_of(term.require_target_name())] = weights
         observation, prefix = part.observe(objective), batch.tape.level.prefix
         size: Any = observation.size
         examples: Any = batch.examples or size.examples

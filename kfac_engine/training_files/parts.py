@@ -25,6 +25,9 @@ from kfac_engine.runtime.model import OnnxModel
 
 _FLOAT = np.dtype(np.float32)
 
+# Frames of a sequence in a file: the nodes of a step grow with them, their products quadratically.
+MOST_FRAMES = 128
+
 # Writes a random node of an evaluation.
 Writer: TypeAlias = Callable[["Evaluation", Node], None]
 
@@ -92,6 +95,10 @@ class Evaluation:
     def targets(self, loss: LossFunction) -> Recorded:
         """Return the targets of a loss."""
         name, shape = loss.require_target_name(), list(self.shape(loss.inputs[0]))
+        if loss.sequences:  # as many labels as frames
+            _refuse_sequences(loss, shape)
+            del shape[loss.class_axis % len(shape)]
+            return Recorded(self.tape, self.names.get(name, name), tuple(shape), np.int64)
         facts = self.model.facts
         samples = {n: np.ones(facts[n].shape, facts[n].dtype) for n in loss.inputs}
         drawn = loss.sample(samples, np.random.default_rng(0))
@@ -182,6 +189,22 @@ class Evaluation:
             else:
                 copy = renamed(node, self.names)
                 level.nodes.append(replace(copy, name=f"{level.prefix}{node.name}"))
+
+
+def _refuse_sequences(loss: LossFunction, shape: Sequence[int | Size]) -> None:
+    """Refuse sequences whose recursions are too long, or whose frames come first."""
+    value, frames = loss.inputs[0], shape[3 - loss.class_axis % 3]
+    if isinstance(frames, Size):
+        raise UnsupportedError(
+            f"a training file needs the examples on the first axis of '{value}' for the loss "
+            f"'ctc'; transpose the output, or train in Python."
+        )
+    if frames > MOST_FRAMES:
+        raise UnsupportedError(
+            f"a training file unrolls the recursions of the loss 'ctc' over the frames, at most "
+            f"{MOST_FRAMES}, but '{value}' has {frames}; give sample_inputs with fewer frames, or "
+            f"train in Python."
+        )
 
 
 def forward_nodes(model: OnnxModel, wanted: Sequence[str]) -> tuple[Node, ...]:

@@ -34,8 +34,11 @@ def check_products(
 
     The slice of the products has ``entries`` rows, drawn from the parameters ``names``.
     """
-    if any(isinstance(term, OutputLoss) for term in specimen.engine.objective.terms):
+    terms = specimen.engine.objective.terms
+    if any(isinstance(term, OutputLoss) for term in terms):
         return Check.without(NAME, "a loss that the file computes has no distribution of targets")
+    if not all(term.has_products for term in terms):
+        return Check.without(NAME, "products of the Fisher matrix of the loss have no closed form")
     scales = sizes(specimen.parameters)
     vectors = {
         f"random vector {number}": {

@@ -139,5 +139,5 @@ def test_wrong_targets_are_refused_with_the_index_that_does_not_count():
 
 
 def test_every_loss_by_name_ignores_targets():
-    for name in LOSSES:
+    for name in {*LOSSES} - {"ctc"}:  # its sequences end with any negative number
         assert LossKind(name, ignore_index=7).on("z", targets="t").ignore_index == 7
