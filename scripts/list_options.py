@@ -27,7 +27,6 @@ SECTIONS = {
     "estimation_mode": "conventions.md#estimation-modes",
     "approximations": "approximations.md",
     "backend": "gpu.md",
-    "scratch_bytes": "performance.md#memory-and-growth",
     "train_form": "conventions.md#normalizations-in-training-form",
     "graph_passes": "performance.md#graph-passes",
 }

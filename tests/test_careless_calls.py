@@ -92,7 +92,6 @@ OPTIONS = [
     ("threads", "2", "threads must be a whole number"),
     ("threads", 0, "threads must be a whole number"),
     ("threads", 1.5, "threads must be a whole number"),
-    ("scratch_bytes", "1", "scratch_bytes must be a whole number"),
     ("backend", None, "backend must be a name"),
     ("backend", "torch", "backend"),
     ("seed", -1, "seed must be a whole number"),

@@ -33,10 +33,6 @@ OBJECTIVE = (
 _EXAMPLES = {"approximations": "conv2d=kron", "batch_axes": "x=1"}
 
 
-def _megabytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
-    return None if value is None else value * 1_000_000
-
-
 def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...] | None:
     words: dict[str, tuple[str, ...] | None] = {"all": None, "none": ()}
     return words[value] if value in words else tuple(value.split(","))
@@ -158,9 +154,6 @@ ROWS: Mapping[str, Row] = {
         names=("curvature.schedule.POLICIES",), metavar="NAME"),
     "threads": Row(Group.MACHINE, "Number of threads, also of ONNX Runtime; by default as "
         "many as BLAS has."),
-    "scratch_bytes": Row(Group.MACHINE, "Bound of the temporary memory of a statistic or of a "
-        "gradient of convolution weights; by default 64 MiB, on a GPU 256 MiB.", flag="--scratch",
-        metavar="MB", type=click.IntRange(min=1), callback=_megabytes),
     "backend": Row(Group.MACHINE, "Array library.", names=("backend.select.BackendName",),
         metavar="NAME"),
     "graph_passes": Row(Group.MACHINE, "Graph passes that make sessions faster or smaller.",
@@ -173,7 +166,6 @@ CURVATURE_TEXTS: Mapping[str, str] = {
     "the graph uses like a parameter.",
     "freeze": "Pattern of the names of parameters to exclude.",
     "approximations": "Approximation of a kind of layer, in place of the default of the structure.",
-    "scratch_bytes": "Bound of the temporary memory of a statistic; by default 64 MiB.",
 }
 
 

@@ -181,7 +181,7 @@ def build(
     the mode ``empirical`` in place of sampled targets.
     """
     threads = _threads(options.threads, options.communicator)
-    backend = select(options.backend, threads=threads, scratch_bytes=options.scratch_bytes)
+    backend = select(options.backend, threads=threads)
     inputs, reduction = options.sample_inputs, options.reduction
     loaded = load_model(source, train_form=options.train_form)
     losses = options.losses.on(loaded.graph)
@@ -200,7 +200,6 @@ def build(
         sample_inputs=inputs,
         gradient_dtype=options.gradient_dtype,
         tie_weights=options.tie_weights,
-        scratch_bytes=options.scratch_bytes,
         graph_passes=options.graph_passes,
     )
     collection = LayerCollection(model, backend=backend)

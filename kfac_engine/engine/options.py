@@ -93,9 +93,6 @@ class EngineOptions:
         approximations: Approximation of a kind of layer, in place of the default.
         schedule: Schedule of the updates of statistics and inverses.
         threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
-        scratch_bytes: Bound of the temporary memory of a statistic or of a gradient of convolution
-            weights; by default 64 MiB, on a GPU 256 MiB. A lower bound is slower once the patches
-            of few images fit.
         backend: Array library.
         seed: Seed of sampled targets, and of the random operators of the model.
         sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
@@ -139,7 +136,6 @@ class EngineOptions:
     approximations: Mapping[str, str] | None = None
     schedule: Schedule | None = None
     threads: int | None = None
-    scratch_bytes: int | None = None
     backend: str = "auto"
     seed: int = 0
     sample_inputs: Mapping[str, Array] | None = None
@@ -158,9 +154,8 @@ class EngineOptions:
         self._check_curvature()
         for name in ("trainable", "freeze"):
             patterns(name, getattr(self, name))
-        for name, most in (("threads", MOST_THREADS), ("scratch_bytes", 2**63 - 1)):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1, most=most)
+        if self.threads is not None:
+            whole("threads", self.threads, least=1, most=MOST_THREADS)
         check_seed(self.seed)
         check_communicator(self.communicator)
         one_of("distribution", self.distribution, DISTRIBUTIONS)

@@ -24,7 +24,7 @@ from kfac_engine.runtime.example_axis import rest_changes
 from kfac_engine.runtime.sample_run import open_run, sample_batch
 
 # Options that may differ between ranks.
-_LOCAL = ("communicator", "scratch_bytes", "sample_inputs")
+_LOCAL = ("communicator", "sample_inputs")
 
 
 def check_ranks(shards: BatchShards, assembly: Assembly, parameters: Mapping[str, Array]) -> None:

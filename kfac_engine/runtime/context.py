@@ -22,7 +22,6 @@ class SessionContext:
         frozen: Names of constants that are part of the sessions.
         memory_space: Memory space that the sessions compute in.
         threads: Number of threads of ONNX Runtime; 0 for its default.
-        scratch_bytes: Bound of the memory of products outside ONNX Runtime.
         graph_passes: Names from ``runtime.cpu.graph_passes.PASSES``.
         start: Input of forward sessions with the start of random numbers; empty without any.
     """
@@ -35,7 +34,6 @@ class SessionContext:
     frozen: Set[str]
     memory_space: MemorySpace
     threads: int
-    scratch_bytes: int
     graph_passes: Set[str]
     start: str
 

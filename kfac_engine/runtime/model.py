@@ -24,7 +24,6 @@ from kfac_engine.autodiff.training_form import (
     joined_statistics,
     with_running_statistics,
 )
-from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST, MemorySpace
 from kfac_engine.backend.namespace import array_module
 from kfac_engine.errors import BackendError
@@ -111,7 +110,6 @@ class OnnxModel:
             parameters, which are float32 in the graph: ``"file"`` for the type in the file, or
             ``"float32"``.
         tie_weights: Whether weights that are equal in the file are one parameter.
-        scratch_bytes: Bound of the memory of products outside ONNX Runtime; None for 64 MiB.
         graph_passes: Names from ``passes.PASSES``; None for all of them.
 
     Attributes:
@@ -145,12 +143,11 @@ class OnnxModel:
         sample_inputs: Mapping[str, Array] | None = None,
         gradient_dtype: GradientDType = "file",
         tie_weights: bool = False,
-        scratch_bytes: int | None = None,
         graph_passes: Sequence[str] | None = None,
     ) -> None:
         loaded = with_taken_branches(loaded, sample_inputs)
         self.loaded = loaded = replace(loaded, graph=without_bag_loops(loaded.graph))
-        self.threads, self.scratch_bytes = threads, scratch_bytes or SCRATCH_BYTES
+        self.threads = threads
         self.memory_space, self.graph_passes = HOST, chosen_passes(graph_passes)
         # The arrays of the file are read-only. A copy would double the memory of a large model.
         self.parameters: dict[str, Array] = {
@@ -443,7 +440,7 @@ class OnnxModel:
         """Return the graph with the settings of its sessions."""
         return SessionContext(
             self.graph, self.facts, self.parameters.keys(), self._stored, self._is_static,
-            self._frozen, self.memory_space, self.threads, self.scratch_bytes, self.graph_passes,
+            self._frozen, self.memory_space, self.threads, self.graph_passes,
             self._start,
         )  # fmt: skip
 

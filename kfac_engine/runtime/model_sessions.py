@@ -7,6 +7,7 @@ import numpy as np
 
 from kfac_engine._types import Array, DType
 from kfac_engine.autodiff.differentiate import Backward
+from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
 from kfac_engine.backend.memory_space import HOST
 from kfac_engine.backend.threads import Workers
 from kfac_engine.graph.analysis.subgraph import read_by
@@ -125,9 +126,7 @@ def open_backward(
     if session and not parts.finished and set(fed).issuperset(backward.gradients.values()):
         return session
     workers = Workers(context.threads or None)
-    return WeightGradientSession(
-        session, parts, context.graph.constants, workers, context.scratch_bytes
-    )
+    return WeightGradientSession(session, parts, context.graph.constants, workers, SCRATCH_BYTES)
 
 
 def _open(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import onnx
 import pytest
 
 import kfac_engine as ke
+from kfac_engine.backend.select import select
+from kfac_engine.engine import build
 from kfac_engine.graph import write
 from kfac_engine.graph.structure import Input, Node
 from kfac_engine.sessions.session import Session
@@ -179,16 +182,15 @@ def test_a_model_that_is_gone_leaves_its_memory_to_the_next():
     assert three_more < 1
 
 
-def test_scratch_memory_is_bounded_by_the_argument_and_changes_no_number():
+def test_scratch_memory_is_bounded_by_that_of_the_backend_and_changes_no_number(monkeypatch):
     model = images()
     x = np.random.default_rng(0).standard_normal((64, 3, 32, 32)).astype(np.float32)
     y = np.zeros(64, np.int64)
     found = []
     for bound in (2 << 20, 64 << 20):
-        engine = ke.Engine.from_onnx(
-            model, loss="categorical", estimation_mode="empirical", backend="numpy",
-            scratch_bytes=bound,
-        )  # fmt: skip
+        monkeypatch.setattr(build, "select", partial(select, scratch_bytes=bound))
+        options = {"loss": "categorical", "estimation_mode": "empirical", "backend": "numpy"}
+        engine = ke.Engine.from_onnx(model, **options)
         # Patches of the second layer, 288 numbers each: all of them fit the larger bound.
         assert engine.memory(64).scratch == min(bound, 64 * 16 * 16 * 288 * 4)
         engine.observe({"input": x}, y)

@@ -300,8 +300,8 @@ class Curvature:
     ) -> Iterator[ExampleTile]:
         """Yield the gradient of the negative log-likelihood of each example, layer by layer.
 
-        The method takes the memory of one backward pass and of a tile of examples, which the option
-        ``scratch_bytes`` bounds; the gradients of all examples are never stored together. A
+        The method takes the memory of one backward pass and of a tile of examples, at most 64 MiB
+        or one example; the gradients of all examples are never stored together. A
         parameter without a layer takes a backward pass for each example.
 
         Args:
@@ -364,7 +364,7 @@ class Curvature:
             path: The file.
             model: The model whose curvature it is, with the same weights.
             options: Options of ``CurvatureOptions`` that the file does not store: ``threads``,
-                ``scratch_bytes``, ``backend``, ``sample_inputs``, and ``loss`` if it was an object.
+                ``backend``, ``sample_inputs``, and ``loss`` if it was an object.
 
         Returns:
             The curvature.

@@ -55,7 +55,6 @@ class CurvatureOptions:
         freeze: Pattern of the names of parameters to exclude. A list may have several patterns.
         approximations: Approximation of a kind of layer, in place of the choice of the structure.
         threads: Number of threads, also of ONNX Runtime; by default as many as BLAS uses.
-        scratch_bytes: Bound of the temporary memory of a statistic; by default 64 MiB.
         backend: Array library.
         seed: Seed of sampled targets.
         sample_inputs: Batch from which shapes are inferred, for models whose inputs cannot be
@@ -81,7 +80,6 @@ class CurvatureOptions:
     freeze: str | Sequence[str] | None = None
     approximations: Mapping[str, str] | None = None
     threads: int | None = None
-    scratch_bytes: int | None = None
     backend: str = "auto"
     seed: int = 0
     sample_inputs: Mapping[str, Array] | None = None
@@ -136,7 +134,6 @@ class CurvatureOptions:
             estimation_mode=FISHERS[self.fisher],
             approximations=approximations_of(self.structure) | dict(self.approximations or {}),
             threads=self.threads,
-            scratch_bytes=self.scratch_bytes,
             backend=self.backend,
             seed=self.seed,
             sample_inputs=self.sample_inputs,

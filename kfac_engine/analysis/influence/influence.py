@@ -98,8 +98,8 @@ class Influence:
     def scores(self, queries: Data, train: Data) -> Array:
         """Return the score of each example for each query.
 
-        The gradients of as many queries as the option ``scratch_bytes`` of the curvature allows are
-        in memory; the training data are read once for each such group.
+        The gradients of as many queries as fit into 64 MiB are in memory; the training data are
+        read once for each such group.
 
         Args:
             queries: Data in a form of ``fit``.

@@ -1,8 +1,13 @@
 """Dense matrices of curvatures, and of the oracle, in one order of the parameters."""
 
+from functools import partial
+from unittest import mock
+
 import numpy as np
 
 import kfac_engine as ke
+from kfac_engine.backend.cpu.backend import SCRATCH_BYTES
+from kfac_engine.engine import build
 from tests import models, oracle
 
 # float64 through ONNX Runtime, one eigendecomposition and matrix products, relative to the largest
@@ -69,5 +74,8 @@ def assert_close(actual, expected, tolerance=DOUBLE):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * abs(expected).max())
 
 
-def measured(model, batches, loss="categorical", **options):
-    return ke.curvature(model, batches, loss=loss, threads=1, backend="numpy", **options)
+def measured(model, batches, loss="categorical", scratch_bytes=SCRATCH_BYTES, **options):
+    """A curvature whose temporary arrays have some bytes."""
+    bounded = partial(build.select, scratch_bytes=scratch_bytes)
+    with mock.patch.object(build, "select", bounded):
+        return ke.curvature(model, batches, loss=loss, threads=1, backend="numpy", **options)
