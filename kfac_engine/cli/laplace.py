@@ -49,12 +49,10 @@ _FILES = (
     Group.OUTPUT.file(
         "-o", "--out", help="File of mean, variance and probabilities of the queries (.npz)."
     ),
-    Group.OUTPUT.file("--export", help="The model with one more output, the variance (.onnx)."),
-    Group.OUTPUT.count(
-        "--node-limit",
-        default=20_000,
-        help="Largest number of nodes of the file of --export. It has a backward pass for each "
-        "output of an example, unless the curvature covers only a last dense layer.",
+    Group.OUTPUT.file(
+        "--export",
+        help="The model with one more output, the variance (.onnx), for a curvature of the last "
+        "layer.",
     ),
 )
 _POSTERIOR = (
@@ -136,7 +134,7 @@ def laplace(
             write_npz(files.out, _arrays(predictive))
     if files.export is not None:
         with working("writing the model"):
-            posterior.export(files.export, node_limit=files.node_limit)
+            posterior.export(files.export)
     written = [path for path in (files.out, files.export) if path is not None]
     with report_beside(written[0]):
         _report(posterior, predictive, written, as_json)

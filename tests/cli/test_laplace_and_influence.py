@@ -1,18 +1,14 @@
 """``laplace`` and ``influence``: files of closed forms, and one error for bad input."""
 
 import json
-from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from scipy.special import softmax
 
 import kfac_engine as ke
 from kfac_engine.__main__ import main
 from kfac_engine.cli.influence import extremes
-from tests import models
 from tests.cli.test_pruning_commands import EXAMPLES, fisher, folder, weights_of
 
 __all__ = ["folder"]  # the fixture of two classifiers
@@ -85,21 +81,6 @@ def test_predictions_equal_their_closed_forms(data, capsys):
     assert report["log_determinant"] == pytest.approx(determinant, rel=ROUNDING)
     assert report["queries"] == 6
     assert report["largest_standard_deviation"] == pytest.approx(np.sqrt(spread.max()), rel=1e-4)
-
-
-def test_exported_model_of_all_layers_has_a_limit_of_nodes(data, capsys):
-    onnx.save(models.mlp((4, 5, 3)), "m.onnx")
-    pair = ({"input": np.load("a.npy")}, np.load("y.npy"))
-    ke.curvature("m.onnx", pair, loss="categorical").save("m.st")
-    command = ["laplace", "m.onnx", "--curvature=m.st", "--export=u.onnx"]
-    assert main([*command, "--inputs=q.npy", "-o", "p.npz"]) == 0
-    session = onnxruntime.InferenceSession("u.onnx")
-    (variance,) = session.run(["variance"], {"input": np.load("q.npy")})
-    close(variance, np.load("p.npz")["variance"])
-    before = Path("u.onnx").read_bytes()
-    assert main([*command, "--node-limit=10"]) == 2
-    assert "above the limit of 10" in capsys.readouterr().err
-    assert Path("u.onnx").read_bytes() == before
 
 
 def test_prior_by_evidence_is_that_of_the_library(data, capsys):

@@ -13,7 +13,7 @@ such as the variance ``Σ G_k ∘ G_l / (s + λ)`` of predictions.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from kfac_engine.layers.layer_forms import LayerForm, ScaleShiftForm, per_exampl
 from kfac_engine.layers.match import LayerMatch
 from kfac_engine.losses.observed import Targets
 from kfac_engine.runtime.trace import Trace
-
-Times: TypeAlias = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +53,8 @@ class WholeGradients:
         """Number of vectors of length ``d_in`` that ``into`` rotates."""
         return self.values[..., 0, :].size
 
-    def into(self, spectrum: Spectrum, times: Times | None = None) -> "WholeGradients":
+    def into(self, spectrum: Spectrum) -> "WholeGradients":
         """Return the gradients in the basis of the eigenvectors of their block."""
-        del times
         return WholeGradients(spectrum.into(self.values))
 
     def compact(self) -> "WholeGradients":
@@ -107,15 +104,12 @@ class FactoredGradients:
         """Number of vectors of length ``d_in`` that ``into`` rotates."""
         return self.inputs[..., 0].size
 
-    def into(self, spectrum: Spectrum, times: Times | None = None) -> "FactoredGradients":
-        """Return the gradients in the basis of the eigenvectors of their block.
-
-        ``times`` computes products of rows ``(…, d)`` and a matrix; None for one product.
-        """
-        U, W, times = spectrum.left, spectrum.right, times or _times
+    def into(self, spectrum: Spectrum) -> "FactoredGradients":
+        """Return the gradients in the basis of the eigenvectors of their block."""
+        U, W = spectrum.left, spectrum.right
         return FactoredGradients(
-            self.inputs if U is None else times(self.inputs, U[0]),
-            self.outputs if W is None else times(self.outputs, W[0]),
+            self.inputs if U is None else _times(self.inputs, U[0]),
+            self.outputs if W is None else _times(self.outputs, W[0]),
         )
 
     def compact(self) -> "WholeGradients | FactoredGradients":

@@ -11,7 +11,7 @@ from kfac_engine._types import Array, Params
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, checked_curvature
 from kfac_engine.analysis.laplace.evidence import Evidence, Prior, checked_positive
-from kfac_engine.analysis.laplace.export_network import export_variance
+from kfac_engine.analysis.laplace.export import export_variance
 from kfac_engine.analysis.laplace.likelihood import Likelihood, Outputs
 from kfac_engine.analysis.laplace.predictive import LINKS, Linearization, Predictive
 from kfac_engine.arguments import check_seed, flag, whole
@@ -239,29 +239,23 @@ class Laplace:
         result.check()
         return result
 
-    def export(self, path: str | Path, *, node_limit: int = 20_000) -> None:
+    def export(self, path: str | Path) -> None:
         """Write the model with one more output, ``variance``, which any runtime computes.
 
-        The output is ``Predictive.variance``, ``(n, k, k)``, in operators of the ONNX standard. A
-        last dense layer takes a few nodes after the nodes of the file. Other posteriors take the
-        nodes of a backward pass for each of the ``k`` outputs of an example. Parameters that belong
-        to no layer, and layers with examples and positions on one axis, take a ``Scan`` over the
-        examples.
+        The output is ``Predictive.variance``, ``(n, k, k)``, under an uncertain last dense layer,
+        in a few operators of the ONNX standard. The curvature covers this layer only
+        (``layers="last"``).
 
         Args:
             path: File to write.
-            node_limit: Largest number of nodes of a file with backward passes.
 
         Raises:
-            UnsupportedError: Several losses read several values, examples depend on each other or
-                on random numbers, the number of outputs of an example is not fixed, or parameters
-                take a ``Scan`` in a model that runs with one batch size only.
-            InputError: The path is wrong, the file would have more nodes than ``node_limit``, or
-                the model has a value ``variance``.
+            UnsupportedError: The curvature covers other parameters than those of a last dense layer
+                that computes what the loss reads.
+            InputError: The path is wrong, or the model has a value ``variance``.
         """
-        whole("node_limit", node_limit, least=1)
         blocks = [(block, 1 / self._precisions(block)) for block in self.curvature.blocks]
-        export_variance(self.curvature.layout, blocks, path, node_limit)
+        export_variance(self.curvature.layout, blocks, path)
 
     # -- private ----------------------------------------------------------------------------------
 

@@ -114,3 +114,20 @@ def test_half_precision_file_computes_the_variance_in_float32(tmp_path):
     # The features are rounded to half precision, 1e-3, in the file only.
     expected = posterior.predict(inputs).variance
     np.testing.assert_allclose(results["variance"], expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: models.mlp((4, 3, 3)), {}),  # a curvature of all layers
+        (models.token_mlp, {"layers": "last"}),  # positions
+        (lambda: models.mlp((4, 3, 3)), {"layers": "last", "loss": "normal", "trainable": "fc0*"}),
+    ],
+    ids=["all layers", "positions", "first layer"],
+)
+def test_other_parameters_than_those_of_a_last_layer_are_refused(tmp_path, make, options):
+    model = make()
+    curvature = measured(model, (models.random_inputs(model), None), **options)
+    with pytest.raises(ke.UnsupportedError, match=r"under an uncertain last layer.*weight"):
+        ke.Laplace(curvature).export(tmp_path / "uncertain.onnx")
+    assert not list(tmp_path.iterdir())

@@ -16,13 +16,12 @@ from kfac_engine.curvature.factors.statistics import LayerPairs
 from kfac_engine.layers.layer_forms import LayerForm
 from tests import models, oracle
 from tests.analysis.fisher_matrix.dense import DOUBLE, assert_close, dense, measured
-from tests.analysis.laplace.test_export import run
-from tests.analysis.laplace.test_export_network import EXAMPLES, PRECISION, precision, variance_of
 from tests.analysis.laplace.test_posterior import jacobian
 
 APPROXIMATIONS = {"fully_connected": "whole"}
 OPTIONS = {"loss": "categorical", "reduction": "batch_mean", "threads": 1, "backend": "numpy"}
 DAMPING = 0.1
+EXAMPLES, PRECISION = 7, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +148,6 @@ def test_a_curvature_and_a_posterior_are_those_of_the_dense_matrix(model, truth,
     np.testing.assert_array_equal(dense(loaded), dense(curvature))
     posterior = ke.Laplace(curvature, prior_precision=PRECISION)
     batch = models.random_inputs(model, batch=2, seed=5)
-    variance = variance_of(jacobian(curvature, model, batch), precision(posterior))
+    jac, P = jacobian(curvature, model, batch), EXAMPLES * F + PRECISION * np.eye(len(F))
+    variance = jac @ np.linalg.solve(P, jac.swapaxes(1, 2))
     assert_close(posterior.predict(batch).variance.reshape(variance.shape), variance, 100 * DOUBLE)
-    if model.graph.output[0].type.tensor_type.shape.dim[1].dim_value == variance.shape[1]:
-        posterior.export(tmp_path / "uncertain.onnx")
-        written = run(tmp_path / "uncertain.onnx", batch)["variance"]
-        assert_close(written, variance, 100 * DOUBLE)
