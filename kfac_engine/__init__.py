@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from kfac_engine.errors import UnsupportedError as UnsupportedError
     from kfac_engine.errors import UnsupportedOpError as UnsupportedOpError
     from kfac_engine.export.derivatives import derivatives as derivatives
+    from kfac_engine.export.equation import equation as equation
     from kfac_engine.export.gradient_model import differentiate as differentiate
     from kfac_engine.graph.edits.adapters import add_adapters as add_adapters
     from kfac_engine.graph.edits.adapters import merge_adapters as merge_adapters
@@ -212,6 +213,7 @@ _HOMES = {
     "precondition": "engine.engine",
     "differentiate": "export.gradient_model",
     "derivatives": "export.derivatives",
+    "equation": "export.equation",
     "replace_head": "graph.edits.head",
     "add_adapters": "graph.edits.adapters",
     "merge_adapters": "graph.edits.adapters",

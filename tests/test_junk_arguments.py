@@ -103,6 +103,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         ke.derivatives,
         lambda: {"model": MODEL, "wrt": "input", "outputs": "output", "laplacian": True},
     ),
+    "equation": (
+        ke.equation,
+        lambda: {
+            "model": MODEL, "residuals": {"inside": lambda u: u.d(0)}, "wrt": "input",
+            "outputs": "output",
+        },
+    ),
     "replace_head": (ke.replace_head, lambda: {"model": MODEL, "classes": 2}),
     "add_adapters": (ke.add_adapters, lambda: {"model": MODEL, "rank": 2}),
     "merge_adapters": (ke.merge_adapters, lambda: {"model": ADAPTED}),

@@ -43,6 +43,7 @@ PUBLIC = (
     "precondition",
     "differentiate",
     "derivatives",
+    "equation",
     "replace_head",
     "add_adapters",
     "merge_adapters",

@@ -33,9 +33,12 @@ class ExampleAxes:
         names: Name of the targets of an output, where it is not the name of the output.
         weights: Name of the weights of the targets among arrays by name.
         sequences: Outputs whose targets are sequences, with the examples on the first axis.
+        optional: Outputs whose targets may be left out.
 
     Attributes:
         inputs: Axes of the examples, by input name.
+        in_sets: Whether the examples are several sets, each with inputs of its own.
+        labeled: Whether a batch needs targets.
         joint: Why some examples of a batch are no batch; empty where they are.
         obstacle: Why a batch cannot be cut: ``joint``, or the model runs with one size only.
         fixed_size: The only number of examples that the model runs with; None where it runs with
@@ -49,8 +52,13 @@ class ExampleAxes:
         names: Mapping[str, str] = MappingProxyType({}),
         weights: str = WEIGHTS,
         sequences: Collection[str] = (),
+        optional: Collection[str] = (),
     ) -> None:
         self._weights = weights
+        self.labeled = not outputs or not set(optional) >= {*outputs}
+        # The set of examples of each input and output; one set has no entry.
+        self.in_sets = bool(batch.sets)
+        self._sets = {name: i for i, each in enumerate(batch.sets) for name in each.places}
         self.inputs = dict(batch.inputs)
         self._targets = {names.get(out, out): batch.places[out].axis for out in outputs}
         self._sequences = frozenset(names.get(out, out) for out in sequences)
@@ -71,10 +79,11 @@ class ExampleAxes:
             for name, shape in shapes.items()
             if self.inputs[name] < len(shape)
         }
-        if len(set(counts.values())) != 1:
+        of_sets = {self._sets.get(name, 0): count for name, count in counts.items()}
+        if not counts or any(of_sets[self._sets.get(n, 0)] != counts[n] for n in counts):
             listed = ", ".join(f"'{name}' {count}" for name, count in counts.items()) or "none"
             raise ShapeError(f"all inputs need the same number of examples; found: {listed}.")
-        return int(next(iter(counts.values())))
+        return int(sum(of_sets.values()))
 
     def check(self, inputs: Mapping[str, Array], targets: Targets) -> int:
         """Return the number of examples; raise ``ShapeError`` if targets have another number.
@@ -82,18 +91,28 @@ class ExampleAxes:
         The targets of several losses are given by output. They alone have examples if no input has
         an axis of them.
         """
-        named, count = self._named(targets), -1
+        named, whole = self._named(targets), -1
         if self.inputs or not named:
-            count = self.count(inputs)
+            whole = self.count(inputs)
         for (kind, name), array in named.items():
+            count = self._count_of(name, inputs, whole)
             axis, shape = self._target_axis(name, array, kind), np.shape(array)
             count = shape[axis] if count < 0 and axis < len(shape) else count
+            whole = count if whole < 0 else whole
             if axis >= len(shape) or shape[axis] != count:
                 raise ShapeError(
                     f"the {kind} have shape {shape}, but the inputs have {count} examples; axis "
                     f"{axis} of the {kind} must hold the examples."
                 )
-        return count
+        return whole
+
+    def _count_of(self, name: str, inputs: Mapping[str, Array], whole: int) -> int:
+        """Return the number of examples of the set of a target, of ``whole`` of all sets."""
+        if name not in self._sets:
+            return whole
+        number = self._sets[name]
+        pairs = ((n, axis) for n, axis in self.inputs.items() if self._sets[n] == number)
+        return next(int(np.shape(inputs[n])[axis]) for n, axis in pairs)
 
     def arrays(
         self, inputs: Mapping[str, Array], targets: Targets

@@ -5,7 +5,8 @@ Every function that takes data reads them here. Data are
 - all examples: ``(inputs, targets)`` or ``(inputs, targets, weights)``, or arrays by name with
   ``targets`` and, optionally, ``weights``;
 - a path: an ``.npz`` file with arrays by name, or a folder of shards;
-- batches: an iterable, whose entries are such tuples or arrays by name.
+- batches: an iterable, whose entries are such tuples or arrays by name; for a run also a function
+  that returns the batch of a step.
 
 Inputs are arrays by input name, or the array of the only input; a path may stand in the place of an
 array, of the inputs and of the targets. Where targets are not needed, the inputs alone are data, as
@@ -14,8 +15,8 @@ well.
 
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
 from math import ceil
 from typing import Any, TypeAlias, TypeGuard
 
@@ -103,6 +104,32 @@ def examples_of(data: Data, axes: ExampleAxes) -> Examples | None:
     return None if whole is None else _examples(whole, axes)
 
 
+class FromSteps:
+    """The batches that a function returns for the steps of a run, without an end.
+
+    Args:
+        function: Returns the batch of a step, whose number counts from 0.
+    """
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the batches from the first step on."""
+        return map(self._function, count())
+
+
+def as_batches(data: Data, axes: ExampleAxes) -> Data:
+    """Return data as batches where arrays are one batch, or a function returns them.
+
+    The examples of several sets are one batch.
+    """
+    if callable(data) and not isinstance(data, Iterable):
+        return FromSteps(data)
+    whole = _whole(data, axes, labeled=True) if axes.in_sets and not is_folder(data) else None
+    return data if whole is None else [whole]
+
+
 class GivenBatches:
     """The batches of an iterable, in its order.
 
@@ -135,6 +162,7 @@ class GivenBatches:
                 f"data must be a pair (inputs, targets), arrays by name, a path, or an iterable of "
                 f"batches, got {type(data).__name__}."
             )
+        labeled = labeled and axes.labeled
         if labeled and is_array(data):
             raise InputError(
                 "the data have no targets; give a pair (inputs, targets), or arrays by name with "
@@ -215,7 +243,7 @@ def _whole(data: Any, axes: ExampleAxes, labeled: bool, pair: bool = False) -> B
 
     Data have any form but a folder. With ``pair``, they are known to be a pair.
     """
-    inputs, targets = data, None
+    inputs, targets, labeled = data, None, labeled and axes.labeled
     if _is_triple(data, axes, labeled):
         inputs, targets, weights = data
         targets = Weighted(targets, weights)

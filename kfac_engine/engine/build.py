@@ -4,6 +4,8 @@ from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
+import numpy as np
+
 from kfac_engine._types import Array, Params
 from kfac_engine.autodiff.activity import (
     ZERO,
@@ -30,7 +32,7 @@ from kfac_engine.engine.file_losses import TakenLoss, taken_loss
 from kfac_engine.engine.loss_bindings import LossBinding, LossOptions, bind_losses
 from kfac_engine.engine.options import EngineOptions
 from kfac_engine.engine.validation import check_mode
-from kfac_engine.errors import ModelError, UnsupportedError
+from kfac_engine.errors import InputError, ModelError, UnsupportedError
 from kfac_engine.graph.load import LoadedModel, ModelSource, load_model
 from kfac_engine.graph.structure import RELAYS, Fact, Graph, Node
 from kfac_engine.layers.discover import Discovery, discover
@@ -83,7 +85,8 @@ class Task:
         names = dict.fromkeys(outputs, self.file_loss.loss.labels) if self.file_loss else {}
         weights = self.file_loss.loss.weights if self.file_loss else ""
         sequences = [head.output for head in self.heads if head.loss.sequences]
-        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS, sequences)
+        optional = [head.output for head in self.heads if head.loss.of_residuals]
+        return ExampleAxes(self.batch, outputs, names, weights or WEIGHTS, sequences, optional)
 
     def require_examples(self, what: str) -> None:
         """Refuse a loss that the file computes as a single number for the whole batch.
@@ -306,12 +309,18 @@ def register_losses(
     is one.
     """
     heads, batch = bind_losses(model.graph, model.facts, options, inputs)
+    if batch.sets and reduction == "batch_mean":
+        raise InputError(
+            f"reduction='batch_mean' has one number of examples, but {batch.joint}; choose 'mean' "
+            f"or 'sum'."
+        )
     for head in heads:
         if head.logits:
             model.extend(head.logits.nodes, head.logits.facts, head.logits.constants)
     counted = _batch_first(model, batch, [head.loss.inputs[0] for head in heads])
     if counted:
         collection.count_examples_by(counted)
+    collection.sets = {name: i for i, each in enumerate(batch.sets) for name in each.places}
     for index, (head, weight) in enumerate(zip(heads, options.coefficients, strict=True)):
         collection.add_loss(head.loss, f"loss_{index}", weight)
     outputs = {head.loss.inputs[0]: head.output for head in heads}
@@ -334,6 +343,8 @@ def _batch_first(model: OnnxModel, batch: Batch, read: Sequence[str]) -> str:
     """
     if not batch.inputs:
         return read[0] if batch.joint else ""
+    if batch.sets:
+        return _every_example(model, batch)
     name, axis = min(batch.inputs.items(), key=lambda item: item[1])
     if axis == 0:
         return name
@@ -347,6 +358,26 @@ def _batch_first(model: OnnxModel, batch: Batch, read: Sequence[str]) -> str:
     )
     model.want([first])
     return first
+
+
+def _every_example(model: OnnxModel, batch: Batch) -> str:
+    """Add a value with one entry for each example of all sets; return its name."""
+    rows = []
+    for each in batch.sets:
+        name, axis = min(each.inputs.items(), key=lambda item: item[1])
+        length, row = f"examples of {name}", f"row of {name}"
+        count = Fact(np.dtype(np.int64), (1,))
+        define = {"start": axis, "end": axis + 1}
+        model.define(Node("Shape", (name,), (length,), define, f"node of {length}"), {}, like=count)
+        like = Fact(np.dtype(np.float32), (each.size,))
+        value = {"value": np.ones(1, np.float32)}
+        model.define(Node("ConstantOfShape", (length,), (row,), value, f"node of {row}"), {}, like)
+        rows.append(row)
+    name = f"rows of {', '.join(batch.inputs)}"
+    like = Fact(np.dtype(np.float32), (batch.size,))
+    model.define(Node("Concat", tuple(rows), (name,), {"axis": 0}, f"node of {name}"), {}, like)
+    model.want([name])
+    return name
 
 
 def register_layers(
@@ -416,6 +447,8 @@ def _placed(layer: LayerMatch, batch: Batch, chosen: Container[str]) -> list[Lay
 
 def _moved(layer: LayerMatch, batch: Batch) -> str:
     """Return text on where the examples of a layer lie; empty for the first axis."""
+    if batch.sets:
+        return "its uses have different examples"
     for name in (*uses(layer.inputs), *uses(layer.outputs)):
         place = batch.places.get(name)
         if batch.joint and not place:

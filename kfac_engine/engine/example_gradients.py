@@ -59,6 +59,9 @@ class ExampleGradients:
         if count == 1 or not reached:
             yield trace.vjp(cotangents, names)
             return
+        if self._batch.sets:
+            yield from self._of_sets(trace, cotangents, names)
+            return
         for index in range(count):
             rows = {
                 name: self._rows(trace, name, index, count, array.shape)
@@ -71,6 +74,23 @@ class ExampleGradients:
             else:
                 others = {name: _only(array, rows[name]) for name, array in cotangents.items()}
                 yield trace.vjp(others, names)
+
+    def _of_sets(
+        self, trace: Trace, cotangents: Mapping[str, Array], names: Sequence[str]
+    ) -> Iterator[dict[str, Array]]:
+        """Yield the gradients of the examples of one set after the other."""
+        for each in self._batch.sets:
+            its = {name: array for name, array in cotangents.items() if self._is_of(name, each)}
+            for index in range(each.examples(trace) if its else 0):
+                row = slice(index, index + 1)
+                others = {name: array * 0 for name, array in cotangents.items()}
+                for name, array in its.items():
+                    axis = self._place(name).axis
+                    others[name] = _only(array, (*(slice(None),) * axis, row))
+                yield trace.vjp(others, names)
+
+    def _is_of(self, name: str, batch: Batch) -> bool:
+        return self._objective.outputs.get(name, name) in batch.places
 
     @cached_property
     def _alone(self) -> bool:

@@ -64,7 +64,7 @@ class LossOptions:
             output is computed.
         class_axis: Axis of the classes, for losses given by name; -1 finds it, or is the last axis.
         find_logits: Whether a loss by name on an output of probabilities reads the logits.
-        weights: Factor of each loss; 1 by default.
+        weights: Factor of each loss, also by the keys of ``loss``; 1 by default.
         batch_axes: Axes of the examples, by input name; found by sample runs when left out.
         settings: Options of the losses that are given by name.
     """
@@ -73,7 +73,7 @@ class LossOptions:
     output: str | Sequence[str] | None = None
     class_axis: int = -1
     find_logits: bool = True
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] | Mapping[str, float] | None = None
     batch_axes: Axes | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
 
@@ -95,7 +95,9 @@ class LossOptions:
         whole("class_axis", self.class_axis, least=None)
         flag("find_logits", self.find_logits)
         if self.weights is not None:
-            for weight in listed("loss_weights", self.weights, "[1.0]"):
+            by_output = isinstance(self.weights, Mapping)
+            weights = [*self.weights.values()] if by_output else self.weights  # type: ignore[union-attr] # a mapping
+            for weight in listed("loss_weights", weights, "[1.0]"):
                 at_least_zero("each of loss_weights", weight)
 
     @property
@@ -188,6 +190,20 @@ class LossOptions:
     def coefficients(self) -> Sequence[float]:
         """One weight for each loss; another number of weights raises InputError."""
         count = len(self.choices)
+        if isinstance(self.weights, Mapping):
+            if not isinstance(self.loss, Mapping):
+                raise InputError(
+                    f"loss_weights={self.weights!r:.80} names outputs, but loss does not; give "
+                    f"loss={{'boxes': 'normal', …}}, or a list of weights."
+                )
+            outputs = list(self.loss)
+            for name in self.weights:
+                if name not in outputs:
+                    raise UnknownNameError(
+                        f"loss_weights names '{name}'{suggestion(name, outputs)}, but the outputs "
+                        f"in loss={{…}} are: {', '.join(outputs)}."
+                    )
+            return [self.weights.get(name, 1.0) for name in outputs]
         weights = [1.0] * count if self.weights is None else self.weights
         if len(weights) != count:
             raise InputError(f"{len(weights)} loss weights for {count} loss(es); give one each.")
@@ -224,6 +240,7 @@ def bind_losses(
             if axis == -1 and value in facts:
                 axis = find_class_axis(graph, facts, value, links)
             loss = choice.on(value, targets=targets, class_axis=axis)
+            loss.of_residuals = value in graph.residuals
             heads.append(LossBinding(loss, value, doubt=doubt and f"'{value}' {doubt}"))
         else:
             heads.append(LossBinding(choice, choice.inputs[0]))

@@ -68,7 +68,7 @@ class EngineOptions:
             of the channels or of the columns of the operator that computes the classes, and where
             there is no such operator, the last axis.
         find_logits: Let a loss on probabilities read the logits from which the model computes them.
-        loss_weights: Factor of each loss; by default 1.
+        loss_weights: Factor of each loss, a list or by the outputs in ``loss={…}``; by default 1.
         ignore_index: Target that does not count, for losses given by name. By default the loss
             decides: -100 for classes and for binary targets.
         class_weights: Weight ≥ 0 of the targets of each class.
@@ -119,7 +119,7 @@ class EngineOptions:
     output: str | Sequence[str] | None = None
     class_axis: int = -1
     find_logits: bool = True
-    loss_weights: Sequence[float] | None = None
+    loss_weights: Sequence[float] | Mapping[str, float] | None = None
     ignore_index: int | None = None
     class_weights: Sequence[float] | Array | None = None
     positive_weights: float | Sequence[float] | Array | None = None

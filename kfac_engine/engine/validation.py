@@ -40,6 +40,9 @@ def check_batch_size(batch: Batch, inputs: Mapping[str, Array]) -> None:
 
 def batch_size(batch: Batch, inputs: Mapping[str, Array]) -> int | None:
     """Return the number of examples in an unchecked batch; None if it cannot be determined."""
+    if batch.sets:
+        sizes = [batch_size(each, inputs) for each in batch.sets]
+        return None if None in sizes else sum(filter(None, sizes))
     arrays = inputs if isinstance(inputs, dict | Mapping) else {}
     for name, axis in batch.inputs.items():
         shape = getattr(arrays.get(name), "shape", ())

@@ -44,7 +44,7 @@ DIRECTION = "direction"
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class Output:
     """An output of the result, and the value that has its element type in the file."""
 
     entry: Input
@@ -115,15 +115,15 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         )
     patterns("outputs", outputs)
     loaded = with_taken_branches(load_model(model), sample_inputs)
-    entry, labels = _input(loaded.graph, wrt)
+    entry, labels = points_input(loaded.graph, wrt)
     x = entry.name
     graph, facts = lowered(loaded.graph, [x], sample_inputs)
-    features = _features(entry, facts[x], sample_inputs)
-    names = _outputs(graph, facts, x, outputs)
-    _check_smooth(graph, facts, x, names)
-    _check_examples(graph, facts, x, names, sample_inputs)
+    features = feature_sizes(entry, facts[x], sample_inputs)
+    names = chosen_outputs(graph, facts, [x], outputs)
+    check_smooth(graph, facts, [x], names)
+    check_examples(graph, facts, [x], names, sample_inputs)
     d = prod(features)
-    numbers = _numbered(labels, d)
+    numbers = numbered(labels, d)
     quantities = [
         *([_jacobian(d)] if jacobian else []),
         *([_laplacian(d)] if laplacian else []),
@@ -131,11 +131,11 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         *(_directional(d) if directional else []),
         *(_selected(each, numbers) for each in selected),
     ]
-    b = _builder(graph, facts, sample_inputs)
+    b = forward_builder(graph, facts, sample_inputs)
     direction = free_name(DIRECTION, graph)
     b.facts[direction] = facts[x]
     directions = {i for quantity in quantities for i in quantity.directions}
-    tangents = {i: name for i, name in _unit_vectors(b, x, features).items() if i in directions}
+    tangents = {i: name for i, name in unit_vectors(b, x, features).items() if i in directions}
     if directional:
         tangents[d] = direction
     sums = tuple(dict.fromkeys(e for q in quantities for e in q.entries if not isinstance(e, int)))
@@ -145,17 +145,20 @@ def derivatives(  # noqa: PLR0913 (every choice a user has, each with a default)
         for quantity in quantities:
             written.add(name, jets.get(name, Jet()), quantity)
     inputs = [replace(entry, name=direction)] if directional else []
-    result, constants = _model(loaded, b, inputs, written.outputs(loaded, names))
-    notes = _kinks(bent) if sums else []
+    written_outputs = written.outputs(loaded, names)
+    result, constants = derivative_model(loaded, b, inputs, written_outputs, "derivatives")
+    notes = kinks(bent) if sums else []
     for note in notes:
         warn(note, ExportWarning)
     result.doc_string = "; ".join(notes)
     return saved_model(result, constants, path)
 
 
-def _builder(
+def forward_builder(
     graph: Graph, facts: Mapping[str, Fact], sample_inputs: Mapping[str, Array] | None
 ) -> ForwardBuilder:
+    """Return a builder of derivatives, which runs the graph on the sample inputs."""
+
     def sample(values: Iterable[str]) -> Mapping[str, Array]:
         feeds = sample_batch(graph, facts, sample_inputs)
         return open_run(graph, facts).values(feeds, list(values))
@@ -163,10 +166,17 @@ def _builder(
     return ForwardBuilder(graph, facts, measured_facts, sample)
 
 
-def _model(
-    loaded: LoadedModel, b: ForwardBuilder, inputs: Sequence[Input], outputs: Sequence[_Output]
+def derivative_model(
+    loaded: LoadedModel,
+    b: ForwardBuilder,
+    inputs: Sequence[Input],
+    outputs: Sequence[Output],
+    name: str,
 ) -> tuple[ModelProto, dict[str, Array]]:
-    """Return the model with further inputs and with these outputs, and its constants."""
+    """Return the model with further inputs and with these outputs, and its constants.
+
+    Its name is ``name`` of the name of the model.
+    """
     stored = loaded.stored
     types = {o.entry.name: stored[o.like] for o in outputs if o.like in stored}
     types |= {entry.name: entry.stored for entry in inputs if entry.stored is not None}
@@ -174,7 +184,7 @@ def _model(
         b.graph,
         nodes=(*b.graph.nodes, *b.nodes),
         constants={**b.graph.constants, **b.constants},
-        name=f"derivatives of {b.graph.name}",
+        name=f"{name} of {b.graph.name}",
     )
     result, constants = joint_model(
         joint, [*b.graph.inputs, *inputs], [o.entry for o in outputs], {**stored, **types}
@@ -236,7 +246,7 @@ def _directional(d: int) -> tuple[_Quantity, _Quantity]:
     )
 
 
-def _numbered(labels: Sequence[str], d: int) -> dict[str, int]:
+def numbered(labels: Sequence[str], d: int) -> dict[str, int]:
     """Return the numbers of the features, by name or by the number as text."""
     if labels and not len(labels) == len(set(labels)) == d:
         raise ShapeError(
@@ -252,29 +262,33 @@ def _selected(features: Sequence[str | int], numbers: Mapping[str, int]) -> _Qua
             f"selected has {features!r:.80}, not the features of a derivative; pass ('t',) for a "
             f"first and ('x', 'x') for a second derivative, say."
         )
+    places = feature_places(features, numbers, "selected")
+    label = "derivative of {} by " + ", ".join(list(numbers)[i] for i in places)
+    return _Quantity(label, (places[0] if len(places) == 1 else ((min(places), max(places)),),))
+
+
+def feature_places(
+    features: Sequence[object], numbers: Mapping[str, int], what: str
+) -> tuple[int, ...]:
+    """Return the numbers of the one or two features of a derivative.
+
+    ``features`` are names or numbers. ``what`` begins a message.
+    """
+    known: dict[object, int] = {i: i for i in numbers.values()}
+    known.update(numbers.items())
     places = []
     for feature in features:
-        if (
-            isinstance(feature, int)
-            and not isinstance(feature, bool)
-            and 0 <= feature < len(numbers)
-        ):
-            places.append(feature)
-        elif isinstance(feature, str) and feature in numbers:
-            places.append(numbers[feature])
-        else:
+        if not isinstance(feature, str | int) or isinstance(feature, bool) or feature not in known:
             raise UnknownNameError(
-                f"selected names the feature {feature!r:.80}{suggestion(feature, numbers)}; the "
+                f"{what} names the feature {feature!r:.80}{suggestion(feature, numbers)}; the "
                 f"features are: {', '.join(numbers)}."
             )
-    label = "derivative of {} by " + ", ".join(list(numbers)[i] for i in places)
-    if len(places) == 1:
-        return _Quantity(label, (places[0],))
-    if len(places) == 2:
-        return _Quantity(label, (((min(places), max(places)),),))
-    raise InputError(
-        f"selected has a derivative by {len(places)} features; pass one or two for each."
-    )
+        places.append(known[feature])
+    if len(places) not in (1, 2):
+        raise InputError(
+            f"{what} has a derivative by {len(places)} features; pass one or two for each."
+        )
+    return tuple(places)
 
 
 class _Written:
@@ -288,16 +302,16 @@ class _Written:
         # features follow those of the value.
         self._results: dict[str, tuple[str, int]] = {}
 
-    def outputs(self, loaded: LoadedModel, names: Sequence[str]) -> list[_Output]:
+    def outputs(self, loaded: LoadedModel, names: Sequence[str]) -> list[Output]:
         """Return the outputs of the model, ``names`` among them, and then their derivatives."""
         facts, declared = self._b.facts, loaded.output_shapes
         outputs = [
-            _Output(Input(name, facts[name].dtype, declared.get(name)), name)
+            Output(Input(name, facts[name].dtype, declared.get(name)), name)
             for name in dict.fromkeys((*self._b.graph.outputs, *names))
         ]
         for name, (u, axes) in self._results.items():
             shape = (*declared_shape(loaded, u, facts[u]), *self._features * axes)
-            outputs.append(_Output(Input(name, facts[u].dtype, shape), u))
+            outputs.append(Output(Input(name, facts[u].dtype, shape), u))
         return outputs
 
     def add(self, u: str, jet: Jet, quantity: _Quantity) -> None:
@@ -320,7 +334,7 @@ class _Written:
         return jet.seconds.get(self._sums.index(entry))
 
 
-def _unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dict[int, str]:
+def unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dict[int, str]:
     """Write the unit vectors of the features, each in the shape of the input."""
     # They are whole numbers in the file, so that no engine takes them for weights.
     d = prod(features)
@@ -334,7 +348,7 @@ def _unit_vectors(b: ForwardBuilder, wrt: str, features: tuple[int, ...]) -> dic
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def _input(graph: Graph, wrt: object) -> tuple[Input, tuple[str, ...]]:
+def points_input(graph: Graph, wrt: object) -> tuple[Input, tuple[str, ...]]:
     """Return the input, and the names of its features if the user gives them."""
     labels: tuple[str, ...] = ()
     if isinstance(wrt, Mapping) and len(wrt) == 1:
@@ -360,7 +374,7 @@ def _input(graph: Graph, wrt: object) -> tuple[Input, tuple[str, ...]]:
     return known[wrt], labels
 
 
-def _features(
+def feature_sizes(
     entry: Input, fact: Fact, sample_inputs: Mapping[str, Array] | None
 ) -> tuple[int, ...]:
     """Return the sizes of the axes of an example."""
@@ -380,21 +394,26 @@ def _features(
     return fact.shape[1:]
 
 
-def _outputs(
-    graph: Graph, facts: Mapping[str, Fact], wrt: str, outputs: str | Sequence[str] | None
+def chosen_outputs(
+    graph: Graph,
+    facts: Mapping[str, Fact],
+    wrt: Sequence[str],
+    outputs: str | Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """Return the values to differentiate, which depend on the input."""
-    active = activity(graph, facts, [wrt]).active
+    """Return the values to differentiate, which depend on one of the inputs ``wrt``."""
+    active, inputs = activity(graph, facts, wrt).active, "' or '".join(wrt)
     if outputs is None:
         check_real(graph, facts, graph.outputs)
         chosen = tuple(name for name in real_outputs(graph, facts) if name in active)
         if not chosen:
             raise ModelError(
-                f"no output of model '{graph.name}' has a derivative with respect to '{wrt}'; name "
-                f"an input that an output depends on."
+                f"no output of model '{graph.name}' has a derivative with respect to '{inputs}'; "
+                f"name an input that an output depends on."
             )
         return chosen
     chosen = tuple(dict.fromkeys([outputs] if isinstance(outputs, str) else outputs))
+    if not chosen:
+        raise InputError("outputs is empty; name an output, or leave outputs out.")
     known = set(graph.values())
     for name in chosen:
         if name not in known:
@@ -404,26 +423,30 @@ def _outputs(
         check_real(graph, facts, [name])
         if name not in active:
             raise ModelError(
-                f"'{name}' has no derivative with respect to '{wrt}', on which it does not depend "
-                f"or only through steps; name another output or input."
+                f"'{name}' has no derivative with respect to '{inputs}', on which it does not "
+                f"depend or only through steps; name another output or input."
             )
     return chosen
 
 
-def _check_examples(
+def check_examples(
     graph: Graph,
     facts: Mapping[str, Fact],
-    wrt: str,
+    wrt: Sequence[str],
     names: Sequence[str],
     sample_inputs: Mapping[str, Array] | None,
-) -> None:
-    """Raise an error unless each example's outputs depend on its own features only."""
+) -> dict[str, int]:
+    """Return the axis of the examples in each input that has one.
+
+    An error is raised unless each example's outputs depend on its own features only.
+    """
     batch = find_batch(graph, facts, names, sample_inputs)
-    if batch.inputs.get(wrt) != 0:
-        raise ShapeError(
-            f"the input '{wrt}' does not have the examples on its first axis; transpose it in the "
-            f"model."
-        )
+    for x in wrt:
+        if batch.inputs.get(x) != 0:
+            raise ShapeError(
+                f"the input '{x}' does not have the examples on its first axis; transpose it in "
+                f"the model."
+            )
     for name in names:
         place = batch.places.get(name)
         if place is None or not place.comes_first:
@@ -438,10 +461,14 @@ def _check_examples(
             f"{coupling} lets examples depend on each other; export the model in its form of "
             f"inference."
         )
+    return dict(batch.inputs)
 
 
-def _check_smooth(graph: Graph, facts: Mapping[str, Fact], wrt: str, names: Sequence[str]) -> None:
-    for node in behind_quantizers(graph, facts, names, [wrt]).values():
+def check_smooth(
+    graph: Graph, facts: Mapping[str, Fact], wrt: Sequence[str], names: Sequence[str]
+) -> None:
+    """Refuse values behind a quantizer."""
+    for node in behind_quantizers(graph, facts, names, wrt).values():
         raise UnsupportedOpError(
             f"{node.qualified_op} at node '{node.name}' rounds to numbers of a few bits, so that "
             f"its derivative is zero or does not exist; use the model as it was before "
@@ -449,7 +476,7 @@ def _check_smooth(graph: Graph, facts: Mapping[str, Fact], wrt: str, names: Sequ
         )
 
 
-def _kinks(bent: Sequence[Node]) -> list[str]:
+def kinks(bent: Sequence[Node]) -> list[str]:
     """Return a note on nodes whose second derivative is zero almost everywhere."""
     if not bent:
         return []

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped] 
 
 from kfac_engine._types import Array, DType
 from kfac_engine.errors import InputError, ModelError, UnsupportedError
-from kfac_engine.graph.analysis.declared_constants import declared_constants
+from kfac_engine.graph.analysis.declared_constants import declared_constants, declared_residuals
 from kfac_engine.graph.files import ExternalData
 from kfac_engine.graph.nodes import canonical_nodes
 from kfac_engine.graph.passes.bodies import fold_constant_ifs, hoist_weights
@@ -308,6 +308,7 @@ def _load(model: onnx.ModelProto, path: Path | None, train_form: bool) -> Loaded
         filled=filled,
         inner=inner,
         declared=declared_constants(template, tuple(constants)) | statistics,
+        residuals=declared_residuals(template),
     )
     graph, notes = in_train_form(graph) if train_form else (graph, ())
     files = (path, *external.files) if path and external else ()

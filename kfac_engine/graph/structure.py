@@ -113,6 +113,8 @@ class Graph:
         declared: Reasons why constants are no parameters, by name, where the file states them;
             empty for constants that it states to be parameters.
         fixed: Values of integer inputs in the sample; the graph is specialized to them.
+        residuals: Outputs that are residuals of equations, by the metadata of the file: their
+            targets are zero if there are none.
     """
 
     nodes: tuple[Node, ...]
@@ -126,6 +128,7 @@ class Graph:
     inner: frozenset[str] = frozenset()
     declared: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Array] = field(default_factory=dict)
+    residuals: frozenset[str] = frozenset()
 
     @cached_property
     def results(self) -> frozenset[str]:

@@ -89,6 +89,7 @@ class LossFunction(ABC):
         self.seed = seed
         self.class_axis = class_axis
         self.ignore_index = ignored(ignore_index)
+        self.of_residuals = False
 
     def __repr__(self) -> str:
         """Return class, inputs and targets."""
@@ -390,6 +391,8 @@ class LossFunction(ABC):
         self.check_inputs(values)
         name, counts = self.inputs[0], self._given_weights(values)
         known = self.targets is not None and self.targets in values
+        if not known and self.of_residuals:
+            return self.weigh(values, array_module(values[name]).zeros_like(values[name]), counts)
         if not (targets or known):
             return self.weigh(values, None, counts)
         labels, counts = self._that_count(
@@ -505,7 +508,8 @@ class LossFunction(ABC):
         arrays = {name: read_input(values, name) for name in self.inputs}
         if targets:
             name = self.require_target_name()
-            arrays[name] = read_targets(values, name, self.inputs[0])
+            with suppress(*([InputError] if self.of_residuals else [])):
+                arrays[name] = read_targets(values, name, self.inputs[0])
             with suppress(KeyError):
                 arrays[weights_of(name)] = as_array(values[weights_of(name)])
             self.observe(arrays)

@@ -66,7 +66,9 @@ _ARITHMETIC = {
     "add": "Add", "subtract": "Sub", "multiply": "Mul", "divide": "Div", "true_divide": "Div",
     "floor_divide": "Div", "remainder": "Mod", "power": "Pow", "maximum": "Max", "minimum": "Min",
     "negative": "Neg", "absolute": "Abs", "sqrt": "Sqrt", "exp": "Exp", "log": "Log",
-    "tanh": "Tanh", "sign": "Sign",
+    "tanh": "Tanh", "sign": "Sign", "sin": "Sin", "cos": "Cos", "tan": "Tan", "arcsin": "Asin",
+    "arccos": "Acos", "arctan": "Atan", "sinh": "Sinh", "cosh": "Cosh", "arcsinh": "Asinh",
+    "arccosh": "Acosh", "arctanh": "Atanh", "erf": "Erf",
 }  # fmt: skip
 _COMPARISONS = {
     "equal": "Equal", "less": "Less", "less_equal": "LessOrEqual", "greater": "Greater",
@@ -76,7 +78,11 @@ _LOGIC = {
     "logical_and": "And", "logical_or": "Or", "logical_not": "Not",
     "bitwise_and": "And", "bitwise_or": "Or", "invert": "Not",
 }  # fmt: skip
-_REAL = {"divide", "true_divide", "sqrt", "exp", "log", "tanh"}
+# They compute real numbers from integers, too.
+_REAL = {
+    "divide", "true_divide", "sqrt", "exp", "log", "tanh", "sin", "cos", "tan", "arcsin", "arccos",
+    "arctan", "sinh", "cosh", "arcsinh", "arccosh", "arctanh", "erf",
+}  # fmt: skip
 
 
 def applied(tape: Tape, name: str, inputs: Sequence[Any]) -> Symbol:

@@ -171,7 +171,8 @@ class Size:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return " ".join([f"{self.factor:g}", *(f"n^{power:g}" for power in self.powers.values())])
+        powers = ("n" if power == 1 else f"n^{power:g}" for power in self.powers.values())
+        return " ".join([*([f"{self.factor:g}"] if self.factor != 1 else []), *powers])
 
     def _key(self) -> tuple[object, ...]:
         return frozenset(self.powers.items()), self.factor
@@ -323,6 +324,9 @@ class Recorded(NDArrayOperatorsMixin):
         if isinstance(size, Size):
             raise _UnknownError("the number of examples is")
         return int(size)
+
+    def __iter__(self) -> Iterator[Symbol]:
+        return (self[i] for i in range(len(self)))
 
     def __bool__(self) -> bool:
         raise _UnknownError("a truth value of it is")
@@ -581,7 +585,7 @@ class _UnknownError(TypeError, UnsupportedError):
     """Code reads a number that a file does not know before it runs."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"a step cannot be written as a file: {what} known in a run only.")
+        super().__init__(f"a file cannot be written: {what} known in a run only.")
 
 
 def lifted(tape: Tape, value: Any, dtype: DType | type | None = None) -> Symbol:

@@ -22,6 +22,7 @@ from kfac_engine.runtime.example_axis import (
     Candidate,
     ExampleAxis,
     Squares,
+    axes_by_symbol,
     axis_of,
     batch_candidates,
     grown,
@@ -55,6 +56,8 @@ class Batch:
             file does not say which nodes a graph has; ``""`` if they are.
         squares: Map from an input or a value to its further axes that grow with the batch, such as
             those of an adjacency matrix.
+        sets: Sets of examples with inputs, values and numbers of examples of their own, such as the
+            points of an equation and those of its boundary; none if there is one set only.
     """
 
     size: int
@@ -64,9 +67,23 @@ class Batch:
     doubt: str = ""
     joint: str = ""
     squares: Squares = field(default_factory=dict)
+    sets: tuple["Batch", ...] = ()
+
+    @classmethod
+    def of_sets(cls, sets: Sequence["Batch"]) -> "Batch":
+        """Return the batch of the examples of several sets, one set after the other."""
+        inputs = {name: axis for each in sets for name, axis in each.inputs.items()}
+        places = {name: place for each in sets for name, place in each.places.items()}
+        named = ", ".join(f"'{name}'" for name in inputs)
+        joint = f"{named} have numbers of examples of their own"
+        doubt = next((each.doubt for each in sets if each.doubt), "")
+        size = sum(each.size for each in sets)
+        return cls(size, inputs, places, doubt=doubt, joint=joint, sets=tuple(sets))
 
     def examples(self, inputs: Mapping[str, Array]) -> int:
         """Return the number of examples in a batch."""
+        if self.sets:
+            return sum(each.examples(inputs) for each in self.sets)
         return next((inputs[name].shape[axis] for name, axis in self.inputs.items()), self.size)
 
     def axes(self, name: str) -> tuple[int, ...]:
@@ -76,7 +93,14 @@ class Batch:
         return () if axis is None else (axis, *self.squares.get(name, ()))
 
     def resized(self, inputs: Mapping[str, Array], count: int) -> dict[str, Array]:
-        """Return the inputs of the sample run with ``count`` examples, the first ones repeated."""
+        """Return the inputs of the sample run with ``count`` examples, the first ones repeated.
+
+        Several sets of examples have their shares of ``count``, and an example each at least.
+        """
+        for each in self.sets:
+            inputs = each.resized(inputs, max(1, round(count * each.size / self.size)))
+        if self.sets:
+            return dict(inputs)
         return _taken(inputs, self.inputs, self.squares, np.arange(count) % self.size)
 
     @property
@@ -106,7 +130,11 @@ def find_batch(
     result of ``open_run``, if the caller reads further values.
     """
     probe = _Probe(graph, facts, inputs, run)
-    batch = probe.batch_of_user(_checked(facts, axes), outputs) if axes else probe.found(outputs)
+    batch = (
+        probe.batch_of_user(_checked(facts, axes), outputs)
+        if axes
+        else probe.sets_of_examples(outputs) or probe.found(outputs)
+    )
     return replace(batch, joint=batch.joint or probe.why_joint(batch, outputs))
 
 
@@ -185,6 +213,19 @@ class _Probe:
         axes = stuck[0].axes if named else _first_axes(graph, facts)
         batch = self.batch_of_others(candidates, outputs) or self.batch_from_lengths(axes)
         return self.with_doubt(batch, outputs)
+
+    def sets_of_examples(self, outputs: Sequence[str]) -> Batch | None:
+        """Return the batch along axes of several symbols, each with outputs of its own, or None."""
+        apart = axes_by_symbol(self._graph.inputs)
+        different = len({name for axes in apart for name in axes}) == sum(map(len, apart)) > 1
+        if len(outputs) < 2 or not different:
+            return None
+        sets = [self.batch_along(axes, outputs, {}) for axes in apart]
+        placed = [each for each in sets if each and not each.fixed and _placed(each, outputs)]
+        counts = [sum(name in each.places for each in placed) for name in outputs]
+        if len(placed) < 2 or set(counts) != {1}:
+            return None
+        return Batch.of_sets([self.with_doubt(each, _of_set(each, outputs)) for each in placed])
 
     def without_axes_apart(
         self, candidates: Sequence[Candidate], outputs: Sequence[str]
@@ -399,6 +440,9 @@ class _Probe:
 
         Without ``first``, ``divides`` has shown that examples do not need the first one.
         """
+        if batch.sets:
+            nodes = (self.coupled(each, _of_set(each, outputs), first=first) for each in batch.sets)
+            return next(filter(None, nodes), "")
         if batch.size == 1:
             return ""
         # In a recurrence, examples depend on earlier or on later examples, so the first and the
@@ -502,6 +546,11 @@ def _taken(
         for along in (axis, *squares.get(name, ())):
             chosen[name] = chosen[name].take(examples, along)
     return chosen
+
+
+def _of_set(batch: Batch, outputs: Sequence[str]) -> list[str]:
+    """Return the outputs that have examples of a set."""
+    return [name for name in outputs if name in batch.places]
 
 
 def _placed(batch: Batch, outputs: Sequence[str]) -> bool:

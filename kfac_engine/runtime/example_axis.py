@@ -177,6 +177,16 @@ def batch_candidates(graph: Graph, facts: Mapping[str, Fact]) -> list[Candidate]
     return [c for c in candidates if len({facts[n].shape[axis] for n, axis in c.axes.items()}) == 1]
 
 
+def axes_by_symbol(inputs: Sequence[Input]) -> list[Axes]:
+    """Return the axes of inputs that have the same symbol, for each symbol."""
+    groups: dict[str, dict[str, int]] = {}
+    for entry in inputs:
+        for axis, size in enumerate(entry.shape or ()):
+            if isinstance(size, str):
+                groups.setdefault(size, {}).setdefault(entry.name, axis)
+    return list(groups.values())
+
+
 def same_symbol(inputs: Sequence[Input], axes: Axes) -> dict[str, tuple[int, ...]]:
     """Return the further axes of inputs that have the symbol of the axis in ``axes``."""
     squares = {}

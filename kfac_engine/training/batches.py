@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kfac_engine._types import Array
 from kfac_engine.arguments import number
 from kfac_engine.datasets.examples import Batch, ExampleAxes
-from kfac_engine.datasets.forms import Data, GivenBatches, examples_of
+from kfac_engine.datasets.forms import Data, GivenBatches, as_batches, examples_of
 from kfac_engine.datasets.shards import (
     WHOLE,
     Examples,
@@ -101,6 +101,7 @@ def run_data(
             f"the batches cannot be divided among {share.size} processes: {axes.obstacle}; call "
             f"optimizer.step with the examples of each process."
         )
+    data = as_batches(data, axes)
     examples = examples_of(data, axes)
     if examples is None:
         if isinstance(validation, Real):
@@ -135,6 +136,7 @@ def _ordered(data: Any, axes: ExampleAxes, batch_size: int, share: Share) -> Ite
     """Return the batches of validation data; None for none."""
     if data is None:
         return None
+    data = as_batches(data, axes)
     examples = examples_of(data, axes)
     if examples is None:
         return GivenBatches(data, axes, share)

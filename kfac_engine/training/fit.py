@@ -81,6 +81,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
     checkpoint_every: int | None = None,
     rollbacks: int = 3,
     progress: bool = False,
+    loss_weights: Sequence[float] | Mapping[str, float] | None = None,
     ignore_index: int | None = None,
     class_weights: Sequence[float] | Array | None = None,
     positive_weights: float | Sequence[float] | Array | None = None,
@@ -136,7 +137,8 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         rollbacks: How often the run returns to earlier parameters, with smaller steps, where the
             loss explodes; 0 for never.
         progress: Whether to show the progress on stderr: a bar on a terminal, lines elsewhere.
-        ignore_index: Option of the loss of a model; see ``EngineOptions``.
+        loss_weights: Factor of each loss of a model; see ``EngineOptions``.
+        ignore_index: Option of the loss of a model.
         class_weights: Option of the loss of a model.
         positive_weights: Option of the loss of a model.
         label_smoothing: Option of the loss of a model.
@@ -168,6 +170,7 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
         _check_plain(batch_size, accumulate, seed, resume=resume, progress=progress)
         hooks = Hooks(callbacks)
         settings = named_settings(
+            loss_weights=loss_weights,
             ignore_index=ignore_index,
             class_weights=class_weights,
             positive_weights=positive_weights,

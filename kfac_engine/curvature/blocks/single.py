@@ -402,10 +402,13 @@ class ScaleShiftFB(SingleFactorFB):
         return ((size,) if issubclass(self._factor_class, DiagonalFactor) else (size, size),)
 
     def _make_factors(self, grads_list: GradsList) -> None:
+        collection, outputs = self._collection, self._tensors.outputs[0]
         statistic = self._statistic(
             tuple(self._tensors.inputs),
             self._tensors.gradients(grads_list),
             self.form.scale,
             self.form.shift,
+            tuple(collection.sets[name] for name in outputs) if collection.sets else (),
+            (collection.batch_value or "") if collection.sets else "",
         )
         self._factor = self._collection.make_or_get_factor(self._factor_class, (statistic,))

@@ -30,6 +30,8 @@ class FactorOwner(LossCollection):
         graph: The model, or the shapes.
         fisher_factors: Factors by ``(class, arguments)``, in the order of creation.
         data: Names of inputs of the model, whose features may have units of their own.
+        sets: The number of the set whose examples a value has, by its name, if there are several
+            sets of examples.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class FactorOwner(LossCollection):
         self.backend = select(backend) if isinstance(backend, str) else backend
         self.fisher_factors: dict[tuple[object, ...], FisherFactor] = {}
         self.data: frozenset[str] = frozenset()
+        self.sets: Mapping[str, int] = {}
 
     def get_factors(self) -> tuple[FisherFactor, ...]:
         """Return all factors in the order of creation, the input factor of a block first."""

@@ -99,9 +99,10 @@ class ExampleWeights:
                 if weights is None or weights.dtype.kind == "b":
                     return cls(None, None, places)
                 raise UnsupportedError(
-                    f"an axis of '{loss.inputs[0]}' holds examples and positions, so that weights "
-                    f"other than 0 and 1 cannot be assigned to examples; give them an axis of "
-                    f"their own, or use a mask."
+                    f"an axis of '{loss.inputs[0]}' holds examples and positions, or one of "
+                    f"several sets of examples, so that weights other than 0 and 1 cannot be "
+                    f"assigned to examples; give them an axis of their own, use a mask, or "
+                    f"multiply a residual by the roots of its weights."
                 )
             counts = xp.ones((1,) * like.ndim) if weights is None else weights
             counts = xp.moveaxis(xp.broadcast_to(counts, like.shape), axis, 0)

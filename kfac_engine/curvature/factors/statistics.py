@@ -675,10 +675,18 @@ class ScaleShiftMoment(LayerPairs):
         tensors: Names of output gradients, ``[source][part]``.
         scale: Axes that are summed for the scale; None without a scale.
         shift: Axes that are summed for the shift; None without a shift.
+        sets: For each use, the number of the set whose examples it has; empty if all uses have the
+            same examples. The gradient of an example is summed over the uses of its set.
+        batch: Name of a value with an entry for each example of all sets, if there are several.
     """
 
     scale: BroadcastShape | None
     shift: BroadcastShape | None
+    sets: tuple[int, ...] = ()
+    batch: str = ""
+
+    def lengths(self) -> tuple[str, ...]:
+        return (self.batch,) if self.sets else ()
 
     def entries(self, values: Values) -> int:
         """Return the size of ``v``; raise a ShapeError if inputs and gradients differ in shape."""
@@ -709,6 +717,8 @@ class ScaleShiftMoment(LayerPairs):
         )
 
     def batch_size(self, values: Values) -> int:
+        if self.sets:
+            return len(values[self.batch]) * len(self.inputs)
         reduction = self.scale or self.shift
         axis = reduction.batch_axis if reduction else 0
         sizes = {name: values[name].shape[axis] for name in self._gradient_names()}
@@ -719,8 +729,13 @@ class ScaleShiftMoment(LayerPairs):
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
     ) -> None:
         for parts, v in self._gradients(out, values, backend):
-            backend.second_moment(v, out, alpha=alpha / (len(v) * parts), beta=beta)
+            count = self._count(v, values)
+            backend.second_moment(v, out, alpha=alpha / (count * parts), beta=beta)
             beta = 1.0
+
+    def _count(self, v: Array, values: Values) -> int:
+        """Return the number of examples of a part; those without a gradient are not in ``v``."""
+        return len(values[self.batch]) if self.sets else len(v)
 
     def _gradient_names(self) -> Iterator[str]:
         return (name for source in self.tensors for part in source for name in part)
@@ -731,14 +746,15 @@ class ScaleShiftMoment(LayerPairs):
         """Yield ``v`` of each example, for every part of every source, in the average's type."""
         for source in self.tensors:
             for xs, gradients in zip(self.inputs, source, strict=True):
-                v: Array | None = None
+                v: dict[int, Array] = {}
                 for use, name in enumerate(gradients):
                     ds = values[name].astype(out.dtype, copy=False)
                     x = values[xs[use]].astype(out.dtype, copy=False) if xs else None
                     term = self._of_use(x, ds, backend)
-                    v = term if v is None else v + term
-                assert v is not None, "a part has at least one use"
-                yield len(source), v
+                    number = self.sets[use] if self.sets else 0
+                    v[number] = v[number] + term if number in v else term
+                every = [*v.values()]
+                yield len(source), every[0] if len(every) == 1 else backend.xp.concatenate(every)
 
     def _of_use(self, x: Array | None, ds: Array, backend: Backend) -> Array:
         """Return the contribution of a use to ``v``."""
@@ -767,5 +783,5 @@ class ScaleShiftSquare(ScaleShiftMoment):
     ) -> None:
         for parts, v in self._gradients(out, values, backend):
             squares = backend.xp.einsum("ni,ni->i", v, v)
-            backend.add_scaled(out, squares, alpha / (len(v) * parts), beta)
+            backend.add_scaled(out, squares, alpha / (self._count(v, values) * parts), beta)
             beta = 1.0

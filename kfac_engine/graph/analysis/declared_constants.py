@@ -26,6 +26,8 @@ _LINE = re.compile(r"^(\w+): ([A-Z_]+) target='([^']*)'", re.MULTILINE)
 # signature as arguments.
 _CALL = "pkg.torch.onnx.fx_node"
 _PARAMETER = "PARAMETER"
+# Metadata of an output that is the residual of an equation.
+_RESIDUAL = "kfac_engine.residual"
 _REASONS = {
     "BUFFER": "a buffer of the module, by the metadata of the file",
     "CONSTANT_TENSOR": "a constant in the code of the module, by the metadata of the file",
@@ -57,6 +59,18 @@ def declared_constants(model: "ModelProto", names: Sequence[str]) -> dict[str, s
             if all(kinds.get(source) != _PARAMETER for source in (name, *listed)):
                 reasons[name] = _computed(listed, kinds)
     return {name: reasons[name] for name in names if name in reasons}
+
+
+def declare_residuals(model: "ModelProto") -> None:
+    """State in a model, in place, that all its outputs are residuals of equations."""
+    for entry in model.graph.output:
+        entry.metadata_props.add(key=_RESIDUAL, value="zero without targets")
+
+
+def declared_residuals(model: "ModelProto") -> frozenset[str]:
+    """Return the outputs that are residuals, as ``declare_residuals`` states it."""
+    outputs = model.graph.output
+    return frozenset(entry.name for entry in outputs if _entry(entry.metadata_props, _RESIDUAL))
 
 
 def declare_untrained(model: "ModelProto", constants: Mapping[str, Array]) -> None:
