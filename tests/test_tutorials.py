@@ -16,7 +16,14 @@ from tests.pages import all_blocks
 PAGES = {
     path.stem: path for path in sorted(Path(__file__).parent.parent.glob("docs/tutorials/*.md"))
 }
-FIGURES = {"derivative_rule": 1, "fine_tune": 1, "spectra": 4, "train": 2}
+FIGURES = {
+    "derivative_rule": 1,
+    "fine_tune": 1,
+    "forces": 1,
+    "helium": 1,
+    "spectra": 4,
+    "train": 2,
+}
 
 
 def execute(page, folder):
