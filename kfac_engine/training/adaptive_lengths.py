@@ -22,7 +22,12 @@ from kfac_engine.training.average_span import AverageSpan
 from kfac_engine.training.feature_bounds import POWERS, FeatureBounds, feature_bounds
 from kfac_engine.training.kfac_updates import Move, StepInputs, natural_gradients, quadratic_change
 from kfac_engine.training.optimizer import Rate, SlotArrays, evaluated_rate
-from kfac_engine.training.rules import AdaptiveMoments, MatMul, orthogonalize
+from kfac_engine.training.rules import (
+    AdaptiveMoments,
+    MatMul,
+    largest_singular_values,
+    orthogonalize,
+)
 from kfac_engine.training.units import Units
 from kfac_engine.training.vectors import (
     Products,
@@ -61,6 +66,8 @@ _SMALLEST_SIDE = 16
 # Statistics of few features have rows enough, unless the rows are positions of few examples: below
 # this side, each iteration needs so many rows of the batch.
 _SMALL_SIDE, _ROWS_OF_SMALL = 64, 512
+# Each example of a batch adds this number of singular values to the length of an update, at most.
+_OF_EXAMPLE = 2.0
 # The products with factors of so many rows in sum take less time than the rest of a step.
 _NARROW = 512
 
@@ -135,6 +142,12 @@ class AdaptiveLengthUpdate:
     beyond the minimum along its direction has c < 0. g' contains the noise of its batch, as p does,
     so that c is too small rather than too large. Vectors, embeddings and parameters without a layer
     are updated by Adam.
+
+    The natural gradient of few examples has few large singular values. With the length of a matrix
+    of equal ones, the largest singular value s of the update would be many times theirs, ``k L
+    √(outputs / side)`` for the smaller side. Each example moves a matrix by two of these values at
+    most: a batch of N examples has updates of the length ``k L √outputs min(1, √(2 N / side) |p| /
+    s)``, for matrices with a side of 16 or more. Two power iterations yield s.
 
     The matrices of a deep network may each be short enough, and all together far too long. Where
     the loss rises along the last updates by more than itself, and by more than three times the fall
@@ -288,16 +301,46 @@ class AdaptiveLengthUpdate:
     def _measured(
         self, step: StepInputs, gradients: Vector, natural: Vector, means: Vector, onward: Any
     ) -> list[Products]:
-        """Return ``⟨g, p⟩`` and ``|p|²`` of the directions ``natural``, and write the span."""
+        """Write the span; return ``⟨g, p⟩`` and ``|p|²`` of the directions ``natural``.
+
+        The squares of matrices with too large singular values are larger: see ``_least_squares``.
+        """
         pairs = [(gradients, natural), (natural, natural)]
         due = self.span is not None and self.span.is_due(step.step, onward)
         if due is not False:
             vectors = [{n: vector[n] for n in natural} for vector in (gradients, means)]
             pairs += [(vector, vector) for vector in vectors]
-        products = self._products(step, *pairs)
+        slopes, squares, *of_span = self._products(step, *pairs)
         if self.span is not None:
-            self.span.write(step.slots, step.new_slots, products[2:], due)
-        return products[:2]
+            self.span.write(step.slots, step.new_slots, of_span, due)
+        bounded = dict(squares)
+        least = self._least_squares(natural, step)
+        for names in squares if least else ():
+            if not least.keys().isdisjoint(names):
+                zeros = {name: np.zeros_like(step.slots["slope"][name]) for name in names}
+                bounds = _numbers(
+                    {n: least.get(n, zero) for n, zero in zeros.items()}, names, squares[names].size
+                )
+                bounded[names] = np.maximum(squares[names], bounds)
+        return [slopes, bounded]
+
+    def _least_squares(self, natural: Vector, step: StepInputs) -> dict[str, Any]:
+        """Return ``s² side / (2 N)`` of the matrices of weights, on the host, which bounds lengths.
+
+        Weights without an entry have enough examples.
+        """
+        least: dict[str, Any] = {}
+        for name, direction in natural.items():
+            side: Any = self.sides[name]
+            excess = side / (_OF_EXAMPLE * step.examples)
+            if side >= _SMALLEST_SIDE and (is_recorded(excess) or excess > 1):
+                matrices = self.units.weights[name].matrices(direction, copy=False)
+                squares = excess * largest_singular_values(matrices, self.matmul) ** 2
+                least[name] = squares.reshape(step.slots["slope"][name].shape)
+        if any(map(on_device, least.values())):
+            on_host = self.engine.collection.backend.download([*least.values()])
+            return dict(zip(least, on_host, strict=True))
+        return least
 
     def _products(self, step: StepInputs, *pairs: tuple[Vector, Vector]) -> list[Products]:
         """Return the inner products of the matrices of all weights, on the host.
@@ -446,7 +489,7 @@ class AdaptiveLengthUpdate:
         Args:
             step: The step.
             products: Inner products of the gradient with the last directions and with the
-                directions, and the squared norms of the directions.
+                directions, and the squared norms of the directions for their lengths.
             due: Whether the direction of a weight is new.
             goes_back: Whether the step takes a part of the last updates back.
         """

@@ -26,6 +26,8 @@ MatMul: TypeAlias = Callable[[Array, Array], Array]
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _TINY = 1e-7
+# Power iterations for the largest singular value.
+_POWER_ITERATIONS = 2
 
 
 class Rule(Protocol):
@@ -212,3 +214,18 @@ def orthogonalize(
         closer = matmul(outer, X)
         X = closer if fixed else np.where(iterations >= i + 1, closer, X)
     return X.swapaxes(-2, -1) if tall else X
+
+
+def largest_singular_values(matrices: Array, matmul: MatMul = np.matmul) -> Array:
+    """Return lower bounds of the largest singular values of a stack ``(count, rows, columns)``.
+
+    Two power iterations from one random vector are close where few singular values are large.
+    """
+    start = np.random.default_rng(0).standard_normal((1, matrices.shape[-1], 1))
+    x = array_module(matrices).asarray(start.astype(np.float32)) + 0 * matrices[:, :1, :1]
+    for _ in range(_POWER_ITERATIONS):
+        x = matmul(matrices.swapaxes(-2, -1), matmul(matrices, x))
+        norms = np.linalg.norm(x, axis=(-2, -1), keepdims=True)
+        x = x / (norms + (norms == 0))
+    largest: Array = np.linalg.norm(matmul(matrices, x), axis=(-2, -1))
+    return largest

@@ -46,6 +46,17 @@ def test_steps_equal_those_of_the_optimizer(case, tmp_path):
     assert found[-1] < LAST
 
 
+def test_updates_of_few_examples_equal_those_of_the_optimizer(tmp_path):
+    """Matrices with a smaller side of 24 have bounds for batches of fewer than 12 examples."""
+
+    def draw(rng, n):
+        return rng.integers(0, 24, n)
+
+    found = differences(mlp((24, 40, 24)), "kfac", tmp_path / "files", draw)
+    assert found[0] < FIRST
+    assert found[-1] < LAST
+
+
 @pytest.mark.parametrize(
     ("loss", "draw"),
     [

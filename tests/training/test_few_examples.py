@@ -1,0 +1,54 @@
+"""Lengths of the first updates by batches of few examples, beside singular values from LAPACK."""
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from tests.models import parsed
+
+CLASSES, LENGTH = 40, 0.03
+TOKENS = (
+    "net (double[n,3,40] x) => (double[n,3,40] y) { h = MatMul (x, inner) r = Tanh (h) "
+    "y = MatMul (r, outer) }"
+)
+ROWS = TOKENS.replace("n,3,40", "n,40")
+
+
+def first_updates(text, examples, width=40, seed=0):
+    """The updates of the matrices in the first step of the default rule, without weight decay."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "inner": rng.standard_normal((40, width)) / 7,
+        "outer": rng.standard_normal((width, CLASSES)) / 7,
+    }
+    engine = ke.Engine.from_onnx(parsed(text, weights), loss="categorical", backend="numpy")
+    shape = (examples, 3) if text is TOKENS else (examples,)
+    x, y = rng.standard_normal((*shape, 40)), rng.integers(0, CLASSES, shape)
+    # One column dominates, so that few singular values are large.
+    x[..., 0] += 6
+    ke.KfacOptimizer(engine, weight_decay=0).step({"x": x}, y)
+    return {name: engine.parameters[name] - value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("text", [ROWS, TOKENS], ids=["rows", "tokens"])
+@pytest.mark.parametrize("examples", [1, 4, 16])
+@pytest.mark.parametrize("width", [24, 60])
+def test_an_example_moves_a_matrix_by_two_singular_values(text, examples, width):
+    bounded = []
+    for name, update in first_updates(text, examples, width).items():
+        norm, largest = np.linalg.norm(update), np.linalg.norm(update, 2)
+        share = np.sqrt(2 * examples / min(update.shape)) * norm / largest
+        bounded.append(share < 0.99)
+        length = LENGTH * np.sqrt(update.shape[1]) * min(1, share)
+        # Two power iterations never find more than the largest singular value, and little less
+        # where it is far larger than the others.
+        assert length * (1 - 1e-9) <= norm, name
+        assert share > 0.5 or norm <= length * 4 / 3, name
+    assert any(bounded) or examples > 4
+
+
+@pytest.mark.parametrize(("examples", "width"), [(1, 15), (2, 12), (20, 40), (30, 60)])
+def test_small_matrices_and_enough_examples_have_the_whole_length(examples, width):
+    for name, update in first_updates(ROWS, examples, width).items():
+        length = LENGTH * np.sqrt(update.shape[1])
+        assert np.linalg.norm(update) == pytest.approx(length, rel=1e-6), name
