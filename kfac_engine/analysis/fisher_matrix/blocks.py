@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,23 +29,8 @@ from scipy.linalg import qr
 from kfac_engine._types import Array, Params
 from kfac_engine.arguments import number
 from kfac_engine.backend.namespace import as_array, numeric
-from kfac_engine.curvature.blocks.base import FisherBlock
 from kfac_engine.errors import InputError, NonFiniteError, ShapeError, UnknownNameError
 from kfac_engine.layers.parameter_slices import ParameterSlice
-
-Number = TypeVar("Number", np.float64, np.intp)
-
-
-def packed(block: FisherBlock, arrays: tuple[NDArray[Number], ...]) -> NDArray[Number]:
-    """Return arrays in the shapes of the parameters of a block as a stack, ``(g, d_in, d_out)``.
-
-    A block of concatenated parameters has ``(1, entries, 1)``.
-    """
-    if block.packing is None:
-        return np.concatenate([array.reshape(-1) for array in arrays]).reshape(1, -1, 1)
-    stack = block.packing.pack(arrays, block.params, np)
-    return stack.reshape(-1, *stack.shape[-2:])
-
 
 Float = NDArray[np.float64]
 Places = NDArray[np.intp]

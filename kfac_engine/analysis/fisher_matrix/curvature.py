@@ -21,7 +21,6 @@ from kfac_engine.analysis.fisher_matrix.example_gradients import (
     gradient_sources,
     jacobian_sources,
     numbered,
-    read_layers,
 )
 from kfac_engine.analysis.fisher_matrix.files import (
     NUMBERS,
@@ -34,6 +33,7 @@ from kfac_engine.analysis.fisher_matrix.options import assembled
 from kfac_engine.arguments import check_seed, number, whole
 from kfac_engine.backend.namespace import on_host
 from kfac_engine.backend.threads import single_threaded_blas
+from kfac_engine.engine.layer_gradients import read_layers
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.engine.trainable_model import TrainableModel
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError

@@ -19,7 +19,6 @@ from kfac_engine.analysis.fisher_matrix.blocks import (
     Places,
     Spectrum,
     eigenbasis,
-    packed,
 )
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions
 from kfac_engine.curvature.approximations import row
@@ -27,6 +26,7 @@ from kfac_engine.curvature.blocks.base import FisherBlock, uses
 from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.eigenbasis import EigenbasisFactor
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.layer_gradients import packed
 from kfac_engine.layers.match import LayerMatch
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Places, Spectrum, eigenbasis
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
-from kfac_engine.analysis.fisher_matrix.example_gradients import read_layers, whole_rows
+from kfac_engine.analysis.fisher_matrix.example_gradients import whole_rows
 from kfac_engine.analysis.fisher_matrix.layout import Layout
 from kfac_engine.analysis.fisher_matrix.options import CurvatureOptions, assembled
 from kfac_engine.backend.threads import single_threaded_blas
@@ -22,6 +22,7 @@ from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.first_examples import with_first_examples
 from kfac_engine.datasets.forms import Data, batches_of
 from kfac_engine.engine.build import Assembly
+from kfac_engine.engine.layer_gradients import read_layers
 from kfac_engine.engine.memory import require_gradient
 from kfac_engine.engine.options import by_keyword
 from kfac_engine.engine.rollback import quiet

@@ -9,7 +9,6 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float, Spectrum, checked_damping
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature, Damping, checked_curvature
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
-    Gradients,
     Sources,
     block_tiles,
     gradient_sources,
@@ -17,6 +16,7 @@ from kfac_engine.analysis.fisher_matrix.example_gradients import (
 from kfac_engine.backend.threads import single_threaded_blas
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.datasets.forms import Data, batches_of
+from kfac_engine.engine.layer_gradients import Gradients
 from kfac_engine.engine.rollback import quiet
 from kfac_engine.errors import InputError, NonFiniteError
 from kfac_engine.losses.objective import BatchSize, Objective

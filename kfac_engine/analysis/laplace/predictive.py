@@ -19,12 +19,12 @@ from kfac_engine._types import Array
 from kfac_engine.analysis.fisher_matrix.blocks import Block, Float
 from kfac_engine.analysis.fisher_matrix.curvature import Curvature
 from kfac_engine.analysis.fisher_matrix.example_gradients import (
-    Gradients,
     Sources,
     block_tiles,
     jacobian_sources,
 )
 from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.engine.layer_gradients import Gradients
 from kfac_engine.engine.validation import batch_size
 from kfac_engine.errors import NonFiniteError, UnsupportedError
 from kfac_engine.registry import Registry

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kfac_engine.analysis.fisher_matrix.blocks import Spectrum
-from kfac_engine.analysis.fisher_matrix.example_gradients import FactoredGradients, WholeGradients
 from kfac_engine.analysis.influence.influence import Products
+from kfac_engine.engine.layer_gradients import FactoredGradients, WholeGradients
 
 # Sums of at most 60 products in float64.
 TOLERANCE = 1e-12
