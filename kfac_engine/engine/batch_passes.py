@@ -21,6 +21,7 @@ from kfac_engine.engine.build import Assembly
 from kfac_engine.engine.curvature_products import CurvatureProducts
 from kfac_engine.engine.model_arrays import ModelArrays
 from kfac_engine.engine.rollback import quiet
+from kfac_engine.engine.sample_space import SampleSpace
 from kfac_engine.engine.validation import check_batch_size, check_finite, check_variances
 from kfac_engine.errors import DivergenceWarning, KfacError, NonFiniteError, warn
 from kfac_engine.layers.feature_powers import FeaturePowers
@@ -308,6 +309,10 @@ class BatchPasses:
         """See ``Engine.curvature_products``."""
         arguments = self._assembly, self.arrays, self.traced(batch), self.shards
         return CurvatureProducts(*arguments, examples)
+
+    def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
+        """See ``Engine.sample_space``."""
+        return SampleSpace(self._assembly, self.arrays, self.traced(parts), self.shards)
 
     @contextmanager
     def explained(self, trace: Trace) -> Iterator[None]:

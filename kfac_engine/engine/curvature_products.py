@@ -157,16 +157,18 @@ class CurvatureProducts:
         return tuple(self._model.parameters)
 
     def _computer(self, trace: Trace, names: Sequence[str]) -> _Computer:
+        return _Computer(self._assembly.collection, names, trace, self._term_weights(trace))
+
+    def _term_weights(self, trace: Trace) -> list[TermWeight]:
         objective, size = self._objective, self._traced.size
         observed = objective.observe(trace, targets=False).terms
         # The products are computed from the measured examples: means, or estimates of the whole
         # sum.
         ratio = size.examples / self._traced.measured
-        weights = [
+        return [
             TermWeight(ratio * weight, seen.weights)
             for weight, seen in zip(objective.weights(size), observed, strict=True)
         ]
-        return _Computer(self._assembly.collection, names, trace, weights)
 
     def _checked(self, vector: Mapping[str, Array]) -> dict[str, Array]:
         backend = self._assembly.collection.backend

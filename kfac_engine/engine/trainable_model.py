@@ -25,6 +25,7 @@ from kfac_engine.engine.report import (
     loss_reports,
 )
 from kfac_engine.engine.result import Result
+from kfac_engine.engine.sample_space import SampleSpace
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
 from kfac_engine.layers.feature_powers import FeaturePowers
@@ -396,6 +397,10 @@ class TrainableModel(Sealed):
                 whole("examples", examples, least=1)
             batch = trace if isinstance(trace, Trace) else self.parts(trace)
             return self._passes.curvature_products(batch, examples)
+
+    def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
+        """Return the rows of the Fisher matrix of a batch, as ``parts`` returns it."""
+        return self._passes.sample_space(parts)
 
     # -- reports -----------------------------------------------------------------------------------
 

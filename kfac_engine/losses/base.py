@@ -138,6 +138,21 @@ class LossFunction(ABC):
     def fisher_factor_transpose(self, values: Values, v: Mapping[str, Array]) -> Array:
         """Return ``Bᵀ v`` for every example, in the inner shape."""
 
+    def solve_fisher_factor(self, values: Values, gradient: Mapping[str, Array]) -> Array:
+        """Return ``u``, in the inner shape, with ``B u`` equal to a gradient of the loss.
+
+        Args:
+            values: The inputs by name.
+            gradient: Result of ``gradient_of``.
+
+        Raises:
+            UnsupportedError: The loss does not implement this method.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} on '{self.inputs[0]}' does not solve for residuals, which the "
+            f"sample space needs; implement solve_fisher_factor, or use KfacOptimizer."
+        )
+
     @abstractmethod
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
         """Return column ``index`` of ``B`` for every example, in the shape of each input.
@@ -785,6 +800,16 @@ class ElementwiseLoss(LossFunction):
         parts = [xp.sqrt(information[name]) * v[name] for name in self.inputs]
         joined: Array = xp.concatenate(parts, axis=self._axis(values))
         return joined
+
+    def solve_fisher_factor(self, values: Values, gradient: Mapping[str, Array]) -> Array:
+        information = self.information(values)
+        xp = array_module(gradient[self.inputs[0]])
+        parts = []
+        for name in self.inputs:
+            root = xp.sqrt(information[name])
+            parts.append(xp.where(root > 0, gradient[name] / xp.where(root > 0, root, 1), 0))
+        solved: Array = xp.concatenate(parts, axis=self._axis(values))
+        return solved
 
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
         information = self.information(values)

@@ -183,6 +183,12 @@ class CategoricalLogitsNegativeLogProbLoss(LossFunction):
         result: Array = array_module(p).sqrt(p) * (x - self._total(values, p * x))
         return result
 
+    def solve_fisher_factor(self, values: Values, gradient: Mapping[str, Array]) -> Array:
+        # The gradient sums to zero, so that B maps its quotient with √p to the gradient.
+        root = array_module(values[self.logits]).sqrt(self._probs(values))
+        solved: Array = gradient[self.logits] / (root + (root == 0))
+        return solved
+
     def one_hot(self, values: Values, index: tuple[int, ...]) -> dict[str, Array]:
         z = values[self.logits]
         class_index = index[self._axis(values) - 1]
