@@ -172,6 +172,7 @@ if TYPE_CHECKING:
     from kfac_engine.training.first_order import AdamW as AdamW
     from kfac_engine.training.first_order import Muon as Muon
     from kfac_engine.training.fit import fit as fit
+    from kfac_engine.training.gauss_newton import GaussNewton as GaussNewton
     from kfac_engine.training.history import History as History
     from kfac_engine.training.hooks import Callback as Callback
     from kfac_engine.training.kfac import KfacOptimizer as KfacOptimizer
@@ -313,6 +314,7 @@ _HOMES = {
     "Adam": "training.first_order",
     "AdamW": "training.first_order",
     "Muon": "training.first_order",
+    "GaussNewton": "training.gauss_newton",
     "KfacOptimizer": "training.kfac",
     "DampingAdaptation": "training.damping_adaptation",
     "StepReport": "training.optimizer",

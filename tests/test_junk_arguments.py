@@ -144,6 +144,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "Adam": optimizer(ke.Adam),
     "AdamW": optimizer(ke.AdamW),
     "Muon": optimizer(ke.Muon),
+    "GaussNewton": optimizer(ke.GaussNewton),
     "KfacOptimizer": optimizer(ke.KfacOptimizer),
     "DampingAdaptation": (ke.DampingAdaptation, dict),
     "EarlyStop": (ke.EarlyStop, dict),

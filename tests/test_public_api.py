@@ -140,6 +140,7 @@ PUBLIC = (
     "Adam",
     "AdamW",
     "Muon",
+    "GaussNewton",
     "KfacOptimizer",
     "DampingAdaptation",
     "StepReport",

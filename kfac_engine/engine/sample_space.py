@@ -364,12 +364,11 @@ def _add_whole(K: NDArray[np.float64], pieces: Sequence[tuple[_Group, Any]]) -> 
 
 def _columns(piece: Any, cut: slice) -> Array:
     """Return the rows of some inputs of a layer, ``(rows, entries)``."""
-    if not isinstance(piece, FactoredGradients):
-        rows: Array = piece
-        return rows
-    inputs = np.ascontiguousarray(piece.inputs[:, :, cut].swapaxes(1, 2))
-    matrices = inputs[:, None] @ piece.outputs
-    rows = matrices.reshape(matrices.shape[0] * matrices.shape[1], -1)
+    rows: Array = piece
+    if isinstance(piece, FactoredGradients):
+        inputs = np.ascontiguousarray(piece.inputs[:, :, cut].swapaxes(1, 2))
+        matrices = inputs[:, None] @ piece.outputs
+        rows = matrices.reshape(matrices.shape[0] * matrices.shape[1], -1)
     return rows
 
 

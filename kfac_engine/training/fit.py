@@ -39,6 +39,7 @@ from kfac_engine.training.budget import Position, ScheduleFunction, budget_of, s
 from kfac_engine.training.callbacks.best import VALIDATION_LOSS, BestWeights, EarlyStop
 from kfac_engine.training.description import contents, describe, without_addresses
 from kfac_engine.training.first_order import SGD, Adam, AdamW, Muon
+from kfac_engine.training.gauss_newton import GaussNewton
 from kfac_engine.training.history import History, Log, Record
 from kfac_engine.training.hooks import Callback, Hooks, StepFunction
 from kfac_engine.training.kfac import KfacOptimizer
@@ -55,7 +56,14 @@ _LONG, _RISEN = 5, 0.5
 # Each takes an engine, and the options of the class.
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry(
     "optimizer",
-    {"kfac": KfacOptimizer, "adam": Adam, "adamw": AdamW, "muon": Muon, "sgd": SGD},
+    {
+        "kfac": KfacOptimizer,
+        "gauss_newton": GaussNewton,
+        "adam": Adam,
+        "adamw": AdamW,
+        "muon": Muon,
+        "sgd": SGD,
+    },
 )
 
 
@@ -105,8 +113,8 @@ def fit(  # noqa: PLR0913 (the options of a run, one after the other)
             iterated again. Inputs are a dictionary of arrays by input name; a model of one input
             takes the array alone. ``weights`` say how much each target counts; see ``Weighted``.
         loss: Loss of a model; an engine has its own.
-        optimizer: ``"kfac"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``, or an optimizer of
-            the engine.
+        optimizer: ``"kfac"``, ``"gauss_newton"``, ``"adam"``, ``"adamw"``, ``"muon"``, ``"sgd"``,
+            or an optimizer of the engine.
         epochs: Bound of the number of epochs. Without any bound, the run has ten epochs.
         steps: Bound of the number of steps.
         seconds: Bound of the wall time, validation included.

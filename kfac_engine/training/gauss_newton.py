@@ -23,6 +23,7 @@ from kfac_engine.engine.rollback import Undo
 from kfac_engine.engine.sample_space import SampleSpace
 from kfac_engine.errors import InputError, NonFiniteError, UnsupportedError
 from kfac_engine.training.damping_adaptation import DampingAdaptation
+from kfac_engine.training.kfac_updates import Move, StepInputs
 from kfac_engine.training.optimizer import (
     NonFinitePolicy,
     Optimizer,
@@ -37,7 +38,7 @@ from kfac_engine.training.vectors import Vector, Zeros, dot
 
 # How the damping follows the reduction ratio, and the number of dampings that a step tries.
 FOLLOWS = DampingAdaptation(interval=1, decay=1 / 3, min_damping=1e-12)
-_ATTEMPTS = 8
+_ATTEMPTS, _STRONGER = 8, 1 / 3
 MOMENTUM = 0.5
 # Rounding of a loss that is computed in float64, relative to its size.
 _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
@@ -45,41 +46,19 @@ _RESOLUTION = 16 * float(np.finfo(np.float64).eps)
 # in float32 they have errors of this order.
 _SMALL = 1e-5
 # Largest difference of products that two ways compute, in float32 and in float64.
-_ROUNDING: Mapping[str, float] = {"f": 1e-3, "d": 1e-7}
-
-
-class Solution(NamedTuple):
-    """The result of a step.
-
-    Attributes:
-        values: The new parameters.
-        update: φ, the direction that was subtracted, by parameter.
-        loss: Loss of the batch before the step, without the penalty.
-        predicted: Change of the loss that the quadratic model predicts.
-        ratio: Reduction ratio; None where the damping is not adapted.
-        damping: λ of the step.
-        following: λ of the next step.
-    """
-
-    values: dict[str, Array]
-    update: dict[str, Array]
-    loss: float
-    predicted: float
-    ratio: float | None
-    damping: float
-    following: float
+_ROUNDING = {"f": 1e-3, "d": 1e-7}
 
 
 @dataclass(frozen=True, slots=True)
-class GaussNewtonStep:
+class GaussNewtonUpdate:
     """``φ = argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ′‖²``, ``θ ← θ − η φ``, for the previous update φ′.
 
     R and ρ are those of ``SampleSpace``. With ``c = μ φ′`` the minimum is
     ``c + Rᵀ (R Rᵀ + λI)⁻¹ (ρ − R c)``. With ``l2``, λ contains it, and ``c = (1 − l2/λ) μ φ′ +
     l2/λ θ``.
 
-    Where a step would raise the loss, it is tried again with more damping and without momentum. No
-    step is taken if none of the tries lowers the loss.
+    A step that would raise the loss is tried again with more damping and without momentum. The
+    parameters do not move if none of the tries lowers the loss.
 
     Attributes:
         engine: The engine.
@@ -89,120 +68,122 @@ class GaussNewtonStep:
     engine: Engine
     adaptation: DampingAdaptation | None
 
-    def __call__(  # noqa: PLR0913 (the numbers of a step)
-        self,
-        batch: Sequence[Batch],
-        parameters: Vector,
-        previous: Vector,
-        *,
-        rate: float,
-        momentum: float,
-        damping: float,
-        l2: float,
-        clock: StageClock,
-        checked: bool = False,
-    ) -> Solution:
-        """Return the new parameters of a step; the parameters of the engine do not change.
+    def new_slots(self, parameters: Vector) -> SlotArrays:
+        """Return updates of zero."""
+        return {"momentum": Zeros(parameters)}
 
-        Args:
-            batch: The parts of the batch.
-            parameters: Values by name.
-            previous: φ′.
-            rate: η.
-            momentum: μ.
-            damping: λ, which contains ``l2``.
-            l2: Coefficient of ``½ l2 ‖θ‖²`` in the loss.
-            clock: Measures the stages.
-            checked: Whether the rows of such a batch have been compared with products before.
-        """
-        names = tuple(parameters)
-        with clock("gradients"):
-            space = self.engine.sample_space(batch)
-            loss, rho = space.residuals()
-        with clock("statistics"):
-            K = _Inner(space)
-            K.prepare(damping)
-        centre = _centre(parameters, previous, momentum, damping, l2)
-        with clock("precondition"):
-            offset = space.image(centre) if centre else np.zeros(space.rows)
-        before = loss + 0.5 * l2 * dot(parameters, parameters)
-        following, ratio = damping, None
-        tries = 1 if self.adaptation is None else _ATTEMPTS
-        for number in range(tries):
-            damping = following
-            with clock("inverses"):
-                y = K.solve(rho - offset, damping)
-            if y is None:  # the damping is below the rounding of the inner products
-                following = damping / FOLLOWS.decay
-                continue
-            with clock("precondition"):
-                update = space.combine(y, names)
-                if not checked and not number:
-                    _check_rows(space, K, y, update)
-                for name, array in centre.items():
-                    update[name] += array
-            # K y = ρ − R c − λ y, so that R φ follows without a product.
-            image = rho - damping * y
-            predicted = _predicted(rate, rho, image, update, parameters, l2)
-            values = {
-                name: (value - rate * update[name]).astype(value.dtype)
-                for name, value in parameters.items()
-            }
-            if self.adaptation is None:
-                return Solution(values, update, loss, predicted, None, damping, damping)
-            with clock("damping"):
-                change = self._penalized(batch, values, parameters, l2) - before
-            if abs(predicted) <= _RESOLUTION * abs(before):  # no change is left but rounding
-                return Solution(values, update, loss, predicted, None, damping, damping)
-            following, ratio = self.adaptation.adapted(damping, change, predicted, l2)
-            if change <= 0:
-                return Solution(values, update, loss, predicted, ratio, damping, following)
-            following = max(following, damping / FOLLOWS.decay)
-            centre = _centre(parameters, {}, 0.0, following, l2)
-            with clock("precondition"):
-                offset = space.image(centre) if centre else np.zeros(space.rows)
-        still = {name: value.copy() for name, value in parameters.items()}
-        none = {name: np.zeros_like(value) for name, value in parameters.items()}
-        return Solution(still, none, loss, 0.0, ratio, damping, following)
+    def __call__(self, step: StepInputs) -> Move:
+        """Compute the new parameters of a step, and write the new update."""
+        with step.clock("gradients"):
+            space = self.engine.sample_space(step.batch)
+        equations = _Equations(space, step)
+        move = self._tried(equations, step)
+        for name, array in step.new_slots["momentum"].items():
+            array[...] = equations.update[name]
+        return move
 
-    def _penalized(
-        self, batch: Sequence[Batch], values: Vector, parameters: Vector, l2: float
-    ) -> float:
-        """Return the loss at other parameters, infinity if it is not finite."""
+    def _tried(self, equations: "_Equations", step: StepInputs) -> Move:
+        damping, adaptation, momentum = step.damping, self.adaptation, step.momentum or 0.0
+        before = equations.loss + 0.5 * step.l2 * dot(step.parameters, step.parameters)
+        ratio = None
+        for _ in range(1 if adaptation is None else _ATTEMPTS):
+            with step.clock("precondition"):
+                trial = equations.solved(damping, momentum)
+            following = damping / _STRONGER
+            if trial is not None:
+                move = Move(*trial, step.rate, momentum, ratio, damping, damping)
+                if adaptation is None:
+                    return move
+                with step.clock("damping"):
+                    change = self._loss(step, trial.values) - before
+                if abs(trial.predicted) <= _RESOLUTION * abs(before):
+                    return move  # no change is left but rounding
+                weaker, ratio = adaptation.adapted(damping, change, trial.predicted, step.l2)
+                if change <= 0:
+                    return move._replace(ratio=ratio, following=weaker)
+            damping, momentum = following, 0.0
+        for array in equations.update.values():
+            array[...] = 0
+        values = {name: value.copy() for name, value in step.parameters.items()}
+        return Move(values, 0.0, step.rate, momentum, ratio, step.damping, damping)
+
+    def _loss(self, step: StepInputs, values: Vector) -> float:
+        """Return the loss at other parameters with its penalty; infinity if it is not finite."""
         engine = self.engine
         try:
             engine.set_parameters(values, copy=False)
-            return engine.sample_space(batch).residuals()[0] + 0.5 * l2 * dot(values, values)
+            loss, _ = engine.sample_space(step.batch).residuals()
         except NonFiniteError:
             return inf
         finally:
-            engine.set_parameters(parameters, copy=False)
+            engine.set_parameters(step.parameters, copy=False)
+        return loss + 0.5 * step.l2 * dot(values, values)
 
 
-class _Inner:
-    """Inner products of rows, in float32 as long as the damping allows it."""
+class _Trial(NamedTuple):
+    """The new parameters for a damping, and the change of the loss that the model predicts."""
 
-    def __init__(self, space: SampleSpace) -> None:
-        self._space, self._precise = space, False
-        self._products = np.zeros((0, 0))
+    values: dict[str, Array]
+    predicted: float
 
-    def prepare(self, damping: float) -> None:
-        """Compute the inner products for a damping."""
-        if not self._products.size:
-            self._products = self._space.gram(precise=False)
-        mean = float(np.mean(np.diag(self._products)))
-        if not self._precise and damping < _SMALL * mean:
-            self._products, self._precise = self._space.gram(precise=True), True
 
-    def times(self, y: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``R Rᵀ y``."""
-        K = self._products
-        lower = np.tril(K, -1)
-        product: NDArray[np.float64] = lower @ y + lower.T @ y + np.diag(K) * y
-        return product
+class _Equations:
+    """The linear equations of a step, for any damping.
 
-    def solve(self, right: NDArray[np.float64], damping: float) -> NDArray[np.float64] | None:
-        """Return ``(R Rᵀ + λI)⁻¹ right``; None if the matrix is not positive in float64."""
+    Attributes:
+        loss: Loss of the batch, in float64.
+        update: The update φ of the latest solution.
+    """
+
+    def __init__(self, space: SampleSpace, step: StepInputs) -> None:
+        self._space, self._step = space, step
+        self.loss, self._rho = space.residuals()
+        with step.clock("statistics"):
+            self._products, self._precise = space.gram(precise=False), False
+            if step.damping < _SMALL * np.mean(np.diag(self._products)):
+                self._products, self._precise = space.gram(precise=True), True
+        self.update: dict[str, Array] = {}
+
+    def solved(self, damping: float, momentum: float) -> _Trial | None:
+        """Return the solution; None if the matrix is not positive up to rounding."""
+        step, rho = self._step, self._rho
+        centre = self._centre(damping, momentum)
+        right = rho - self._space.image(centre) if centre else rho
+        y = self._solve(right, damping)
+        if y is None:
+            return None
+        update = self._space.combine(y, tuple(step.parameters))
+        if not self.update and not any(array.any() for array in step.slots["momentum"].values()):
+            self._check_rows(y, update)
+        for name, array in centre.items():
+            update[name] += array
+        self.update = update
+        # R Rᵀ y = ρ − R c − λ y, so that R φ needs no product.
+        image = rho - damping * y
+        slope, curvature = float(rho @ image), float(image @ image)
+        if step.l2:
+            slope += step.l2 * dot(step.parameters, update)
+            curvature += step.l2 * dot(update, update)
+        values = {
+            name: (value - step.rate * update[name]).astype(value.dtype, copy=False)
+            for name, value in step.parameters.items()
+        }
+        return _Trial(values, -step.rate * slope + 0.5 * step.rate * step.rate * curvature)
+
+    def _centre(self, damping: float, momentum: float) -> dict[str, Array]:
+        """Return c, to which the damping pulls the update; nothing for zero."""
+        step, previous = self._step, self._step.slots["momentum"]
+        moves = momentum > 0 and any(bool(array.any()) for array in previous.values())
+        part = step.l2 / damping
+        centre: dict[str, Array] = {}
+        for name, value in step.parameters.items() if moves or step.l2 else ():
+            array = part * value
+            if moves:
+                array += (1 - part) * momentum * previous[name]
+            centre[name] = array.astype(value.dtype, copy=False)
+        return centre
+
+    def _solve(self, right: NDArray[np.float64], damping: float) -> NDArray[np.float64] | None:
         damped = self._products.copy(order="F")
         damped[np.diag_indices(len(damped))] += damping
         root, failed = lapack.dpotrf(damped, lower=1, overwrite_a=1, clean=0)
@@ -211,55 +192,20 @@ class _Inner:
         solution, _ = lapack.dpotrs(root, right, lower=1)
         return np.asarray(solution)
 
+    def _check_rows(self, y: NDArray[np.float64], combined: Mapping[str, Array]) -> None:
+        """Refuse a model whose rows, read layer by layer, are not those of its products.
 
-def _centre(
-    parameters: Vector, previous: Vector, momentum: float, damping: float, l2: float
-) -> dict[str, Array]:
-    """Return c, to which the damping pulls the update; nothing for zero."""
-    moves = momentum > 0 and any(bool(array.any()) for array in previous.values())
-    if not (moves or l2):
-        return {}
-    part = l2 / damping
-    centre = {}
-    for name, value in parameters.items():
-        array = part * value
-        if moves:
-            array += (1 - part) * momentum * previous[name]
-        centre[name] = array.astype(value.dtype)
-    return centre
-
-
-def _predicted(
-    rate: float,
-    rho: NDArray[np.float64],
-    image: NDArray[np.float64],
-    update: Vector,
-    parameters: Vector,
-    l2: float,
-) -> float:
-    """Return ``−η gᵀφ + ½ η² φᵀ(F + l2)φ`` with ``gᵀφ = ρᵀRφ + l2 θᵀφ``."""
-    slope, curvature = float(rho @ image), float(image @ image)
-    if l2:
-        slope += l2 * dot(parameters, update)
-        curvature += l2 * dot(update, update)
-    return -rate * slope + 0.5 * rate**2 * curvature
-
-
-def _check_rows(
-    space: SampleSpace, K: _Inner, y: NDArray[np.float64], combined: Mapping[str, Array]
-) -> None:
-    """Refuse a model whose rows, read layer by layer, are not those of its products.
-
-    Rows assume that an example depends on its own inputs only.
-    """
-    expected, found = space.image(combined), K.times(y)
-    kinds = {array.dtype.char for array in combined.values()}
-    bound = max(_ROUNDING.get(kind, 1e-3) for kind in kinds)
-    if np.linalg.norm(found - expected) > bound * np.linalg.norm(expected):
-        raise UnsupportedError(
-            "the derivatives of single examples do not add up to the derivatives of the batch: "
-            "examples of this model depend on each other; use KfacOptimizer."
-        )
+        Rows assume that an example depends on its own inputs only.
+        """
+        lower = np.tril(self._products, -1)
+        expected = self._space.image(combined)
+        by_rows = lower @ y + lower.T @ y + np.diag(self._products) * y
+        bound = max(_ROUNDING.get(array.dtype.char, 1e-3) for array in combined.values())
+        if np.linalg.norm(by_rows - expected) > bound * np.linalg.norm(expected):
+            raise UnsupportedError(
+                "the derivatives of single examples do not add up to the derivatives of the "
+                "batch: examples of this model depend on each other; use KfacOptimizer."
+            )
 
 
 class GaussNewton(Optimizer):
@@ -271,9 +217,10 @@ class GaussNewton(Optimizer):
         φ ← argmin ½‖R φ − ρ‖² + ½ λ‖φ − μ φ‖²,    θ ← θ − η φ
 
     where φ on the right is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
-    ``(F + λ)⁻¹ g``. One Cholesky decomposition of ``R Rᵀ + λI``, ``(rows, rows)``, solves it. A step
-    takes the time of ``rows² · parameters`` multiplications, and the memory of ``memory``: it suits
-    some thousand rows, such as the points of an equation.
+    ``(F + λ)⁻¹ g``. One Cholesky decomposition of ``R Rᵀ + λI``, ``(rows, rows)``, solves it. A
+    step takes the time of ``rows² · parameters / 2`` multiplications at most, and the memory of
+    ``rows · (2 rows + parameters)`` numbers in float64, which is checked before: it suits some
+    hundred or thousand rows, such as the points of an equation.
 
     λ follows the reduction ratio. A step that would raise the loss of the batch is tried again
     with more damping, up to eight times, before the parameters move.
@@ -323,11 +270,10 @@ class GaussNewton(Optimizer):
                 f"adapt_damping must be True, False or a DampingAdaptation, got {adapt_damping!r}."
             )
         adaptation = FOLLOWS if adapt_damping is True else adapt_damping or None
-        self._momentum, self._l2 = float(momentum), float(l2)
-        self._solve = GaussNewtonStep(engine, adaptation)
-        self._checked, self._next_damping = False, 0.0
+        self._momentum, self._l2, self._next_damping = float(momentum), float(l2), 0.0
+        self._update = GaussNewtonUpdate(engine, adaptation)
         self.damping = damping
-        self._slots = {"momentum": Zeros(self._parameters())}
+        self._slots = self._update.new_slots(self._parameters())
         self._sealed = True
 
     @property
@@ -348,40 +294,46 @@ class GaussNewton(Optimizer):
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo
     ) -> Proposal:
-        del undo  # the engine has its old parameters after each try
+        del undo  # after each try, the engine has its old parameters
         rate = scale * evaluated_rate(self._learning_rate, self.steps)
-        parameters = self._parameters()
-        solution = self._solve(
-            batch,
-            parameters,
-            self._slots["momentum"],
+        loss, gradients = self._gradients(batch, clock)
+        parameters, slots = self._parameters(), self._new_slots()
+        step = StepInputs(
+            gradients=gradients,
+            parameters=parameters,
+            slots=self._slots,
+            new_slots=slots,
+            step=self.steps,
+            loss=loss,
             rate=rate,
+            scale=scale,
             momentum=self._momentum,
             damping=self._damping,
             l2=self._l2,
+            batch=batch,
+            examples=sum(map(sum, self.engine.part_sizes)),
+            predicts=self._update.adaptation is not None,
             clock=clock,
-            checked=self._checked,
         )
-        slots = self._new_slots()
-        for name, array in solution.update.items():
-            slots["momentum"][name][...] = array
+        move = self._update(step)
+        assert move.following is not None, "this update sets the damping"
+        self._next_damping = move.following
         penalty = 0.5 * self._l2 * dot(parameters, parameters) if self._l2 else 0.0
-        self._next_damping = solution.following
         report = StepReport(
-            solution.loss + penalty,
+            loss + penalty,
             rate,
-            self._momentum,
-            solution.damping,
-            solution.ratio,
-            solution.predicted,
+            move.momentum,
+            move.damping,
+            move.ratio,
+            move.predicted,
             penalty,
             seconds=clock.seconds,
         )
-        return Proposal(solution.values, slots, report)
+        return Proposal(move.values, slots, report)
 
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         del batch, clock
-        self._damping, self._checked = self._next_damping, True
+        self._damping = self._next_damping
         return proposal.report
 
     def restrain(self) -> None:

@@ -65,12 +65,18 @@ class Move(NamedTuple):
         predicted: Change of the loss that the quadratic model predicts; None if it is not needed.
         rate: Learning rate, if the update has solved it.
         momentum: Momentum, if the update has solved it.
+        ratio: Reduction ratio, if the update has compared losses.
+        damping: λ of the step, if the update has chosen it.
+        following: λ of the next step, if the update has chosen it.
     """
 
     values: dict[str, Array]
     predicted: float | None
     rate: float | None = None
     momentum: float | None = None
+    ratio: float | None = None
+    damping: float | None = None
+    following: float | None = None
 
 
 class Update(Protocol):

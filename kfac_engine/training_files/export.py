@@ -242,6 +242,11 @@ def _check_folder(folder: Path, model: OnnxModel) -> None:
 
 def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer, and options that a file cannot have."""
+    if optimizer == "gauss_newton":
+        raise UnsupportedError(
+            "a training file cannot have the optimizer 'gauss_newton', because ONNX has no "
+            "Cholesky decomposition; choose 'kfac'."
+        )
     known = [*signature(OPTIMIZERS[optimizer]).parameters]
     known = [name for name in known if name not in ("engine", "non_finite")]
     for name in options:

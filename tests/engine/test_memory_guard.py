@@ -38,6 +38,7 @@ ENTRANCES = {
     "Adam": lambda _: ke.Adam(engine()).step(*BATCH),
     "AdamW": lambda _: ke.AdamW(engine()).step(*BATCH),
     "Muon": lambda _: ke.Muon(engine()).step(*BATCH),
+    "GaussNewton": lambda _: ke.GaussNewton(engine()).step(*BATCH),
     "SGD": lambda _: ke.SGD(engine(), 0.1).step(*BATCH),
     "fit": lambda _: ke.fit(net.model(), (X, Y), steps=1, batch_size=N),
     "curvature": lambda _: ke.curvature(net.model(), (X, Y), **LOSS),

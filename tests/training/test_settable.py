@@ -17,6 +17,7 @@ SETTABLE = {"learning_rate": 0.0125, "damping": 0.5}
         ke.Adam,
         ke.AdamW,
         ke.Muon,
+        ke.GaussNewton,
         ke.KfacOptimizer,
         lambda e: ke.KfacOptimizer(e, 0.1),
         lambda e: ke.KfacOptimizer(e, "quadratic"),

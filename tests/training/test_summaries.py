@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "SGD": (ke.SGD, {"learning_rate": halved}, {"learning rate": "function halved"}),
     "Adam": (ke.Adam, {"betas": (0.8, 0.9)}, {"learning rate": "0.001", "betas": "(0.8, 0.9)"}),
     "AdamW": (ke.AdamW, {"weight_decay": 0.3}, {"learning rate": "0.001", "weight_decay": "0.3"}),
+    "GaussNewton": (ke.GaussNewton, {"l2": 0.1}, {"learning rate": "1.0", "l2": "0.1"}),
     "Muon": (ke.Muon, {"adam_rate": halved}, {"adam_rate": "function halved"}),
 }
 

@@ -1,0 +1,313 @@
+"""The natural gradient in the sample space: against dense matrices, and as an optimizer."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import kfac_engine as ke
+from kfac_engine.system import memory_limits
+from tests import models, oracle
+from tests.analysis.fisher_matrix import test_example_gradients as readings
+from tests.distributed import threads
+from tests.models import parsed
+from tests.training.test_exact_steps import linear, linear_data, network
+
+EXAMPLES, DAMPING = 5, 0.3
+# The oracle differentiates in float64; a float32 model rounds its rows and its parameters.
+CLOSE = {"float64": 1e-8, "float32": 3e-5}
+# Sums of other parts, in float64.
+ROUNDING = 1e-11
+
+
+def attention():
+    """One head of attention over four positions, with its mean."""
+    net = models.Net("float64")
+    q, k, v = (net.op("MatMul", "input", net.weight(f"w{name}", 3, 2), to=name) for name in "qkv")
+    scores = net.op("MatMul", q, net.op("Transpose", k, to="kt", perm=[0, 2, 1]), to="scores")
+    weights = net.op("Softmax", scores, to="weights", axis=-1)
+    mixed = net.op("MatMul", weights, v, to="mixed")
+    axes = net.constant("axes", np.array([1]))
+    net.op("ReduceMean", mixed, axes, to="output", keepdims=0)
+    return net.model({"input": ["batch", 4, 3]}, {"output": ["batch", 2]})
+
+
+def recurrent():
+    """A weight that is used three times, one after the other."""
+    net = models.Net("float64")
+    h, w = "input", net.weight("w", 3, 3)
+    for step in range(3):
+        h = net.op("Tanh", net.op("MatMul", h, w, to=f"s{step}"), to=f"h{step}")
+    net.op("MatMul", h, net.weight("v", 3, 2), to="output")
+    return net.model({"input": ["batch", 3]}, {"output": ["batch", 2]})
+
+
+MODELS = {name: make for name, (make, _) in readings.MODELS.items()}
+MODELS |= {"attention": attention, "recurrent": recurrent}
+
+
+def dense(jacobian, fisher, score, weights):
+    """Mean Fisher matrix and gradient, ``(P, P)`` and ``(P,)``, of predictions with weights."""
+    total = weights.sum()
+    rows, p = jacobian.reshape(-1, *jacobian.shape[-2:]), jacobian.shape[-1]
+    F, g, each = np.zeros((p, p)), np.zeros(p), len(rows) // len(weights)
+    for row, f, s, w in zip(rows, fisher, score, np.repeat(weights, each), strict=True):
+        F += w * row.T @ f @ row
+        g += w * row.T @ s
+    return F / total / each, g / total / each
+
+
+def flat(arrays, names):
+    return np.concatenate([np.asarray(arrays[name], np.float64).ravel() for name in names])
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weights"])
+@pytest.mark.parametrize("loss", ["normal", "categorical"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_damped_natural_gradient(name, loss, weighted):
+    model = MODELS[name]()
+    inputs = models.random_inputs(model, EXAMPLES)
+    engine = ke.Engine.from_onnx(model, loss=loss, threads=1)
+    names = [*engine.parameters]
+    (z,) = oracle.evaluate(model, inputs, "output")
+    rng = np.random.default_rng(3)
+    rows = z.reshape(-1, z.shape[-1])
+    labels = rng.integers(0, z.shape[-1], z.shape[:-1])
+    noise = rng.standard_normal(rows.shape)
+    targets = labels if loss == "categorical" else (rows - noise).reshape(z.shape)
+    p = readings.softmax(rows)
+    one_hot = np.eye(z.shape[-1])[labels.reshape(-1)]
+    score = p - one_hot if loss == "categorical" else 2 * noise  # of the variance ½
+    fisher = [np.diag(q) - np.outer(q, q) for q in p]
+    if loss == "normal":
+        fisher = [2 * np.eye(z.shape[-1])] * len(rows)
+    weights = np.linspace(0, 2, EXAMPLES) if weighted else np.ones(EXAMPLES)
+    F, g = dense(oracle.jacobian(model, inputs, "output", names), fisher, score, weights)
+    before = flat(engine.parameters, names)
+    expected = before - np.linalg.solve(F + DAMPING * np.eye(len(g)), g)
+    optimizer = ke.GaussNewton(engine, damping=DAMPING, momentum=0.0, adapt_damping=False)
+    targets = targets.astype(np.int64 if loss == "categorical" else z.dtype)
+    float_type = next(iter(engine.parameters.values())).dtype.name
+    if loss == "normal":
+        targets = targets.astype(float_type)
+    report = optimizer.step(inputs, ke.Weighted(targets, weights) if weighted else targets)
+    found = flat(engine.parameters, names)
+    np.testing.assert_allclose(found, expected, atol=CLOSE[float_type])
+    change = found - before
+    predicted = g @ change + 0.5 * change @ F @ change
+    assert report.predicted_change == pytest.approx(predicted, rel=1e-3)
+
+
+def jacobian_of(x, W, v):
+    """Outputs and their derivatives for ``tanh(x W) v``, by hand."""
+    h = np.tanh(x @ W)
+    by_w = x[:, :, None] * ((1 - h * h) * v[:, 0])[:, None, :]
+    return h @ v, np.concatenate([by_w.reshape(len(x), -1), h], axis=1)
+
+
+def test_steps_with_momentum_and_l2_are_those_of_the_formula():
+    rng = np.random.default_rng(0)
+    W, v = rng.standard_normal((2, 3)), rng.standard_normal((3, 1))
+    x, y = rng.standard_normal((4, 2)), rng.standard_normal((4, 1))
+    text = (
+        "n (double[n,2] x) => (double[n,1] y) { s = MatMul (x, W) h = Tanh (s) y = MatMul (h, v)}"
+    )
+    engine = ke.Engine.from_onnx(parsed(text, {"W": W, "v": v}), loss="normal", threads=1)
+    mu, rate, l2 = 0.7, 0.4, 0.05
+    optimizer = ke.GaussNewton(engine, rate, DAMPING, mu, l2=l2, adapt_damping=False)
+    theta, update = np.concatenate([W.ravel(), v.ravel()]), np.zeros(9)
+    for _ in range(5):
+        out, rows = jacobian_of(x, theta[:6].reshape(2, 3), theta[6:, None])
+        # The loss is the mean of (y − t)², so that F = 2/n Σ r rᵀ.
+        F, g = 2 / 4 * rows.T @ rows, 2 / 4 * rows.T @ (out - y)[:, 0]
+        near = DAMPING - l2
+        update = np.linalg.solve(F + DAMPING * np.eye(9), g + l2 * theta + near * mu * update)
+        theta = theta - rate * update
+        optimizer.step({"x": x}, y)
+    np.testing.assert_allclose(flat(engine.parameters, ["W", "v"]), theta, atol=1e-12)
+
+
+def two_heads():
+    """A shared layer with an output of three classes and an output of two numbers."""
+    net = models.Net("float64")
+    h = net.op("Tanh", net.op("MatMul", "input", net.weight("w", 3, 4), to="s"), to="h")
+    net.op("MatMul", h, net.weight("a", 4, 3), to="classes")
+    net.op("MatMul", h, net.weight("b", 4, 2), to="numbers")
+    outputs = {"classes": ["batch", 3], "numbers": ["batch", 2]}
+    return net.model({"input": ["batch", 3]}, outputs)
+
+
+def test_several_losses_are_added_with_their_weights():
+    model, rng = two_heads(), np.random.default_rng(4)
+    inputs = models.random_inputs(model, EXAMPLES)
+    losses = {"classes": "categorical", "numbers": "normal"}
+    engine = ke.Engine.from_onnx(model, loss=losses, loss_weights=[1.0, 3.0], threads=1)
+    names = [*engine.parameters]
+    z, m = oracle.evaluate(model, inputs, "classes", "numbers")
+    labels, t = rng.integers(0, 3, EXAMPLES), rng.standard_normal((EXAMPLES, 2))
+    p, ones = readings.softmax(z), np.ones(EXAMPLES)
+    jacobians = [oracle.jacobian(model, inputs, o, names) for o in ("classes", "numbers")]
+    fishers = [np.diag(q) - np.outer(q, q) for q in p], [2 * np.eye(2)] * EXAMPLES
+    of_classes = dense(jacobians[0], fishers[0], p - np.eye(3)[labels], ones)
+    of_numbers = dense(jacobians[1], fishers[1], 2 * (m - t), ones)
+    F, g = (one + 3 * other for one, other in zip(of_classes, of_numbers, strict=True))
+    expected = flat(engine.parameters, names) - np.linalg.solve(F + DAMPING * np.eye(len(g)), g)
+    optimizer = ke.GaussNewton(engine, damping=DAMPING, momentum=0.0, adapt_damping=False)
+    optimizer.step(inputs, {"classes": labels, "numbers": t})
+    np.testing.assert_allclose(flat(engine.parameters, names), expected, atol=CLOSE["float64"])
+
+
+@pytest.mark.parametrize("precise", [True, False])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_products_of_many_rows_are_computed_in_blocks(outputs, precise):
+    x, y = linear_data(1100 // outputs, 6, noise=1.0, outputs=outputs)
+    engine = ke.Engine.from_onnx(linear(6, outputs), loss="normal", threads=1)
+    space = engine.sample_space([({"x": x[:300]}, y[:300]), ({"x": x[300:]}, y[300:])])
+    K = np.tril(space.gram(precise=precise))
+    # Rows of different outputs have no parameter in common.
+    expected = 2 / len(x) * np.kron(x @ x.T, np.eye(outputs))
+    np.testing.assert_allclose(K, np.tril(expected), atol=1e-14)
+
+
+def wave(n=60):
+    x = np.linspace(-1, 1.5, n)[:, None]
+    return x, np.sin(4 * x) + x**2
+
+
+def optimizer_of(model, loss="normal", communicator=None, **options):
+    engine = ke.Engine.from_onnx(model, loss=loss, threads=1, communicator=communicator)
+    return ke.GaussNewton(engine, **options)
+
+
+def test_a_function_is_fitted_and_the_loss_never_rises():
+    x, y = wave()
+    optimizer = optimizer_of(network([1, 16, 1]))
+    reports = [optimizer.step({"x": x}, y) for _ in range(60)]
+    assert all(b.loss <= a.loss + 1e-15 for a, b in pairwise(reports))
+    assert reports[-1].damping < 1e-3
+    assert ((optimizer.engine.predict(x) - y) ** 2).mean() < 1e-5
+
+
+def test_steps_on_squared_errors_reach_the_ridge_solution():
+    x, y = linear_data(50, 6, noise=1.0)
+    optimizer = optimizer_of(linear(6), l2=0.1)
+    for _ in range(20):
+        optimizer.step({"x": x}, y)
+    # The loss is the mean squared error, a constant and ½ l2 ‖w‖².
+    expected = np.linalg.solve(2 / 50 * x.T @ x + 0.1 * np.eye(6), 2 / 50 * x.T @ y)
+    np.testing.assert_allclose(optimizer.engine.parameters["w"], expected, atol=1e-8)
+
+
+def test_parameters_stay_where_no_damping_lowers_the_loss():
+    x, y = wave()
+    optimizer = optimizer_of(network([1, 4, 1]), learning_rate=1e6)
+    before = optimizer.engine.parameters
+    report = optimizer.step({"x": x}, y)
+    for name, value in optimizer.engine.parameters.items():
+        np.testing.assert_array_equal(value, before[name])
+    assert report.predicted_change == 0
+    assert optimizer.damping == pytest.approx(3**8)
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e300])
+def test_a_batch_that_is_not_finite_changes_nothing(value, tmp_path):
+    x, y = wave()
+    optimizer = optimizer_of(network([1, 4, 1]))
+    optimizer.step({"x": x}, y)
+    optimizer.save(tmp_path / "before")
+    with pytest.raises(ke.NonFiniteError):
+        optimizer.step({"x": x}, np.full_like(y, value))
+    optimizer.save(tmp_path / "after")
+    assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
+
+
+def test_parts_of_a_batch_take_the_step_of_the_whole_batch():
+    x, y = wave()
+    whole, divided = (optimizer_of(network([1, 6, 1])) for _ in range(2))
+    for _ in range(4):
+        whole.step({"x": x}, y)
+        divided.step([({"x": x[:7]}, y[:7]), ({"x": x[7:]}, y[7:])])
+    for name, value in whole.engine.parameters.items():
+        np.testing.assert_allclose(divided.engine.parameters[name], value, rtol=0, atol=1e-9)
+
+
+def test_a_run_is_resumed_with_equal_bits(tmp_path):
+    x, y = wave()
+    whole, first, second = (optimizer_of(network([1, 6, 1])) for _ in range(3))
+    for _ in range(3):
+        whole.step({"x": x}, y)
+        first.step({"x": x}, y)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for _ in range(3):
+        assert second.step({"x": x}, y).loss == whole.step({"x": x}, y).loss
+    for name, value in whole.engine.parameters.items():
+        np.testing.assert_array_equal(second.engine.parameters[name], value)
+
+
+def test_fit_trains_with_the_optimizer_by_name():
+    x, y = wave()
+    history = ke.fit(
+        network([1, 16, 1]), (x, y), loss="normal", optimizer="gauss_newton", batch_size=60,
+        steps=60, schedule="constant",
+    )  # fmt: skip
+    assert ((history.engine.predict(x) - y) ** 2).mean() < 1e-5
+
+
+def coupled():
+    """The mean over the examples is added to each of them."""
+    text = """n (double[n,2] x) => (double[n,1] y) {
+        s = MatMul (x, w)
+        m = ReduceMean <keepdims = 1> (s, axes)
+        y = Add (s, m)
+    }"""
+    return parsed(text, {"w": np.ones((2, 1)), "axes": np.array([0])})
+
+
+def test_examples_that_depend_on_each_other_are_refused():
+    x, y = linear_data(10, 2, noise=1.0)
+    optimizer = optimizer_of(coupled())
+    before = optimizer.engine.parameters["w"].copy()
+    with pytest.raises(ke.UnsupportedError, match="depend on each other"):
+        optimizer.step({"x": x}, y)
+    np.testing.assert_array_equal(optimizer.engine.parameters["w"], before)
+
+
+def test_training_files_are_refused(tmp_path):
+    with pytest.raises(ke.UnsupportedError, match="no Cholesky"):
+        ke.export_training(linear(3), "normal", "gauss_newton", path=tmp_path / "t")
+
+
+def test_several_processes_are_refused():
+    def make(communicator):
+        with pytest.raises(ke.InputError, match="one process"):
+            optimizer_of(linear(3), communicator=communicator)
+
+    threads.run(2, make)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0}, "damping"),
+        ({"damping": 0.1, "l2": 0.2}, "damping is 0.1 and contains l2"),
+        ({"momentum": 1}, "momentum"),
+        ({"l2": -1}, "l2"),
+        ({"learning_rate": "auto"}, "learning_rate"),
+        ({"adapt_damping": "yes"}, "adapt_damping"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ke.InputError, match=message):
+        optimizer_of(linear(3), **options)
+
+
+def test_rows_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
+    x, y = linear_data(400, 3, noise=1.0)
+    optimizer = optimizer_of(linear(3))
+    optimizer.step({"x": x[:5]}, y[:5])
+    optimizer.engine.gradients({"x": x}, y)
+    monkeypatch.setattr(memory_limits, "available_memory", lambda: 1 << 20)
+    with pytest.raises(ke.MemoryLimitError, match=r"400 predictions .* smaller batch"):
+        optimizer.engine.sample_space([({"x": x}, y)]).gram()
