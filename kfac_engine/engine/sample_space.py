@@ -42,6 +42,8 @@ _BLOCK = 512
 # Number of multiplications that take as long as passing over one entry of a product.
 _ENTRY = 16
 _BYTES = 8
+# Largest difference of products that two ways compute, in float32 and in float64.
+_ROUNDING = {"f": 1e-3, "d": 1e-7}
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -201,6 +203,23 @@ class SampleSpace(CurvatureProducts):
             for index in sorted(pieces):
                 _add_products(K, pieces.pop(index))
         return K.astype(np.float64, copy=False)
+
+    def check(self, K: NDArray[np.float64]) -> None:
+        """Refuse a model whose rows, read layer by layer, are not those of its products.
+
+        Rows assume that an example depends on its own inputs only. ``K`` is a result of ``gram``.
+        """
+        u = np.random.default_rng(0).standard_normal(self.rows)
+        lower = np.tril(K, -1)
+        by_rows = lower @ u + lower.T @ u + np.diag(K) * u
+        combined = self.combine(u, tuple(self._model.parameters))
+        by_products = self.image(combined)
+        bound = max(_ROUNDING.get(array.dtype.char, 1e-3) for array in combined.values())
+        if np.linalg.norm(by_rows - by_products) > bound * np.linalg.norm(by_products):
+            raise UnsupportedError(
+                "the derivatives of single examples do not add up to the derivatives of the "
+                "batch: examples of this model depend on each other; use KfacOptimizer."
+            )
 
     # -- private ----------------------------------------------------------------------------------
 

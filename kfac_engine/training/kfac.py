@@ -28,6 +28,7 @@ from kfac_engine.training.curvature_updates import (
     check_part,
 )
 from kfac_engine.training.damping_adaptation import DampingAdaptation
+from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
 from kfac_engine.training.kfac_updates import (
     RatedUpdate,
     StepInputs,
@@ -89,6 +90,7 @@ class Rule(NamedTuple):
         relative: Whether the damping is relative.
         adaptation: How the damping changes; None if it is constant.
         whole: Whether statistics have all examples of a batch.
+        measures: Whether the update reads statistics and inverses.
     """
 
     update: Update
@@ -98,6 +100,7 @@ class Rule(NamedTuple):
     relative: bool
     adaptation: DampingAdaptation | None
     whole: bool = False
+    measures: bool = True
 
 
 class Basis(NamedTuple):
@@ -108,12 +111,14 @@ class Basis(NamedTuple):
         loss: Their loss.
         seen: The examples of all steps.
         repeated: What the steps tell about the next one.
+        following: Damping of the next step, if the update has chosen it.
     """
 
     batch: Sequence[Batch]
     loss: float
     seen: SeenExamples
     repeated: RepeatedBatch
+    following: float | None = None
 
 
 class KfacOptimizer(Optimizer):
@@ -134,8 +139,10 @@ class KfacOptimizer(Optimizer):
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
-    is that of ``"quadratic"`` with ``momentum="quadratic"``, curvature of the whole batch and a
-    damping that starts at 1 and is adapted, ``DampingAdaptation(2, 0.9)``. The first 60 exact steps
+    is that of ``GaussNewton`` if the losses predict at most 2,000 numbers and no more than there
+    are parameters, in one process. Else it is that of ``"quadratic"`` with ``momentum=
+    "quadratic"``, curvature of the whole batch and a damping that starts at 1 and is adapted,
+    ``DampingAdaptation(2, 0.9)``. The first 60 exact steps
     leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by a twentieth of the
     fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
     the exact steps. A ``damping``, a ``momentum``, a positive ``weight_decay`` or ``adapt_damping``
@@ -234,7 +241,7 @@ class KfacOptimizer(Optimizer):
             adaptation,
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
-        self._exact = _exact_rule(engine) if may_be_exact else None
+        self._exact = _exact_rules(engine) if may_be_exact else ()
         schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or adaptation is not None
@@ -245,6 +252,10 @@ class KfacOptimizer(Optimizer):
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
         self._sealed = True
+
+    @property
+    def _rules(self) -> tuple[Rule, ...]:
+        return (self._given, *self._exact)
 
     @property
     def damping(self) -> float:
@@ -279,7 +290,9 @@ class KfacOptimizer(Optimizer):
         features = FeaturePowers(self.feature_inputs, self.engine.collection.backend)
         loss, gradients, residuals = self._differentiated(batch, clock, features)
         seen, repeated = self._seen_with(batch), self._repeated_with(batch, loss)
-        self._follow(self._exact if self._exact and repeated.exact else self._given, undo)
+        repeated = self._with_rule(repeated, batch, clock)
+        exact = repeated.exact and self._exact
+        self._follow(exact[int(repeated.rule)] if exact else self._given, undo)
         basis = Basis(batch, loss, seen, repeated)
         if repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
@@ -315,17 +328,19 @@ class KfacOptimizer(Optimizer):
             spreads={} if residuals is None else residuals.spreads(),
             features=features.sums,
         )
-        due = self._curvature.due(self.steps, step.examples)
-        if due.statistics or due.inverses:
-            undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
-        self._curvature.update(due, step.batch, clock, whole=rule.whole)
+        if rule.measures:
+            due = self._curvature.due(self.steps, step.examples)
+            if due.statistics or due.inverses:
+                undo.protect(gradients, -1.0, inf if rate > _LARGE_RATE else None)
+            self._curvature.update(due, step.batch, clock, whole=rule.whole)
         move = rule.update(step)
-        self._next_basis = basis
+        self._next_basis = basis._replace(following=move.following)
         report = StepReport(
             loss + penalty,
             float(rate) if move.rate is None else move.rate,
             step.momentum if move.momentum is None else move.momentum,
-            float(damping),
+            float(damping if move.damping is None else move.damping),
+            move.ratio,
             predicted_change=move.predicted,
             penalty=penalty,
             seconds=clock.seconds,
@@ -425,12 +440,24 @@ class KfacOptimizer(Optimizer):
 
     def _repeated_with(self, batch: Sequence[Batch], loss: float) -> RepeatedBatch:
         """Return what the steps so far and a batch tell; nothing unless steps may be exact."""
-        if self._exact is None:
+        if not self._exact:
             return self._basis.repeated
         engine = self.engine
         of_shard = mark(batch, engine.example_axes, engine.collection.backend)
         (of_batch,) = engine.agreement.sum(of_shard)
         return self._basis.repeated.after(of_batch, loss)
+
+    def _with_rule(
+        self, repeated: RepeatedBatch, batch: Sequence[Batch], clock: StageClock
+    ) -> RepeatedBatch:
+        """Return the state with the number of the first exact rule that suits a batch."""
+        alone = self.engine.agreement.alone  # a run may continue with more processes
+        if not (self._exact and repeated.exact) or repeated.rule >= (0 if alone else 1):
+            return repeated
+        update = self._exact[0].update
+        assert isinstance(update, GaussNewtonUpdate), "the first of the exact rules"
+        with clock("statistics"):
+            return repeated.following(0 if update.suits(batch) else 1)
 
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Move by a rule from this step on; a rule that replaces another starts anew."""
@@ -474,6 +501,10 @@ class KfacOptimizer(Optimizer):
     def _adapt(self, proposal: Proposal, batch: Sequence[Batch], clock: StageClock) -> StepReport:
         self._basis = self._next_basis
         report = self._with_ratio(proposal.report, clock)
+        if self._basis.following is not None:
+            self.damping = self._basis.following
+        if not self._rule.measures:
+            return report
         refreshed = self._curvature.advance()
         return replace(report, refreshed=refreshed) if refreshed else report
 
@@ -509,8 +540,8 @@ class KfacOptimizer(Optimizer):
         more = {_REFRESHES: self._curvature.saved()}
         if isinstance(self._given.update, AdaptiveLengthUpdate):
             more[EXAMPLES] = self._basis.seen.saved()
-        if self._exact is not None:
-            exact = {_EXACT: np.array(float(self._rule is self._exact))}
+        if self._exact:
+            exact = {_EXACT: np.array(float(self._rules.index(self._rule)))}
             more[REPEATED] = self._basis.repeated.saved() | exact
         return replace(state, arrays={**state.arrays, **more})
 
@@ -524,7 +555,7 @@ class KfacOptimizer(Optimizer):
             basis = basis._replace(seen=seen)
         if REPEATED in arrays:
             saved = {name: to_numpy(array) for name, array in arrays.pop(REPEATED).items()}
-            self._rule = self._exact if self._exact and saved.pop(_EXACT) else self._given
+            self._rule = self._rules[int(saved.pop(_EXACT))]
             basis = basis._replace(repeated=RepeatedBatch.restored(saved))
         self._basis = basis
         super().restore(replace(part, arrays=arrays))
@@ -555,12 +586,16 @@ class KfacOptimizer(Optimizer):
         self.damping = numbers["damping"]
 
 
-def _exact_rule(engine: Engine) -> Rule | None:
-    """Return the rule of the exact steps; None for losses other than squared errors."""
+def _exact_rules(engine: Engine) -> tuple[Rule, ...]:
+    """Return the rules of exact steps, the preferred one first; none unless errors are squared."""
     if not all(isinstance(t, NormalMeanNegativeLogProbLoss) for t in engine.objective.terms):
-        return None
-    update = QuadraticUpdate(engine, PartialBatch(engine, 1.0), 0.0)
-    return Rule(update, None, 1.0, _EXACT_DAMPING, False, _FOLLOWS_QUICKLY, whole=True)
+        return ()
+    newton = GaussNewtonUpdate(engine, FOLLOWS)
+    quadratic = QuadraticUpdate(engine, PartialBatch(engine, 1.0), 0.0)
+    return (
+        Rule(newton, MOMENTUM, 1.0, _EXACT_DAMPING, False, None, measures=False),
+        Rule(quadratic, None, 1.0, _EXACT_DAMPING, False, _FOLLOWS_QUICKLY, whole=True),
+    )
 
 
 def _decay(scarcity: Any) -> Any:

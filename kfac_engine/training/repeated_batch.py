@@ -42,6 +42,7 @@ class RepeatedBatch:
         trial: Number of steps of the trial so far.
         least: Least loss of the examples that the trial has left out.
         refused: 1 if their loss has risen by too much, else 0.
+        rule: Number of the exact rule that suits the batch; negative before it is chosen.
     """
 
     mark: float = -1.0
@@ -50,12 +51,17 @@ class RepeatedBatch:
     trial: float = 0.0
     least: float = float_info.max
     refused: float = 0.0
+    rule: float = -1.0
 
     def after(self, mark: float, loss: float) -> Self:
         """Return the state for a step, from the ``mark`` and the loss of its batch."""
         if mark != self.mark:
             return type(self)(mark, first=loss)
         return replace(self, repeats=self.repeats + 1)
+
+    def following(self, rule: int) -> Self:
+        """Return the state with the number of the rule of exact steps."""
+        return replace(self, rule=float(rule))
 
     @property
     def exact(self) -> bool:

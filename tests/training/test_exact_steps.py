@@ -191,10 +191,87 @@ def test_parts_and_ranks_take_the_exact_steps_of_the_whole_batch():
             np.testing.assert_allclose(others[name], value, rtol=CLOSE, atol=CLOSE)
 
 
+def coupled():
+    """A network whose examples depend on each other."""
+    text = """n (double[n,1] x) => (double[n,1] y) {
+        s = MatMul (x, V)
+        h = Tanh (s)
+        m = ReduceMean <keepdims = 1> (h, axes)
+        c = Sub (h, m)
+        y = MatMul (c, W)
+    }"""
+    rng = np.random.default_rng(2)
+    weights = {"V": rng.standard_normal((1, 30)), "W": rng.standard_normal((30, 1))}
+    return parsed(text, weights | {"axes": np.array([0])})
+
+
+# A network for one input and one output, the number of examples, and whether exact steps are those
+# of the sample space: for fewer predictions than parameters, of examples that can be separated.
+FEW = {
+    "fewer than parameters": (lambda: network([1, 16, 1]), 40, True),
+    "as many as parameters": (lambda: network([1, 16, 1]), 49, True),
+    "more than parameters": (lambda: network([1, 16, 1]), 50, False),
+    "more than pay": (lambda: network([1, 900, 1]), 2001, False),
+    "examples that depend on each other": (coupled, 20, False),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_predictions_are_fitted_by_the_whole_fisher_matrix(name):
+    make, n, few = FEW[name]
+    x = np.linspace(-1, 1, n)[:, None]
+    optimizer = optimizer_of(make())
+    reports = [optimizer.step({"x": x}, np.sin(3 * x)) for _ in range(BEFORE + 2)]
+    assert is_exact(reports[-1])
+    # Its momentum is a constant; the quadratic model solves for the momentum.
+    assert (reports[-1].momentum in (0.0, 0.5)) == few
+
+
+def test_a_run_in_the_sample_space_continues_with_two_processes(tmp_path):
+    x = np.linspace(-1, 1, 30)[:, None]
+    y = np.sin(3 * x)
+    optimizer = optimizer_of(network([1, 16, 1]))
+    for _ in range(BEFORE + 2):
+        report = optimizer.step({"x": x}, y)
+    assert report.momentum == 0.5
+    optimizer.save(tmp_path / "state")
+
+    def of_rank(communicator):
+        rows = slice(0, 11) if communicator.rank == 0 else slice(11, None)
+        resumed = optimizer_of(network([1, 16, 1]), communicator)
+        resumed.load(tmp_path / "state")
+        return resumed.step({"x": x[rows]}, y[rows])
+
+    for report in threads.run(2, of_rank):
+        assert is_exact(report)
+        assert report.learning_rate != 1  # the quadratic model solves for it
+
+
+def test_steps_in_the_sample_space_are_those_of_gauss_newton():
+    x = np.linspace(-1, 1.5, 30)[:, None]
+    y = np.sin(3 * x)
+    optimizer = optimizer_of(network([1, 12, 1]))
+    for _ in range(BEFORE + TRIAL):
+        optimizer.step({"x": x}, y)
+    engine = ke.Engine.from_onnx(network([1, 12, 1]), loss="normal", threads=1)
+    engine.set_parameters(optimizer.engine.parameters)
+    other = ke.GaussNewton(engine, damping=optimizer.damping)
+    for name, array in other._slots["momentum"].items():
+        array[...] = optimizer._slots["momentum"][name]
+    for _ in range(5):
+        reports = optimizer.step({"x": x}, y), other.step({"x": x}, y)
+        assert reports[0].damping == reports[1].damping
+        assert reports[0].reduction_ratio == reports[1].reduction_ratio
+    for name, value in engine.parameters.items():
+        np.testing.assert_array_equal(optimizer.engine.parameters[name], value)
+
+
+# More parameters than examples, and fewer.
+@pytest.mark.parametrize("width", [20, 8])
 @pytest.mark.parametrize("steps", [3, BEFORE, BEFORE + 5, BEFORE + TRIAL + 3])
-def test_a_run_is_resumed_with_equal_bits(steps, tmp_path):
+def test_a_run_is_resumed_with_equal_bits(steps, width, tmp_path):
     x, y = np.linspace(-1, 1, 48)[:, None], np.linspace(0, 1, 48)[:, None] ** 2
-    make = network([1, 8, 1])
+    make = network([1, width, 1])
     whole, first, second = (optimizer_of(make) for _ in range(3))
     for _ in range(steps):
         whole.step({"x": x}, y)
