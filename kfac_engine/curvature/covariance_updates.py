@@ -5,7 +5,7 @@ Factors read the activations of a batch and the gradients of each source of an e
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -13,16 +13,11 @@ import numpy as np
 from kfac_engine._types import Array
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.estimation_modes import MODES, Draws, EstimationMode
-from kfac_engine.curvature.factors.base import Combine, FisherFactor, computed, take
-from kfac_engine.curvature.factors.eigenbasis import begin_bases, without_basis
+from kfac_engine.curvature.factors.base import FisherFactor, take
+from kfac_engine.curvature.factors.eigenbasis import OverRanks, begin_bases, without_basis
+from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.row_weights import ExamplePlaces, ExampleWeights, LayerRows
-from kfac_engine.curvature.factors.updater import (
-    FactorUpdater,
-    LetGo,
-    Measured,
-    PartSums,
-    PendingUpdate,
-)
+from kfac_engine.curvature.factors.updater import FactorUpdater, Measurements, Update
 from kfac_engine.distributed.shards import AnyGenerator, Placement, RowGenerator, Rows
 from kfac_engine.errors import UnsupportedError
 from kfac_engine.losses.base import RegisteredLoss
@@ -91,7 +86,9 @@ class CovarianceUpdates:
         places: Where values have the examples.
         batch: Name of a value whose first axis has the examples only; empty if the first axis of
             the first loss input has them.
-        divided: Whether batches are divided among processes, which combine what they measure.
+        divided: Whether batches are divided among processes.
+        over_ranks: Returns means over all processes, from the measurements of this one.
+        straight: Factors that measure a whole batch straight into their averages; None for all.
         reached: Returns the values that each loss function depends on, in the order of the losses.
         params_stats: ``Σ_sources gradient / batch_size`` of the last update, for each variable.
         updater: Updates the factors that read whole batches.
@@ -114,6 +111,8 @@ class CovarianceUpdates:
     places: ExamplePlaces = field(default_factory=ExamplePlaces)
     batch: str = ""
     divided: bool = False
+    over_ranks: OverRanks = field(default=lambda measured: measured)
+    straight: Collection[FisherFactor] | None = None
     reached: Callable[[], Sequence[Collection[str]]] = tuple
     params_stats: list[Array] = field(default_factory=list)
     updater: FactorUpdater = field(init=False)
@@ -147,9 +146,9 @@ class CovarianceUpdates:
         weights = {name: t.row_weights(trace) for t in parts for name in t.inputs}
         return {name: root(rows) for name, rows in weights.items() if rows is not None}
 
-    def divide(self, combine: Combine, linear: Collection[FisherFactor]) -> None:
+    def divide(self, over_ranks: OverRanks, linear: Collection[FisherFactor]) -> None:
         """Divide batches among processes; see ``FisherEstimator.divide``."""
-        self.updater.combine, self.updater.linear = combine, frozenset(linear)
+        self.over_ranks, self.straight = over_ranks, frozenset(linear)
         self.divided = True
 
     def measure(
@@ -159,7 +158,7 @@ class CovarianceUpdates:
         propagated: dict[str, Array] | None = None,
         *,
         by_example: bool = True,
-    ) -> PendingUpdate:
+    ) -> Update:
         """Measure one batch for all factors; averages do not change.
 
         The ``commit`` of the returned update changes them. With ``by_example``, factors that read
@@ -171,49 +170,44 @@ class CovarianceUpdates:
 
     def measure_part(
         self,
-        sums: PartSums,
+        sums: Measurements,
         part: MeasuredBatch,
         bases: Sequence[FisherFactor] = (),
         *,
         by_example: bool = True,
     ) -> None:
-        """Measure a part of a batch for all factors, into ``sums``; averages do not change.
+        """Measure a part of a batch for all factors, and join it to the parts before in ``sums``.
 
-        If ``bases`` has the factors of ``parts_of_bases``, only these are measured. Errors are as
-        for ``measure``.
+        If ``bases`` has the factors of ``parts_of_bases``, only these are measured. No average
+        changes. Errors are as for ``measure``.
         """
         updater = self._updater_of(iter(bases)) if bases else self.updater
         alone = () if bases or not by_example else self.alone
-        singles = self._measure_examples(alone, part)
+        measured = self._measure_examples(alone, part)
         values = self._of_batch(updater.factors, part, {})
         if self.mode.one_source:
             updater.add_part(next(values), sums)
         else:
-            singles = [*updater.measure_sum(values, singles, part=True).measured]
-        for factor, measurement in singles:
-            sums.add(factor, measurement)
+            measured |= updater.measure_sum(values, joined=True)
+        for factor, measurement in measured.items():
+            before = sums.get(factor)
+            sums[factor] = measurement if before is None else factor.join(before, measurement)
 
     @property
     def parts_of_bases(self) -> tuple[FisherFactor, ...]:
         """The factors whose first batch sets the bases of EKFAC; none after that batch."""
         return self.updater.parts_of_bases
 
-    def set_bases(self, sums: PartSums) -> None:
+    def set_bases(self, sums: Measurements) -> None:
         """Set the first bases of EKFAC from measurements of ``parts_of_bases``."""
-        measured = sums.update(self.parts_of_bases).measured
-        if self.updater.combine is not None:
-            self.updater.combine([measurement for _, measurement in measured])
-        begin_bases(without_basis(self.updater.factors), dict(measured))  # type: ignore[arg-type] # Kronecker factors
+        begin_bases(without_basis(self.updater.factors), self.over_ranks(sums))
 
-    def joined(
-        self, sums: PartSums, absent: frozenset[int] = frozenset(), *, by_example: bool = True
-    ) -> PendingUpdate:
+    def joined(self, sums: Measurements, absent: frozenset[int] = frozenset()) -> Update:
         """Return the update by the batch whose parts have been measured.
 
         ``absent`` is that of the whole batch.
         """
-        update = sums.update((*self.updater.factors, *(self.alone if by_example else ())))
-        return update.without(self.left_out(absent))
+        return Update(sums, left_out=self.left_out(absent))
 
     def left_out(self, absent: frozenset[int]) -> frozenset[FisherFactor]:
         """Return the factors of layers on which only ``absent`` losses depend.
@@ -249,7 +243,7 @@ class CovarianceUpdates:
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
     ) -> None:
-        """Update all averages by one batch, combined with the batches of other processes.
+        """Update all averages by one batch.
 
         ``decay`` is the weight of the old averages, in [0, 1]. Other arguments are as for
         ``FisherEstimator.update_covariances``. After an error, averages and generator have not
@@ -258,8 +252,7 @@ class CovarianceUpdates:
         self._require_whole_batches()
         with self.restored_on_error():
             batch = self.measured_batch(trace, draws, scales)
-            pending = self.measure(batch, release, propagated)
-            self.updater.combined(pending).commit(decay)
+            self.measure(batch, release, propagated).commit(decay)
 
     def add(
         self,
@@ -277,10 +270,9 @@ class CovarianceUpdates:
         self._require_whole_batches()
         alone = tuple(factor for factor in factors if factor in self.alone)
         updater = self._updater_of(factor for factor in factors if factor not in alone)
-        updater.combine = self.updater.combine
         with self.restored_on_error():
-            pending = self._measured(updater, alone, self.measured_batch(trace, draws, scales))
-            updater.combined(pending).commit(decay, weight)
+            update = self._measured(updater, alone, self.measured_batch(trace, draws, scales))
+            update.commit(decay, weight)
 
     def _measured(
         self,
@@ -289,37 +281,33 @@ class CovarianceUpdates:
         batch: MeasuredBatch,
         release: LetGo | None = None,
         propagated: dict[str, Array] | None = None,
-    ) -> PendingUpdate:
+    ) -> Update:
         stats: dict[str, Array] = {}
-        left_out = self.left_out(batch.absent)
         singles = self._measure_examples(alone, batch)
         if propagated is None:
             values = self._of_batch(updater.factors, batch, stats)
         else:
             values = self._given(updater.factors, batch, propagated)
         if self.mode.one_source:
-            pending = updater.measure(next(values), release, singles, left_out)
+            update = updater.measure(next(values), release, self.straight, self.over_ranks)
         else:
-            self._prepare(updater, batch)
-            pending = updater.measure_sum(values, singles).without(left_out)
+            if parts := updater.parts_of_bases:
+                # All sources are propagated once more before the first update of EKFAC.
+                bits = self.rng.bit_generator
+                before: Mapping[str, Any] = bits.state
+                updater.prepare(self._of_batch(parts, batch, {}), self.over_ranks)
+                bits.state = before
+            update = Update(updater.measure_sum(values, joined=self.divided))
         self.params_stats = [total / (self.batch_size or 1) for total in stats.values()]
-        return pending
-
-    def _prepare(self, updater: FactorUpdater, batch: MeasuredBatch) -> None:
-        """Propagate all sources once more before the first update of EKFAC, for its bases."""
-        parts = updater.parts_of_bases
-        if parts:
-            bits = self.rng.bit_generator
-            before: Mapping[str, Any] = bits.state
-            updater.prepare(self._of_batch(parts, batch, {}))
-            bits.state = before
+        measured = {**update.measured, **singles}
+        return replace(update, measured=measured, left_out=self.left_out(batch.absent))
 
     def _require_whole_batches(self) -> None:
         """Refuse an update of this process alone, if batches are divided among several."""
         if self.divided:
             raise UnsupportedError(
                 f"the batches of {self.name} are divided among several processes; call "
-                f"engine.update_statistics(trace) in all of them, which combines the statistics."
+                f"engine.update_statistics(trace) in all of them, which joins the statistics."
             )
 
     def _updater_of(self, factors: Iterator[FisherFactor]) -> FactorUpdater:
@@ -359,27 +347,27 @@ class CovarianceUpdates:
 
     def _measure_examples(
         self, factors: tuple[FisherFactor, ...], batch: MeasuredBatch
-    ) -> list[Measured]:
+    ) -> Measurements:
         """Measure some factors of ``alone``; averages and the generator do not change."""
         if not factors or self.examples is None:
-            return []
+            return {}
         generator, backend = self.rng.bit_generator.state, self.backend
         read, differentiated = self._reads_of(factors)
         forward = take(batch.trace, read, backend)
         names = tuple(differentiated.values())
-        measured: list[Measured] = []
+        measured: Measurements = {}
         try:
             for cotangents in self._cotangents(batch):
                 for gradients in self.examples(batch.trace, cotangents, names):
                     arrays = take(gradients, names, backend)
                     values = forward | {n: arrays[value] for n, value in differentiated.items()}
-                    sizes = [factor.check(values) for factor in factors]
-                    for _, measurement in measured:
-                        measurement.add(values)
-                    measured = measured or [
-                        (factor, computed(factor.measure(values, size)))
-                        for factor, size in zip(factors, sizes, strict=True)
-                    ]
+                    sizes = {factor: factor.check(values) for factor in factors}
+                    measured = {
+                        factor: factor.add_source(measured[factor], values)
+                        if factor in measured
+                        else factor.measure(values, size)
+                        for factor, size in sizes.items()
+                    }
         finally:
             self.rng.bit_generator.state = generator
         return measured

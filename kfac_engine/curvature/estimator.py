@@ -18,9 +18,10 @@ from kfac_engine.curvature.covariance_updates import (
     Trace,
 )
 from kfac_engine.curvature.estimation_modes import MODES, Draws, MatType
-from kfac_engine.curvature.factors.base import Combine, FisherFactor
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.eigenbasis import OverRanks
+from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.refresh import Division
-from kfac_engine.curvature.factors.updater import LetGo
 from kfac_engine.curvature.refreshes import Refreshes
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import InputError, UnknownNameError, UnsupportedError, suggestion
@@ -184,30 +185,6 @@ class FisherEstimator(Sealed):
         return self.damping.of(min(block.mean_eigenvalue() for block in self.blocks))
 
     @property
-    def combine(self) -> Combine | None:
-        """Combines the measurements of several processes; None in one process. Can be set.
-
-        Each process updates its estimator by its part of a batch. An update calls the function with
-        its measurements, in the same order in each process, before any average changes. The
-        function replaces ``measurement.array``, in place, by the mean over the processes weighted
-        by ``measurement.examples``, and ``measurement.examples`` by the sum over the processes.
-        Then all processes have the averages of the whole batch. An error of the function leaves all
-        averages unchanged.
-        """
-        return self.statistics.updater.combine
-
-    @combine.setter
-    def combine(self, value: Combine | None) -> None:
-        if self.statistics.divided:
-            raise InputError(
-                "the communicator of the engine combines the statistics of its processes; leave "
-                "combine as it is, or create the engine without a communicator."
-            )
-        if value is not None and not callable(value):
-            raise InputError(f"combine must be a function of measurements or None, got {value!r}.")
-        self.statistics.updater.combine = value
-
-    @property
     def rows(self) -> Rows | None:
         """The rows of a batch that this process has; None for the whole batch. Can be set.
 
@@ -228,16 +205,16 @@ class FisherEstimator(Sealed):
             factor.set_rows(value)
 
     def divide(
-        self, division: Division, combine: Combine, linear: Collection[FisherFactor]
+        self, division: Division, over_ranks: OverRanks, linear: Collection[FisherFactor]
     ) -> None:
         """Divide updates and refreshes among several processes, for the rest of the run.
 
         Args:
             division: Divides the refreshes.
-            combine: As the attribute.
-            linear: Factors whose averages are combined instead of their measurements.
+            over_ranks: Returns the means of measurements over all processes.
+            linear: Factors whose averages are summed over the processes, not their measurements.
         """
-        self.statistics.divide(combine, linear)
+        self.statistics.divide(over_ranks, linear)
         self.refreshes.division = division
 
     @property

@@ -16,8 +16,9 @@ from kfac_engine.curvature.block_products import Product
 from kfac_engine.curvature.covariance_updates import MeasuredBatch
 from kfac_engine.curvature.estimator import FisherEstimator
 from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.measurement import LetGo
 from kfac_engine.curvature.factors.row_weights import ExampleWeights
-from kfac_engine.curvature.factors.updater import LetGo, PartSums, PendingUpdate
+from kfac_engine.curvature.factors.updater import Measurements, Update
 from kfac_engine.curvature.schedule import Planner
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.distributed.shards import Placement
@@ -70,7 +71,7 @@ class BlockFisher:
         self.distribution = distribution(self._shards, assembly, estimator, reports)
         if not self._shards.alone:
             shared = self.distribution
-            estimator.divide(shared, shared.combine_bases, shared.divided)
+            estimator.divide(shared, shared.over_ranks, shared.divided)
         self._draws_placed = False
         slices = assembly.discovery.parts.items()
         self._whole = frozenset(name for name, parts in slices if is_whole(parts))
@@ -123,7 +124,7 @@ class BlockFisher:
         gradients: dict[str, Array] | None = None,
         *,
         by_example: bool = True,
-    ) -> PendingUpdate:
+    ) -> Update:
         """Measure the statistics of a shard; no average changes before ``commit``.
 
         ``observation`` is a result of ``meet``. ``release`` receives names of values that are not
@@ -142,7 +143,7 @@ class BlockFisher:
 
     def measure_parts(
         self, traced: TracedParts, examples: int | None = None, *, by_example: bool = True
-    ) -> PendingUpdate | None:
+    ) -> Update | None:
         """Measure the statistics of a batch in parts, with the random targets of the whole batch.
 
         The parts are evaluated twice: the first pass counts their examples and predictions.
@@ -163,13 +164,12 @@ class BlockFisher:
         statistics, bits = estimator.statistics, estimator.rng.bit_generator
         alike = traced.are_alike
 
-        def measured(bases: Sequence[FisherFactor] = ()) -> PartSums:
-            sums, rows = PartSums(), iter(traced.rows)
+        def measured(bases: Sequence[FisherFactor] = ()) -> Measurements:
+            sums, rows = Measurements(), iter(traced.rows)
             start = bits.state
 
             def add(trace: Trace) -> None:
                 part, observation = next(rows), meet(trace)
-                sums.begin(observation.whole.examples)
                 scales = passes.objective.fisher_scales(observation.within(traced.size))
                 weighted = MeasuredBatch(trace, scales, self._example_weights(trace, observation))
                 if alike:
@@ -188,7 +188,7 @@ class BlockFisher:
 
         if bases := statistics.parts_of_bases:
             statistics.set_bases(measured(bases))
-        return statistics.joined(measured(), traced.size.absent, by_example=by_example)
+        return statistics.joined(measured(), traced.size.absent)
 
     # -- commit, refresh --------------------------------------------------------------------------
 
@@ -217,22 +217,23 @@ class BlockFisher:
             counts = examples is None or seen.whole.absent <= self._passes.absent
             update = self.measure(trace, seen, by_example=by_example) if counts else None
         if update is not None:
-            self.agree(0.0, update)
+            _, _, update = self.agree(0.0, update)
             self.commit(update, decay=decay)
-        return update is not None
+            return True
+        return False
 
     def agree(
         self,
         loss: float,
-        update: PendingUpdate | None,
+        update: Update | None,
         gradients: Mapping[str, Array] | None = None,
-    ) -> tuple[float, float | None]:
+    ) -> tuple[float, float | None, Update | None]:
         """Meet all processes before ``commit``; see ``Distribution.meet``."""
         return self.distribution.meet(loss, update, gradients or {})
 
     def commit(
         self,
-        update: PendingUpdate | None,
+        update: Update | None,
         gradients: dict[str, Array] | None = None,
         *,
         decay: float | None = None,

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import chain, islice
 from math import fsum, sqrt
 from types import MappingProxyType
@@ -22,9 +21,9 @@ import numpy as np
 
 from kfac_engine._types import Array, Rows, whole_arrays
 from kfac_engine.backend.protocol import Backend
-from kfac_engine.backend.threads import Task
 from kfac_engine.curvature.estimator import FisherEstimator
-from kfac_engine.curvature.factors.base import FisherFactor, Measurement
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.measurement import Measurement, ToMeasure
 from kfac_engine.curvature.factors.refresh import (
     Compute,
     Division,
@@ -33,7 +32,8 @@ from kfac_engine.curvature.factors.refresh import (
     Result,
     result_forms,
 )
-from kfac_engine.curvature.factors.updater import Measured, PendingUpdate
+from kfac_engine.curvature.factors.statistics import Count
+from kfac_engine.curvature.factors.updater import Update
 from kfac_engine.curvature.refreshes import refresh_cost
 from kfac_engine.distributed.messages import Form, OwnedArrays
 from kfac_engine.distributed.owners import Load, owners
@@ -83,34 +83,32 @@ class Distribution(Division):
     def meet(
         self,
         loss: float,
-        update: PendingUpdate | None,
+        update: Update | None,
         gradients: Mapping[str, Array] = MappingProxyType({}),
-    ) -> tuple[float, float | None]:
+    ) -> tuple[float, float | None, Update | None]:
         """Meet all ranks after they have differentiated and measured their shards.
 
         Args:
             loss: The loss of the shard.
-            update: A measured batch, which no average has received; None if none is due. Its
-                measurements become the shares of this rank in the measurements of the batch.
+            update: The measured shard, which no average has received; None if none is due.
             gradients: The gradients of the shard.
 
         Returns:
-            The loss of the batch, and an upper bound of the norm of its gradient; None for the
-            bound in one process.
+            The loss of the batch, an upper bound of the norm of its gradient, None in one process,
+            and the share of this rank in the measured batch.
         """
         if self._shards.alone:
-            if update is not None:
-                self._estimator.statistics.updater.combined(update)
-            return loss, None
+            return loss, None, update
         self._empty_copies()
         norm = sqrt(fsum(self._backend.squared_norms(list(gradients.values()))))
-        measurements = [] if update is None else [m for _, m in update.measured]
-        losses, norms = self._agree(measurements, loss, norm)
-        return float(losses.sum()), float(norms.sum())
+        measured = {} if update is None else update.every
+        (losses, norms), totals = self._totals(measured, loss, norm)
+        shares = None if update is None else update.shares(totals)
+        return float(losses.sum()), float(norms.sum()), shares
 
     def combine(
         self,
-        update: PendingUpdate | None,
+        update: Update | None,
         gradients: dict[str, Array] | None,
         decay: float,
     ) -> Mapping[str, Array | Rows]:
@@ -158,75 +156,52 @@ class Distribution(Division):
         """Return a context in which the first rank has the results of all refreshes."""
         yield
 
-    def _agree(self, measurements: Sequence[Measurement], *numbers: float) -> Iterable[Array]:
-        """Return numbers of all ranks; measurements become the shares of this rank.
-
-        They receive the same element types on all ranks.
-        """
-        agreement = self._shards.agreement
-        wide = bytes(measurement.dtype == _WIDE for measurement in measurements)
-        weighted = any(measurement.weighted for measurement in measurements)
-        *columns, flags, types = agreement.of_all(*numbers, weighted, crc32(wide)).T
-        if len(set(types)) > 1:  # numbers of one rank need float64
-            for measurement in measurements:
-                measurement.factor.narrowest = _WIDE
-                measurement.widen()
-        with agreement.exchanging():
-            self._weigh(measurements, weighted=bool(flags.any()))
-        return columns
-
-    def combine_bases(self, measurements: Sequence[Measurement]) -> None:
-        """Combine measurements of the first bases of EKFAC; see ``FisherEstimator.combine``."""
-        self._agree(measurements)
+    def over_ranks(
+        self, measured: Mapping[FisherFactor, Measurement]
+    ) -> Mapping[FisherFactor, Measurement]:
+        """Return the means of measurements over all ranks; a collective call."""
+        _, totals = self._totals(measured)
+        shares = {f: f.share(m, totals[f]) for f, m in measured.items()}
         with self._shards.agreement.exchanging():
-            self._shards.sum([measurement.array for measurement in measurements])
+            self._shards.sum([share.array for share in shares.values()])
+        return shares
+
+    def _totals(
+        self, measured: Mapping[FisherFactor, Measurement | ToMeasure], *numbers: float
+    ) -> tuple[Sequence[Array], Mapping[FisherFactor, Count]]:
+        """Return numbers of all ranks, and the counts of the whole batch, in one message.
+
+        Averages receive the same element types on all ranks.
+        """
+        wide = bytes(np.result_type(m.dtype, f.narrowest) == _WIDE for f, m in measured.items())
+        counts = [n for m in measured.values() for n in (m.count.examples, m.count.rows)]
+        of_ranks = self._shards.agreement.of_all(crc32(wide), *numbers, *counts)
+        types, *columns = of_ranks.T
+        if len(set(types)) > 1:  # numbers of one rank need float64
+            for factor in measured:
+                factor.narrowest = _WIDE
+        sums = iter(of_ranks[:, 1 + len(numbers) :].sum(axis=0).tolist())
+        totals = {factor: Count(int(next(sums)), next(sums)) for factor in measured}
+        return columns[: len(numbers)], totals
 
     def _combine(
-        self, update: PendingUpdate | None, gradients: dict[str, Array], decay: float
+        self, update: Update | None, gradients: dict[str, Array], decay: float
     ) -> Mapping[str, Array | Rows]:
         """See ``combine``, for several ranks."""
-        measured = () if update is None else update.measured
-        divided = [pair for pair in measured if pair[0] in self._linear]
-        whole = [pair for pair in measured if pair[0] not in self._linear]
+        update = Update({}) if update is None else update
+        divided = update.of(self._linear)
+        whole = update.of({factor for factor in update.every if factor not in self._linear})
         self._divide()
-        self._commit(divided, decay)
-        if update is not None and update.release is not None:
-            update.release()
+        divided.commit(decay)
         self._mark(divided=True)
-        traces = [self._backend.xp.array(factor.measured_traces()) for factor, _ in divided]
-        summed = [*(measurement.array for _, measurement in whole), *traces]
+        moved = [*divided.every]
+        traces = [self._backend.xp.array(factor.measured_traces()) for factor in moved]
+        summed = [*(measurement.array for measurement in whole.measured.values()), *traces]
         owned = self.sum_gradients(gradients, summed)
-        PendingUpdate(whole).commit(decay)
-        for (factor, _), trace in zip(divided, self._backend.download(traces), strict=True):
+        whole.commit(decay)
+        for factor, trace in zip(moved, self._backend.download(traces), strict=True):
             factor.traces_of_average = trace
         return owned
-
-    def _commit(self, measured: Sequence[Measured], decay: float) -> None:
-        """Update the averages of several factors in parallel."""
-        for factor, _ in measured:
-            factor.wait()  # a pending refresh may belong to several factors
-        self._backend.run_parallel(
-            [
-                Task(measurement.work, partial(factor.commit, measurement, decay))
-                for factor, measurement in measured
-            ]
-        )
-
-    def _weigh(self, measurements: Sequence[Measurement], *, weighted: bool) -> None:
-        """Multiply measurements by the share of this rank in the examples, or in their weights."""
-        rows = self._shards.rows
-        wholes = np.full(len(measurements), float(rows.whole))
-        if weighted:
-            numbers = [m.examples if m.weighted else rows.count for m in measurements]
-            wholes = np.array(numbers, np.float64)
-            self._shards.sum([wholes])
-        for measurement, whole in zip(measurements, wholes.tolist(), strict=True):
-            number = measurement.examples if measurement.weighted else rows.count
-            measurement.weigh(number / whole if whole else 0.0)
-            measurement.examples = whole
-            measurement.weighted |= weighted  # of the whole batch
-            if measurement.batch is None:
-                measurement.batch = rows.whole
 
     def _divide(self) -> None:
         """Let the first rank have the divided averages, and the others start from zero."""

@@ -12,8 +12,7 @@ from kfac_engine._types import Array, whole_arrays
 from kfac_engine.arguments import flag, number, one_of, whole
 from kfac_engine.compat.estimator import FisherEstimator
 from kfac_engine.curvature.block_products import Product
-from kfac_engine.curvature.factors.base import Combine
-from kfac_engine.curvature.factors.updater import PendingUpdate
+from kfac_engine.curvature.factors.updater import Update
 from kfac_engine.curvature.refreshes import factor_shapes
 from kfac_engine.curvature.schedule import Schedule
 from kfac_engine.datasets.examples import Batch
@@ -171,15 +170,6 @@ class Engine(Summarized, TrainableModel):
         refreshed, self.planner = self.planner.refreshed, self.estimator.refreshes.planner(value)
         self.planner.refreshed = refreshed
 
-    @property
-    def combine(self) -> Combine | None:
-        """Combines the statistics of several processes; can be set: see ``estimator.combine``."""
-        return self.estimator.combine
-
-    @combine.setter
-    def combine(self, value: Combine | None) -> None:
-        self.estimator.combine = value
-
     # -- the line ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -234,7 +224,7 @@ class Engine(Summarized, TrainableModel):
             moves = flag("update_buffers", update_buffers)
             backward, update = self._measured(parts, moves, clock)
             every, fisher, exp = backward.gradients, self.fisher, self._exps[0]
-            loss, bound = fisher.agree(backward.loss, update, every)
+            loss, bound, update = fisher.agree(backward.loss, update, every)
             undo.protect(every, exp, bound, self._model.result_types)
             with clock("statistics"):
                 owned = fisher.commit(update, every)
@@ -290,7 +280,7 @@ class Engine(Summarized, TrainableModel):
                 if due:
                     update = fisher.measure_parts(traced)
             with self.agreement.operation("move", ends=True):
-                fisher.agree(0.0, update)
+                _, _, update = fisher.agree(0.0, update)
                 fisher.commit(update)
                 fisher.refresh(self.planner, self.counter)
             self._advance()
@@ -517,7 +507,7 @@ class Engine(Summarized, TrainableModel):
 
     def _measured(
         self, parts: Sequence[Batch], update_buffers: bool, clock: StageClock
-    ) -> tuple[BackwardResult, PendingUpdate | None]:
+    ) -> tuple[BackwardResult, Update | None]:
         """Differentiate a batch, and measure its statistics if they are due."""
         fisher, passes, update = self.fisher, self._passes, None
         due = self.planner.observes(self.counter)

@@ -433,17 +433,3 @@ def test_an_error_before_a_message_that_is_no_vote_ends_its_rank_alone(
     assert raised.value.__notes__ == [
         "Rank 1 of 3 has failed before a message in which the others wait; end all ranks."
     ]
-
-
-def test_a_combination_beside_that_of_the_communicator_is_refused():
-    def work(communicator):
-        engine = engine_of(communicator)
-        for owner in (engine, engine.estimator):
-            for value in (print, None):
-                with pytest.raises(ke.InputError, match="communicator of the engine combines"):
-                    owner.combine = value
-        return engine.combine is not None
-
-    assert run(2, work) == [True, True]
-    assert run(1, lambda communicator: engine_of(communicator).combine) == [None]
-    engine_of(None).combine = print

@@ -7,7 +7,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.curvature.covariance_updates import CovarianceUpdates
-from kfac_engine.curvature.factors.base import Measurement
+from kfac_engine.curvature.factors.base import FisherFactor
+from kfac_engine.curvature.factors.statistics import Statistic
 from kfac_engine.distributed.agreement import Agreement
 from kfac_engine.distributed.shards import RowGenerator
 from kfac_engine.engine import build
@@ -46,16 +47,11 @@ def draw_alike(generator, size):
     return generator._rng.random(size)
 
 
-def weigh_equally(distribution, measurements, *, weighted):
-    for measurement in measurements:
-        measurement.weigh(1 / distribution._communicator.size)
+def measure_separately(factor, values, sizes=None, *, joined=False, before=None):
+    return measure(factor, values, sizes, before=before)
 
 
-def measure_separately(measurement, factor, values, sizes, *, combined=False):
-    create(measurement, factor, values, sizes)
-
-
-create = Measurement.__init__
+measure = FisherFactor.measure
 
 
 def test_equal_draws_on_all_ranks_are_noticed(monkeypatch):
@@ -67,7 +63,7 @@ def test_equal_draws_on_all_ranks_are_noticed(monkeypatch):
 
 @pytest.mark.parametrize("approximation", ["kron", "diagonal"])
 def test_equal_weights_of_unequal_shards_are_noticed(approximation, monkeypatch):
-    monkeypatch.setattr(Distribution, "_weigh", weigh_equally)
+    monkeypatch.setattr(Statistic, "share", lambda *_: 1 / 3)
     chosen = {"fully_connected": approximation}
     with pytest.raises(AssertionError):
         assert_equal_to_one_process("mlp", 3, estimation_mode="empirical", approximations=chosen)
@@ -76,13 +72,13 @@ def test_equal_weights_of_unequal_shards_are_noticed(approximation, monkeypatch)
 @pytest.mark.usefixtures("squares_of_batches")
 def test_squares_of_sums_over_shards_are_noticed(monkeypatch):
     assert_equal_to_one_process("angles", 3, estimation_mode="empirical")
-    monkeypatch.setattr(Measurement, "__init__", measure_separately)
+    monkeypatch.setattr(FisherFactor, "measure", measure_separately)
     with pytest.raises(AssertionError):
         assert_equal_to_one_process("angles", 3, estimation_mode="empirical")
 
 
 def test_covariances_of_shards_are_noticed(monkeypatch):
-    monkeypatch.setattr(Measurement, "__init__", measure_separately)
+    monkeypatch.setattr(FisherFactor, "measure", measure_separately)
     options = {"estimation_mode": "empirical", "approximations": {"conv2d": "kron_sua"}}
     with pytest.raises(AssertionError):
         assert_equal_to_one_process("cnn", 3, **options)

@@ -48,8 +48,8 @@ def assert_same(one, other):
         ("dampng", "did you mean 'damping'"),
         ("exps", "takes 'exps' in its constructor"),
         ("reduction", "takes 'reduction' in its constructor"),
-        ("layers", "only combine and damping and schedule can be set"),
-        ("gradients", "only combine and damping and schedule can be set"),
+        ("layers", "only damping and schedule can be set"),
+        ("gradients", "only damping and schedule can be set"),
         ("anything", "no attribute 'anything'"),
     ],
 )

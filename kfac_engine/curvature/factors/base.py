@@ -3,18 +3,17 @@
 Life cycle of a factor: construct, register powers, ``update`` by each batch, ``refresh`` the
 powers, multiply.
 
-An update has three steps: a factor measures a batch, the measurements of several processes are
-combined, and the average moves (``FisherFactor.measure``, ``Combine``, ``FisherFactor.commit``).
-A measurement is deferred until its array is needed. A deferred measurement is accumulated directly
-into the average, so that an update in one process allocates no second matrix.
+An update has three steps: a factor measures a batch, the measurements of its parts and of several
+processes are joined, and the average moves (``FisherFactor.measure``, ``Measurement.share``,
+``FisherFactor.commit``). A whole batch is measured straight into the average (``to_measure``).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, prod, sqrt
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
+from kfac_engine.curvature.factors.measurement import Measurement, Part, ToMeasure
 from kfac_engine.curvature.factors.refresh import (
     UNDIVIDED,
     Damping,
@@ -30,7 +30,7 @@ from kfac_engine.curvature.factors.refresh import (
     RefreshTask,
     begin_requests,
 )
-from kfac_engine.curvature.factors.statistics import Sizes, Statistic
+from kfac_engine.curvature.factors.statistics import Count, Sizes, Statistic
 from kfac_engine.distributed.shards import Rows
 from kfac_engine.errors import (
     InputError,
@@ -133,179 +133,7 @@ def multiplications(factor: "FisherFactor", sizes: Sizes, values: Values) -> flo
     """Estimate the multiplications of a measurement: half the products of two features of a row."""
     if len(sizes.shape) < 2:
         return float(sum(values[name].size for name in factor.statistic.names()))
-    return sizes.repeats * sizes.examples * prod(sizes.shape) / 2
-
-
-class Measurement:
-    """A statistic of one batch: the sum over its sources of means over its examples.
-
-    Args:
-        factor: The factor that measures.
-        values: Checked values of the first source. A deferred measurement refers to them.
-        sizes: Result of ``FisherFactor.check``.
-        combined: Whether the measurement is combined with other parts of the batch. If the
-            statistic squares sums over a batch, the array then holds the sums.
-
-    Attributes:
-        factor: The factor that measures.
-        examples: Weight of the measurement in a mean over processes: the number of examples of the
-            batch, or the sum of the weights of its rows divided by ``repeats``.
-        repeats: Uses × positions for each example, or its mean over the parts of a batch.
-        weighted: Whether ``examples`` is a sum of weights.
-        batch: Number of examples of the whole batch, those that do not count too; None if the
-            measurement is not combined.
-        counts: Whether the average receives the measurement.
-    """
-
-    def __init__(
-        self, factor: "FisherFactor", values: Values, sizes: Sizes, *, combined: bool = False
-    ) -> None:
-        statistic = factor.statistic
-        # Integers are token ids or counts: they do not determine the precision of the statistic.
-        types = [values[name].dtype for name in statistic.names()]
-        self.factor = factor
-        counted = statistic.counted(values, sizes)
-        self.examples: float = sizes.examples if counted is None else counted
-        self.weighted = counted is not None
-        self.repeats: float = sizes.repeats
-        self._sizes, self._shape = sizes, sizes.shape
-        self.batch: int | None = None
-        self.counts = True
-        self._dtypes = [dtype for dtype in types if dtype.kind == "f"]
-        self._square = statistic if combined and statistic.of_sums else None
-        self._values: Values | None = values
-        self._array: Array | None = None
-        self._share = 1.0
-
-    @property
-    def rows(self) -> float:
-        """Rows for each example of the batch that count, with their weights."""
-        batch = self._sizes.examples if self.batch is None else self.batch
-        return self.repeats * self.examples / batch if self.weighted else self.repeats
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the array is not computed yet."""
-        return self._array is None
-
-    @property
-    def array(self) -> Array:
-        """The measurement as an array, which may be changed in place.
-
-        The first access computes the array and releases the values.
-        """
-        if self._array is None:
-            assert self._values is not None, "a measurement enters one average"
-            values, self._values = self._values, None
-            if self._square is not None:
-                self._array = self._square.sums(values, self._dtype, self.factor.backend)
-            else:
-                self._array = self.zeros()
-                statistic, backend = self.factor.statistic, self.factor.backend
-                statistic.add_to(self._array, values, backend, self._share, 0.0)
-        return self._array
-
-    def add(self, values: Values) -> None:
-        """Add checked values of a further source of the batch; no reference to them remains."""
-        array, backend = self.widened(self.array), self.factor.backend
-        if self._square is not None:
-            sums = self._square.sums(values, array.dtype, backend)
-            array = backend.xp.concatenate([array, sums])
-        else:
-            self.factor.statistic.add_to(array, values, backend, 1.0, 1.0)
-        self._array = array
-
-    def add_to(self, average: Array, alpha: float, beta: float) -> None:
-        """Compute ``average ← beta·average + alpha·measurement`` in place.
-
-        The measurement is empty afterwards.
-        """
-        backend = self.factor.backend
-        if self._array is None:
-            assert self._values is not None, "a measurement enters one average"
-            statistic, alpha = self.factor.statistic, alpha * self._share
-            statistic.add_to(average, self._values, backend, alpha, beta)
-            self._values = None
-            return
-        if self._square is not None:
-            sums = self._array
-            self._square.add_sums(average, sums, int(self.examples), backend, alpha, beta)
-        else:
-            average *= beta
-            self._array *= alpha
-            average += self._array
-        self._array = None
-
-    def weigh(self, share: float) -> None:
-        """Multiply the measurement by a number; a deferred one remains deferred."""
-        if self._array is None and self._square is None:
-            self._share *= share
-        else:
-            array = self.array
-            array *= share
-
-    def join(self, other: "Measurement", factor: float, share: float) -> None:
-        """Compute ``array ← factor·array + share·other`` for the same statistic of another part.
-
-        The other measurement is empty afterwards.
-        """
-        array = self.array
-        array = array.astype(np.result_type(array.dtype, other.dtype), copy=False)
-        if self._square is None:
-            other.add_to(array, share, factor)
-        else:  # the sums of a square
-            array *= factor
-            array += share * other.array
-        self._array = array
-
-    @property
-    def dtype(self) -> DType:
-        """Element type of the array."""
-        return self._dtype if self._array is None else self._array.dtype
-
-    @property
-    def work(self) -> float:
-        """Estimated number of multiplications of a deferred measurement."""
-        return (
-            0.0 if self._values is None else multiplications(self.factor, self._sizes, self._values)
-        )
-
-    def widen(self) -> None:
-        """Convert the array to the least exact type that the factor allows."""
-        if self._array is not None:
-            self._array = self.widened(self._array)
-
-    def zeros(self) -> Array:
-        """Return a new array of zeros with the measurement's shape and element type."""
-        # Entries that statistics do not write (an upper triangle) are scaled and added as well.
-        array: Array = self.factor.backend.xp.zeros(self._shape, self._dtype)
-        return array
-
-    def widened(self, array: Array) -> Array:
-        """Return ``array`` in the least exact type that the factor allows, or in its own."""
-        dtype = np.result_type(array.dtype, self.factor.narrowest)
-        return array.astype(dtype, copy=False)
-
-    @property
-    def _dtype(self) -> DType:
-        return np.result_type(self.factor.narrowest, *self._dtypes)
-
-
-def computed(measurement: Measurement) -> Measurement:
-    """Compute the array of a measurement, which then keeps no value of the batch; return it."""
-    _ = measurement.array
-    return measurement
-
-
-# Replaces the array of each measurement, in place, by its mean over all processes, weighted by the
-# number of examples, and ``examples`` by the sum over all processes. Called with the measurements
-# in the same order on all processes: once for each update, and before the first update also once
-# with the factors of all bases of EKFAC. An error leaves all averages unchanged.
-#
-# The result is the measurement of the joined batches. A ``SampledMoment`` needs the rows of each
-# process; without them, each process draws from its own part, so that the mean estimates the same
-# statistic from other draws.
-Combine: TypeAlias = Callable[[Sequence[Measurement]], None]
+    return sizes.count.rows * prod(sizes.shape) / 2
 
 
 class FisherFactor(ABC):
@@ -409,12 +237,12 @@ class FisherFactor(ABC):
         shape, old = self.statistic.shape(values), self.average.value
         if old is not None and old.shape != shape:
             raise ShapeError(f"{self.name} has shape {old.shape}, this batch gives {shape}.")
-        examples = self.statistic.batch_size(values)
-        if not examples:
+        count = Count.of(self.statistic, values)
+        if not count.examples:
             raise InputError(f"the batch for {self.name} holds no example.")
         for pair in self.statistic.products():
             self._check_product(pair, values, known)
-        return Sizes(shape, examples, self.statistic.repeats(values))
+        return Sizes(shape, count)
 
     def read(self, values: Values) -> dict[str, Array]:
         """Return the checked values of a batch that the statistic reads, as arrays of the backend.
@@ -433,74 +261,128 @@ class FisherFactor(ABC):
         return arrays
 
     def measure(
-        self, values: Values, sizes: Sizes | None = None, *, combined: bool = False
+        self,
+        values: Values,
+        sizes: Sizes | None = None,
+        *,
+        joined: bool = False,
+        before: Measurement | None = None,
     ) -> Measurement:
-        """Return the measurement of a batch; the average does not change.
+        """Return the measurement of a batch in a new array; the average does not change.
 
         Args:
-            values: Checked values of the batch, or of its first source. The measurement reads them
-                later, unless its ``array`` is accessed.
+            values: Checked values of the batch, or of its first source.
             sizes: Result of ``check``; computed here if omitted.
-            combined: Whether the measurement is combined with other parts of the batch.
+            joined: Whether the batch is a part of another one, or a shard of a process. If the
+                statistic squares sums over a batch, the array then has the sums.
+            before: The measurement of earlier parts; the result is then that of all parts so far,
+                in the same array.
         """
-        sizes = sizes or Sizes.of(self.statistic, values)
-        return Measurement(self, values, sizes, combined=combined)
+        sizes, statistic, backend = sizes or self._sizes(values), self.statistic, self.backend
+        dtype, square = self._type_of(values), joined and statistic.of_sums
+        if square:
+            array, count = statistic.sums(values, dtype, backend), sizes.count
+            part = Measurement(array, count, sizes.shape)
+            return part if before is None else self.join(before, part)
+        if before is None:
+            array, count, alpha, beta = backend.xp.zeros(sizes.shape, dtype), sizes.count, 1.0, 0.0
+        else:
+            count = before.count + sizes.count
+            array = before.array.astype(np.result_type(before.array.dtype, dtype), copy=False)
+            alpha = statistic.share(sizes.count, count)
+            beta = statistic.share(before.count, count) if alpha else 1.0
+        # Entries that statistics do not write (an upper triangle) are scaled and added as well.
+        statistic.add_to(array, values, backend, alpha, beta)
+        return Measurement(array, count)
 
-    def prepare(self, values: Values, combine: Combine | None = None) -> None:
+    def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
+        """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
+        sizes = sizes or self._sizes(values)
+        work = multiplications(self, sizes, values)
+        return ToMeasure(values, sizes, sizes.count, self._type_of(values), work)
+
+    def add_source(self, measurement: Measurement, values: Values) -> Measurement:
+        """Return a measurement with a further source of its batch; its array is reused."""
+        array, backend = self.widened(measurement.array), self.backend
+        if measurement.squared is not None:
+            sums = self.statistic.sums(values, array.dtype, backend)
+            array = backend.xp.concatenate([array, sums])
+        else:
+            self.statistic.add_to(array, values, backend, 1.0, 1.0)
+        return replace(measurement, array=array)
+
+    def join(self, first: Measurement, second: Measurement) -> Measurement:
+        """Return the measurement of two parts of a batch; the arrays are reused."""
+        count = first.count + second.count
+        dtype = np.result_type(first.array.dtype, second.array.dtype)
+        array = first.array.astype(dtype, copy=False)
+        part = self.statistic.share(second.count, count)
+        array *= self.statistic.share(first.count, count) if part else 1.0
+        array += part * second.array
+        return replace(first, array=array, count=count)
+
+    def share(self, part: Part, total: Count) -> Part:
+        """Return the share of a part in a batch of the count ``total``; its array is reused."""
+        return part.share(self.statistic.share(part.count, total), total, self.narrowest)
+
+    def widened(self, array: Array) -> Array:
+        """Return ``array`` in the least exact type that the factor allows, or in its own."""
+        return array.astype(np.result_type(array.dtype, self.narrowest), copy=False)
+
+    def prepare(self, values: Values) -> None:
         """Prepare the first measurement, of a batch with all its sources. Default: do nothing."""
-        del values, combine
+        del values
 
     def set_rows(self, rows: Rows | None) -> None:
         """Set the rows of the batch that this process measures; None for all. Default: nothing."""
         del rows
 
-    def commit(self, measurement: Measurement, decay: float, weight: float = 1.0) -> None:
+    def commit(
+        self,
+        measurement: Measurement | ToMeasure,
+        decay: float,
+        weight: float = 1.0,
+        *,
+        counts: bool = True,
+    ) -> None:
         """Update the average by a measurement, in place.
 
         Args:
-            measurement: Result of ``measure``; cannot be used again.
+            measurement: Result of ``measure`` or ``to_measure``; cannot be used again.
             decay: Weight of the old average, in [0, 1].
             weight: Weight of the measurement.
+            counts: Whether the average receives the measurement.
         """
         self.wait()
         room, average = self._room(measurement), self.average
-        if measurement.counts:
+        rows = measurement.count.rows / measurement.count.examples
+        if counts:
             beta, alpha = average.coefficients(
-                decay, weight, self.config, measurement.rows, over_rows=self.statistic.over_rows
+                decay, weight, self.config, rows, over_rows=self.statistic.over_rows
             )
-            measurement.add_to(room, alpha, beta)
+            measurement.enter(room, self.statistic, self.backend, alpha, beta)
         elif average.repeats is None:
-            average.repeats = measurement.repeats
-        self._advance(measurement)
+            average.repeats = rows
+        self._advance()
 
-    def update(
-        self,
-        values: Values,
-        decay: float,
-        weight: float = 1.0,
-        combine: Combine | None = None,
-    ) -> None:
+    def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
         """Measure a batch with all its sources, and update the average.
 
         Args:
             values: Checked values.
             decay: Weight of the old average, in [0, 1].
             weight: Weight of the measurement.
-            combine: Combines the measurements of several processes; None in one process.
         """
         self.wait()
-        self.prepare(values, combine)
-        measurement = self.measure(values, combined=combine is not None)
-        if combine is not None:
-            combine([measurement])
-        self.commit(measurement, decay, weight)
+        self.prepare(values)
+        self.commit(self.to_measure(values), decay, weight)
 
     def complete(self, value: Array) -> None:
         """Complete an average in place, such as its upper triangle. Default: do nothing."""
         del value
 
-    def _advance(self, measurement: Measurement) -> None:
-        """Record a measurement that the average has received."""
+    def _advance(self) -> None:
+        """Record that the average has received a measurement."""
         self.average.rest = self.complete
         self.traces_of_average = None
 
@@ -533,14 +415,23 @@ class FisherFactor(ABC):
             )
         self.narrowest = _WIDE
 
-    def _room(self, measurement: Measurement) -> Array:
+    def _sizes(self, values: Values) -> Sizes:
+        return Sizes(self.statistic.shape(values), Count.of(self.statistic, values))
+
+    def _type_of(self, values: Values) -> DType:
+        """Return the element type of the measurement of a batch."""
+        # Integers are token ids or counts: they do not determine the precision of the statistic.
+        types = [values[name].dtype for name in self.statistic.names()]
+        return np.result_type(self.narrowest, *(dtype for dtype in types if dtype.kind == "f"))
+
+    def _room(self, measurement: Measurement | ToMeasure) -> Array:
         """Return the array of the average, created as identity or zeros before the first batch."""
         value = self.average.value
         if value is None:
-            value = measurement.zeros()
+            value = self.backend.xp.zeros(measurement.shape, measurement.dtype)
             if self.config.initial_covariance == "identity" and not self.config.debias:
                 value[...] = self._identity(value)
-        self.average.value = measurement.widened(value)
+        self.average.value = self.widened(value)
         return self.average.value
 
     @property

@@ -8,20 +8,27 @@ second moment of the gradients in Frobenius norm.
 Source: George et al. 2018, arXiv:1806.03884, section 3.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.base import Combine, FisherFactor, Measurement, computed
+from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.diagonal import DiagonalFactor
+from kfac_engine.curvature.factors.measurement import Measurement
 from kfac_engine.curvature.factors.refresh import Damping, RefreshTask, Request, Result
 from kfac_engine.curvature.factors.statistics import LayerSquare
 from kfac_engine.errors import NotReadyError, ShapeError
 from kfac_engine.layers.views import rows_as_images
+
+# Returns means over all processes, from the measurements of this one.
+OverRanks: TypeAlias = Callable[
+    [Mapping[FisherFactor, Measurement]], Mapping[FisherFactor, Measurement]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +123,8 @@ class EigenbasisFactor(DiagonalFactor):
         dense: Array = (columns * eigenvalues.reshape(-1)) @ columns.T
         return dense
 
-    def prepare(self, values: Values, combine: Combine | None = None) -> None:
-        set_bases([self], [values], combine)
+    def prepare(self, values: Values) -> None:
+        set_bases([self], [values])
 
     def begin(self, moments: Sequence[Array]) -> None:
         """Set the basis to the eigenvectors of the moments of the first batch."""
@@ -228,34 +235,32 @@ def without_basis(factors: Iterable[FisherFactor]) -> list[EigenbasisFactor]:
 def set_bases(
     factors: Iterable[FisherFactor],
     sources: Iterable[Values],
-    combine: Combine | None = None,
+    over_ranks: OverRanks = lambda measured: measured,
     moving: Collection[str] = (),
 ) -> None:
     """Set the bases of factors whose average has no batch yet, from the moments of the first one.
 
     ``sources`` has the values of each source of the batch; they are not read if all factors have an
-    average. ``combine`` combines the measurements of several processes, and ``moving`` names values
-    that change from source to source. Errors are as for ``FisherFactor.check``; then no average has
+    average. ``over_ranks`` returns means over all processes, and ``moving`` names values that
+    change from source to source. Errors are as for ``FisherFactor.check``; then no average has
     moved.
     """
     new = without_basis(factors)
     parts = dict.fromkeys(part for factor in new for part in factor.kronecker_factors)
-    measured: dict[DenseSquareMatrixFactor, Measurement] = {}
+    measured: dict[FisherFactor, Measurement] = {}
     for values in sources if new else ():
         for part in parts:
             sizes = part.check(values)
             if part not in measured:
-                combined = combine is not None
-                measured[part] = computed(part.measure(values, sizes, combined=combined))
+                measured[part] = part.measure(values, sizes, joined=True)
             elif not set(part.statistic.names()).isdisjoint(moving):
-                measured[part].add(values)
-    if new and combine is not None:
-        combine(list(measured.values()))
-    begin_bases(new, measured)
+                measured[part] = part.add_source(measured[part], values)
+    if new:
+        begin_bases(new, over_ranks(measured))
 
 
 def begin_bases(
-    factors: Iterable[EigenbasisFactor], measured: Mapping[DenseSquareMatrixFactor, Measurement]
+    factors: Iterable[EigenbasisFactor], measured: Mapping[FisherFactor, Measurement]
 ) -> None:
     """Set the bases of factors to the eigenvectors of moments.
 

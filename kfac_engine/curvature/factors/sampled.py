@@ -11,7 +11,6 @@ import numpy.typing as npt
 from kfac_engine._types import Array, Values
 from kfac_engine.backend.protocol import Backend
 from kfac_engine.curvature.config import CollectionConfig
-from kfac_engine.curvature.factors.base import Measurement
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import KroneckerMoment, at_least, scale
 from kfac_engine.distributed.shards import Rows
@@ -183,8 +182,8 @@ class SampledFactor(DenseSquareMatrixFactor):
         super().restore(arrays, weight, repeats)
         self._continue_from(int(arrays["batches"]))
 
-    def _advance(self, measurement: Measurement) -> None:
-        super()._advance(measurement)
+    def _advance(self) -> None:
+        super()._advance()
         self._continue_from(self._batches + 1)
 
     def _continue_from(self, batches: int) -> None:

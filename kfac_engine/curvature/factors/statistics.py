@@ -90,14 +90,16 @@ class Statistic(ABC):
         del values
         return 1
 
-    def counted(self, values: Values, sizes: "Sizes") -> float | None:
-        """Return the number of examples that this measurement counts for in a mean over processes.
-
-        The number is the sum of the row weights, divided by the rows of an example; None without
-        weights.
-        """
-        del values, sizes
+    def weighted_rows(self, values: Values) -> float | None:
+        """Return the sum of the weights of the rows; None without weights."""
+        del values
         return None
+
+    def share(self, count: "Count", total: "Count") -> float:
+        """Return the weight of a part in the mean over a batch; 0 if nothing of it counts."""
+        if self.over_rows:
+            return count.rows / total.rows if total.rows else 0.0
+        return count.examples / total.examples if total.examples else 0.0
 
     @abstractmethod
     def add_to(
@@ -117,23 +119,42 @@ class Statistic(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """What a measurement is a mean over; the counts of the parts of a batch add up.
+
+    Attributes:
+        examples: Number of examples.
+        rows: Number of rows, uses × positions of each example; the sum of their weights if they
+            have weights.
+    """
+
+    examples: int
+    rows: float
+
+    @classmethod
+    def of(cls, statistic: Statistic, values: Values) -> "Count":
+        """Return the count of a batch."""
+        examples = statistic.batch_size(values)
+        rows = statistic.weighted_rows(values)
+        if rows is None:
+            rows = examples * statistic.repeats(values) if examples else 0
+        return cls(examples, rows)
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(self.examples + other.examples, self.rows + other.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of the measurement of a batch.
 
     Attributes:
         shape: Shape of the measurement.
-        examples: Number of examples of all parts.
-        repeats: Number of rows for each example: uses × positions; its mean if they differ.
+        count: What the measurement is a mean over.
     """
 
     shape: tuple[int, ...]
-    examples: int
-    repeats: int | float
-
-    @classmethod
-    def of(cls, statistic: Statistic, values: Values) -> "Sizes":
-        """Return the sizes of the measurement of a statistic."""
-        return cls(statistic.shape(values), statistic.batch_size(values), statistic.repeats(values))
+    count: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +232,9 @@ class KroneckerMoment(Statistic):
         known = self.batch is not None and self.batch in values
         return len(values[self.batch]) if known else None  # type: ignore[index] # known: a name
 
-    def counted(self, values: Values, sizes: Sizes) -> float | None:
+    def weighted_rows(self, values: Values) -> float | None:
         weights = [w for _, uses in self._parts for w in self._row_weights(uses, values) or ()]
-        if not weights:
-            return None
-        total: float = sum(w.sum().item() for w in weights)
-        return total / sizes.repeats
+        return sum(w.sum().item() for w in weights) if weights else None
 
     def add_to(
         self, out: Array, values: Values, backend: Backend, alpha: float, beta: float
@@ -515,14 +533,13 @@ class ReducedMoment(KroneckerMoment):
                 )
                 beta = 1.0
 
-    def counted(self, values: Values, sizes: Sizes) -> float | None:
+    def weighted_rows(self, values: Values) -> float | None:
         weights = [self._row_weights(uses, values) for _, uses in self._parts]
         if weights[0] is None:
             return None
+        examples = self.batch_size(values)
         return sum(
-            float(w.reshape(sizes.examples, -1).max(axis=1).sum())
-            for ws in weights
-            for w in ws or ()
+            float(w.reshape(examples, -1).max(axis=1).sum()) for ws in weights for w in ws or ()
         )
 
     def _add_weighted(

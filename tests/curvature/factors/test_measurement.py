@@ -1,15 +1,15 @@
-"""Measure, combine, commit: the measurements of parts of a batch are combined to that of all."""
+"""Measure, join, commit: the measurements of parts of a batch are joined to that of all."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import kfac_engine as ke
 from kfac_engine.backend.cpu.backend import NumpyBackend
-from kfac_engine.curvature.factors.base import FisherFactor
 from kfac_engine.curvature.factors.dense import DenseSquareMatrixFactor
 from kfac_engine.curvature.factors.statistics import ReducedMoment
 from kfac_engine.curvature.factors.updater import FactorUpdater
-from kfac_engine.errors import NonFiniteError
 from kfac_engine.layers.views import RowView
 
 EXACT = 1e-12  # float64, sums of a hundred products of size one
@@ -65,30 +65,30 @@ def rows(values, start, stop):
     return part | {"g": part["x"].sum(axis=0), "h": part["y"].sum(axis=0)}
 
 
-def mean_with(other):
-    """A combination of two processes: this one and that of ``other``, a computed measurement."""
-
-    def combine(measurements):
-        (measurement,) = measurements
-        array = measurement.array
-        total = measurement.examples + other.examples
-        array *= measurement.examples / total
-        array += other.array * (other.examples / total)
-        measurement.examples = total
-
-    return combine
+def over_ranks(factor, measurements):
+    """The mean over processes, of which each has measured a shard of a batch."""
+    total = sum((m.count for m in measurements[1:]), measurements[0].count)
+    shares = [factor.share(m, total) for m in measurements]
+    return replace(shares[0], array=sum(share.array for share in shares))
 
 
 @pytest.mark.parametrize("make", ADDITIVE.values(), ids=ADDITIVE)
-def test_two_parts_combined_are_the_whole_batch(make):
+@pytest.mark.parametrize("processes", [False, True], ids=["parts", "processes"])
+def test_two_parts_joined_are_the_whole_batch(make, processes):
     whole, part = make(), make()
     for seed in (0, 10):
         values = rows(batch(seed), 0, 6)
         whole.update(values, 0.75)
-        other = make().measure(rows(values, 2, 6), combined=True)
-        assert other.array.any()
-        part.update(rows(values, 0, 2), 0.75, combine=mean_with(other))
+        first = part.measure(rows(values, 0, 2), joined=True)
+        if processes:
+            second = part.measure(rows(values, 2, 6), joined=True)
+            assert second.array.any()
+            joined = over_ranks(part, [first, second])
+        else:
+            joined = part.measure(rows(values, 2, 6), joined=True, before=first)
+        part.commit(joined, 0.75)
     np.testing.assert_allclose(part.cov, whole.cov, atol=EXACT)
+    assert part.repeats == whole.repeats
 
 
 def test_a_measurement_leaves_the_average_as_it_is():
@@ -102,63 +102,27 @@ def test_a_measurement_leaves_the_average_as_it_is():
 
 
 @pytest.mark.parametrize("make", ADDITIVE.values(), ids=ADDITIVE)
-def test_a_deferred_measurement_gives_the_average_of_a_computed_one(make):
-    deferred, computed = make(), make()
+def test_a_batch_that_is_measured_straight_into_the_average_gives_that_of_a_measurement(make):
+    straight, measured = make(), make()
     for seed in (0, 10):
         values = rows(batch(seed), 0, 6)
-        deferred.commit(deferred.measure(values), 0.75)
-        measurement = computed.measure(values)
+        straight.commit(straight.to_measure(values), 0.75)
+        measurement = measured.measure(values)
         assert measurement.array.any()
-        assert not measurement.deferred
-        computed.commit(measurement, 0.75)
-    np.testing.assert_allclose(computed.cov, deferred.cov, atol=EXACT)
+        measured.commit(measurement, 0.75)
+    np.testing.assert_allclose(measured.cov, straight.cov, atol=EXACT)
 
 
-def updater(factors, combine):
-    return FactorUpdater(factors, NumpyBackend(), (), None, "", combine)
-
-
-def average(factors, combine, values, release=None):
-    of = updater(factors, combine)
-    of.combined(of.measure(dict(values), release)).commit(0.9, 1.0)
-
-
-def two_factors():
-    return ke.FullyConnectedKroneckerFactor([["x"]]), ke.FullyConnectedKroneckerFactor([["ds"]])
-
-
-def test_all_measurements_are_combined_in_one_call_before_any_average_moves():
-    factors, calls = two_factors(), []
-
-    def combine(measurements):
-        calls.append([measurement.factor for measurement in measurements])
-        assert all(factor.average.value is None for factor in factors)
-        for measurement in measurements:
-            measurement.array[...] *= 2.0
-
+def test_values_are_released_once_their_factors_have_measured_them():
+    factors = ke.FullyConnectedKroneckerFactor([["x"]]), ke.FullyConnectedKroneckerFactor([["ds"]])
     values = {name: batch(0)[name] for name in ("x", "ds")}
-    released = []
-    average(factors, combine, values, released.extend)
-    assert calls == [list(factors)]
-    assert set(released) == set(values)
-    for factor, name in zip(factors, values, strict=True):
-        x = values[name]
-        np.testing.assert_allclose(factor.cov, 2 * x.T @ x / len(x), atol=EXACT)
-
-
-def test_an_error_of_the_combination_leaves_all_averages_unchanged():
-    factors = two_factors()
-    values = {name: batch(0)[name] for name in ("x", "ds")}
-    average(factors, None, values)
-    before = [factor.cov for factor in factors]
-
-    def refuse(measurements):
-        assert len(measurements) == len(factors)
-        raise NonFiniteError("another process refused the batch")
-
-    with pytest.raises(NonFiniteError, match="another process"):
-        average(factors, refuse, values)
-    for factor, old in zip(factors, before, strict=True):
-        np.testing.assert_array_equal(factor.cov, old)
-        assert isinstance(factor, FisherFactor)
-        assert factor.average.weight == 1.0
+    for straight in (None, factors[:1]):
+        released = []
+        of_all = FactorUpdater(factors, NumpyBackend(), (), None, "")
+        update = of_all.measure({**values}, released.extend, straight)
+        assert released == ([] if straight is None else ["ds"])
+        assert all((factor.average.value is None) == (straight is None) for factor in factors)
+        update.commit(0.0)
+        assert sorted(released) == ["ds", "x"]
+        for factor, x in zip(factors, values.values(), strict=True):
+            np.testing.assert_allclose(factor.cov, x.T @ x / len(x), atol=EXACT)

@@ -164,9 +164,9 @@ def test_ranks_measure_the_draws_of_one_process(uses, sampling, counts):
             rows = Rows.of(counts, rank)
             factor.set_rows(rows)
             shard = images_of(slice(rows.start, rows.start + rows.count))
-            measurements.append(factor.measure(factor.read(shard), combined=True))
-            assert measurements[-1].examples == rows.count
-        mean = sum(m.examples * m.array for m in measurements) / sum(counts)
+            measurements.append(factor.measure(factor.read(shard), joined=True))
+            assert measurements[-1].count.examples == rows.count
+        mean = sum(m.count.examples * m.array for m in measurements) / sum(counts)
         for factor, measurement in zip(factors, measurements, strict=True):
             measurement.array[...] = mean
             factor.commit(measurement, 0.5)
@@ -183,7 +183,7 @@ def test_a_rank_without_a_drawn_example_measures_zero():
         factor.set_rows(Rows.of((1,) * 7, rank))
         measurement = factor.measure(factor.read(images_of(slice(rank, rank + 1))))
         zeros += not measurement.array.any()
-        assert measurement.examples == 1
+        assert measurement.count.examples == 1
     assert zeros == 7 - ceil(0.3 * 7)
 
 

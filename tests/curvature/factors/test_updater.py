@@ -14,19 +14,20 @@ from tests import models
 def test_values_are_gone_when_the_factor_after_their_last_reader_measures(monkeypatch):
     proto = models.mlp((6, 5, 4, 3))
     engine = ke.Engine.from_onnx(proto, loss="categorical", backend="numpy")
-    measure = FisherFactor.measure
+    commit = FisherFactor.commit
     seen, gone = {}, set()
 
-    def watched(self, values, *args, **options):
+    def watched(self, measurement, *args, **options):
+        values = measurement.values
         for name in seen.keys() - values.keys():
             assert seen[name]() is None, name
             gone.add(name)
         seen.update((name, weakref.ref(values[name])) for name in self.statistic.names())
-        return measure(self, values, *args, **options)
+        return commit(self, measurement, *args, **options)
 
     inputs = models.random_inputs(proto, batch=7)
     engine.observe(inputs)
-    monkeypatch.setattr(FisherFactor, "measure", watched)
+    monkeypatch.setattr(FisherFactor, "commit", watched)
     engine.observe(inputs)
     read = {name for factor in engine.estimator.factors for name in factor.statistic.names()}
     assert len(read) == 6

@@ -70,8 +70,7 @@ def of_factor(make):
 def of_sources(make):
     """An average of a sum over two sources that were measured one by one."""
     factor = make()
-    measurement = factor.measure(VALUES)
-    measurement.add(VALUES)
+    measurement = factor.add_source(factor.measure(VALUES), VALUES)
     factor.commit(measurement, 0.9)
     single = factor.measure(VALUES)
     assert single.array.any()  # computed before the average moves
