@@ -22,7 +22,7 @@ from kfac_engine.backend.protocol import Backend
 from kfac_engine.backend.select import select
 from kfac_engine.curvature.config import CollectionConfig
 from kfac_engine.curvature.factors.average import MovingAverage
-from kfac_engine.curvature.factors.measurement import Measurement, Part, ToMeasure
+from kfac_engine.curvature.factors.measurement import Measurement, Part, ToMeasure, type_of_mean
 from kfac_engine.curvature.factors.refresh import (
     UNDIVIDED,
     Damping,
@@ -279,7 +279,8 @@ class FisherFactor(ABC):
                 in the same array.
         """
         sizes, statistic, backend = sizes or self._sizes(values), self.statistic, self.backend
-        dtype, square = self._type_of(values), joined and statistic.of_sums
+        square = joined and statistic.of_sums
+        dtype = np.result_type(self.narrowest, type_of_mean(values, statistic.names()))
         if square:
             array, count = statistic.sums(values, dtype, backend), sizes.count
             part = Measurement(array, count, sizes.shape)
@@ -298,8 +299,8 @@ class FisherFactor(ABC):
     def to_measure(self, values: Values, sizes: Sizes | None = None) -> ToMeasure:
         """Return what ``commit`` measures straight into the average; arguments as ``measure``."""
         sizes = sizes or self._sizes(values)
-        work = multiplications(self, sizes, values)
-        return ToMeasure(values, sizes, sizes.count, self._type_of(values), work)
+        names, work = self.statistic.names(), multiplications(self, sizes, values)
+        return ToMeasure(values, sizes, sizes.count, names, work)
 
     def add_source(self, measurement: Measurement, values: Values) -> Measurement:
         """Return a measurement with a further source of its batch; its array is reused."""
@@ -417,12 +418,6 @@ class FisherFactor(ABC):
 
     def _sizes(self, values: Values) -> Sizes:
         return Sizes(self.statistic.shape(values), Count.of(self.statistic, values))
-
-    def _type_of(self, values: Values) -> DType:
-        """Return the element type of the measurement of a batch."""
-        # Integers are token ids or counts: they do not determine the precision of the statistic.
-        types = [values[name].dtype for name in self.statistic.names()]
-        return np.result_type(self.narrowest, *(dtype for dtype in types if dtype.kind == "f"))
 
     def _room(self, measurement: Measurement | ToMeasure) -> Array:
         """Return the array of the average, created as identity or zeros before the first batch."""

@@ -19,6 +19,12 @@ from kfac_engine.curvature.factors.statistics import Count, Sizes, Statistic
 LetGo: TypeAlias = Callable[[Collection[str]], None]
 
 
+def type_of_mean(values: Values, names: Iterable[str]) -> DType:
+    """Return the element type of a mean over values; integers do not determine it."""
+    types = (values[name].dtype for name in names)
+    return np.result_type(np.float32, *(dtype for dtype in types if dtype.kind == "f"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
     """The mean of a statistic over a batch, or over a part of it.
@@ -72,7 +78,7 @@ class ToMeasure:
         values: The values of the batch.
         sizes: Result of ``FisherFactor.check``.
         count: Count of the whole batch.
-        dtype: Element type of the measurement.
+        names: Names of the values that the statistic reads.
         work: Estimated number of multiplications.
         part: Share of these values in the whole batch.
     """
@@ -80,7 +86,7 @@ class ToMeasure:
     values: Values
     sizes: Sizes
     count: Count
-    dtype: DType
+    names: tuple[str, ...]
     work: float
     part: float = 1.0
 
@@ -88,6 +94,11 @@ class ToMeasure:
     def shape(self) -> tuple[int, ...]:
         """Shape of the statistic."""
         return self.sizes.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of the measurement, without regard to its factor."""
+        return type_of_mean(self.values, self.names)
 
     def enter(
         self, average: Array, statistic: Statistic, backend: Backend, alpha: float, beta: float
@@ -97,7 +108,8 @@ class ToMeasure:
 
     def share(self, part: float, total: Count, least: DType) -> "ToMeasure":
         """Return what measures ``part`` times the mean."""
-        return replace(self, count=total, part=part, dtype=np.result_type(self.dtype, least))
+        del least  # the average has it
+        return replace(self, count=total, part=part)
 
 
 Part = TypeVar("Part", Measurement, ToMeasure)
@@ -122,7 +134,7 @@ class HeldValues:
         """Record that a reader of some values has measured them."""
         unread = []
         with self._lock:
-            for name in names:
+            for name in dict.fromkeys(names):
                 self._readers[name] -= 1
                 if not self._readers[name]:
                     del self._values[name]

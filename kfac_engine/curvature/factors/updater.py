@@ -73,7 +73,7 @@ class Update:
         def measure(factor: FisherFactor, measurement: ToMeasure) -> None:
             commit(factor, measurement)
             if self.held is not None:
-                self.held.read(factor.statistic.names())
+                self.held.read(measurement.names)
 
         for factor in self.straight:
             factor.wait()  # a pending refresh may belong to several factors
