@@ -34,14 +34,14 @@ class Update:
         measured: Measurements in new arrays, by factor.
         straight: What is measured straight into the averages of the other factors.
         left_out: Factors whose averages do not change.
-        held: The values of ``straight``.
+        kept: The values of ``straight``.
         backend: Array library of these factors.
     """
 
     measured: Mapping[FisherFactor, Measurement]
     straight: Mapping[FisherFactor, ToMeasure] = field(default_factory=dict)
     left_out: Collection[FisherFactor] = ()
-    held: HeldValues | None = None
+    kept: HeldValues | None = None
     backend: Backend | None = None
 
     @property
@@ -72,8 +72,8 @@ class Update:
 
         def measure(factor: FisherFactor, measurement: ToMeasure) -> None:
             commit(factor, measurement)
-            if self.held is not None:
-                self.held.read(measurement.names)
+            if self.kept is not None:
+                self.kept.read(measurement.names)
 
         for factor in self.straight:
             factor.wait()  # a pending refresh may belong to several factors
@@ -142,13 +142,13 @@ class FactorUpdater:
         ``over_ranks`` is as for ``set_bases``. A ``KfacError`` is raised if the batch does not fit
         a factor.
         """
-        sizes, held = self._check(values), HeldValues(values, self._readers, release)
+        sizes, kept = self._check(values), HeldValues(values, self._readers, release)
         if self._bases:
             set_bases(self._bases, [values], over_ranks)
         later = self.factors if straight is None else [f for f in self.factors if f in straight]
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
-        measured = self._measured(values, sizes, [f for f in self.factors if f not in pairs], held)
-        return Update(measured, pairs, held=held, backend=self._backend)
+        measured = self._measured(values, sizes, [f for f in self.factors if f not in pairs], kept)
+        return Update(measured, pairs, kept=kept, backend=self._backend)
 
     def measure_sum(self, sources: Iterator[dict[str, Array]], *, joined: bool) -> Measurements:
         """Measure the sum over the sources of a batch; no average changes.
@@ -197,7 +197,7 @@ class FactorUpdater:
         values: Values,
         sizes: Mapping[FisherFactor, Sizes],
         factors: Sequence[FisherFactor],
-        held: HeldValues | None = None,
+        kept: HeldValues | None = None,
         *,
         joined: bool = True,
         before: Mapping[FisherFactor, Measurement] = MappingProxyType({}),
@@ -209,8 +209,8 @@ class FactorUpdater:
             measured[factor] = factor.measure(
                 values, sizes[factor], joined=joined, before=before.get(factor)
             )
-            if held is not None:
-                held.read(factor.statistic.names())
+            if kept is not None:
+                kept.read(factor.statistic.names())
 
         for factor in factors:
             factor.wait()  # a pending refresh may belong to several factors
