@@ -115,7 +115,7 @@ class ToMeasure:
 Part = TypeVar("Part", Measurement, ToMeasure)
 
 
-class HeldValues:
+class UnreadValues:
     """The values of a batch, each held until its last reader has measured it.
 
     Args:

@@ -21,7 +21,7 @@ from kfac_engine.curvature.factors.eigenbasis import (
     set_bases,
     without_basis,
 )
-from kfac_engine.curvature.factors.measurement import HeldValues, LetGo, Measurement, ToMeasure
+from kfac_engine.curvature.factors.measurement import LetGo, Measurement, ToMeasure, UnreadValues
 from kfac_engine.curvature.factors.statistics import Count, Sizes
 from kfac_engine.errors import InputError
 
@@ -34,14 +34,14 @@ class Update:
         measured: Measurements in new arrays, by factor.
         straight: What is measured straight into the averages of the other factors.
         left_out: Factors whose averages do not change.
-        kept: The values of ``straight``.
+        unread: The values of ``straight``.
         backend: Array library of these factors.
     """
 
     measured: Mapping[FisherFactor, Measurement]
     straight: Mapping[FisherFactor, ToMeasure] = field(default_factory=dict)
     left_out: Collection[FisherFactor] = ()
-    kept: HeldValues | None = None
+    unread: UnreadValues | None = None
     backend: Backend | None = None
 
     @property
@@ -72,8 +72,8 @@ class Update:
 
         def measure(factor: FisherFactor, measurement: ToMeasure) -> None:
             commit(factor, measurement)
-            if self.kept is not None:
-                self.kept.read(measurement.names)
+            if self.unread is not None:
+                self.unread.read(measurement.names)
 
         for factor in self.straight:
             factor.wait()  # a pending refresh may belong to several factors
@@ -142,13 +142,14 @@ class FactorUpdater:
         ``over_ranks`` is as for ``set_bases``. A ``KfacError`` is raised if the batch does not fit
         a factor.
         """
-        sizes, kept = self._check(values), HeldValues(values, self._readers, release)
+        sizes, unread = self._check(values), UnreadValues(values, self._readers, release)
         if self._bases:
             set_bases(self._bases, [values], over_ranks)
         later = self.factors if straight is None else [f for f in self.factors if f in straight]
         pairs = {factor: factor.to_measure(values, sizes[factor]) for factor in later}
-        measured = self._measured(values, sizes, [f for f in self.factors if f not in pairs], kept)
-        return Update(measured, pairs, kept=kept, backend=self._backend)
+        others = [factor for factor in self.factors if factor not in pairs]
+        measured = self._measured(values, sizes, others, unread)
+        return Update(measured, pairs, unread=unread, backend=self._backend)
 
     def measure_sum(self, sources: Iterator[dict[str, Array]], *, joined: bool) -> Measurements:
         """Measure the sum over the sources of a batch; no average changes.
@@ -197,7 +198,7 @@ class FactorUpdater:
         values: Values,
         sizes: Mapping[FisherFactor, Sizes],
         factors: Sequence[FisherFactor],
-        kept: HeldValues | None = None,
+        unread: UnreadValues | None = None,
         *,
         joined: bool = True,
         before: Mapping[FisherFactor, Measurement] = MappingProxyType({}),
@@ -209,8 +210,8 @@ class FactorUpdater:
             measured[factor] = factor.measure(
                 values, sizes[factor], joined=joined, before=before.get(factor)
             )
-            if kept is not None:
-                kept.read(factor.statistic.names())
+            if unread is not None:
+                unread.read(factor.statistic.names())
 
         for factor in factors:
             factor.wait()  # a pending refresh may belong to several factors
