@@ -169,20 +169,28 @@ class Distribution(Division):
     def _totals(
         self, measured: Mapping[FisherFactor, Measurement | ToMeasure], *numbers: float
     ) -> tuple[Sequence[Array], Mapping[FisherFactor, Count]]:
-        """Return numbers of all ranks, and the counts of the whole batch, in one message.
+        """Return numbers of all ranks, and the counts of the whole batch.
 
         Averages receive the same element types on all ranks.
         """
+        rows, counts = self._shards.rows, [m.count for m in measured.values()]
         wide = bytes(np.result_type(m.dtype, f.narrowest) == _WIDE for f, m in measured.items())
-        counts = [n for m in measured.values() for n in (m.count.examples, m.count.rows)]
-        of_ranks = self._shards.agreement.of_all(crc32(wide), *numbers, *counts)
-        types, *columns = of_ranks.T
+        ratios = np.array([count.rows / count.examples for count in counts])
+        differs = any(count.examples != rows.count for count in counts)
+        marks = crc32(wide), crc32(ratios.tobytes()), differs
+        *columns, types, shapes, others = self._shards.agreement.of_all(*numbers, *marks).T
         if len(set(types)) > 1:  # numbers of one rank need float64
             for factor in measured:
                 factor.narrowest = _WIDE
-        sums = iter(of_ranks[:, 1 + len(numbers) :].sum(axis=0).tolist())
-        totals = {factor: Count(int(next(sums)), next(sums)) for factor in measured}
-        return columns[: len(numbers)], totals
+        totals = np.array([(count.examples, count.rows) for count in counts], np.float64)
+        if len(set(shapes)) > 1 or others.any():
+            with self._shards.agreement.exchanging():
+                self._shards.sum([totals.reshape(-1)])
+        else:  # the shards have alike examples
+            totals *= rows.whole
+            totals /= rows.count
+        pairs = zip(measured, totals.tolist(), strict=True)
+        return columns, {factor: Count(int(n), of_rows) for factor, (n, of_rows) in pairs}
 
     def _combine(
         self, update: Update | None, gradients: dict[str, Array], decay: float
