@@ -363,7 +363,7 @@ class FisherFactor(ABC):
             )
             measurement.enter(room, self.statistic, self.backend, alpha, beta)
         elif average.repeats is None:
-            average.repeats = rows
+            average.repeats = rows or 1.0  # a number until rows count
         self._advance()
 
     def update(self, values: Values, decay: float, weight: float = 1.0) -> None:
