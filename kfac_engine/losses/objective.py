@@ -150,6 +150,15 @@ class Residuals:
         observed, expected = map(sum, zip(*map(_squares, self.sums.values()), strict=True))
         return (observed / (expected + (expected == 0))) ** 0.5
 
+    def noise(self) -> Any:
+        """Return the sum of squares of squared errors, divided by the one their loss expects.
+
+        It is 1 without a loss whose predictions have the unit of their targets.
+        """
+        pairs = [sums[:2] for sums in self.sums.values() if len(sums) > 2]
+        observed, expected = map(sum, zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
+        return observed / (expected + (expected == 0))
+
     def spreads(self) -> dict[str, Any]:
         """Return the spread of the targets, for each loss whose predictions have the same unit.
 

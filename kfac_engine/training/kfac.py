@@ -28,6 +28,7 @@ from kfac_engine.training.curvature_updates import (
     check_part,
 )
 from kfac_engine.training.damping_adaptation import DampingAdaptation
+from kfac_engine.training.evidence import Evidence, ShrinkageByEvidence, shrinkage_by_evidence
 from kfac_engine.training.gauss_newton import FOLLOWS, MOMENTUM, GaussNewtonUpdate
 from kfac_engine.training.kfac_updates import (
     RatedUpdate,
@@ -56,6 +57,8 @@ AUTO, QUADRATIC = "auto", "quadratic"
 _REFRESHES = "refreshes"
 # Group of the examples that were seen, and of the batch that comes again.
 EXAMPLES, REPEATED = "examples", "repeated"
+# Group of the evidence, in states of networks that read a table.
+EVIDENCE = "evidence"
 _EXACT = "exact"  # the entry that says whether the last step was exact
 # Factors of the damping and of the learning rate after the loss has exploded.
 _MORE_DAMPING, _SHORTER = 10, 0.3
@@ -112,6 +115,7 @@ class Basis(NamedTuple):
         seen: The examples of all steps.
         repeated: What the steps tell about the next one.
         following: Damping of the next step, if the update has chosen it.
+        evidence: What the steps tell about the precisions of weights.
     """
 
     batch: Sequence[Batch]
@@ -119,6 +123,7 @@ class Basis(NamedTuple):
     seen: SeenExamples
     repeated: RepeatedBatch
     following: float | None = None
+    evidence: Evidence = Evidence()
 
 
 class KfacOptimizer(Optimizer):
@@ -135,7 +140,8 @@ class KfacOptimizer(Optimizer):
     mean square of the loss's gradients, relative to its expected value for the least certain
     predictions (``Residuals``). Below a tenth, lengths are multiplied by ten times the residual.
     Where few examples come again and again (``SeenExamples``), weights shrink more and lengths fall
-    earlier. The damping is relative (``RelativeDamping``).
+    earlier. Where 1,024 rows of a table or more do, weights shrink by their noise
+    (``ShrinkageByEvidence``). The damping is relative (``RelativeDamping``).
 
     Where all losses are squared errors and every step has the same examples and targets, as for a
     function or an equation, ``"auto"`` fits them exactly from the eleventh step on: an exact step
@@ -168,8 +174,8 @@ class KfacOptimizer(Optimizer):
             this learning rate. None is 0.9; with ``"auto"`` 0.85, and up to 0.95 for matrices whose
             gradients cancel (``AverageSpan``).
         weight_decay: w, at least 0. With ``"auto"``, w is 0.05 if None, and parameters shrink by w
-            times ``update_length`` or ``adam_rate``, more with few examples; otherwise w is 0 if
-            None.
+            times ``update_length`` or ``adam_rate``, more with few examples, or by the evidence of
+            a table's rows; otherwise w is 0 if None.
         l2: Coefficient of ``½ l2 ‖θ‖²``, which is added to the loss; at least 0. It is part of λ.
         adapt_damping: Whether λ follows the reduction ratio (Levenberg–Marquardt), or a
             ``DampingAdaptation`` with other constants. It needs an absolute damping, as
@@ -242,12 +248,16 @@ class KfacOptimizer(Optimizer):
         )
         may_be_exact = rule == AUTO and plain and adaptation is None and not decays
         self._exact = _exact_rules(engine) if may_be_exact else ()
+        of_evidence = decays is None and adaptation is None
+        self._shrinkage = _shrinkage(engine, self._given.update if of_evidence else None)
         schedule = Schedule(statistics_every, refresh_every)
         # Adam updates the parameters without a layer, unless a change is predicted.
         by_example = rule != AUTO or adaptation is not None
         self._curvature = CurvatureUpdates(engine, schedule, statistics_part, by_example=by_example)
         self._measures = float(statistics_part)
-        self._basis = self._next_basis = Basis((), 0.0, SeenExamples(), RepeatedBatch())
+        self._basis = self._next_basis = Basis(
+            (), 0.0, SeenExamples(), RepeatedBatch(), evidence=self._shrinkage.start()
+        )
         self._l2 = float(l2)
         self.damping = self._given.damping
         self._slots = self._given.update.new_slots(self._parameters())
@@ -293,13 +303,16 @@ class KfacOptimizer(Optimizer):
         repeated = self._with_rule(repeated, batch, clock)
         exact = repeated.exact and self._exact
         self._follow(exact[int(repeated.rule)] if exact else self._given, undo)
-        basis = Basis(batch, loss, seen, repeated)
+        evidence = self._evidence_with(residuals, seen)
+        basis = Basis(batch, loss, seen, repeated, evidence=evidence)
         if repeated.tries:
             basis, gradients = self._tried(basis, gradients, clock)
         rule = self._rule
         decay, size = _decay(seen.scarcity), residuals and residuals.size()
         if rule is self._given:
             scale *= _signal(size, decay)
+            for name, strength in self._shrinkage.strengths(evidence).items():
+                add_multiple(gradients[name], strength, values[name])
         rate = self._learning_rate if rule.rate is None else rule.rate
         rate = scale * evaluated_rate(rate, self.steps)
         for name, gradient in gradients.items() if self._l2 else ():
@@ -324,7 +337,7 @@ class KfacOptimizer(Optimizer):
             examples=sum(map(sum, self.engine.part_sizes)),
             predicts=rule.adaptation is not None and rule.adaptation.is_due(self.steps),
             clock=clock,
-            decay=_left(decay, size),
+            decay=self._shrinkage.kept_decay(seen) * _left(decay, size),
             spreads={} if residuals is None else residuals.spreads(),
             features=features.sums,
         )
@@ -459,6 +472,17 @@ class KfacOptimizer(Optimizer):
         with clock("statistics"):
             return repeated.following(0 if update.suits(batch) else 1)
 
+    def _evidence_with(self, residuals: Residuals | None, seen: SeenExamples) -> Evidence:
+        """Return the evidence of all steps and of a batch; none unless weights shrink by it."""
+        evidence, rule = self._basis.evidence, self._shrinkage
+        if residuals is None or not rule.blocks or self._rule is not self._given:
+            return evidence
+        evidence = rule.after(evidence, float(residuals.size()), float(residuals.noise()))
+        if not rule.is_due(evidence, self.steps, seen):
+            return evidence
+        self.engine.fisher.distribution.complete()
+        return rule.measured(evidence, self.steps, seen, self._parameters())
+
     def _follow(self, rule: Rule, undo: Undo) -> None:
         """Move by a rule from this step on; a rule that replaces another starts anew."""
         if rule is self._rule:
@@ -490,7 +514,7 @@ class KfacOptimizer(Optimizer):
             left_out = engine.loss(division.left_out)
             result = engine.gradients(division.fitted)
         repeated = basis.repeated.judged(result.loss, left_out)
-        basis = Basis(division.fitted, result.loss, basis.seen, repeated)
+        basis = basis._replace(batch=division.fitted, loss=result.loss, repeated=repeated)
         return basis, {name: result.gradients[name] for name in self._names}
 
     def _penalty(self) -> float:
@@ -540,6 +564,8 @@ class KfacOptimizer(Optimizer):
         more = {_REFRESHES: self._curvature.saved()}
         if isinstance(self._given.update, AdaptiveLengthUpdate):
             more[EXAMPLES] = self._basis.seen.saved()
+        if self._shrinkage.blocks:
+            more[EVIDENCE] = self._basis.evidence.saved()
         if self._exact:
             exact = {_EXACT: np.array(float(self._rules.index(self._rule)))}
             more[REPEATED] = self._basis.repeated.saved() | exact
@@ -553,6 +579,9 @@ class KfacOptimizer(Optimizer):
         if EXAMPLES in arrays:
             seen = SeenExamples.restored(arrays.pop(EXAMPLES), to_numpy)
             basis = basis._replace(seen=seen)
+        if EVIDENCE in arrays:
+            saved = {name: to_numpy(array) for name, array in arrays.pop(EVIDENCE).items()}
+            basis = basis._replace(evidence=Evidence.restored(saved))
         if REPEATED in arrays:
             saved = {name: to_numpy(array) for name, array in arrays.pop(REPEATED).items()}
             self._rule = self._rules[int(saved.pop(_EXACT))]
@@ -596,6 +625,13 @@ def _exact_rules(engine: Engine) -> tuple[Rule, ...]:
         Rule(newton, MOMENTUM, 1.0, _EXACT_DAMPING, False, None, measures=False),
         Rule(quadratic, None, 1.0, _EXACT_DAMPING, False, _FOLLOWS_QUICKLY, whole=True),
     )
+
+
+def _shrinkage(engine: Engine, update: Update | None) -> ShrinkageByEvidence:
+    """Return how the weights of an update shrink; without blocks for another update, or None."""
+    if not isinstance(update, AdaptiveLengthUpdate):
+        return ShrinkageByEvidence()
+    return shrinkage_by_evidence(engine, update.units.weights, update.blocks, update.widths)
 
 
 def _decay(scarcity: Any) -> Any:

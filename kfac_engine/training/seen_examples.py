@@ -53,6 +53,16 @@ class SeenExamples:
         different = np.count_nonzero(self.times)
         return float(scarcity(self.count, self.times.sum(), different)) if different else 0.0
 
+    @property
+    def share(self) -> float:
+        """Part of the examples of all steps that came again."""
+        return float(1 - np.count_nonzero(self.times) / max(self.times.sum(), 1))
+
+    @property
+    def many(self) -> bool:
+        """Whether at least 1,024 examples are different."""
+        return bool(self.times[-1] > 0)
+
     def saved(self) -> dict[str, Array]:
         """Return the arrays of a checkpoint."""
         return {

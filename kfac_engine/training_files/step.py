@@ -19,7 +19,7 @@ from kfac_engine.losses.objective import Observation, Residuals
 from kfac_engine.recording.operations import Draws, NoiseInput, Operations, new_tape
 from kfac_engine.recording.random_nodes import OF_NODES
 from kfac_engine.recording.recorded import Recorded, Shape, Size, Symbol, Tape, size_of
-from kfac_engine.training.kfac import EXAMPLES, REPEATED, KfacOptimizer
+from kfac_engine.training.kfac import EVIDENCE, EXAMPLES, REPEATED, KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer, trained_names
 from kfac_engine.training.seen_examples import scarcity
 from kfac_engine.training_files.curvature import CurvatureSteps
@@ -288,7 +288,11 @@ class StepRecorder:
     def _slots(self) -> dict[str, dict[str, Array]]:
         """Return the arrays of the optimizer's state, without the records of its batches."""
         slots = self._optimizer.state().arrays
-        return {n: dict(arrays) for n, arrays in slots.items() if n not in (EXAMPLES, REPEATED)}
+        return {
+            n: dict(arrays)
+            for n, arrays in slots.items()
+            if n not in (EXAMPLES, REPEATED, EVIDENCE)
+        }
 
     def _initial_state(self) -> dict[str, Array]:
         """Return the first value of each state, in the order of the file."""

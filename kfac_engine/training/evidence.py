@@ -1,0 +1,164 @@
+"""How strongly weights that read a table shrink: the evidence of the examples, per weight.
+
+A network that sees the same examples again and again fits their noise. The prior precision of a
+weight with the largest evidence is MacKay's fixed point. The curvature of K-FAC yields it at the
+price of some eigenvalues.
+
+Source: D. J. C. MacKay 1992, "Bayesian interpolation", Neural Computation 4(3), equation 4.9.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import sqrt
+
+import numpy as np
+
+from kfac_engine._types import Array
+from kfac_engine.curvature.blocks.base import FisherBlock
+from kfac_engine.engine.engine import Engine
+from kfac_engine.layers.parameter_slices import Piece
+from kfac_engine.runtime.model import OnnxModel
+from kfac_engine.training.seen_examples import SeenExamples
+from kfac_engine.training.vectors import Vector
+
+_DENSE, _ROWS = "fully_connected", 2  # kind of a layer, and number of axes of its inputs
+# Largest sum of the sides of two factors whose eigenvalues are computed.
+_WIDEST = 640
+# Steps until the precisions are computed again, relative to the steps of the run.
+_GROWTH = 1.2
+# Decay of the averages over steps.
+_DECAY = 0.95
+# Part of the weight decay that the precisions take the place of.
+_REPLACED = 0.8
+# Passes of the fixed point: the logarithm of a precision halves its distance in each.
+_PASSES = 12
+_LEAST = 1e-30  # least divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the steps so far tell about the precisions of weights.
+
+    Attributes:
+        residual: Average of the residuals of the steps, at most 1.
+        noise: Average of the squares of the gradients at the predictions, relative to those that
+            the loss expects; 1 for classes.
+        due: Number of the step that computes the precisions next.
+        precisions: Prior precision of each weight per example, in the unit of the loss.
+    """
+
+    residual: float = 1.0
+    noise: float = 1.0
+    due: int = 1
+    precisions: tuple[float, ...] = ()
+
+    def saved(self) -> dict[str, Array]:
+        """Return the arrays of a checkpoint."""
+        numbers = np.array([self.residual, self.noise, self.due])
+        return {"numbers": numbers, "precisions": np.array(self.precisions)}
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Array]) -> "Evidence":
+        """Return the evidence of ``saved``."""
+        residual, noise, due = map(float, saved["numbers"])
+        return cls(residual, noise, int(due), tuple(map(float, saved["precisions"])))
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkageByEvidence:
+    """Shrinks the weights of a table's network by the evidence, where its examples come again.
+
+    Let N be the number of different examples, q the part of the examples of all steps that came
+    again, and ``h`` the eigenvalues of a weight's block of the Fisher matrix, the products of those
+    of its factors. The gradient of the weight W becomes ``g + r α W`` with the solution α of ::
+
+        α = (q / N) T γ / ‖W‖²        γ = Σ h / (h + α)
+
+    γ is the number of parameters that the examples determine. T is the noise: for squared errors
+    their mean relative to the variance of the loss, and 1 for classes. In a network that has fitted
+    noise, the product of a weight and its gradient on new examples is larger than on the examples
+    of the training, by about T γ / N. The term adds as much. r is the residual
+    (``Residuals.size``), an average over about twenty steps. It weakens the term where little noise
+    is left, because a run ends long before the minimum, which the evidence assumes.
+
+    Attributes:
+        blocks: The block of each weight; none where the rule does not apply.
+    """
+
+    blocks: Mapping[str, FisherBlock] = field(default_factory=dict)
+
+    def start(self) -> Evidence:
+        """Return the evidence before the first step."""
+        return Evidence(precisions=(0.0,) * len(self.blocks))
+
+    def kept_decay(self, seen: SeenExamples) -> float:
+        """Return the factor of the weight decay beside the precisions."""
+        return 1 - _REPLACED * seen.share if self.blocks and seen.many else 1.0
+
+    def after(self, evidence: Evidence, size: float, noise: float) -> Evidence:
+        """Return the evidence after one more batch, from the numbers of its residuals."""
+        residual = _DECAY * evidence.residual + (1 - _DECAY) * min(size, 1.0)
+        return replace(
+            evidence, residual=residual, noise=_DECAY * evidence.noise + (1 - _DECAY) * noise
+        )
+
+    @staticmethod
+    def is_due(evidence: Evidence, step: int, seen: SeenExamples) -> bool:
+        """Return whether a step computes the precisions; ``step`` is the number of steps so far."""
+        return step >= evidence.due and seen.many and seen.share > 0
+
+    def measured(
+        self, evidence: Evidence, step: int, seen: SeenExamples, values: Vector
+    ) -> Evidence:
+        """Return the evidence with precisions from the averages of the blocks and the weights."""
+        scale = seen.scarcity * evidence.noise
+        precisions = tuple([_precision(b, values[n], scale) for n, b in self.blocks.items()])
+        return replace(evidence, due=int(_GROWTH * step) + 1, precisions=precisions)
+
+    def strengths(self, evidence: Evidence) -> dict[str, float]:
+        """Return the multiple of each weight that its gradient receives."""
+        pairs = zip(self.blocks, evidence.precisions, strict=True)
+        return {name: evidence.residual * precision for name, precision in pairs}
+
+
+def _precision(block: FisherBlock, weight: Array, scale: float) -> float:
+    """Return the solution α of ``α = scale · Σ h / (h + α) / ‖W‖²``."""
+    inputs, outputs = (np.maximum(factor.eigenvalues(), 0.0) for factor in block.factors)
+    eigenvalues = np.multiply.outer(inputs, outputs)
+    square = max(float(np.vdot(weight, weight)), _LEAST)
+    precision = scale * eigenvalues.size / square
+    for _ in range(_PASSES):
+        determined = float((eigenvalues / (eigenvalues + precision + _LEAST)).sum())
+        precision = sqrt(precision * scale * determined / square)
+    return precision
+
+
+def shrinkage_by_evidence(
+    engine: Engine,
+    weights: Mapping[str, Piece],
+    blocks: Mapping[str, FisherBlock],
+    widths: Mapping[str, float],
+) -> ShrinkageByEvidence:
+    """Return the rule of an engine; without blocks unless the examples are rows of a table.
+
+    The inputs are floating-point vectors, one for each example, and there is one loss, a mean. All
+    weights are matrices of fully connected layers, each used once, with factors
+    whose sides have a sum of at most 640.
+
+    Args:
+        engine: The engine.
+        weights: Weights by unit.
+        blocks: The blocks of the layers of the weights, by unit.
+        widths: Sum of the sides of the factors of each weight.
+    """
+    objective, model = engine.objective, engine.collection.graph
+    assert isinstance(model, OnnxModel), "an engine has a model"
+    inputs = [i for i in model.graph.inputs if i.name in engine.example_axes.inputs]
+    applies = (
+        objective.reduction != "sum"
+        and [loss.coefficient for loss in objective.losses] == [1]
+        and all(i.dtype.kind == "f" and i.shape and len(i.shape) == _ROWS for i in inputs)
+        and all(w.kind == _DENSE and w.part.name == name for name, w in weights.items())
+        and 0 < max(widths.values(), default=0) <= _WIDEST
+    )
+    return ShrinkageByEvidence(blocks if applies else {})

@@ -1,0 +1,129 @@
+"""The shrinkage of weights by the evidence: networks that read a table see its rows again."""
+
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+
+import kfac_engine as ke
+from kfac_engine.curvature.blocks.base import uses
+from kfac_engine.training.evidence import Evidence
+from tests.models import written
+
+ROWS, COLUMNS, BATCH = 1280, 6, 128
+NODES = "p = MatMul(input, w) s = Add(p, b) h = Tanh(s) q = MatMul(h, w1) output = Add(q, b1)"
+WEIGHTS = "w(6,16) b(16) w1(16,1) b1(1)"
+
+
+def table(noise):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((ROWS + 1000, COLUMNS))
+    y = np.sin(x[:, :1]) + x[:, 1:2] + noise * rng.standard_normal((len(x), 1))
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    return x[:ROWS], y[:ROWS], x[ROWS:], y[ROWS:]
+
+
+def engine_of(nodes=NODES, weights=WEIGHTS, sides="n,6 -> n,1", **options):
+    return ke.Engine.from_onnx(
+        written(sides, weights, nodes), **{"loss": "normal", "seed": 0, "threads": 1, **options}
+    )
+
+
+def trained(optimizer, epochs, noise=1.0, start=0):
+    """Train an optimizer; each epoch has its own order of the rows."""
+    x, y, *_ = table(noise)
+    for epoch in range(start, epochs):
+        order = np.random.default_rng(epoch).permutation(ROWS)
+        for rows in np.split(order, ROWS // BATCH):
+            optimizer.step(x[rows], y[rows])
+    return optimizer
+
+
+def precisions(optimizer):
+    return optimizer.state().arrays["evidence"]["precisions"]
+
+
+def test_precisions_are_the_fixed_point_of_the_evidence():
+    """The truth: eigenvalues of whole blocks, a root by bisection, and the count of the rows."""
+    optimizer = trained(ke.KfacOptimizer(engine_of()), 3)
+    engine, rule = optimizer.engine, optimizer._shrinkage
+    basis = optimizer._basis
+    found = rule.measured(basis.evidence, optimizer.steps, basis.seen, engine.parameters)
+    again = (2 / 3) / ROWS  # of the rows of three epochs, two thirds came again
+    for name, own in zip(rule.blocks, found.precisions, strict=True):
+        (block,) = [b for key, b in engine.collection.fisher_blocks.items() if uses(key)[0] == name]
+        h = np.linalg.eigvalsh(block.full_fisher_block().astype(np.float64))
+        square = (engine.parameters[name].astype(np.float64) ** 2).sum()
+        scale = again * basis.evidence.noise / square
+
+        def surplus(a, h=h, scale=scale):
+            return scale * (h / (h + a)).sum() - a
+
+        root = brentq(surplus, 1e-12, 1e3, xtol=1e-15)
+        assert own == pytest.approx(root, rel=0.01)  # twelve passes; float32 averages
+
+
+def test_noise_is_the_error_relative_to_the_variance_of_the_loss():
+    optimizer = trained(ke.KfacOptimizer(engine_of()), 12)
+    x, y, *_ = table(1.0)
+    error = ((optimizer.engine.predict(x) - y) ** 2).mean()
+    variance = 0.5  # of the loss "normal"
+    noise = optimizer.state().arrays["evidence"]["numbers"][1]
+    assert noise == pytest.approx(error / variance, rel=0.1)  # the last batches, not all rows
+
+
+RULES = {
+    "a table": ({}, {}, True),
+    "a weight decay that is given": ({}, {"weight_decay": 0.05}, False),
+    "a sum of losses": ({"reduction": "sum"}, {}, False),
+    "wide factors": (
+        {"sides": "n,700 -> n,1", "weights": "w(700,16) b(16) w1(16,1) b1(1)"}, {}, False),
+    "rows of a sequence": (
+        {"sides": "n,5,6 -> n,5,1"}, {}, False),
+    "a convolution": (
+        {"nodes": "d = Unsqueeze(input, axis) c = Conv(d, k) f = Flatten(c) output = MatMul(f, w1)",
+         "weights": "axis=1 k(4,1,3) w1(16,1)"}, {}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_only_networks_that_read_a_table_shrink_by_the_evidence(case):
+    of_engine, of_optimizer, applies = RULES[case]
+    optimizer = ke.KfacOptimizer(engine_of(**of_engine), **of_optimizer)
+    assert ("evidence" in optimizer.state().arrays) == applies
+
+
+def test_rows_that_come_for_the_first_time_have_the_usual_decay():
+    ones = [ke.KfacOptimizer(engine_of(), weight_decay=w) for w in (None, 0.05)]
+    for optimizer in ones:
+        trained(optimizer, 1)
+    assert not precisions(ones[0]).any()
+    for name, value in ones[0].engine.parameters.items():
+        np.testing.assert_array_equal(value, ones[1].engine.parameters[name])
+    for optimizer in ones:
+        trained(optimizer, 2, start=1)
+    assert precisions(ones[0]).all()
+    first, second = (optimizer.engine.parameters["w"] for optimizer in ones)
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("noise", [0.1, 3.0])
+def test_noise_shrinks_the_weights_and_little_noise_does_not(noise):
+    """The held-out error beside that of a constant decay."""
+    errors = []
+    for decay in (None, 0.05):
+        optimizer = trained(ke.KfacOptimizer(engine_of(), weight_decay=decay), 12, noise)
+        *_, x, y = table(noise)
+        errors.append(((optimizer.engine.predict(x) - y) ** 2).mean())
+    assert errors[0] < errors[1]
+
+
+def test_a_saved_run_continues_with_equal_bits(tmp_path):
+    whole = trained(ke.KfacOptimizer(engine_of()), 4)
+    trained(ke.KfacOptimizer(engine_of()), 2).save(tmp_path / "state")
+    resumed = ke.KfacOptimizer(engine_of())
+    resumed.load(tmp_path / "state")
+    assert isinstance(resumed._basis.evidence, Evidence)
+    trained(resumed, 4, start=2)
+    np.testing.assert_array_equal(precisions(resumed), precisions(whole))
+    for name, value in whole.engine.parameters.items():
+        np.testing.assert_array_equal(value, resumed.engine.parameters[name])
