@@ -6,7 +6,7 @@
 #   make test-minimum    the tests with the lowest versions that pyproject.toml allows
 #   make test-gpu    what needs a CUDA device, with its sanitizers where they are installed
 #   make fuzz SECONDS=3600 SEED=1    attacks with damaged files; those that failed are kept in .fuzz
-#   make test-web    the page that trains in a browser, in Chromium (needs node and chromium)
+#   make test-web    the package for JavaScript and its page, in Node and Chromium (needs both)
 #   make test-exporters    models written by PyTorch, transformers and scikit-learn (installs them)
 # Choose the interpreter with `make PYTHON=python3.13 …`.
 
@@ -97,9 +97,9 @@ suite: $(READY)
 site: $(READY)
 	NO_MKDOCS_2_WARNING=1 EXECUTE_TUTORIALS=false $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
-# The runtime of the page that trains in a browser, from npm.
+# The package for JavaScript, with its tools and the runtime from npm.
 web:
-	cd tests/web && npm ci --ignore-scripts --no-audit --no-fund --silent
+	cd web && npm ci --ignore-scripts --no-audit --no-fund --silent && npm run --silent build
 
 docs: $(READY)
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory web; \
@@ -185,4 +185,4 @@ demo: $(DEMO_READY)
 	$(DEMO)/bin/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf web/dist $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "web" / "test"
 SITE = os.environ.get("SITE", "")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -36,11 +36,11 @@ def served(folder: object) -> Iterator[str]:
 
 
 def driven(script: str, *arguments: object) -> dict:
-    """What a script of this folder prints as JSON."""
+    """What a script of the package's tests prints as JSON."""
     assert CHROMIUM, "install chromium, or name it with CHROMIUM=/path"
     done = subprocess.run(
         ["node", script, *map(str, arguments)],
-        cwd=HERE,
+        cwd=SCRIPTS,
         capture_output=True,
         text=True,
         timeout=400,

@@ -6,8 +6,8 @@ import pytest
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model
-from scripts.browser_files import PACKAGE, ROOT, write_digits
-from tests.web.browser import CHROMIUM, HERE, SITE, driven, served
+from scripts.browser_files import PACKAGE, RUNTIME, write_digits
+from tests.web.browser import CHROMIUM, SCRIPTS, SITE, driven, served
 
 pytestmark = [
     pytest.mark.nightly,
@@ -21,9 +21,9 @@ def found(tmp_path_factory):
     for provider in ("any", "webgpu"):
         ke.export_training(demo_model("cnn"), path=folder / provider, provider=provider)
     write_digits(folder)
-    shutil.copy(ROOT / "docs" / "browser" / "train.mjs", folder)
-    shutil.copy(HERE / "gpu.html", folder / "index.html")
-    (folder / "ort").symlink_to(PACKAGE / "dist")
+    shutil.copy(PACKAGE / "dist" / "kfac-engine.min.js", folder)
+    shutil.copy(SCRIPTS / "gpu.html", folder / "index.html")
+    (folder / "ort").symlink_to(RUNTIME / "dist")
     with served(folder) as address:
         result = driven("gpu.mjs", address, CHROMIUM)
     if not result["adapter"]:

@@ -3,15 +3,19 @@
 ``make test-web`` installs the runtime and the driver from npm, builds the site and runs this test.
 """
 
+import base64
+import gzip
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load as load_tensors
 
 import kfac_engine as ke
-from scripts.browser_files import PACKAGE, TRAIN, shuffled
+from scripts.browser_files import CHANNELS, PACKAGE, SIDE, TRAIN, shuffled
 from tests.web.browser import CHROMIUM, SITE, driven, served
+from tests.web.test_package import schedule, started
 
 COMPARED = 40  # steps
 
@@ -23,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    assert PACKAGE.exists(), "run npm ci in tests/web"
+    assert (PACKAGE / "dist").exists(), "run make web"
     folder = os.environ.get("PICTURES") or tmp_path_factory.mktemp("pictures")
     with served(SITE) as address:
         return driven("drive.mjs", f"{address}train_in_browser/", CHROMIUM, folder)
@@ -34,17 +38,6 @@ def run(request, results):
     return results["runs"][request.param]
 
 
-def schedule(done):
-    """The schedule of the page."""
-    return min(1.0, (1 - done) / 0.4)
-
-
-def started(files):
-    """The first state in the page, whose examples come again and again."""
-    state, different = files.initial(), "different examples"
-    return {**state, different: np.float32(TRAIN)} if different in state else state
-
-
 def test_nothing_fails_and_no_other_server_is_asked(results):
     assert results["faults"] == []
     assert results["elsewhere"] == []
@@ -52,11 +45,11 @@ def test_nothing_fails_and_no_other_server_is_asked(results):
     assert not results["overflow"]
 
 
-def test_losses_equal_those_of_python(run):
-    files = ke.TrainingFiles(Path(SITE) / "browser" / run["name"])
+def test_losses_equal_those_of_python(run, results):
+    files = ke.TrainingFiles(Path(SITE) / "browser" / "digits" / run["name"])
     images, labels = shuffled()
     state, steps, losses = started(files), len(run["losses"]), []
-    for index, numbers in enumerate(run["numbers"][:COMPARED]):
+    for index, numbers in enumerate(results["numbers"][:COMPARED]):
         batch = {"image": images[numbers]}
         out = files.step(state, batch, labels[numbers], rate=schedule(index / steps))
         state |= {n: out[f"new {n}"] for n in state if out[f"new {n}"].size}
@@ -67,15 +60,38 @@ def test_losses_equal_those_of_python(run):
 
 def test_the_network_is_accurate_and_its_weights_come_home(run):
     images, labels = shuffled()
-    files = ke.TrainingFiles(Path(SITE) / "browser" / run["name"])
-    shapes = files.description.state
-    weights = {n: np.array(a, np.float32).reshape(shapes[n]) for n, a in run["weights"].items()}
-    assert set(weights) == set(files.parameters)
-    logits = files.predict(weights, {"image": images[TRAIN:]})["logits"]
-    accuracy = np.mean(logits.argmax(axis=1) == labels[TRAIN:])
+    files = ke.TrainingFiles(Path(SITE) / "browser" / "digits" / run["name"])
+    state = load_tensors(base64.b64decode(run["state"]))
+    held_out = {"image": images[TRAIN:]}, labels[TRAIN:]
+    metrics = files.evaluate(state, [held_out])
     last = run["points"][-1]
-    np.testing.assert_allclose(accuracy, last["accuracy"], atol=1e-9)
-    assert accuracy > 0.98
+    np.testing.assert_allclose(metrics["accuracy"], last["accuracy"], atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], last["loss"], rtol=1e-3)
+    assert metrics["accuracy"] > 0.98
+
+
+def test_both_runs_learn_the_classes_of_a_visitor(results):
+    for run in results["pictures"]:
+        assert run["losses"][0] > 0.5
+        assert run["last"]["loss"] < 0.1
+    assert results["answers"] == [{"kfac": 0, "adamw": 0}, {"kfac": 1, "adamw": 1}]
+
+
+def test_photographs_become_examples(results):
+    for photograph in results["photographs"]:
+        assert (photograph["label"], photograph["size"]) == (2, CHANNELS * SIDE * SIDE)
+        assert 0 <= photograph["least"] < photograph["most"] <= 1
+        assert photograph["different"] > 3  # a picture, and no empty square
+
+
+def test_a_worker_and_the_database_of_a_site_serve_the_package(results):
+    package = results["package"]
+    losses = package["losses"]
+    assert losses[:5] == losses[5:]
+    assert package["resumed"]
+    assert package["steps"] == 5
+    assert package["missing"].startswith("TrainingError: no state is saved as 'a state'")
+    assert package["broken"].startswith("TrainingError: the files need 'image'")
 
 
 def test_kfac_is_ahead_of_adamw_at_equal_steps(results):
@@ -91,4 +107,6 @@ def test_a_stroke_is_a_one(results):
 def test_the_files_are_small():
     folder = Path(SITE) / "browser"
     ours = [p for p in folder.rglob("*") if p.is_file() and "ort" not in p.parts]
-    assert sum(path.stat().st_size for path in ours) < 1_000_000
+    assert sum(path.stat().st_size for path in ours) < 1_500_000
+    packed = (len(gzip.compress(path.read_bytes())) for path in ours)
+    assert sum(packed) < 450_000  # what a server sends: about as much as a picture
