@@ -34,6 +34,8 @@ MINIMUM := .venv-minimum
 MINIMUM_READY := $(MINIMUM)/.ready
 EXPORTERS := .venv-exporters
 EXPORTERS_READY := $(EXPORTERS)/.ready
+FLOWER := .venv-flower
+FLOWER_READY := $(FLOWER)/.ready
 GPU := .venv-gpu
 GPU_READY := $(GPU)/.ready
 GPU_EXTRA ?= cuda13
@@ -66,7 +68,7 @@ define environment
 endef
 
 .PHONY: help setup format lint types suite site other-kernel test test-all web docs coverage test-minimum test-exporters \
-	test-gpu test-web fuzz demo clean
+	test-gpu test-web test-flower fuzz demo clean
 
 help:
 	@sed -n '2,11s/^# *//p' Makefile
@@ -178,6 +180,14 @@ test-web: $(READY) web
 	NO_MKDOCS_2_WARNING=1 EXECUTE_TUTORIALS=false $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 	SITE=$(abspath $(VENV)/site) $(ONE_THREAD) $(BIN)/pytest -q -m "" tests/web
 
+# Flower and its dependencies are in an environment of their own.
+$(FLOWER_READY): pyproject.toml
+	$(call environment,$(FLOWER),--editable '.[test]' 'flwr>=1.42')
+	touch $@
+
+test-flower: $(FLOWER_READY)
+	$(ONE_THREAD) $(FLOWER)/bin/python -m pytest -q -m "" tests/training_files/test_flower.py
+
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz.campaign --seconds $(SECONDS) --seed $(SEED)
 
@@ -185,4 +195,4 @@ demo: $(DEMO_READY)
 	$(DEMO)/bin/python -m kfac_engine demo --out demo-output
 
 clean:
-	rm -rf web/dist $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf web/dist $(VENV) $(DEMO) $(MINIMUM) $(EXPORTERS) $(FLOWER) $(GPU) build dist site coverage demo-output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

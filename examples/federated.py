@@ -1,69 +1,66 @@
-"""Federated averaging: four clients train on digits of their own, with ONNX Runtime alone.
+"""Federated averaging: four devices train on digits of their own, with ONNX Runtime alone.
 
-In each round a client takes five steps on its digits and returns its weights; the server averages
-them. The digits stay where they are. Clients need the files of ``export_training`` and ONNX
-Runtime, in any language; each keeps the state of its optimizer.
+In each round a device takes five steps on its digits and returns its weights; the server averages
+them. The digits stay where they are, and so does the state of the optimizer. With ``factors``, the
+Kronecker factors of K-FAC are averaged as well. ``flower`` has the same over a network.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
 import kfac_engine as ke
 from kfac_engine.data import demo_model, digits
 
-CLIENTS, ROUNDS, STEPS, BATCH = 4, 12, 5, 64
+sys.path.insert(0, str(Path(__file__).resolve().parent / "flower"))
+from device import Device, batches_of, evaluate, split
+
+DEVICES, ROUNDS, STEPS, BATCH, TRAIN = 4, 8, 5, 64, 1400
 
 
-class Client:
-    """A device: it has training files and digits, and no other library than ONNX Runtime."""
-
-    def __init__(self, folder: Path, images: np.ndarray, labels: np.ndarray, seed: int) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        self.trainer = onnxruntime.InferenceSession(folder / "training.onnx", options)
-        first = onnxruntime.InferenceSession(folder / "initial.onnx", options)
-        names = [output.name for output in first.get_outputs()]
-        self.state = dict(zip(names, first.run(None, {}), strict=True))
-        self.outputs = [output.name for output in self.trainer.get_outputs()]
-        self.images, self.labels, self.rng = images, labels, np.random.default_rng(seed)
-
-    def train(self, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Take steps from the weights of the server; return the new weights."""
-        self.state |= weights
-        for _ in range(STEPS):
-            chosen = self.rng.choice(len(self.labels), BATCH, replace=False)
-            batch = {"image": self.images[chosen], "targets": self.labels[chosen]}
-            feeds = {**batch, "rate": np.array(1, np.float32), **self.state}
-            results = dict(zip(self.outputs, self.trainer.run(None, feeds), strict=True))
-            new = {name: results[f"new {name}"] for name in self.state}
-            self.state |= {name: array for name, array in new.items() if array.size}
-        return {name: self.state[name] for name in weights}
-
-
-def run(optimizer: str, **options: float) -> list[float]:
-    """Return the held-out loss after each round."""
+def run(optimizer: str, *, factors: bool = False, skewed: bool = False, **options: float) -> list:
+    """Return the held-out loss after each round; skewed devices have two to four classes each."""
     images, labels = digits()
     order = np.random.default_rng(0).permutation(len(labels))
-    held_out, parts = order[1400:], np.array_split(order[:1400], CLIENTS)
-    with tempfile.TemporaryDirectory() as folder:
-        files = ke.export_training(demo_model("cnn"), optimizer=optimizer, path=folder, **options)
-        clients = [
-            Client(Path(folder), images[part], labels[part], seed)
-            for seed, part in enumerate(parts)
-        ]
-        weights, losses = files.read(files.initial()), []
-        for _ in range(ROUNDS):
-            returned = [client.train(weights) for client in clients]
-            weights = {name: np.mean([w[name] for w in returned], axis=0) for name in weights}
-            logits = files.predict(weights, {"image": images[held_out]})["logits"]
-            shifted = logits - logits.max(axis=1, keepdims=True)
-            log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-            losses.append(-float(log_p[np.arange(len(held_out)), labels[held_out]].mean()))
+    data = {"image": images[order], "targets": labels[order]}
+    train, held_out = (
+        {n: a[k] for n, a in data.items()} for k in np.split(np.arange(len(labels)), [TRAIN])
+    )
+    parts = [
+        {name: array[part] for name, array in train.items()}
+        for part in split(train["targets"], DEVICES, skewed)
+    ]
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        ke.export_training(demo_model("cnn"), optimizer=optimizer, path=folder, **options)
+        devices = [Device(folder, factors) for _ in range(DEVICES)]
+        shared = {name: devices[0].state[name] for name in devices[0].shared}
+        losses = []
+        for number in range(ROUNDS):
+            returned = [
+                device.train(shared, batches_of(own, STEPS, BATCH, 1000 * i + STEPS * number))
+                for i, (device, own) in enumerate(zip(devices, parts, strict=True))
+            ]
+            shared = {
+                name: np.mean([arrays[name] for arrays in returned], axis=0, dtype=np.float32)
+                for name in shared
+            }
+            losses.append(evaluate(folder, shared, held_out)["loss"])
     return losses
 
 
-for optimizer, options in (("kfac", {}), ("adamw", {"learning_rate": 0.003})):
-    print(optimizer, *(f"{loss:.3f}" for loss in run(optimizer, **options)))
+RUNS = (
+    ("AdamW", "adamw", {"learning_rate": 0.003}),
+    ("K-FAC", "kfac", {}),
+    ("K-FAC, factors averaged", "kfac", {"factors": True}),
+)
+results = {
+    (name, skewed): run(optimizer, skewed=skewed, **options)
+    for skewed in (False, True)
+    for name, optimizer, options in RUNS
+}
+for (name, skewed), losses in results.items():
+    classes = "few classes each" if skewed else "all classes"
+    print(f"{classes:16} {name:24}", *(f"{loss:.3f}" for loss in losses))

@@ -6,6 +6,7 @@
 import base64
 import gzip
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 from safetensors.numpy import load as load_tensors
 
 import kfac_engine as ke
-from scripts.browser_files import CHANNELS, PACKAGE, SIDE, TRAIN, shuffled
+from kfac_engine.data import demo_model
+from scripts.browser_files import CHANNELS, PACKAGE, RUNTIME, SIDE, TRAIN, shuffled
+from tests.pages import blocks
 from tests.web.browser import CHROMIUM, SITE, driven, served
 from tests.web.test_package import schedule, started
 
@@ -110,3 +113,17 @@ def test_the_files_are_small():
     assert sum(path.stat().st_size for path in ours) < 1_500_000
     packed = (len(gzip.compress(path.read_bytes())) for path in ours)
     assert sum(packed) < 450_000  # what a server sends: about as much as a picture
+
+
+def test_the_page_of_the_readme_trains(tmp_path):
+    ((_, code),) = blocks(PACKAGE / "README.md", "html")
+    (tmp_path / "index.html").write_text(f"<!doctype html><link rel=icon href=data:,>{code}")
+    files = ke.export_training(demo_model("cnn"), path=tmp_path / "train")
+    shutil.copy(PACKAGE / "dist" / "kfac-engine.min.js", tmp_path)
+    (tmp_path / "ort").symlink_to(RUNTIME / "dist")
+    with served(tmp_path) as address:
+        results = driven("readme.mjs", address, CHROMIUM)
+    assert results["faults"] == []
+    batch = {"image": np.zeros((1, 1, 8, 8), np.float32)}
+    loss = files.step(files.initial(), batch, np.array([3]))["loss"]
+    np.testing.assert_allclose(float(results["title"]), loss, rtol=1e-5)
