@@ -1,159 +1,109 @@
 """Tasks whose data come again in every step: functions, images by coordinates, equations.
 
-The network of an equation carries value, first and second derivatives forward together. A point has
-its two coordinates and a flag. The output is the residual of the equation where the flag is 1, and
-the value of the network where it is 0, as on the boundary.
+The residuals of an equation are those of ``ke.equation`` at points inside a box and on its edge.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeAlias
 
 import numpy as np
+from scipy.integrate import solve_ivp
 
+import kfac_engine as ke
 from kfac_engine._types import Array
 from kfac_engine.bench.training.data import Data, Images
-from kfac_engine.bench.training.models import INPUT, OUTPUT, Model, ModelBuilder, uniform
+from kfac_engine.bench.training.models import INPUT, OUTPUT, Model, ModelBuilder, perceptron
+from kfac_engine.graph.write import serialize
+from kfac_engine.losses.observed import Targets
 
-_INSIDE, _BOUNDARY, _HELD_OUT = 500, 500, 2_000
-_COORDINATES = 2
+_HELD_OUT = 2_000
+# Weight of the squared errors at the edge, whose numbers are smaller than those of derivatives.
+EDGE_WEIGHT = 100.0
+INSIDE, EDGE = "inside", "edge"
+Function: TypeAlias = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Points inside and on the edge, with the solution there; other points validate.
+
+    ``x`` are the points inside, ``y`` the residuals there, and ``edge_x`` and ``edge_y`` those of
+    the edge.
+    """
+
+    x: Array
+    y: Array
+    held_x: Array
+    held_y: Array
+    edge_x: Array
+    edge_y: Array
+
+    def batches(self, size: int, seed: int) -> Iterator[tuple[dict[str, Array], Targets]]:
+        """Yield all points, without end."""
+        del size, seed
+        inputs = {f"{INSIDE} {INPUT}": self.x, f"{EDGE} {INPUT}": self.edge_x}
+        while True:
+            yield inputs, {INSIDE: self.y, EDGE: self.edge_y}
+
+    def held_batches(self, size: int) -> Iterator[tuple[dict[str, Array], Array]]:
+        """Yield the points that validate, as points of the edge: the network's values are read."""
+        for start in range(0, len(self.held_x), size):
+            part = slice(start, start + size)
+            inputs = {f"{INSIDE} {INPUT}": self.x[:1], f"{EDGE} {INPUT}": self.held_x[part]}
+            yield inputs, self.held_y[part]
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """The equation ``c u + Σ bᵢ ∂ᵢu + Σ wᵢ ∂ᵢ²u = f`` on the unit square, by its solution.
+    """An equation in a box, by its residual and its solution.
 
-    ``solution`` and ``source`` are u and f of points ``(n, 2)``. ``sides`` are the parts of the
-    boundary on which u is given, each the number of a coordinate and its value.
+    ``residual`` is that of ``ke.equation``, and ``solution`` a function of points ``(n, d)``. The
+    box has the corners ``low`` and ``high``. ``sides`` are the parts of its boundary on which u is
+    given, each the number of a coordinate and its value; all parts if there are none. ``inside``
+    and ``edge`` are numbers of points.
     """
 
-    solution: Callable[[Array], Array] = field(repr=False)
-    source: Callable[[Array], Array] = field(repr=False)
-    second: tuple[float, float]
-    first: tuple[float, float] = (0.0, 0.0)
-    value: float = 0.0
-    sides: tuple[tuple[int, float], ...] = ((0, 0.0), (0, 1.0), (1, 0.0), (1, 1.0))
+    residual: Callable[[Any], Any] = field(repr=False)
+    solution: Function = field(repr=False)
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    sides: tuple[tuple[int, float], ...] = ()
+    inside: int = 1_000
+    edge: int = 300
 
-    def data(self) -> Data:
-        """Return fixed points inside and on the boundary; u at other points validates."""
-        rng = np.random.default_rng(17)
-        inside, edge = rng.random((_INSIDE, 2)), rng.random((_BOUNDARY, 2))
-        which = rng.integers(0, len(self.sides), _BOUNDARY)
-        for number, (axis, place) in enumerate(self.sides):
-            edge[which == number, axis] = place
-        others = rng.random((_HELD_OUT, 2))
-        x = np.concatenate([_flagged(inside, 1.0), _flagged(edge, 0.0)])
-        y = np.concatenate([self.source(inside), self.solution(edge)])
-        return _in_float32(x, y, _flagged(others, 0.0), self.solution(others))
+    def data(self) -> Points:
+        """Return fixed points inside and on the edge; u at other points validates."""
+        rng, d = np.random.default_rng(17), len(self.low)
+        inside, edge, others = (
+            rng.uniform(self.low, self.high, (count, d))
+            for count in (self.inside, self.edge, _HELD_OUT)
+        )
+        every = ((i, value) for i in range(d) for value in (self.low[i], self.high[i]))
+        sides = self.sides or tuple(every)
+        for number, (axis, place) in enumerate(sides):
+            edge[number :: len(sides), axis] = place
+        arrays = (
+            inside, np.zeros((self.inside, 1)), others, self.solution(others), edge,
+            self.solution(edge),
+        )  # fmt: skip
+        return Points(*(array.astype(np.float32) for array in arrays))
 
     def model(self, widths: Sequence[int], seed: int) -> Model:
-        """Return a tanh network with its residual; ``widths`` are those of the hidden layers."""
-        net = ModelBuilder(seed)
-        net.constant("flag", np.array([_COORDINATES], np.int64))
-        net.constant("places", np.arange(_COORDINATES))
-        net.constant("one", np.float32(1))
-        net.constant("minus two", np.float32(-2))
-        value = net.op("Gather", INPUT, "places", to="point", axis=1)
-        inside = net.op("Gather", INPUT, "flag", to="inside", axis=1)
-        tangents = [_unit_rows(net, value, axis) for axis in range(_COORDINATES)]
-        curved: dict[int, str] = {}  # the second derivatives that are not zero
-        sizes = (_COORDINATES, *widths, 1)
-        for layer in range(len(sizes) - 1):
-            last = layer == len(sizes) - 2
-            value, tangents, curved = _dense(net, layer, sizes, value, tangents, curved)
-            if not last:
-                value, tangents, curved = _tanh(net, layer, value, tangents, curved)
-        terms = [(self.value, value)]
-        terms += [(self.first[i], tangents[i]) for i in range(_COORDINATES)]
-        terms += [(self.second[i], curved[i]) for i in range(_COORDINATES)]
-        scaled = [_scaled(net, factor, name) for factor, name in terms if factor]
-        residual = scaled[0] if len(scaled) == 1 else net.op("Sum", *scaled, to="residual")
-        outside = net.op("Sub", "one", inside, to="outside")
-        left = net.op("Mul", inside, residual, to="of points inside")
-        right = net.op("Mul", outside, value, to="of the boundary")
-        net.op("Add", left, right, to=OUTPUT)
-        return net.model((_COORDINATES + 1,), (1,))
+        """Return the residuals of a tanh network; ``widths`` are those of the hidden layers."""
+        plain = perceptron((len(self.low), *widths, 1), "Tanh", seed)
+        residuals = {INSIDE: self.residual, EDGE: lambda u: u.value}
+        return Model(serialize(ke.equation(plain.data, residuals)), plain.weights)
 
 
-def _flagged(points: Array, flag: float) -> Array:
-    return np.concatenate([points, np.full((len(points), 1), flag)], axis=1)
+def _sines(a: float, b: float) -> Callable[[Any], Any]:
+    """Return a product of sines of two coordinates, of arrays or of what a file records."""
+    return lambda x: np.sin(a * np.pi * x[:, :1]) * np.sin(b * np.pi * x[:, 1:])
 
 
-def _in_float32(x: Array, y: Array, held_x: Array, held_y: Array) -> Data:
-    return Data(*(array.astype(np.float32) for array in (x, y, held_x, held_y)))
-
-
-def _unit_rows(net: ModelBuilder, like: str, axis: int) -> str:
-    """Append rows of the derivative of the point by a coordinate."""
-    zero = net.constant(f"zero {axis}", np.float32(0))
-    row = net.constant(f"unit {axis}", np.eye(_COORDINATES, dtype=np.float32)[axis])
-    zeros = net.op("Mul", like, zero, to=f"zeros {axis}")
-    rows: str = net.op("Add", zeros, row, to=f"tangent {axis}")
-    return rows
-
-
-def _scaled(net: ModelBuilder, factor: float, name: str) -> str:
-    if factor == 1:
-        return name
-    constant = net.constant(f"factor of {name}", np.float32(factor))
-    scaled: str = net.op("Mul", constant, name, to=f"scaled {name}")
-    return scaled
-
-
-def _dense(
-    net: ModelBuilder,
-    layer: int,
-    sizes: Sequence[int],
-    value: str,
-    tangents: Sequence[str],
-    curved: Mapping[int, str],
-) -> tuple[str, list[str], dict[int, str]]:
-    """Append a layer that multiplies value and derivatives by one weight."""
-    d_in, d_out = sizes[layer : layer + 2]
-    weight = net.weight(f"W{layer}", uniform(net.rng, (d_in, d_out), d_in, d_out))
-    bias = net.weight(f"b{layer}", uniform(net.rng, (d_out,), d_in, d_out))
-
-    def times_weight(name: str, to: str) -> str:
-        multiplied: str = net.op("MatMul", name, weight, to=to)
-        return multiplied
-
-    product = times_weight(value, f"product {layer}")
-    return (
-        net.op("Add", product, bias, to=f"sum {layer}"),
-        [times_weight(t, f"tangent {layer} {i}") for i, t in enumerate(tangents)],
-        {i: times_weight(name, f"second {layer} {i}") for i, name in curved.items()},
-    )
-
-
-def _tanh(
-    net: ModelBuilder, layer: int, value: str, tangents: Sequence[str], curved: Mapping[int, str]
-) -> tuple[str, list[str], dict[int, str]]:
-    """Append ``t = tanh s``, its tangents ``t' ∂s`` and ``t' ∂²s − 2 t t' (∂s)²``."""
-    t = net.op("Tanh", value, to=f"tanh {layer}")
-    square = net.op("Mul", t, t, to=f"square {layer}")
-    slope = net.op("Sub", "one", square, to=f"slope {layer}")
-    product = net.op("Mul", t, slope, to=f"bend by two {layer}")
-    bend = net.op("Mul", product, "minus two", to=f"bend {layer}")
-    new_tangents, new_curved = [], {}
-    for i, tangent in enumerate(tangents):
-        new_tangents.append(net.op("Mul", slope, tangent, to=f"moved {layer} {i}"))
-        squared = net.op("Mul", tangent, tangent, to=f"squared {layer} {i}")
-        new_curved[i] = net.op("Mul", bend, squared, to=f"bent {layer} {i}")
-        if i in curved:
-            straight = net.op("Mul", slope, curved[i], to=f"straight {layer} {i}")
-            new_curved[i] = net.op("Add", new_curved[i], straight, to=f"curved {layer} {i}")
-    return t, new_tangents, new_curved
-
-
-def _sines(a: float, b: float) -> Callable[[Array], Array]:
-    def product(x: Array) -> Array:
-        values: Array = np.sin(a * np.pi * x[:, :1]) * np.sin(b * np.pi * x[:, 1:])
-        return values
-
-    return product
-
-
-def _multiple(factor: float, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    return lambda x: factor * function(x)
+def _cosines(x: Any) -> Any:
+    return np.cos(np.pi * x).sum(axis=1, keepdims=True)
 
 
 def _cooling(x: Array) -> Array:
@@ -161,17 +111,90 @@ def _cooling(x: Array) -> Array:
     return values
 
 
+_VISCOSITY = 0.01 / np.pi
+
+
+def _shock(x: Array) -> Array:
+    """Return the solution of Burgers' equation that begins as ``−sin πx``.
+
+    Source: Cole 1951 and Hopf 1950; their integrals over η by the formula of Gauss and Hermite.
+    """
+    nodes, weights = np.polynomial.hermite.hermgauss(200)
+    y = x[:, 1:] - nodes * np.sqrt(4 * _VISCOSITY * x[:, :1])
+    exponents = -np.cos(np.pi * y) / (2 * np.pi * _VISCOSITY)
+    terms = weights * np.exp(exponents - exponents.max(axis=1, keepdims=True))
+    values: Array = -(np.sin(np.pi * y) * terms).sum(axis=1) / terms.sum(axis=1)
+    return values[:, None]
+
+
+_DIFFUSION, _CHEBYSHEV = 0.001, 160
+
+
+@cache
+def _layers() -> Function:
+    """Return the solution of the Allen–Cahn equation at Chebyshev's points, as a function of t."""
+    places = np.cos(np.pi * np.arange(_CHEBYSHEV + 1) / _CHEBYSHEV)
+    signs = (-1.0) ** np.arange(_CHEBYSHEV + 1)
+    signs[[0, -1]] *= 2
+    gaps = places[:, None] - places + np.eye(_CHEBYSHEV + 1)
+    first = np.outer(signs, 1 / signs) / gaps
+    first -= np.diag(first.sum(axis=1))
+    second = first @ first
+
+    def change(t: float, inner: Array) -> Array:
+        del t
+        u = np.concatenate([[-1.0], inner, [-1.0]])
+        values: Array = (_DIFFUSION * second @ u + 5 * (u - u**3))[1:-1]
+        return values
+
+    def slopes(t: float, inner: Array) -> Array:
+        del t
+        values: Array = _DIFFUSION * second[1:-1, 1:-1] + np.diag(5 - 15 * inner**2)
+        return values
+
+    start = (places**2 * np.cos(np.pi * places))[1:-1]
+    solved = solve_ivp(
+        change, (0, 1), start, method="BDF", jac=slopes, dense_output=True, rtol=1e-9, atol=1e-10
+    )
+    inner: Function = solved.sol
+    return inner
+
+
+def _phases(x: Array) -> Array:
+    """Return the solution of the Allen–Cahn equation, by Chebyshev's interpolation."""
+    places = np.cos(np.pi * np.arange(_CHEBYSHEV + 1) / _CHEBYSHEV)
+    weights = (-1.0) ** np.arange(_CHEBYSHEV + 1)
+    weights[[0, -1]] /= 2
+    values = np.full((len(x), _CHEBYSHEV + 1), -1.0)
+    values[:, 1:-1] = _layers()(x[:, 0]).T
+    gaps = x[:, 1:] - places
+    gaps[gaps == 0] = 1e-300
+    terms: Array = weights / gaps
+    return (terms * values).sum(axis=1, keepdims=True) / terms.sum(axis=1, keepdims=True)
+
+
+# The first coordinate of heat, burgers and allen-cahn is time.
 EQUATIONS: Mapping[str, Equation] = {
     "poisson": Equation(
-        _sines(1, 1), _multiple(-2 * np.pi**2, _sines(1, 1)), second=(1.0, 1.0)
+        lambda u: u.laplacian() + 2 * np.pi**2 * _sines(1, 1)(u.x), _sines(1, 1), (0, 0), (1, 1)
     ),
-    # The coordinates are time and place.
+    "poisson-5d": Equation(
+        lambda u: u.laplacian() + np.pi**2 * _cosines(u.x), _cosines, (0,) * 5, (1,) * 5
+    ),
     "heat": Equation(
-        _cooling, lambda x: np.zeros((len(x), 1)), second=(0.0, -0.1), first=(1.0, 0.0),
-        sides=((0, 0.0), (1, 0.0), (1, 1.0)),
+        lambda u: u.d(0) - 0.1 * u.d(1, 1), _cooling, (0, 0), (1, 1), ((0, 0), (1, 0), (1, 1))
     ),
     "helmholtz": Equation(
-        _sines(1, 2), _multiple(36 - 5 * np.pi**2, _sines(1, 2)), second=(1.0, 1.0), value=36.0
+        lambda u: u.laplacian() + 36 * u.value - (36 - 5 * np.pi**2) * _sines(1, 2)(u.x),
+        _sines(1, 2), (0, 0), (1, 1),
+    ),
+    "burgers": Equation(
+        lambda u: u.d(0) + u.value * u.d(1) - _VISCOSITY * u.d(1, 1),
+        _shock, (0, -1), (1, 1), ((0, 0), (1, -1), (1, 1)), inside=2_000,
+    ),
+    "allen-cahn": Equation(
+        lambda u: u.d(0) - _DIFFUSION * u.d(1, 1) - 5 * (u.value - u.value**3),
+        _phases, (0, -1), (1, 1), ((0, 0), (1, -1), (1, 1)), inside=2_000,
     ),
 }  # fmt: skip
 
@@ -198,7 +221,7 @@ def sine_network(widths: Sequence[int], frequency: float, seed: int) -> Model:
 def _of_all(x: Array, y: Array) -> Data:
     """Return examples that are trained on and validated, with targets of mean 0 and deviation 1."""
     y = (y - y.mean(axis=0)) / y.std(axis=0)
-    return _in_float32(x, y, x, y)
+    return Data(*(array.astype(np.float32) for array in (x, y, x, y)))
 
 
 def image(channels: int) -> Data:

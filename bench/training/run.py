@@ -105,10 +105,15 @@ class Trainer:
         seed: int,
     ) -> None:
         self._engine = ke.Engine.from_onnx(
-            model.data, loss=task.loss, trainable=tuple(model.weights), threads=1, seed=seed
+            model.data,
+            loss=task.loss,
+            loss_weights=task.weights,
+            trainable=tuple(model.weights),
+            threads=1,
+            seed=seed,
         )
         self._step = method.factory(self._engine, rate, options)
-        self._squared = task.squared
+        self._squared, self._validated = task.squared, task.validated
 
     def step(self, inputs: Mapping[str, Array], targets: Array, scale: float) -> float:
         """Change the parameters by one batch; return the loss before the change."""
@@ -127,10 +132,11 @@ class Trainer:
         losses, hits, count = 0.0, 0.0, 0
         discrete = False
         for inputs, targets in batches:
-            trace = self._engine.trace(inputs, targets)
+            trace = self._engine.trace(inputs, None if self._validated else targets)
             objective = self._engine.objective
             if self._squared:
-                errors = trace[objective.inputs[0]].astype(np.float64) - targets
+                predicted = trace[self._validated or objective.inputs[0]]
+                errors = predicted.astype(np.float64) - targets
                 losses += float((errors * errors).sum())
             else:
                 losses += objective.value(trace) * len(targets)

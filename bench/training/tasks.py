@@ -34,17 +34,20 @@ class Task:
     ``model`` returns the model for images of a side, from a seed. Validation has batches of
     ``evaluated`` examples: normalizations in training form use the statistics of these batches, for
     every method. If ``squared``, it has squared errors in place of the loss ``"normal"``, which has
-    a constant as well.
+    a constant as well: those of the output ``validated``, if it is named. ``weights`` are those of
+    several losses.
     """
 
     title: str
     model: Callable[[int, int], Model] = field(repr=False)
     data: Callable[[Images], Data] = field(repr=False)
-    loss: str
+    loss: str | Mapping[str, str]
     batch: int
     evaluated: int = _EVALUATED
     images: bool = True
     squared: bool = False
+    validated: str = ""
+    weights: Mapping[str, float] | None = None
 
 
 def _planes(images: Images, held_out: int | None = _HELD_OUT) -> Data:
@@ -100,9 +103,11 @@ _WHOLE = 2_000  # examples of a batch of all
 
 def _equation(name: str, equation: repeated.Equation) -> Task:
     return Task(
-        f"{name}, tanh network 48-48-48, 1,000 points",
+        f"{name}, tanh network 48-48-48, {equation.inside:,} points",
         lambda side, seed: equation.model((48, 48, 48), seed), lambda images: equation.data(),
-        "normal", _WHOLE, evaluated=_WHOLE, images=False, squared=True,
+        {repeated.INSIDE: "normal", repeated.EDGE: "normal"}, _WHOLE, evaluated=_WHOLE,
+        images=False, squared=True, validated=repeated.EDGE,
+        weights={repeated.EDGE: repeated.EDGE_WEIGHT},
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ COUNTS = {
     "chirp": dense(1, 48, 48, 1),
     "surface": dense(3, 48, 48, 1),
     "compressed": dense(64, 48, 10, 48, 64),
-    **dict.fromkeys(EQUATIONS, dense(2, 48, 48, 48, 1)),
+    **{name: dense(len(e.low), 48, 48, 48, 1) for name, e in EQUATIONS.items()},
     "gpt-long": GPT,
     **{
         f"{name}{suffix}": dense(table.columns, 64, 32, table.outputs)
