@@ -18,6 +18,7 @@ PAGES = {
 }
 FIGURES = {
     "derivative_rule": 1,
+    "equation": 1,
     "fine_tune": 1,
     "forces": 1,
     "helium": 1,

@@ -170,7 +170,8 @@ def _phases(x: Array) -> Array:
     gaps = x[:, 1:] - places
     gaps[gaps == 0] = 1e-300
     terms: Array = weights / gaps
-    return (terms * values).sum(axis=1, keepdims=True) / terms.sum(axis=1, keepdims=True)
+    means: Array = (terms * values).sum(axis=1, keepdims=True) / terms.sum(axis=1, keepdims=True)
+    return means
 
 
 # The first coordinate of heat, burgers and allen-cahn is time.
