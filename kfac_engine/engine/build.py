@@ -311,8 +311,8 @@ def register_losses(
     heads, batch = bind_losses(model.graph, model.facts, options, inputs)
     if batch.sets and reduction == "batch_mean":
         raise InputError(
-            f"reduction='batch_mean' has one number of examples, but {batch.joint}; choose 'mean' "
-            f"or 'sum'."
+            f"reduction='batch_mean' divides by one number of examples, but {batch.joint}; use an "
+            f"engine with reduction='mean' or 'sum'."
         )
     for head in heads:
         if head.logits:

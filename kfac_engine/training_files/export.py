@@ -277,6 +277,11 @@ def _check_damping(optimizer: Optimizer) -> None:
 
 
 def _check_losses(assembly: Assembly) -> None:
+    if assembly.task.batch.sets:
+        raise UnsupportedError(
+            f"a training file has one number of examples, but {assembly.task.batch.joint}; train "
+            f"with fit."
+        )
     for head in assembly.task.heads:
         if head.loss.targets is None:
             raise UnsupportedError(

@@ -389,7 +389,7 @@ def test_functions_that_are_differentiable_are_not_refused():
         ke.equation(linear, {"a": lambda u: u.laplacian() + u.value})  # zero, and no kink
 
 
-def test_calls_with_sets_of_examples_are_right_or_refused():
+def test_calls_with_sets_of_examples_are_right_or_refused(tmp_path):
     result = ke.equation(network(widths=(2, 3, 1)), SETS)
     data = points(dtype="float32")
     engine = ke.Engine.from_onnx(result, loss=NORMAL)
@@ -399,6 +399,8 @@ def test_calls_with_sets_of_examples_are_right_or_refused():
         engine.loss({"inside x": data["inside x"]})
     with pytest.raises(ke.InputError, match="batch_mean"):
         ke.Engine.from_onnx(result, loss=NORMAL, reduction="batch_mean")
+    with pytest.raises(ke.UnsupportedError, match="one number of examples, but 'inside x'"):
+        ke.export_training(result, loss=NORMAL, path=tmp_path)
     with pytest.raises(ke.UnknownNameError, match=r"'edges' .did you mean 'edge'"):
         ke.Engine.from_onnx(result, loss=NORMAL, loss_weights={"edges": 2.0})
     weights = {name: np.linspace(0.5, 1, n) for name, n in COUNTS.items()}
