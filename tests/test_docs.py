@@ -56,8 +56,9 @@ def test_building_block_examples_run_in_order():
         exec(compile(code, "building_blocks.md", "exec"), names)
 
 
-def test_the_examples_of_the_page_on_derivatives_run_in_order(tmp_path, capsys):
-    page = ROOT / "docs" / "derivatives.md"
+@pytest.mark.parametrize("name", ["derivatives", "input_gradients"])
+def test_the_examples_of_a_page_run_in_order_and_print_what_it_shows(name, tmp_path, capsys):
+    page = ROOT / "docs" / f"{name}.md"
     with contextlib.chdir(tmp_path):
         execute(page, capsys)
     printed = capsys.readouterr().out

@@ -8,9 +8,9 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 EXACT = 1e-10  # float64 through one damped inverse of condition about a thousand
-
-
-OTHERS = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "trap")
+# Those that a test of their own runs, and the packages that they need.
+TESTED = {"trap": None, "jax_likelihood": "jax", "pytensor_likelihood": "pytensor"}
+OTHERS = sorted(path for path in EXAMPLES.glob("*.py") if path.stem not in TESTED)
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
@@ -49,3 +49,32 @@ def test_energy_of_particles_in_a_trap_is_the_known_one(monkeypatch, capsys):
     assert run["energy"] < run["EXACT"] + 0.03
     assert 2e-4 < run["error"] < 1e-2
     assert f"exact {run['EXACT']:.4f}" in capsys.readouterr().out
+
+
+def run_likelihood(name):
+    """Run an example on the likelihood of a line; returns its names and the closed form."""
+    pytest.importorskip(TESTED[name])
+    run = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    features = np.stack([run["x"], np.ones(50)], axis=1).astype(float)
+    precision = features.T @ features
+    return run, np.linalg.solve(precision, features.T @ run["y"]), np.linalg.inv(precision)
+
+
+def test_gradients_of_an_op_of_pytensor_find_the_most_likely_line():
+    run, line, _ = run_likelihood("pytensor_likelihood")
+    np.testing.assert_allclose(run["estimate"], line, rtol=EXACT)
+    value, _ = run["value_and_gradient"](line)
+    errors = run["y"] - run["x"] * line[0] - line[1]
+    assert value == pytest.approx(-0.5 * np.square(errors).sum())
+
+
+def test_sampler_in_jax_draws_from_the_posterior_of_a_line():
+    run, line, covariance = run_likelihood("jax_likelihood")
+    # 280 draws, of which a half at least are independent: four standard errors.
+    spread = np.sqrt(np.diag(covariance))
+    assert (abs(run["mean"] - line) < 4 * spread / 140**0.5).all()
+    np.testing.assert_allclose(run["spread"], spread, rtol=4 / (2 * 140) ** 0.5)
+    jax = pytest.importorskip("jax")
+    slopes = jax.grad(run["log_posterior"])(jax.numpy.zeros(2))
+    exact = [(run["x"] * run["y"]).sum(), run["y"].sum()]
+    np.testing.assert_allclose(slopes, exact, rtol=1e-5)

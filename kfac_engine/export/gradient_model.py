@@ -291,7 +291,9 @@ def _only_output(
     graph: Graph, facts: Mapping[str, Fact], output: str | Sequence[str] | None
 ) -> str:
     if output is not None and not isinstance(output, str):
-        raise InputError("several outputs need one loss each; pass loss=[…].")
+        if len(output) != 1:
+            raise InputError("several outputs need one loss each; pass loss=[…].")
+        (output,) = output
     if output is not None and output not in set(graph.values()):
         raise UnknownNameError(
             f"'{output}'{suggestion(output, graph.values())} is not a value of model "
