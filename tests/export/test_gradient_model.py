@@ -92,10 +92,11 @@ def test_gradient_model_supports_other_class_axis():
     np.testing.assert_allclose(found["gradient/w"], expected.gradients["w"], atol=1e-6)
 
 
-def test_gradient_model_without_loss_has_cotangent_input():
+@pytest.mark.parametrize("output", [None, "output", ["output"]])
+def test_gradient_model_without_loss_has_cotangent_input(output):
     model = models.mlp(dtype="float64")
     inputs = models.random_inputs(model, batch=4)
-    gradient = ke.differentiate(model, wrt=["input"])
+    gradient = ke.differentiate(model, output=output, wrt=["input"])
     cotangent = np.random.default_rng(0).standard_normal((4, 3))
     found = run(gradient, {**inputs, "cotangent": cotangent})
     x = inputs["input"]
