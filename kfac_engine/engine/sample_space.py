@@ -280,12 +280,16 @@ class SampleSpace(CurvatureProducts):
 
     def _require_memory(self) -> None:
         parameters = sum(array.size for array in self._model.parameters.values())
-        need = _BYTES * self.rows * (2 * self.rows + _BLOCK + parameters)
         require_memory(
-            need,
+            bytes_of(self.rows, parameters),
             f"the sample space of {self.rows} predictions and {parameters} parameters",
             "use a smaller batch, or KfacOptimizer",
         )
+
+
+def bytes_of(rows: int, parameters: int) -> int:
+    """Return a bound of the memory of rows, of their inner products and of a decomposition."""
+    return _BYTES * rows * (2 * rows + _BLOCK + parameters)
 
 
 @dataclass(frozen=True, slots=True)

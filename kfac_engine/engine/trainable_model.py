@@ -1,6 +1,7 @@
 """A model with losses: its parameters, its values on a batch and its gradients."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ from kfac_engine.engine.report import (
     loss_reports,
 )
 from kfac_engine.engine.result import Result
-from kfac_engine.engine.sample_space import SampleSpace
+from kfac_engine.engine.sample_space import SampleSpace, bytes_of
 from kfac_engine.errors import ExportWarning, UnsupportedError, warn
 from kfac_engine.graph.analysis.exporter_changes import ExportChanges, Tie, export_changes
 from kfac_engine.layers.feature_powers import FeaturePowers
@@ -401,6 +402,14 @@ class TrainableModel(Sealed):
     def sample_space(self, parts: Sequence[Batch]) -> SampleSpace:
         """Return the rows of the Fisher matrix of a batch, as ``parts`` returns it."""
         return self._passes.sample_space(parts)
+
+    def sample_space_bytes(self, examples: int) -> int:
+        """Return a bound of the memory of a ``sample_space``, from the shapes of the sample run."""
+        facts, rows = self._model.facts, 0
+        for term in self.objective.terms:
+            shapes = {name: tuple(facts[name].shape) for name in term.inputs}
+            rows += examples * prod(term.static_inner_shape(shapes)[1:])
+        return bytes_of(rows, sum(array.size for array in self._model.parameters.values()))
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Marquardt 1963 for the damping.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from kfac_engine._types import Array
 from kfac_engine.arguments import at_least_zero, positive
 from kfac_engine.datasets.examples import Batch
 from kfac_engine.engine.engine import Engine
+from kfac_engine.engine.memory import MemoryReport
 from kfac_engine.engine.profiling import StageClock
 from kfac_engine.engine.rollback import Undo
 from kfac_engine.engine.sample_space import SampleSpace
@@ -216,8 +217,8 @@ class GaussNewton(Optimizer):
     where φ on the right is the previous update. For ``μ = 0`` this is the damped Gauss–Newton step
     ``(F + λ)⁻¹ g``. One Cholesky decomposition of ``R Rᵀ + λI``, ``(rows, rows)``, solves it. A
     step takes the time of ``rows² · parameters / 2`` multiplications at most, and the memory of
-    ``rows · (2 rows + parameters)`` numbers in float64, which is checked before: it suits some
-    hundred or thousand rows, such as the points of an equation.
+    ``rows · (2 rows + parameters)`` numbers in float64, which ``memory`` announces and each step
+    checks: it suits some hundred or thousand rows, such as the points of an equation.
 
     λ follows the reduction ratio. A step that would raise the loss of the batch is tried again
     with more damping, up to eight times, before the parameters move.
@@ -287,6 +288,23 @@ class GaussNewton(Optimizer):
                 f"at least l2."
             )
         self._damping = float(value)
+
+    def memory(self, batch_size: int = 1, accumulate: int = 1) -> MemoryReport:
+        """Return a bound of the peak memory of training; rows and products are ``scratch``.
+
+        Args:
+            batch_size: Number of examples, of a part if a batch has several.
+            accumulate: Number of parts of a batch.
+
+        Returns:
+            Bytes of each part of a step. Inputs and targets are not included.
+
+        Raises:
+            InputError: An argument is not a positive whole number.
+        """
+        report = super().memory(batch_size, accumulate)
+        rows = self.engine.sample_space_bytes(batch_size * accumulate)
+        return replace(report, scratch=report.scratch + rows)
 
     def _propose(
         self, batch: Sequence[Batch], scale: float, clock: StageClock, undo: Undo

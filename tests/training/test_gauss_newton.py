@@ -303,6 +303,16 @@ def test_wrong_options_are_refused(options, message):
         optimizer_of(linear(3), **options)
 
 
+def test_memory_has_the_rows_and_their_products():
+    model = network([2, 30, 3])
+    newton, kfac = optimizer_of(model), ke.KfacOptimizer(optimizer_of(model).engine)
+    more = newton.memory(50, 4).scratch - newton.engine.memory(50, 4, statistics=0.0).scratch
+    rows, parameters = 50 * 4 * 3, 2 * 30 + 30 + 30 * 3 + 3
+    assert more >= 8 * rows * (2 * rows + parameters)
+    assert more < 2 * 8 * rows * (2 * rows + parameters)
+    assert kfac.memory(50, 4).scratch < newton.memory(50, 4).scratch
+
+
 def test_rows_that_do_not_fit_into_the_memory_are_refused(monkeypatch):
     x, y = linear_data(400, 3, noise=1.0)
     optimizer = optimizer_of(linear(3))
