@@ -148,7 +148,7 @@ class KfacOptimizer(Optimizer):
     is that of ``GaussNewton`` if the losses predict at most 2,000 numbers and no more than there
     are parameters, in one process. Else it is that of ``"quadratic"`` with ``momentum=
     "quadratic"``, curvature of the whole batch and a damping that starts at 1 and is adapted,
-    ``DampingAdaptation(2, 0.9)``. The first 60 exact steps
+    ``DampingAdaptation(2, 0.9)``. The first 30 or 60 of these steps
     leave a fifth of the examples out (``RepeatedBatch``). If their loss rises by a twentieth of the
     fall of the loss so far, the minimum fits noise, and the steps are as before. Other examples end
     the exact steps. A ``damping``, a ``momentum``, a positive ``weight_decay`` or ``adapt_damping``

@@ -20,8 +20,9 @@ from kfac_engine.training.seen_examples import fingerprints_of_part
 
 # Steps with the examples of the step before, until steps are exact.
 _REPEATED = 10
-# Exact steps of a trial.
-_TRIAL = 60
+# Exact steps of a trial by the number of the rule. Those in the sample space, the first of the
+# rules, need fewer steps until they fit noise.
+_TRIAL = (30, 60)
 # Largest rise of the loss of the examples that are left out, relative to the fall of the loss since
 # the first step with the batch.
 _RISE = 0.05
@@ -71,7 +72,7 @@ class RepeatedBatch:
     @property
     def tries(self) -> bool:
         """Whether the step is exact and leaves examples out."""
-        return self.exact and self.trial < _TRIAL
+        return self.exact and self.trial < _TRIAL[int(self.rule)]
 
     def judged(self, fitted: float, left_out: float) -> Self:
         """Return the state after a step of a trial, from the losses of both groups of examples."""

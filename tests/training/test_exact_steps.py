@@ -9,7 +9,7 @@ import kfac_engine as ke
 from tests.distributed import threads
 from tests.models import parsed
 
-# The steps before the first exact one, and the exact steps that leave examples out.
+# The steps before the first exact one, and the exact steps that leave examples out, at most.
 BEFORE, TRIAL = 10, 60
 STOCHASTIC, EXACT = 0.1, 1.0  # damping of the first step
 # Sums of parts, and of ranks, in another order, in float64; 75 steps multiply the roundings.
@@ -225,6 +225,25 @@ def test_few_predictions_are_fitted_by_the_whole_fisher_matrix(name):
     assert is_exact(reports[-1])
     # Its momentum is a constant; the quadratic model solves for the momentum.
     assert (reports[-1].momentum in (0.0, 0.5)) == few
+
+
+@pytest.mark.parametrize(("width", "trial"), [(16, 30), (8, 60)])
+def test_the_trial_leaves_examples_out(width, trial, monkeypatch):
+    x = np.linspace(-1, 1.5, 40)[:, None]
+    optimizer = optimizer_of(network([1, width, 1]))
+    fitted = []
+    update = type(optimizer._exact[width == 8].update)
+    call = update.__call__
+
+    def counted(self, step):
+        fitted.append(sum(len(targets) for _, targets in step.batch))
+        return call(self, step)
+
+    monkeypatch.setattr(update, "__call__", counted)
+    for _ in range(BEFORE + trial + 3):
+        optimizer.step({"x": x}, np.sin(3 * x))
+    assert max(fitted[:trial]) < 40
+    assert fitted[trial:] == [40] * 3
 
 
 def test_a_run_in_the_sample_space_continues_with_two_processes(tmp_path):
