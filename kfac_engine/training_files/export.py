@@ -39,6 +39,7 @@ from kfac_engine.recording.recorded import OPSET
 from kfac_engine.runtime.model import OnnxModel
 from kfac_engine.system.writing import check_outputs, checked_path, write_file
 from kfac_engine.training.fit import OPTIMIZERS
+from kfac_engine.training.gauss_newton import GaussNewton
 from kfac_engine.training.kfac import KfacOptimizer
 from kfac_engine.training.optimizer import Optimizer
 from kfac_engine.training_files.description import DIFFERENT, Description, readme
@@ -242,12 +243,13 @@ def _check_folder(folder: Path, model: OnnxModel) -> None:
 
 def _check_options(optimizer: str, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer, and options that a file cannot have."""
-    if optimizer == "gauss_newton":
+    make = OPTIMIZERS[optimizer]
+    if make is GaussNewton:
         raise UnsupportedError(
             "a training file cannot have the optimizer 'gauss_newton', because ONNX has no "
             "Cholesky decomposition; choose 'kfac'."
         )
-    known = [*signature(OPTIMIZERS[optimizer]).parameters]
+    known = [*signature(make).parameters]
     known = [name for name in known if name not in ("engine", "non_finite")]
     for name in options:
         if name not in known:
